@@ -25,7 +25,9 @@ LIBSTDCXX = {29: 34, 30: 35, 33: 39}
 
 def _builder(root: Path) -> ModuleType:
     """threed/native/build.py, without importing threed (which needs torch)."""
-    spec = importlib.util.spec_from_file_location("threed_native_build", root / "threed" / "native" / "build.py")
+    spec = importlib.util.spec_from_file_location(
+        "threed_native_build", root / "threed" / "native" / "build.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -66,7 +68,10 @@ class Readme(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         """Gives the project its long description."""
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
-        metadata["readme"] = {"content-type": "text/markdown", "text": absolute(text, metadata["urls"]["Repository"])}
+        metadata["readme"] = {
+            "content-type": "text/markdown",
+            "text": absolute(text, metadata["urls"]["Repository"]),
+        }
 
 
 def absolute(text: str, repository: str) -> str:
@@ -85,10 +90,14 @@ def _include(path: Path, place: str, build_data: dict[str, Any]) -> None:
 def platform_of(library: bytes) -> str:
     """The platform tag of a shared library: `manylinux_2_35_x86_64` where glibc 2.35 and what came with it will do."""
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    glibc = [(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)]
+    glibc = [
+        (int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)
+    ]
     newest = max((int(n) for n in re.findall(rb"GLIBCXX_3\.4\.(\d+)", library)), default=0)
     beside = next((minor for n, minor in LIBSTDCXX.items() if newest <= n), None)
-    if not glibc or beside is None:  # not Linux with glibc, or a compiler newer than the table: for machines like this
+    if (
+        not glibc or beside is None
+    ):  # not Linux with glibc, or a compiler newer than the table: for machines like this
         return platform
     major, minor = max(*glibc, (2, beside))
     return platform.replace("linux", f"manylinux_{major}_{minor}", 1)

@@ -54,7 +54,9 @@ class Arrays:
         sizes = [CHUNK] * (numel // CHUNK) + ([numel % CHUNK] if numel % CHUNK else [])
         random = torch.Generator().manual_seed(0)
         self.p = [self.empty(size, torch.float32).normal_(generator=random) for size in sizes]
-        self.m, self.v, self.g32 = ([self.empty(size, torch.float32).zero_() for size in sizes] for _ in range(3))
+        self.m, self.v, self.g32 = (
+            [self.empty(size, torch.float32).zero_() for size in sizes] for _ in range(3)
+        )
         self.g16 = [self.empty(size, torch.bfloat16).normal_(generator=random) for size in sizes]
         self.p16 = [self.empty(size, torch.bfloat16).zero_() for size in sizes]
         for wide, narrow in zip(self.g32, self.g16, strict=True):
@@ -62,7 +64,11 @@ class Arrays:
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """Memory of torch's allocator, or on huge pages."""
-        return host_buffer(size * dtype.itemsize).view(dtype) if self.huge else torch.empty(size, dtype=dtype)
+        return (
+            host_buffer(size * dtype.itemsize).view(dtype)
+            if self.huge
+            else torch.empty(size, dtype=dtype)
+        )
 
 
 class Threed:
@@ -75,7 +81,9 @@ class Threed:
 
     def _update(self, grads: list[Tensor], copies: list[Tensor] | list[None]) -> None:
         self.steps += 1
-        now = StepScalars(*(torch.tensor(value, dtype=torch.float64) for value in (LR, self.steps, 1.0, 0.0)))
+        now = StepScalars(
+            *(torch.tensor(value, dtype=torch.float64) for value in (LR, self.steps, 1.0, 0.0))
+        )
         arrays = self.arrays
         for p, g, m, v, out in zip(arrays.p, grads, arrays.m, arrays.v, copies, strict=True):
             self.rule.update(p, g, (m, v), now, DECAY, out)
@@ -102,7 +110,9 @@ class TorchFused:
 
     def make(self) -> Any:
         """The optimizer."""
-        return torch.optim.AdamW(self.params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)
+        return torch.optim.AdamW(
+            self.params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
+        )
 
     def first_step(self) -> Any:
         """Its counter's start."""
@@ -127,7 +137,9 @@ class DeepSpeed(TorchFused):
     def make(self) -> Any:
         """The optimizer; ImportError without DeepSpeed."""
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # for ninja
+        os.environ["PATH"] = (
+            f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # for ninja
+        )
         with _stdout_to_stderr():
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -156,7 +168,13 @@ class Compiled:
 
 
 def _formulas(
-    p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None, correction1: Tensor, correction2: Tensor
+    p: Tensor,
+    m: Tensor,
+    v: Tensor,
+    g: Tensor,
+    out: Tensor | None,
+    correction1: Tensor,
+    correction2: Tensor,
 ) -> None:
     g = g.float()
     m.mul_(BETAS[0]).add_(g, alpha=1 - BETAS[0])
@@ -214,7 +232,10 @@ def chosen(names: list[str], arrays: Arrays) -> dict[str, Any]:
 
 
 def measure(
-    contenders: dict[str, Any], rounds: int, streams: tuple[Tensor, Tensor], wait: Callable[[], None]
+    contenders: dict[str, Any],
+    rounds: int,
+    streams: tuple[Tensor, Tensor],
+    wait: Callable[[], None],
 ) -> tuple[dict[str, Any], float]:
     """Seconds of every contender's calls, and of the best update in place, in turns; wait() before each."""
     a, c = streams
@@ -226,13 +247,17 @@ def measure(
             before = host.stamp()
             for kind in ("step", "full"):
                 times[name][kind].append(seconds(getattr(contender, kind)))
-            wall, own, everybody = (end - begin for begin, end in zip(before, host.stamp(), strict=True))
+            wall, own, everybody = (
+                end - begin for begin, end in zip(before, host.stamp(), strict=True)
+            )
             times[name]["foreign"].append((everybody - own) / wall)
             updates += [seconds(functools.partial(c.add_, a)) for _ in range(2)]
     return times, min(updates)
 
 
-def record(name: str, times: dict[str, list[float]], update: float, args: argparse.Namespace) -> dict[str, Any]:
+def record(
+    name: str, times: dict[str, list[float]], update: float, args: argparse.Namespace
+) -> dict[str, Any]:
     """A contender's figures; `update` in GB/s, `foreign_cores` what others used while it did its best `full`."""
     foreign = times["foreign"][times["full"].index(min(times["full"]))]
     found: dict[str, Any] = {
@@ -253,14 +278,27 @@ def record(name: str, times: dict[str, list[float]], update: float, args: argpar
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=50_000_000, help="parameters (default 50M; each takes 20 bytes)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--numel",
+        type=int,
+        default=50_000_000,
+        help="parameters (default 50M; each takes 20 bytes)",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--huge-pages", action="store_true", help="all arrays on huge pages, the bandwidth's too")
-    parser.add_argument("--quiet", type=float, default=0.3, help="a turn begins when others use fewer cores")
-    parser.add_argument("--patience", type=float, default=0.0, help="seconds of waiting for that in all (default 0)")
+    parser.add_argument(
+        "--huge-pages", action="store_true", help="all arrays on huge pages, the bandwidth's too"
+    )
+    parser.add_argument(
+        "--quiet", type=float, default=0.3, help="a turn begins when others use fewer cores"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=0.0, help="seconds of waiting for that in all (default 0)"
+    )
     return parser.parse_args(argv)
 
 
@@ -271,10 +309,15 @@ def main(argv: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     arrays = Arrays(args.numel, args.huge_pages)
     contenders = chosen(args.only, arrays)
-    streams = arrays.empty(STREAM, torch.float32).fill_(1), arrays.empty(STREAM, torch.float32).fill_(1)
+    streams = (
+        arrays.empty(STREAM, torch.float32).fill_(1),
+        arrays.empty(STREAM, torch.float32).fill_(1),
+    )
     measure(contenders, 1, streams, lambda: None)  # compiles, and touches every page
     end = time.monotonic() + args.patience
-    times, best = measure(contenders, args.rounds, streams, lambda: host.wait_until_quiet(args.quiet, end))
+    times, best = measure(
+        contenders, args.rounds, streams, lambda: host.wait_until_quiet(args.quiet, end)
+    )
     for name in contenders:
         print(json.dumps(record(name, times[name], 12 * STREAM / best / 1e9, args)), flush=True)
     return 0

@@ -115,7 +115,9 @@ class Peers:
 
     def __init__(self, engine: Engine) -> None:
         named = read(engine.optimizer, records(engine.optimizer))
-        self.state = {f"{r.part}.{r.piece.name}.{n}": values.clone() for n, (r, values) in enumerate(named)}
+        self.state = {
+            f"{r.part}.{r.piece.name}.{n}": values.clone() for n, (r, values) in enumerate(named)
+        }
         self.twin: dict[str, Tensor] = {}
         quiet = {"use_pinned_memory": False, "use_shared_memory": False, "use_async_staging": False}
         self.stager = DefaultStager(StagingOptions(**quiet, use_non_blocking_copy=False))
@@ -127,7 +129,9 @@ class Peers:
     def memcpy(self) -> float:
         """Seconds of one copy of all bytes, by one thread."""
         first = not self.twin
-        self.twin = self.twin or {name: torch.zeros_like(tensor) for name, tensor in self.state.items()}
+        self.twin = self.twin or {
+            name: torch.zeros_like(tensor) for name, tensor in self.state.items()
+        }
         for _ in range(1 + first):
             began = time.perf_counter()
             for name, tensor in self.state.items():
@@ -154,7 +158,9 @@ class Peers:
 
     def dcp_cached(self, path: Path) -> Callable[[], object]:
         writer = dcp.FileSystemWriter(path)
-        return _uploaded(dcp.async_save(self.state, storage_writer=writer, async_stager=self.stager))
+        return _uploaded(
+            dcp.async_save(self.state, storage_writer=writer, async_stager=self.stager)
+        )
 
     def torch_load(self, path: Path) -> None:
         self._take(torch.load(path, weights_only=True, mmap=True))
@@ -208,8 +214,12 @@ def record(name: str, seconds: dict[str, list[float]], **more: Any) -> None:
 
 def main() -> None:
     """Measures all ways in turn."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the disk to be measured")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="a folder on the disk to be measured"
+    )
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--seq", type=int, default=256)
@@ -234,7 +244,9 @@ def _measure(args: argparse.Namespace, folder: Path) -> None:
     engine = engine_of(args)
     step(engine)
     peers, path = Peers(engine), folder / "step-1"
-    ways: dict[str, tuple[Callable[[Path], Callable[[], object]], Callable[[Path], object] | None]] = {
+    ways: dict[
+        str, tuple[Callable[[Path], Callable[[], object]], Callable[[Path], object] | None]
+    ] = {
         "threed save": (lambda p: (engine.save(p), lambda: None)[1], None),
         "threed start_save": (lambda p: engine.start_save(p).wait, None),
         "dcp.save": (peers.dcp_save, peers.dcp_load),
@@ -244,7 +256,11 @@ def _measure(args: argparse.Namespace, folder: Path) -> None:
         "safetensors": (peers.safetensors, peers.safetensors_load),
     }
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    about = {"gb": peers.nbytes / 1e9, "processor": processor(torch.device("cpu")), "torch": torch.__version__}
+    about = {
+        "gb": peers.nbytes / 1e9,
+        "processor": processor(torch.device("cpu")),
+        "torch": torch.__version__,
+    }
     for _ in range(args.rounds):
         found["memcpy"]["blocked_s"].append(peers.memcpy())
         for name, (save, load) in ways.items():

@@ -28,14 +28,42 @@ ROOT = Path(__file__).resolve().parents[1]
 class World:
     """One checkout's process group: `ranks` processes that run a block of steps when they are asked to."""
 
-    def __init__(self, tree: Path, engine: str, ranks: int, args: argparse.Namespace, folder: str) -> None:
+    def __init__(
+        self, tree: Path, engine: str, ranks: int, args: argparse.Namespace, folder: str
+    ) -> None:
         address = os.path.join(folder, f"{abs(hash((tree, engine)))}.socket")
-        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += [__file__, str(tree), "--rank-of", address, "--engines", engine, "--swap", folder]
-        command += [f"--{name}={getattr(args, name)}" for name in ("preset", "batch", "microbatches", "steps")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(tree),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
+        command += [
+            __file__,
+            str(tree),
+            "--rank-of",
+            address,
+            "--engines",
+            engine,
+            "--swap",
+            folder,
+        ]
+        command += [
+            f"--{name}={getattr(args, name)}"
+            for name in ("preset", "batch", "microbatches", "steps")
+        ]
         with Listener(address) as listener:
-            self.process = subprocess.Popen(command, cwd=tree, env=environment, stdout=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                command, cwd=tree, env=environment, stdout=subprocess.DEVNULL
+            )
             self.ranks = [listener.accept() for _ in range(ranks)]
         self.losses: list[float] = self._answers()[0]
 
@@ -64,7 +92,9 @@ def serve(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     config = reference.PRESETS[args.preset]
-    words = argparse.Namespace(**vars(args), settle=False, folder=args.swap, warmup=6, torch_matmul=False, threads=1)
+    words = argparse.Namespace(
+        **vars(args), settle=False, folder=args.swap, warmup=6, torch_matmul=False, threads=1
+    )
     worker.load(args.engines[0])
     engine = worker.ENGINES[args.engines[0]](config, words)
     batches = reference.batches(config, 6 + args.steps, args.batch)
@@ -84,9 +114,14 @@ def compare(engine: str, args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks.suites import SUITES
     from benchmarks.worker import bootstrap, largest_difference
 
-    ranks = max((suite.ranks for suite in SUITES.values() if engine in suite.engines and suite.ranks <= 2), default=2)
+    ranks = max(
+        (suite.ranks for suite in SUITES.values() if engine in suite.engines and suite.ranks <= 2),
+        default=2,
+    )
     with tempfile.TemporaryDirectory(prefix="threed-compare-") as folder:
-        worlds = [World(Path(tree).resolve(), engine, ranks, args, folder) for tree in (args.old, ROOT)]
+        worlds = [
+            World(Path(tree).resolve(), engine, ranks, args, folder) for tree in (args.old, ROOT)
+        ]
         ratios = []
         for pair in range(args.pairs):
             order = worlds if pair % 2 == 0 else worlds[::-1]
@@ -96,11 +131,18 @@ def compare(engine: str, args: argparse.Namespace) -> dict[str, Any]:
         for world in worlds:
             world.end()
     low, high = bootstrap(ratios)
-    return {"engine": engine, "speed": statistics.median(ratios), "interval": [low, high], "losses_differ": difference}
+    return {
+        "engine": engine,
+        "speed": statistics.median(ratios),
+        "interval": [low, high],
+        "losses_differ": difference,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", help="the other checkout")
     parser.add_argument("--engines", nargs="+", required=True)
     parser.add_argument("--pairs", type=int, default=8, help="pairs of blocks per engine")

@@ -54,7 +54,14 @@ class Random:
 
 def model_of(arch: str, gib: float) -> ModelConfig:
     """A model of about so many GiB in fp32, whose embedding is an eighth of a GiB for each of them."""
-    keys = {"arch": arch, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": int(16_384 * gib), "seq": 1024}
+    keys = {
+        "arch": arch,
+        "hidden": 2048,
+        "heads": 16,
+        "ffn": 8192,
+        "vocab": int(16_384 * gib),
+        "seq": 1024,
+    }
     layers = 1
     while True:
         model = resolve_model(ModelConfig.model_validate(keys | {"layers": layers}))
@@ -78,7 +85,11 @@ def peak_while(src: Path, dst: Path, to: str, dtype: str | None) -> dict[str, fl
     seconds = time.perf_counter() - began
     over.set()
     watcher.join()
-    return {"before_mib": round(found[0]), "peak_mib": round(max(found)), "seconds": round(seconds, 1)}
+    return {
+        "before_mib": round(found[0]),
+        "peak_mib": round(max(found)),
+        "seconds": round(seconds, 1),
+    }
 
 
 def anonymous_mib() -> float:
@@ -89,7 +100,11 @@ def anonymous_mib() -> float:
 
 def hashes(folder: Path) -> dict[str, str]:
     """The sha256 of every tensor of a folder."""
-    return {name: digest for file in sorted(folder.glob("*.safetensors")) for name, digest in _hashes(file)}
+    return {
+        name: digest
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, digest in _hashes(file)
+    }
 
 
 def _hashes(file: Path) -> Iterator[tuple[str, str]]:
@@ -97,7 +112,9 @@ def _hashes(file: Path) -> Iterator[tuple[str, str]]:
         for name in list(opened.keys()):
             values, digest = opened.get_slice(name), hashlib.sha256()
             for first, last in slabs(tuple(values.get_shape()), 4):
-                digest.update(values[first:last].contiguous().view(-1).view(torch.uint8).numpy().data)
+                digest.update(
+                    values[first:last].contiguous().view(-1).view(torch.uint8).numpy().data
+                )
             yield name, digest.hexdigest()
 
 
@@ -120,8 +137,20 @@ def main() -> None:
         for src, dst, to, dtype in STEPS:
             words = [str(Path(place, src)), str(Path(place, dst)), to, dtype or ""]
             command = [sys.executable, "-m", "benchmarks.conversion_memory", "--one", *words]
-            said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            print(json.dumps({"arch": arguments.arch, "gib": round(sizes / 2**30, 2), "from": src, "to": dst, **said}))
+            said = json.loads(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            )
+            print(
+                json.dumps(
+                    {
+                        "arch": arguments.arch,
+                        "gib": round(sizes / 2**30, 2),
+                        "from": src,
+                        "to": dst,
+                        **said,
+                    }
+                )
+            )
         for one, other in (("theirs", "back"), ("half", "half-too")):
             same = hashes(Path(place, one)) == hashes(Path(place, other))
             print(json.dumps({"arch": arguments.arch, "same bits": [one, other], "is": same}))

@@ -29,7 +29,10 @@ from benchmarks.suites import MODES, Offload
 # 128 of them under way, 1 to 4 threads. By default it overlaps nothing: all is one sub-group.
 SUB_GROUP = 50_000_000  # elements that are updated at a time
 AIO = {"block_size": 2**20, "queue_depth": 32, "intra_op_parallelism": 1, "overlap_events": True}
-BUFFERS = {"optimizer": 12, "params": 32}  # four of the sub-group that comes and of the one at work, three that go
+BUFFERS = {
+    "optimizer": 12,
+    "params": 32,
+}  # four of the sub-group that comes and of the one at work, three that go
 LIVE = 32_000_000  # parameters gathered at a time; by default all of them would stay in memory
 
 
@@ -43,7 +46,9 @@ class DeepSpeed0(Peer):
     def load(cls) -> Any:
         """The library; ImportError says how to get it."""
         if importlib.util.find_spec("deepspeed") is None:
-            raise ImportError(f"DeepSpeed is not installed; see {__file__}, or leave its engines out with --only")
+            raise ImportError(
+                f"DeepSpeed is not installed; see {__file__}, or leave its engines out with --only"
+            )
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 
@@ -65,7 +70,9 @@ class DeepSpeed0(Peer):
         self.linear: Any = F.linear
         with self._own_linear():
             model = reference.build(config)
-            self.engine, *_ = self.load().initialize(model=model, config=settings, dist_init_required=False)
+            self.engine, *_ = self.load().initialize(
+                model=model, config=settings, dist_init_required=False
+            )
 
     @contextlib.contextmanager
     def _own_linear(self) -> Iterator[None]:
@@ -84,7 +91,11 @@ class DeepSpeed0(Peer):
         if o.params != "none":
             found["offload_param"] = {"device": o.params}
         for part in found.values():
-            part |= {"nvme_path": f"{args.folder}/{type(self).__name__}"} if part["device"] == "nvme" else {}
+            part |= (
+                {"nvme_path": f"{args.folder}/{type(self).__name__}"}
+                if part["device"] == "nvme"
+                else {}
+            )
         if o.optimizer == "nvme":
             found["sub_group_size"] = SUB_GROUP // self.size
             found["offload_optimizer"] |= {
@@ -94,8 +105,14 @@ class DeepSpeed0(Peer):
             }
         if o.params == "nvme":
             largest = max(config.vocab, 4 * config.d_model) * config.d_model // self.size
-            found["offload_param"] |= {"buffer_count": BUFFERS["params"], "buffer_size": largest, "max_in_cpu": 0}
-            found |= {f"stage3_{name}": LIVE for name in ("max_live_parameters", "max_reuse_distance")}
+            found["offload_param"] |= {
+                "buffer_count": BUFFERS["params"],
+                "buffer_size": largest,
+                "max_in_cpu": 0,
+            }
+            found |= {
+                f"stage3_{name}": LIVE for name in ("max_live_parameters", "max_reuse_distance")
+            }
             found["stage3_prefetch_bucket_size"] = LIVE // 2
         return found
 

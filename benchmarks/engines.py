@@ -77,17 +77,30 @@ class ThreeD:
     def _settings(self, args: Any, dp: int) -> dict[str, Any]:
         count = args.microbatches if self.pp > 1 else self.offload.microbatches
         return {
-            "parallel": {"pp": self.pp, "tp": self.tp, "sequence": self.sequence, "schedule": self.schedule},
+            "parallel": {
+                "pp": self.pp,
+                "tp": self.tp,
+                "sequence": self.sequence,
+                "schedule": self.schedule,
+            },
             "zero": {"stage": self.zero, "order": self.offload.order, **self._places(args)},
             "precision": {"dtype": self.offload.dtype},
-            "train": {"global_batch": args.batch, "micro_batch": args.batch // dp // count, "grad_clip": 0.0},
+            "train": {
+                "global_batch": args.batch,
+                "micro_batch": args.batch // dp // count,
+                "grad_clip": 0.0,
+            },
             "run": {"compile": self.compile},
         }
 
     def _places(self, args: Any) -> dict[str, Any]:
         o = self.offload
         found = {"offload_optimizer": o.optimizer, "offload_params": o.params}
-        return {**found, "nvme_path": f"{args.folder}/{type(self).__name__}"} if "nvme" in found.values() else found
+        return (
+            {**found, "nvme_path": f"{args.folder}/{type(self).__name__}"}
+            if "nvme" in found.values()
+            else found
+        )
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         dp = self.trainer.topology.dp
@@ -111,7 +124,9 @@ class ThreeD:
     @property
     def kept_mib(self) -> float:
         """State that the last update left in the drive's buffers: it was not written, and the next does not read it."""
-        buffers = [staged for state in self.trainer.optimizer.states for staged in state.kept.values()]
+        buffers = [
+            staged for state in self.trainer.optimizer.states for staged in state.kept.values()
+        ]
         return sum(staged.wait().nbytes for staged in buffers) / 2**20
 
 
@@ -209,7 +224,9 @@ class PP2(ThreeD):
 
     def __init__(self, config: GPTConfig, args: Any) -> None:
         super().__init__(config, args)
-        self.recorded: list[tuple[list[Span], float]] = []  # of each step, and the seconds of its update
+        self.recorded: list[
+            tuple[list[Span], float]
+        ] = []  # of each step, and the seconds of its update
         self.trainer.record()
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -224,19 +241,33 @@ class PP2(ThreeD):
         takes what it takes the rank that comes last to it, the others wait.
         """
         plan, seconds, bubbles = self.trainer.blueprint.plan, [], []
-        mine = [([(str(a), begin, end) for a, begin, end in spans], update) for spans, update in self.recorded]
-        for ranks in zip(*collectives.exchange(mine, self.trainer.topology.axis("pp")), strict=True):
-            measured = [[(Action.parse(text), begin, end) for text, begin, end in spans] for spans, _ in ranks]
+        mine = [
+            ([(str(a), begin, end) for a, begin, end in spans], update)
+            for spans, update in self.recorded
+        ]
+        for ranks in zip(
+            *collectives.exchange(mine, self.trainer.topology.axis("pp")), strict=True
+        ):
+            measured = [
+                [(Action.parse(text), begin, end) for text, begin, end in spans]
+                for spans, _ in ranks
+            ]
             span, bubble = span_and_bubble(replay(plan, measured))
             seconds.append(span + min(update for _, update in ranks))
             bubbles.append((span_and_bubble(measured)[1], bubble))
         found, simulated = (statistics.median(values) for values in zip(*bubbles, strict=True))
-        return {"bound_s": statistics.median(seconds), "bubble": found, "bubble_expected": simulated}
+        return {
+            "bound_s": statistics.median(seconds),
+            "bubble": found,
+            "bubble_expected": simulated,
+        }
 
 
 def _scheduled() -> dict[str, type[PP2]]:
     """An engine over two stages for every schedule."""
-    return {f"threed_{name}": type(f"threed_{name}", (PP2,), {"schedule": name}) for name in SCHEDULES}
+    return {
+        f"threed_{name}": type(f"threed_{name}", (PP2,), {"schedule": name}) for name in SCHEDULES
+    }
 
 
 class ThreeD222(ThreeD):

@@ -59,14 +59,26 @@ class Planned:
 # The most important first: where --minutes is short, the last ones are left out. The tables always have time.
 STAGES = (
     Planned("build", "compiles the kernels; versions, clocks, power, ECC", 60, 300),
-    Planned("tests", "pytest -m gpu: the cases of the emulator, and all others that need a GPU", 120, 480),
+    Planned(
+        "tests",
+        "pytest -m gpu: the cases of the emulator, and all others that need a GPU",
+        120,
+        480,
+    ),
     Planned("bandwidth", "copies on the device, and to and from the host", 30, 120),
     Planned("kernels", "every kernel beside eager, torch.compile and Liger", 200, 420),
     Planned("step", "a step of GPT 1.3B: ours, plain, compiled; kernel by kernel; gaps", 300, 530),
-    Planned("sanitizer", "compute-sanitizer over the kernels, and over kernels with planted faults", 120, 300),
+    Planned(
+        "sanitizer",
+        "compute-sanitizer over the kernels, and over kernels with planted faults",
+        120,
+        300,
+    ),
     Planned("nccl", "every way of parallel training over NCCL, against one GPU's losses", 90, 240),
     Planned("sizes", "bf16 against fp32 on the CPU; tokens/s of three models", 90, 240),
-    Planned("largest", "the largest models: resident, offloaded to the host, to the drive", 160, 480),
+    Planned(
+        "largest", "the largest models: resident, offloaded to the host, to the drive", 160, 480
+    ),
     Planned("table", "tables for docs/performance.md", 0, 60),
 )
 
@@ -117,7 +129,9 @@ def run(stage: Planned, folder: Path, flags: Sequence[str], limit: float) -> str
         )  # fmt: skip
         try:
             code = process.wait(limit)
-            status, message = (record.DONE, "") if code == 0 else (record.CRASHED, _reason(code, log))
+            status, message = (
+                (record.DONE, "") if code == 0 else (record.CRASHED, _reason(code, log))
+            )
         except subprocess.TimeoutExpired:
             status, message = record.OUT_OF_TIME, f"ended after {limit:.0f} seconds"
         except KeyboardInterrupt as error:
@@ -126,7 +140,9 @@ def run(stage: Planned, folder: Path, flags: Sequence[str], limit: float) -> str
             kill(token)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE)
-    status = _end(stage, folder, status, message, time.monotonic() - began, before, "--small" in flags)
+    status = _end(
+        stage, folder, status, message, time.monotonic() - began, before, "--small" in flags
+    )
     if interrupt is not None:
         raise interrupt
     return status
@@ -166,8 +182,15 @@ def _end(
         return str(found["status"])
     if status == record.DONE:
         status, message = record.CRASHED, "it ended without a finished record"
-    found = found or {"stage": stage.name, "rehearsal": rehearsal, "device": "unknown", "figures": {}}
-    record.write(folder, {**found, "status": status, "message": message, "seconds": round(seconds, 1)})
+    found = found or {
+        "stage": stage.name,
+        "rehearsal": rehearsal,
+        "device": "unknown",
+        "figures": {},
+    }
+    record.write(
+        folder, {**found, "status": status, "message": message, "seconds": round(seconds, 1)}
+    )
     return status
 
 
@@ -176,7 +199,9 @@ def kill(token: str) -> None:
     not end, as a process may not that waits inside a driver."""
     wanted, end = f"{TOKEN}={token}".encode(), time.monotonic() + PATIENCE
     while time.monotonic() < end:
-        pids = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has(pid, wanted)]
+        pids = [
+            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has(pid, wanted)
+        ]
         if not pids:
             return
         for pid in pids:
@@ -215,11 +240,16 @@ def conduct(args: argparse.Namespace, stages: Sequence[Planned] = STAGES) -> int
         say(stage.name, f"{stage.what} (at most {limit:.0f} s) ...")
         status = run(stage, args.out, _flags(stage, args), limit)
         found = record.read(args.out, stage.name) or {}
-        say(stage.name, f"{status} after {found.get('seconds', 0):.0f} s {found.get('message', '')}".rstrip())
+        say(
+            stage.name,
+            f"{status} after {found.get('seconds', 0):.0f} s {found.get('message', '')}".rstrip(),
+        )
         if status != record.DONE:
             failed.append(stage.name)
     if failed:
-        print(f"not done: {', '.join(failed)}; why is in {args.out}/NAME.log. The same command runs them again.")
+        print(
+            f"not done: {', '.join(failed)}; why is in {args.out}/NAME.log. The same command runs them again."
+        )
     return int(bool(failed))
 
 
@@ -235,7 +265,11 @@ def _check_folder(folder: Path, small: bool, stages: Sequence[Planned]) -> None:
     for stage in stages:
         with contextlib.suppress(CorruptRecord):
             found = record.read(folder, stage.name)
-            if found is not None and bool(found.get("rehearsal")) != small and stage.name != "table":
+            if (
+                found is not None
+                and bool(found.get("rehearsal")) != small
+                and stage.name != "table"
+            ):
                 what = "a rehearsal" if found.get("rehearsal") else "a GPU"
                 raise UsageError(f"{folder} holds figures of {what}: choose another --out")
 
@@ -247,7 +281,13 @@ def _leave_out(stage: Planned, args: argparse.Namespace, left: float) -> None:
     with contextlib.suppress(CorruptRecord):
         found = record.read(args.out, stage.name)
     if found is None or not found["figures"]:
-        empty = {"stage": stage.name, "rehearsal": args.small, "device": "unknown", "figures": {}, "seconds": 0.0}
+        empty = {
+            "stage": stage.name,
+            "rehearsal": args.small,
+            "device": "unknown",
+            "figures": {},
+            "seconds": 0.0,
+        }
         record.write(args.out, {**empty, "status": record.NOT_RUN, "message": "no time"})
 
 
@@ -263,15 +303,28 @@ def default_folder(small: bool) -> Path:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="these stages")
-    parser.add_argument("--again", nargs="*", metavar="STAGE", help="also where finished: these, or all of the call")
-    parser.add_argument("--list", action="store_true", help="name the stages and what is known of each")
-    parser.add_argument("--minutes", type=float, default=20.0, help="for all; what does not fit any more is left out")
+    parser.add_argument(
+        "--again", nargs="*", metavar="STAGE", help="also where finished: these, or all of the call"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="name the stages and what is known of each"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=20.0,
+        help="for all; what does not fit any more is left out",
+    )
     parser.add_argument("--out", type=Path, help="folder of the files (benchmarks/results/gpu)")
     parser.add_argument("--drive", metavar="FOLDER", help="on the drive that `largest` swaps to")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--small", action="store_true", help="a rehearsal: tiny shapes, figures that mean nothing")
+    parser.add_argument(
+        "--small", action="store_true", help="a rehearsal: tiny shapes, figures that mean nothing"
+    )
     args = parser.parse_args(argv)
     args.out = (args.out or default_folder(args.small)).resolve()
     return args
@@ -285,7 +338,9 @@ def show(folder: Path) -> None:
             status = "" if found is None else f" [{found['status']}]"
         except CorruptRecord:
             status = " [corrupt]"
-        print(f"{stage.name:<10} {stage.what} (about {stage.expected:.0f} s, at most {stage.limit:.0f}){status}")
+        print(
+            f"{stage.name:<10} {stage.what} (about {stage.expected:.0f} s, at most {stage.limit:.0f}){status}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -300,7 +355,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.device == "cuda" and args.only != ["table"] and not _has_gpu():
             print("no CUDA device (a rehearsal: --device cpu --small)")
             return 0
-        from threed import schema as schema  # a missing package is named once here, not by every stage
+        from threed import (
+            schema as schema,
+        )  # a missing package is named once here, not by every stage
 
         return conduct(args)
     except (UsageError, ImportError) as error:

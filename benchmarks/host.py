@@ -11,7 +11,9 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def busy_seconds() -> float:
     """CPU seconds that all processes have used since boot, and those that the hypervisor took away."""
     with open("/proc/stat") as file:
-        user, nice, system, _idle, _wait, irq, soft, steal = (int(n) for n in file.readline().split()[1:9])
+        user, nice, system, _idle, _wait, irq, soft, steal = (
+            int(n) for n in file.readline().split()[1:9]
+        )
     return (user + nice + system + irq + soft + steal) / TICKS
 
 

@@ -88,17 +88,24 @@ MAKERS: dict[str, Callable[[GPTConfig, int], Step]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--profile", choices=MAKERS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    matmul._by_onednn = lambda *_: False  # a CPU's matter: a call of it costs 30 µs, which large products repay
+    matmul._by_onednn = lambda *_: (
+        False
+    )  # a CPU's matter: a call of it costs 30 µs, which large products repay
     config = GPTConfig(args.layers, 32, 2, 8, 128)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    steps = {name: MAKERS[name](config, args.micro_batches) for name in ([args.profile] if args.profile else MAKERS)}
+    steps = {
+        name: MAKERS[name](config, args.micro_batches)
+        for name in ([args.profile] if args.profile else MAKERS)
+    }
     for step in steps.values():
         for _ in range(5):
             step()
@@ -114,12 +121,25 @@ def main() -> None:
             for _ in range(3):
                 step()
             rounds[name].append((time.perf_counter() - begin) / 3)
-    each = {name: 1e6 * statistics.median(times) / args.layers / args.micro_batches for name, times in rounds.items()}
-    ratios = {
-        f"{ours} / {peer}": statistics.median(a / b for a, b in zip(rounds[ours], rounds[peer], strict=True))
-        for ours, peer in (("threed", "plain"), ("threed_compiled", "plain"), ("threed_zero3", "fsdp2"))
+    each = {
+        name: 1e6 * statistics.median(times) / args.layers / args.micro_batches
+        for name, times in rounds.items()
     }
-    print(json.dumps({"us_a_layer_and_micro_batch": each, "ratios": ratios, "torch": torch.__version__}))
+    ratios = {
+        f"{ours} / {peer}": statistics.median(
+            a / b for a, b in zip(rounds[ours], rounds[peer], strict=True)
+        )
+        for ours, peer in (
+            ("threed", "plain"),
+            ("threed_compiled", "plain"),
+            ("threed_zero3", "fsdp2"),
+        )
+    }
+    print(
+        json.dumps(
+            {"us_a_layer_and_micro_batch": each, "ratios": ratios, "torch": torch.__version__}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -76,7 +76,11 @@ def child(args: argparse.Namespace) -> None:
     from threed.topology import Topology
 
     torch.set_num_threads(args.threads)
-    place = {"offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": args.folder} if args.offload else {}
+    place = (
+        {"offload_optimizer": "nvme", "offload_params": "nvme", "nvme_path": args.folder}
+        if args.offload
+        else {}
+    )
     config = resolve(
         Config.model_validate({
             "model": {
@@ -96,11 +100,15 @@ def child(args: argparse.Namespace) -> None:
         "planned_gib": Forecast.of(config, 1).ranks[0].bytes["peak"] / GIB,
     }  # fmt: skip
     data = open_data(None, "bytes", 0.05, args.seq, config.train.seed)
-    batch = data.train.batch(0, args.batch)  # the same one in every step: a few steps must make its loss fall
+    batch = data.train.batch(
+        0, args.batch
+    )  # the same one in every step: a few steps must make its loss fall
     for _ in range(args.steps):
         began = time.perf_counter()
         metrics = engine.step(batch)
-        record["steps"].append({"loss": metrics.loss, "s": time.perf_counter() - began, **metrics.seconds})
+        record["steps"].append(
+            {"loss": metrics.loss, "s": time.perf_counter() - began, **metrics.seconds}
+        )
     record["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     print(json.dumps(record), flush=True)
 
@@ -112,16 +120,27 @@ def run(args: argparse.Namespace, what: str, limit: Limit | None, *flags: str) -
     for name in shared:
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, preexec_fn=limit.enter if limit else None, check=False
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        preexec_fn=limit.enter if limit else None,
+        check=False,
     )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     last = done.stderr.strip().splitlines()[-1:] or [""]
-    return {"run": what, "exit": done.returncode, **(lines[-1] if lines else {"error": last[0][:300]})}
+    return {
+        "run": what,
+        "exit": done.returncode,
+        **(lines[-1] if lines else {"error": last[0][:300]}),
+    }
 
 
 def main() -> int:
     """Runs the three and prints their records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the drive")
     parser.add_argument("--limit-gib", type=float, default=6.0)
     parser.add_argument("--layers", type=int, default=29)
@@ -153,7 +172,9 @@ def main() -> int:
         print(json.dumps(record), flush=True)
         records.append(record)
     offload, resident, control = records
-    falls = all(r["steps"][-1]["loss"] < r["steps"][0]["loss"] for r in (offload, control) if "steps" in r)
+    falls = all(
+        r["steps"][-1]["loss"] < r["steps"][0]["loss"] for r in (offload, control) if "steps" in r
+    )
     return 0 if "steps" in offload and "steps" not in resident and falls else 1
 
 

@@ -23,7 +23,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 def live_mib() -> float:
     """The storages of all tensors that Python can reach."""
-    found = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]  # type(): wakes no lazy proxy
+    found = [
+        value for value in gc.get_objects() if issubclass(type(value), Tensor)
+    ]  # type(): wakes no lazy proxy
     found += [t.grad for t in found if t.is_leaf and t.grad is not None]
     storages: dict[int, int] = {}
     for tensor in found:
@@ -37,7 +39,11 @@ def live_mib() -> float:
 
 def _is_traced(tensor: Tensor) -> bool:
     """Whether a tensor has no memory; torch.compile leaves such behind."""
-    return is_fake(tensor) or isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor)
+    return (
+        is_fake(tensor)
+        or isinstance(tensor, FunctionalTensor)
+        or torch._is_functional_tensor(tensor)
+    )
 
 
 def peak_mib(step: Callable[[], object]) -> float:
@@ -47,4 +53,6 @@ def peak_mib(step: Callable[[], object]) -> float:
         step()
     records = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
     records.sort(key=lambda event: event.start_ns())
-    return before + max(itertools.accumulate((event.nbytes() for event in records), initial=0)) / 2**20
+    return (
+        before + max(itertools.accumulate((event.nbytes() for event in records), initial=0)) / 2**20
+    )

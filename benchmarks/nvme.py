@@ -80,7 +80,9 @@ class Threed(Contender):
 
     def run(self, operation: str) -> None:
         begin = getattr(self.disk, operation)
-        for transfer in [begin(offset, buffer) for offset, buffer in zip(self.offsets, self.buffers, strict=True)]:
+        for transfer in [
+            begin(offset, buffer) for offset, buffer in zip(self.offsets, self.buffers, strict=True)
+        ]:
             transfer.wait()
 
 
@@ -98,7 +100,8 @@ class Direct(Contender):
     def open(self) -> None:
         super().open()
         self.files = [
-            os.open(self.folder / str(i), os.O_RDWR | os.O_CREAT | os.O_DIRECT) for i in range(len(self.buffers))
+            os.open(self.folder / str(i), os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+            for i in range(len(self.buffers))
         ]
 
     def close(self) -> None:
@@ -129,7 +132,10 @@ class DeepSpeed(Contender):
             block_size=self.block, queue_depth=32, single_submit=False, overlap_events=True,
             intra_op_parallelism=self.threads,
         )  # fmt: skip
-        locked = [self.engine.new_cpu_locked_tensor(b.numel(), torch.empty(0, dtype=b.dtype)) for b in buffers]
+        locked = [
+            self.engine.new_cpu_locked_tensor(b.numel(), torch.empty(0, dtype=b.dtype))
+            for b in buffers
+        ]
         super().__init__(folder, name, [to.copy_(b) for to, b in zip(locked, buffers, strict=True)])
 
     def run(self, operation: str) -> None:
@@ -169,7 +175,10 @@ CONTENDERS: dict[str, type[Contender]] = {
 
 def chosen(names: list[str]) -> Iterator[str]:
     """Those that can run here; the others are named."""
-    missing = {"fio": shutil.which("fio") is None, "deepspeed": importlib.util.find_spec("deepspeed") is None}
+    missing = {
+        "fio": shutil.which("fio") is None,
+        "deepspeed": importlib.util.find_spec("deepspeed") is None,
+    }
     for name in names:
         if missing.get(name.split("_")[0]):
             print(f"left out, as {name.split('_')[0]} is not installed: {name}", file=sys.stderr)
@@ -197,7 +206,11 @@ def measure(contender: Contender, operation: str) -> dict[str, float]:
     for number, buffer in enumerate(contender.buffers if checked else []):
         if not bool((buffer.view(torch.int64) == number + 1).all()):
             raise OSError(f"{contender.name} did not read back what it wrote, in buffer {number}")
-    return {"gb_s": size / wall, "cpu_s_per_gb": cpu / size, "foreign_cores": max(0.0, busy - cpu) / wall}
+    return {
+        "gb_s": size / wall,
+        "cpu_s_per_gb": cpu / size,
+        "foreign_cores": max(0.0, busy - cpu) / wall,
+    }
 
 
 Rounds = dict[str, dict[str, list[dict[str, float]]]]
@@ -208,7 +221,9 @@ def play(contenders: dict[str, Contender], rounds: int, fresh: bool) -> Rounds:
     found: Rounds = {name: {operation: [] for operation in OPERATIONS} for name in contenders}
     names, shuffle = list(contenders), random.Random(0).shuffle
     for turn in range(rounds + 1):
-        shuffle(names)  # what one leaves in the drive's caches must not always meet the same next one
+        shuffle(
+            names
+        )  # what one leaves in the drive's caches must not always meet the same next one
         for name in names:
             for operation in OPERATIONS:
                 record = measure(contenders[name], operation)
@@ -241,17 +256,23 @@ def summary(found: Rounds) -> Iterator[dict[str, Any]]:
             values = speeds(found, name, operation)
             record[f"{operation}_gb_s"] = statistics.median(values)
             record[f"{operation}_range"] = [min(values), max(values)]
-            record[f"{operation}_cpu_s_per_gb"] = statistics.median(run["cpu_s_per_gb"] for run in runs)
+            record[f"{operation}_cpu_s_per_gb"] = statistics.median(
+                run["cpu_s_per_gb"] for run in runs
+            )
             record["foreign_cores"] = max(
                 record.get("foreign_cores", 0.0), *(run.get("foreign_cores", 0.0) for run in runs)
             )
         yield record
     peers = [name for name in found if not name.startswith("threed")]
     for operation in OPERATIONS:
-        best = max(peers, key=lambda peer: statistics.median(speeds(found, peer, operation)), default="")
+        best = max(
+            peers, key=lambda peer: statistics.median(speeds(found, peer, operation)), default=""
+        )
         for ours in (name for name in found if name not in peers):
             for peer in peers if ours == "threed" else [best] * bool(peers):
-                pairs = zip(speeds(found, ours, operation), speeds(found, peer, operation), strict=True)
+                pairs = zip(
+                    speeds(found, ours, operation), speeds(found, peer, operation), strict=True
+                )
                 ratios = [mine / theirs for mine, theirs in pairs]
                 yield {
                     "operation": operation, "contender": ours, "peer": peer, "best_peer": peer == best,
@@ -261,26 +282,40 @@ def summary(found: Rounds) -> Iterator[dict[str, Any]]:
 
 def table(records: list[dict[str, Any]]) -> str:
     """The records as Markdown."""
-    lines = ["| contender | write GB/s | read GB/s | CPU s/GB write | read | foreign cores |", "|---" * 6 + "|"]
+    lines = [
+        "| contender | write GB/s | read GB/s | CPU s/GB write | read | foreign cores |",
+        "|---" * 6 + "|",
+    ]
     for r in (r for r in records if "write_gb_s" in r):
-        cells = [f"{r[f'{o}_gb_s']:.2f} ({r[f'{o}_range'][0]:.2f}–{r[f'{o}_range'][1]:.2f})" for o in OPERATIONS]
+        cells = [
+            f"{r[f'{o}_gb_s']:.2f} ({r[f'{o}_range'][0]:.2f}–{r[f'{o}_range'][1]:.2f})"
+            for o in OPERATIONS
+        ]
         cells += [f"{r[f'{o}_cpu_s_per_gb']:.4f}" for o in OPERATIONS]
         lines.append(f"| {r['contender']} | {' | '.join(cells)} | {r['foreign_cores']:.2f} |")
     lines += ["", "| operation | ours / peer | ratio | 95 % | rounds |", "|---" * 5 + "|"]
     for r in (r for r in records if "ratio" in r):
         low, high = r["interval"]
         pair = f"{r['contender']} / {r['peer']}{' (best)' if r['best_peer'] else ''}"
-        lines.append(f"| {r['operation']} | {pair} | {r['ratio']:.3f} | {low:.3f}–{high:.3f} | {r['rounds']} |")
+        lines.append(
+            f"| {r['operation']} | {pair} | {r['ratio']:.3f} | {low:.3f}–{high:.3f} | {r['rounds']} |"
+        )
     return "\n".join(lines)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the drive")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the drive"
+    )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tensors", type=int, default=8)
     parser.add_argument("--mib", type=int, default=256, help="size of a tensor")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders whose names begin with one of these")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="contenders whose names begin with one of these"
+    )
     parser.add_argument("--fresh", action="store_true", help="new files in every round")
     return parser.parse_args(arguments)
 

@@ -24,7 +24,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from threed import checks as checks  # first: what it says is there must not depend on what is registered here
+from threed import (
+    checks as checks,
+)  # first: what it says is there must not depend on what is registered here
 from threed import models, schedules
 from threed.collectives import barrier
 from threed.config import Config
@@ -75,7 +77,9 @@ def config_of(stages: int, microbatches: int, optimistic: bool) -> Config:
         "model": {"layers": 2 * stages, "hidden": 16, "heads": 2, "seq": SEQ, "tied": False},
         "train": {"global_batch": ROWS * microbatches, "micro_batch": ROWS, "grad_clip": 1e6},
     })  # fmt: skip
-    parallel = config.parallel.model_copy(update={"schedule": NAME})  # a name that only this process knows
+    parallel = config.parallel.model_copy(
+        update={"schedule": NAME}
+    )  # a name that only this process knows
     return resolve(config.model_copy(update={"parallel": parallel}), VOCAB, stages)
 
 
@@ -135,25 +139,39 @@ def compare(stages: int, microbatches: int, unit: float, steps: int) -> dict[str
     """Seconds a step: measured each way, the slowest rank's, and simulated."""
     flushed, free = simulated(filled(stages, microbatches), unit, steps)
     measured = {
-        optimistic: max(run_ranks(stages, seconds_of_steps, config_of(stages, microbatches, optimistic), unit, steps))
+        optimistic: max(
+            run_ranks(
+                stages, seconds_of_steps, config_of(stages, microbatches, optimistic), unit, steps
+            )
+        )
         for optimistic in (False, True)
     }
     found = {"waiting": measured[False], "optimistic": measured[True], "simulated waiting": flushed,
              "simulated without a flush": free}  # fmt: skip
-    return {"stages": stages, "microbatches": microbatches, "unit_s": unit} | {k: v / steps for k, v in found.items()}
+    return {"stages": stages, "microbatches": microbatches, "unit_s": unit} | {
+        k: v / steps for k, v in found.items()
+    }
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Prints a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=None, help="default: 2 for each stage")
-    parser.add_argument("--unit", type=float, default=0.02, help="seconds that an F, an I and a W sleep")
+    parser.add_argument(
+        "--unit", type=float, default=0.02, help="seconds that an F, an I and a W sleep"
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(words)
     found = compare(asked.stages, asked.microbatches or 2 * asked.stages, asked.unit, asked.steps)
-    print(json.dumps(found) if asked.json else "\n".join(f"{name:26} {value:.4g}" for name, value in found.items()))
+    print(
+        json.dumps(found)
+        if asked.json
+        else "\n".join(f"{name:26} {value:.4g}" for name, value in found.items())
+    )
 
 
 if __name__ == "__main__":

@@ -89,7 +89,11 @@ class OneSlow(Decoder):
     def layers(self) -> list[nn.Module]:
         first, *blocks, last = super().layers()
         times = [TIMES if number == self.slow else 1 for number in range(len(blocks))]
-        return [first, *(Repeated(block, n, self.nap) for block, n in zip(blocks, times, strict=True)), last]
+        return [
+            first,
+            *(Repeated(block, n, self.nap) for block, n in zip(blocks, times, strict=True)),
+            last,
+        ]
 
 
 class Engine:
@@ -119,11 +123,16 @@ class Engine:
 def work(args: argparse.Namespace) -> dict[str, Any] | None:
     """On one rank: trains the three in turn; on rank 0, the record."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5, seconds=args.patience))  # rank 0 waits for quiet
+    dist.init_process_group(
+        "gloo", timeout=timedelta(minutes=5, seconds=args.patience)
+    )  # rank 0 waits for quiet
     topology = Topology(pp=2)
     engines = {cut: Engine(cut, args, topology) for cut in CUTS}
     draw = torch.Generator().manual_seed(0)
-    batches = [tuple(torch.randint(VOCAB, (2, args.microbatches, SEQ), generator=draw)) for _ in range(args.steps)]
+    batches = [
+        tuple(torch.randint(VOCAB, (2, args.microbatches, SEQ), generator=draw))
+        for _ in range(args.steps)
+    ]
     for engine in engines.values():
         for x, y in batches:
             engine.step(x, y)
@@ -136,17 +145,33 @@ def work(args: argparse.Namespace) -> dict[str, Any] | None:
             break
         rounds.append(found)
     if not rounds:
-        raise RuntimeError("disturbed: other processes use the cores; wait, or raise --quiet or --patience")
+        raise RuntimeError(
+            "disturbed: other processes use the cores; wait, or raise --quiet or --patience"
+        )
     division = engines["measured"].trainer.blueprint.division
     if dist.get_rank() > 0 or division is None:
         return None
     summaries = {cut: summary(cut, rounds, division.gains) for cut in CUTS}
-    counts = {cut: [len(part) for part in engines[cut].trainer.blueprint.cut.ranges] for cut in CUTS}
-    machine = {"processor": processor(topology.device), "torch": torch.__version__, "rounds": len(rounds)}
-    return {**machine, "text": division.text(), "seconds": division.seconds, "layers": counts, "cuts": summaries}
+    counts = {
+        cut: [len(part) for part in engines[cut].trainer.blueprint.cut.ranges] for cut in CUTS
+    }
+    machine = {
+        "processor": processor(topology.device),
+        "torch": torch.__version__,
+        "rounds": len(rounds),
+    }
+    return {
+        **machine,
+        "text": division.text(),
+        "seconds": division.seconds,
+        "layers": counts,
+        "cuts": summaries,
+    }
 
 
-def measured(engine: Engine, batches: Any, args: argparse.Namespace, end: float) -> tuple[float, float] | None:
+def measured(
+    engine: Engine, batches: Any, args: argparse.Namespace, end: float
+) -> tuple[float, float] | None:
     """Milliseconds of a step, and of its forwards and backwards: medians of a block of steps. None where patience is
     over."""
     steps = block(engine, batches, args, end)
@@ -185,15 +210,26 @@ def table(record: dict[str, Any]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--slow", type=int, default=0, help="the number of the slow block")
-    parser.add_argument("--nap", type=float, default=0.0, help="milliseconds that a block's forward sleeps")
+    parser.add_argument(
+        "--nap", type=float, default=0.0, help="milliseconds that a block's forward sleeps"
+    )
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="timed steps a block")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quiet", type=float, default=0.12, help="cores that other processes may use during a step")
-    parser.add_argument("--patience", type=float, default=900, help="seconds after which nothing disturbed is repeated")
+    parser.add_argument(
+        "--quiet", type=float, default=0.12, help="cores that other processes may use during a step"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=900,
+        help="seconds after which nothing disturbed is repeated",
+    )
     parser.add_argument("--json", action="store_true", help="print the record")
     parser.set_defaults(settle=True)
     return parser.parse_args()
@@ -208,9 +244,24 @@ def main() -> None:
         dist.barrier()
         os._exit(0)
     with tempfile.TemporaryDirectory() as cache:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "THREED_CACHE": cache}
-        done = subprocess.run([*command, *sys.argv[1:]], env=environment, stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            __file__,
+        ]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "THREED_CACHE": cache,
+        }
+        done = subprocess.run(
+            [*command, *sys.argv[1:]], env=environment, stdout=subprocess.PIPE, text=True
+        )
     records = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not records:
         sys.exit("the ranks said nothing")

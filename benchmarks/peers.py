@@ -112,7 +112,11 @@ class TorchZero1(DDP):
     def __init__(self, config: GPTConfig, args: Any) -> None:
         super().__init__(config, args)
         split: Any = ZeroRedundancyOptimizer(
-            self.model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, fused=True, **ADAM
+            self.model.parameters(),
+            torch.optim.AdamW,
+            parameters_as_bucket_view=True,
+            fused=True,
+            **ADAM,
         )
         self.optimizers = [split]
 
@@ -167,14 +171,20 @@ def slice_by_tensor(part: Any, mesh: DeviceMesh, sequence: bool) -> None:
     if part.last and sequence:
         top["ln_f"] = SequenceParallel()
     if part.last:
-        top["head"] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False)
+        top["head"] = ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        )
     if top:
         parallelize_module(part, mesh, top)
     plan: dict[str, Any] = {name: ColwiseParallel() for name in ("attn.qkv", "mlp.up")}
-    plan.update({name: RowwiseParallel(output_layouts=between) for name in ("attn.proj", "mlp.down")})
+    plan.update(
+        {name: RowwiseParallel(output_layouts=between) for name in ("attn.proj", "mlp.down")}
+    )
     if sequence:
         gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        plan.update({"attn": gather, "mlp": gather, "ln1": SequenceParallel(), "ln2": SequenceParallel()})
+        plan.update(
+            {"attn": gather, "mlp": gather, "ln1": SequenceParallel(), "ln2": SequenceParallel()}
+        )
     for block in part.blocks.values():
         parallelize_module(block, mesh, dict(plan))
     part.tie()

@@ -35,11 +35,16 @@ class Pipeline(Peer):
         rank, self.share = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
         self.numbers, self.total = self._stages_of(rank, pp), pp * self.chunks
         cuts = [n * config.n_layer // self.total for n in range(self.total + 1)]
-        self.parts = [reference.build(config, cuts[n], cuts[n + 1], n == 0, n == self.total - 1) for n in self.numbers]
+        self.parts = [
+            reference.build(config, cuts[n], cuts[n + 1], n == 0, n == self.total - 1)
+            for n in self.numbers
+        ]
         for part in self.parts:
             self._split(part, mesh)
         stages = [
-            pipelining.PipelineStage(part, n, self.total, torch.device("cpu"), group=mesh["pp"].get_group())
+            pipelining.PipelineStage(
+                part, n, self.total, torch.device("cpu"), group=mesh["pp"].get_group()
+            )
             for n, part in zip(self.numbers, self.parts, strict=True)
         ]
         self.plan = self.schedule(
@@ -52,7 +57,11 @@ class Pipeline(Peer):
         self.optimizers = optimizers(p for part in self.parts for p in part.parameters())
 
     def _stages_of(self, rank: int, pp: int) -> list[int]:
-        return [rank, 2 * pp - 1 - rank] if self.vee else [rank + chunk * pp for chunk in range(self.chunks)]
+        return (
+            [rank, 2 * pp - 1 - rank]
+            if self.vee
+            else [rank + chunk * pp for chunk in range(self.chunks)]
+        )
 
     def _split(self, part: Any, mesh: DeviceMesh) -> None:
         if self.tp > 1:

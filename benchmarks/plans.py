@@ -50,7 +50,10 @@ def row(name: str, stages: int, microbatches: int, repeats: int) -> str:
     built = plan(draws[0])
     times = (
         max(seconds_of(lambda: plan(costs), repeats) for costs in draws),  # noqa: B023
-        max(seconds_of(lambda: simulate(plan(costs), costs or Costs(1, 1, 1)), repeats) for costs in draws),  # noqa: B023
+        max(
+            seconds_of(lambda: simulate(plan(costs), costs or Costs(1, 1, 1)), repeats)  # noqa: B023
+            for costs in draws
+        ),
         seconds_of(lambda: lower(built), repeats),
     )
     return f"| {name} | {stages} | {microbatches} | {' | '.join(f'{1e3 * taken:.0f}' for taken in times)} |"
@@ -58,12 +61,20 @@ def row(name: str, stages: int, microbatches: int, repeats: int) -> str:
 
 def main() -> None:
     """Prints a row for each schedule and size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["16,64", "64,512"], help="STAGES,MICROBATCHES")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", default=["16,64", "64,512"], help="STAGES,MICROBATCHES"
+    )
     parser.add_argument("--schedules", nargs="+", default=list(available()))
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    print("| schedule | stages | micro-batches | build ms | build and simulate ms | lower ms |\n" + "|---" * 6 + "|")
+    print(
+        "| schedule | stages | micro-batches | build ms | build and simulate ms | lower ms |\n"
+        + "|---" * 6
+        + "|"
+    )
     for size in args.sizes:
         stages, microbatches = map(int, size.split(","))
         for name in args.schedules:

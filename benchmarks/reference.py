@@ -39,14 +39,18 @@ class GPTConfig:
     def flops_per_token(self) -> float:
         """Matrix-multiply FLOPs of one token forward and backward, causal attention at half its square."""
         c = self.d_model
-        return 6 * (self.n_layer * 12 * c * c + self.vocab * c) + 6 * self.n_layer * self.seq_len * c
+        return (
+            6 * (self.n_layer * 12 * c * c + self.vocab * c) + 6 * self.n_layer * self.seq_len * c
+        )
 
 
 PRESETS = {
     "tiny": GPTConfig(2, 64, 4, 64, 512),  # to try the benchmarks themselves
     "small": GPTConfig(),
     "base": GPTConfig(12, 512),  # 42 M parameters: with one sequence a rank, communication weighs
-    "200m": GPTConfig(16, 1024, 16, 128),  # 210 M parameters: with one short sequence a rank, the update weighs
+    "200m": GPTConfig(
+        16, 1024, 16, 128
+    ),  # 210 M parameters: with one short sequence a rank, the update weighs
 }
 
 
@@ -96,7 +100,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Blocks [lo, hi) of the model; first: with the embedding, tokens [b s] come in; last: logits [b s v] go out."""
 
-    def __init__(self, config: GPTConfig, lo: int = 0, hi: int | None = None, first: bool = True, last: bool = True):
+    def __init__(
+        self,
+        config: GPTConfig,
+        lo: int = 0,
+        hi: int | None = None,
+        first: bool = True,
+        last: bool = True,
+    ):
         super().__init__()
         self.first, self.last = first, last
         if first:
@@ -141,7 +152,9 @@ def initial_weights(config: GPTConfig, seed: int = 0) -> dict[str, Tensor]:
     return weights
 
 
-def build(config: GPTConfig, lo: int = 0, hi: int | None = None, first: bool = True, last: bool = True) -> GPT:
+def build(
+    config: GPTConfig, lo: int = 0, hi: int | None = None, first: bool = True, last: bool = True
+) -> GPT:
     """The model or a part of it, with its initial weights."""
     model, weights = GPT(config, lo, hi, first, last), initial_weights(config)
     with torch.no_grad():
@@ -185,7 +198,9 @@ def main() -> None:
         optimizer.zero_grad()
         seconds = time.perf_counter() - begin
         gflops = config.flops_per_token() * x.numel() / seconds / 1e9
-        print(f"step {number} loss {loss.item():.6f} {x.numel() / seconds:.0f} tokens/s {gflops:.1f} GFLOP/s")
+        print(
+            f"step {number} loss {loss.item():.6f} {x.numel() / seconds:.0f} tokens/s {gflops:.1f} GFLOP/s"
+        )
 
 
 if __name__ == "__main__":

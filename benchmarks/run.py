@@ -33,9 +33,19 @@ if str(ROOT) not in sys.path:
 from benchmarks.suites import FP32_STAGES, STAGES, SUITES, Suite, wire_mib  # noqa: E402
 
 
-def launched(ranks: int, words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def launched(
+    ranks: int, words: list[str], environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     """Runs `words` on that many ranks, by torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *words,
+    ]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -45,7 +55,9 @@ def measure(suite: Suite, engines: list[str], flags: list[str]) -> dict[str, Any
     environment = {**os.environ, "PATH": tools, "GLOO_SOCKET_IFNAME": "lo"}
     environment |= {"OMP_NUM_THREADS": str(suite.threads), "PYTHONWARNINGS": "ignore"}
     own = [*suite.options, "--threads", str(suite.threads)]
-    done = launched(suite.ranks, ["-m", "benchmarks.worker", "--engines", *engines, *own, *flags], environment)
+    done = launched(
+        suite.ranks, ["-m", "benchmarks.worker", "--engines", *engines, *own, *flags], environment
+    )
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if not records:
         raise RuntimeError(f"worker {' '.join(engines)} failed:\n{done.stderr[-3000:]}")
@@ -85,7 +97,9 @@ def records_of(name: str, args: argparse.Namespace, folder: str) -> list[dict[st
         records = [measure(suite, names, [*flags, "--rounds", str(rounds)])]
         for engine, found in records[0]["results"].items():
             if not found["loss_difference"] <= suite.parity:
-                raise RuntimeError(f"{engine} does not train what {names[0]} trains: losses {found['losses']}")
+                raise RuntimeError(
+                    f"{engine} does not train what {names[0]} trains: losses {found['losses']}"
+                )
     if not args.quick:
         records += [measure(suite, [engine], [*flags, "--warmup", "3"]) for engine in names]
     return [{"suite": name, **record} for record in records]
@@ -108,7 +122,9 @@ def speed_table(records: list[dict[str, Any]]) -> list[str]:
     lines = heading(f"{columns}, losses differ by, rounds")
     for record in records:
         for engine, r in record["results"].items():
-            speed, cpu = (f"{low:.3f}–{high:.3f}" for low, high in (r["speed_interval"], r["cpu_interval"]))
+            speed, cpu = (
+                f"{low:.3f}–{high:.3f}" for low, high in (r["speed_interval"], r["cpu_interval"])
+            )
             lines.append(line(
                 record, engine, f"{r['tokens_per_s']:,.0f}", f"**{r['speed']:.3f}**", speed,
                 f"{1e3 * r['cpu_s_per_token']:.3f}", f"{r['cpu']:.3f}", cpu,
@@ -130,35 +146,53 @@ def bound_table(records: list[dict[str, Any]]) -> list[str]:
                 gap, closed = (x - peer["tokens_per_s"] for x in (bound, r["tokens_per_s"]))
                 share = f"{closed / gap:.0%}" if gap > 0 else "no gap"
                 bubbles = (f"{100 * r[key]:.1f}" for key in ("bubble", "bubble_expected"))
-                lines.append(line(record, engine, f"{r['tokens_per_s']:,.0f}", f"{bound:,.0f}", share, *bubbles))
+                lines.append(
+                    line(
+                        record,
+                        engine,
+                        f"{r['tokens_per_s']:,.0f}",
+                        f"{bound:,.0f}",
+                        share,
+                        *bubbles,
+                    )
+                )
     return lines
 
 
 def update_table(records: list[dict[str, Any]]) -> list[str]:
     """What comes after the last backward, until all that it began is done; ratios to the suite's first engine."""
-    lines = heading("suite, ranks, engine, ZeRO stage, update s, times faster, 95 %, step s, rounds")
+    lines = heading(
+        "suite, ranks, engine, ZeRO stage, update s, times faster, 95 %, step s, rounds"
+    )
     for record in records:
         for engine, r in record["results"].items():
             low, high = r["update_interval"]
             ratio = [f"**{r['update']:.2f}**", f"{low:.2f}–{high:.2f}"]
             seconds = [f"{r[key] / 1e3:.3f}" for key in ("update_ms", "step_ms")]
-            lines.append(line(record, engine, seconds[0], *ratio, seconds[1], str(record["rounds"])))
+            lines.append(
+                line(record, engine, seconds[0], *ratio, seconds[1], str(record["rounds"]))
+            )
     return lines
 
 
 def memory_table(records: list[dict[str, Any]]) -> list[str]:
     """Memory of the fullest rank and bytes of all ranks, one line an engine."""
-    columns = (
-        "suite, ranks, engine, ZeRO stage, peak RSS above base MiB, peak of live tensors MiB, live between steps MiB"
-    )
+    columns = "suite, ranks, engine, ZeRO stage, peak RSS above base MiB, peak of live tensors MiB, live between steps MiB"
     columns += ", loopback MiB a step, formula MiB, ratio, counted MiB a step"
     lines = heading(f"{columns}, read from the drive MiB a step, written to it MiB a step")
     for r in records:
         (engine,) = r["engines"]
         memory = [f"{max(r[key]):.0f}" for key in ("peak_mib", "live_peak_mib", "live_mib")]
-        formula = wire_mib(FP32_STAGES[engine], r["parameters"], r["world"]) if engine in FP32_STAGES else None
+        formula = (
+            wire_mib(FP32_STAGES[engine], r["parameters"], r["world"])
+            if engine in FP32_STAGES
+            else None
+        )
         wire = [f"{formula:.1f}", f"{r['loopback_mib'] / formula:.3f}"] if formula else ["–", "–"]
-        counted = ", ".join(f"{axis} {mib:.1f}" for axis, mib in r["counted_mib"].items() if mib >= 0.05) or "–"
+        counted = (
+            ", ".join(f"{axis} {mib:.1f}" for axis, mib in r["counted_mib"].items() if mib >= 0.05)
+            or "–"
+        )
         drive = [f"{mib:.0f}" for mib in r.get("drive_mib", ())] or ["–", "–"]
         lines.append(line(r, engine, *memory, f"{r['loopback_mib']:.1f}", *wire, counted, *drive))
     return lines
@@ -170,7 +204,9 @@ def tables(records: list[dict[str, Any]]) -> str:
     lines = speed_table(together) if together else []
     if updates := [record for record in together if record.get("settle")]:
         lines += ["", *update_table(updates)]
-    if bounds := [r for r in together if any("bound_tokens_per_s" in found for found in r["results"].values())]:
+    if bounds := [
+        r for r in together if any("bound_tokens_per_s" in found for found in r["results"].values())
+    ]:
         lines += ["", *bound_table(bounds)]
     return "\n".join([*lines, "", *memory_table(alone)] if alone else lines)
 
@@ -185,20 +221,44 @@ def named(text: str) -> list[str]:
 
 def parse() -> argparse.Namespace:
     usual = [name for name in SUITES if not name.startswith(("offload", "accumulate"))]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suites", nargs="+", type=named, default=[usual], metavar="SUITE", help=", ".join(SUITES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--only", nargs="+", metavar="ENGINE", help="of each suite, these engines; the first is the base"
+        "--suites", nargs="+", type=named, default=[usual], metavar="SUITE", help=", ".join(SUITES)
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="ENGINE",
+        help="of each suite, these engines; the first is the base",
     )
     parser.add_argument("--quick", action="store_true", help="3 rounds; no memory or bytes")
-    parser.add_argument("--memory-only", action="store_true", help="no times: memory and bytes of each engine")
-    parser.add_argument("--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN")
-    parser.add_argument("--preset", help="another model than the suite's: tiny, small, base or 200m")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the drive that is swapped to")
+    parser.add_argument(
+        "--memory-only", action="store_true", help="no times: memory and bytes of each engine"
+    )
+    parser.add_argument(
+        "--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN"
+    )
+    parser.add_argument(
+        "--preset", help="another model than the suite's: tiny, small, base or 200m"
+    )
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="on the drive that is swapped to"
+    )
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--quiet", type=float, default=0.12, help="cores that others may use during a step")
-    parser.add_argument("--patience", type=float, default=900, help="seconds after which nothing disturbed is repeated")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of a former run's records")
+    parser.add_argument(
+        "--quiet", type=float, default=0.12, help="cores that others may use during a step"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=900,
+        help="seconds after which nothing disturbed is repeated",
+    )
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="print the tables of a former run's records"
+    )
     return parser.parse_args()
 
 

@@ -99,7 +99,9 @@ def ours(name: str, microbatches: int, costs: Costs, elements: int) -> Step:
     def step() -> tuple[float, float]:
         executor.record()
         executor.run(lowered, micros)
-        spans = [(s, e) for action, s, e in executor.spans if action.kind in schedules.action.COMPUTE]
+        spans = [
+            (s, e) for action, s, e in executor.spans if action.kind in schedules.action.COMPUTE
+        ]
         return min(s for s, _ in spans), max(e for _, e in spans)
 
     return step
@@ -112,7 +114,9 @@ class Sleep(torch.autograd.Function):
     """Sleeps on the way forward and back, and calls `awake` after the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float, awake: Callable[[], None]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, forward: float, backward: float, awake: Callable[[], None]
+    ) -> Tensor:
         ctx.backward_s, ctx.awake = backward, awake
         time.sleep(forward)
         return x.clone()
@@ -149,11 +153,21 @@ def torchs(name: str, microbatches: int, costs: Costs, elements: int) -> Step:
     """A step of torch's schedule on this rank."""
     kind, chunks, vee = TORCH[name]
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    numbers = [rank, 2 * ranks - 1 - rank] if vee else [rank + chunk * ranks for chunk in range(chunks)]
-    each = [float(cost) / chunks for cost in (costs.forward, costs.backward_input, costs.backward_weight)]  # type: ignore[arg-type]
+    numbers = (
+        [rank, 2 * ranks - 1 - rank] if vee else [rank + chunk * ranks for chunk in range(chunks)]
+    )
+    each = [
+        float(cost) / chunks
+        for cost in (costs.forward, costs.backward_input, costs.backward_weight)
+    ]  # type: ignore[arg-type]
     modules, total = [SleepingModule(*each) for _ in numbers], ranks * chunks
-    stages = [pipelining.PipelineStage(m, n, total, torch.device("cpu")) for m, n in zip(modules, numbers, strict=True)]
-    plan: Any = kind(stages if chunks > 1 else stages[0], microbatches, loss_fn=lambda y, target: y.sum())
+    stages = [
+        pipelining.PipelineStage(m, n, total, torch.device("cpu"))
+        for m, n in zip(modules, numbers, strict=True)
+    ]
+    plan: Any = kind(
+        stages if chunks > 1 else stages[0], microbatches, loss_fn=lambda y, target: y.sum()
+    )
     x = torch.zeros(microbatches, elements)
 
     def step() -> tuple[float, float]:
@@ -178,7 +192,9 @@ def span_of(step: Step) -> float:
     return float(longest)
 
 
-def measure(name: str, microbatches: int, costs: Costs, elements: int, rounds: int) -> list[list[float]]:
+def measure(
+    name: str, microbatches: int, costs: Costs, elements: int, rounds: int
+) -> list[list[float]]:
     """Spans of our executor and, where it has the schedule, of torch's, in turn."""
     steps = [ours(name, microbatches, costs, elements)]
     if name in TORCH:
@@ -194,29 +210,50 @@ def measure(name: str, microbatches: int, costs: Costs, elements: int, rounds: i
 
 def main() -> None:
     """Prints a row for each schedule and number of stages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--microbatches", type=int, default=None, help="by default three times the stages")
+    parser.add_argument(
+        "--microbatches", type=int, default=None, help="by default three times the stages"
+    )
     names = [name for name in schedules.available() if not schedules.is_asynchronous(name)]
     parser.add_argument("--schedules", nargs="+", default=names)
-    parser.add_argument("--unit-ms", type=float, default=30.0, help="of a forward over all chunks of a rank")
-    parser.add_argument("--ratios", type=float, nargs=2, default=(1.0, 1.0), help="of the two backwards to a forward")
+    parser.add_argument(
+        "--unit-ms", type=float, default=30.0, help="of a forward over all chunks of a rank"
+    )
+    parser.add_argument(
+        "--ratios",
+        type=float,
+        nargs=2,
+        default=(1.0, 1.0),
+        help="of the two backwards to a forward",
+    )
     parser.add_argument("--elements", type=int, default=4096, help="numbers in a message")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     unit = args.unit_ms / 1e3
     costs = Costs(unit, unit * args.ratios[0], unit * args.ratios[1])
     print(
-        "| schedule | stages | micro-batches | simulated ms | threed ms | over | torch ms | over |\n" + "|---" * 8 + "|"
+        "| schedule | stages | micro-batches | simulated ms | threed ms | over | torch ms | over |\n"
+        + "|---" * 8
+        + "|"
     )
     for stages in args.stages:
         count = args.microbatches or 3 * stages
         for name in args.schedules:
             span = simulate(schedules.build(name, stages, count), costs).span
-            rows = run_ranks(stages, measure, name, count, costs, args.elements, args.rounds, timeout=600)[0]
-            cells = [f"{1e3 * (m := statistics.median(row)):.1f} | {m / span - 1:+.1%}" for row in rows]
+            rows = run_ranks(
+                stages, measure, name, count, costs, args.elements, args.rounds, timeout=600
+            )[0]
+            cells = [
+                f"{1e3 * (m := statistics.median(row)):.1f} | {m / span - 1:+.1%}" for row in rows
+            ]
             cells += ["not there | "] * (2 - len(cells))
-            print(f"| {name} | {stages} | {count} | {1e3 * span:.1f} | {' | '.join(cells)} |", flush=True)
+            print(
+                f"| {name} | {stages} | {count} | {1e3 * span:.1f} | {' | '.join(cells)} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,14 @@ class Offload:
 
 TORCH = ("ddp", "ddp_again", "torch_zero1", "fsdp2_keep", "fsdp2")
 DEEPSPEED = ("deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3")
-OURS = ("threed_zero1", "threed_zero2", "threed_zero3", "wrapped_zero1", "wrapped_zero2", "wrapped_zero3")
+OURS = (
+    "threed_zero1",
+    "threed_zero2",
+    "threed_zero3",
+    "wrapped_zero1",
+    "wrapped_zero2",
+    "wrapped_zero3",
+)
 BASE = ("--preset", "base", "--batch", "2", "--microbatches", "2")
 
 SCHEDULES = (
@@ -55,7 +62,9 @@ SUITES = {
     "pp2_interleaved": Suite(2, ("torch_interleaved", "threed_interleaved")),
     "pp2_zb": Suite(2, ("torch_zb", "threed_zb-h1", "threed_zb-h2", "threed_zb-auto")),
     "pp2_zb-v": Suite(2, ("torch_zb-v", "threed_zb-v", "threed_v-half", "threed_v-min")),
-    "pp2_dualpipev": Suite(2, ("torch_dualpipev", "threed_dualpipev", "threed_dualpipe", "threed_chimera")),
+    "pp2_dualpipev": Suite(
+        2, ("torch_dualpipev", "threed_dualpipev", "threed_dualpipe", "threed_chimera")
+    ),
     "pp2_all": Suite(
         2,
         (
@@ -105,7 +114,13 @@ def _beside_deepspeed(kind: str, ranks: int) -> tuple[str, Suite]:
     engines = tuple(f"{maker}{kind}" for maker in _MAKERS)
     options = ("--preset", "200m", "--batch", str(ranks), "--warmup", "3", "--settle")
     # Of bf16 one rounding: DeepSpeed's fp32 masters begin as the rounded weights, and its gradients are bf16.
-    suite = Suite(ranks, engines, options, 2**-8 if OFFLOADS[kind].dtype == "bf16" else 1e-5, threads=2 // ranks)
+    suite = Suite(
+        ranks,
+        engines,
+        options,
+        2**-8 if OFFLOADS[kind].dtype == "bf16" else 1e-5,
+        threads=2 // ranks,
+    )
     return "-".join(("offload", place, stage, *rest, f"dp{ranks}")), suite
 
 

@@ -81,7 +81,9 @@ def step(engine: Engine, rule: Any, number: int) -> float:
 
 def main() -> None:
     """Measures the three in turn."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the drive")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--bucket-mib", type=float, default=64.0)
@@ -94,7 +96,9 @@ def main() -> None:
     rule = swapped.optimizer.rule
     ways = {"pipelined": (swapped, rule), "io": (swapped, Nothing()), "compute": (resident, rule)}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    numbers = {engine: itertools.count(2) for engine in (swapped, resident)}  # updates alternate in their direction
+    numbers = {
+        engine: itertools.count(2) for engine in (swapped, resident)
+    }  # updates alternate in their direction
     moved = 0
     for _ in range(args.rounds):
         for name, (engine, way) in ways.items():

@@ -79,7 +79,10 @@ def child(args: argparse.Namespace, flags: list[str]) -> None:
     if topology.rank == 0:
         medians = {name: statistics.median(s[name] for s in seconds[1:]) for name in seconds[0]}
         planned = Forecast.of(config, args.ranks).ranks[0].bytes["peak"]
-        print(json.dumps({"peak_mib": peak / MIB, "planned_mib": planned / MIB, **medians}), flush=True)
+        print(
+            json.dumps({"peak_mib": peak / MIB, "planned_mib": planned / MIB, **medians}),
+            flush=True,
+        )
     os._exit(0)
 
 
@@ -87,12 +90,22 @@ def measure(args: argparse.Namespace, setting: str) -> dict[str, Any]:
     """The record of a setting."""
     shape = f"--model.layers {args.layers} --model.hidden {args.hidden} --model.heads 12 --model.seq 512"
     train = "--train.global-batch 4 --train.micro-batch 4 --zero.bucket-mib 16"
-    flags = f"{shape} {train} --parallel.tp {args.ranks} {setting}".replace("FOLDER", args.folder).split()
+    flags = f"{shape} {train} --parallel.tp {args.ranks} {setting}".replace(
+        "FOLDER", args.folder
+    ).split()
     launch = [sys.executable]
     if args.ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+        launch += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(args.ranks),
+        ]
     own = ["--ranks", str(args.ranks), "--steps", str(args.steps), "--threads", str(args.threads)]
-    done = subprocess.run([*launch, __file__, "--child", *own, *flags], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*launch, __file__, "--child", *own, *flags], cwd=ROOT, capture_output=True, text=True
+    )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"{setting}: {done.stderr[-2000:]}")
@@ -101,7 +114,9 @@ def measure(args: argparse.Namespace, setting: str) -> dict[str, Any]:
 
 def main() -> None:
     """Runs the settings, or is one of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the drive")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)

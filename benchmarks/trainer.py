@@ -18,7 +18,9 @@ from threed.topology import Topology
 def make_trainer(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Engine:
     """threed's engine on a model of its own layers of the reference model's shapes."""
     full = complete(config, topology, settings)
-    slicing = Slicing(topology.axis("tp"), bool(full.parallel.sequence), full.train.seed, full.zero.tile)
+    slicing = Slicing(
+        topology.axis("tp"), bool(full.parallel.sequence), full.train.seed, full.zero.tile
+    )
     return Engine(models.build(full.model, slicing), topology, full)
 
 
@@ -27,9 +29,23 @@ def complete(config: GPTConfig, topology: Topology, settings: dict[str, Any]) ->
 
     What the settings say of `optim` goes before.
     """
-    shapes = {"layers": config.n_layer, "hidden": config.d_model, "heads": config.n_head, "seq": config.seq_len}
-    everything = {"match": "*", "weight_decay": ADAM["weight_decay"]}  # the peers decay norms and biases too
-    optim = {**ADAM, "warmup": 0, "schedule": "constant", "groups": [everything], **settings.get("optim", {})}
+    shapes = {
+        "layers": config.n_layer,
+        "hidden": config.d_model,
+        "heads": config.n_head,
+        "seq": config.seq_len,
+    }
+    everything = {
+        "match": "*",
+        "weight_decay": ADAM["weight_decay"],
+    }  # the peers decay norms and biases too
+    optim = {
+        **ADAM,
+        "warmup": 0,
+        "schedule": "constant",
+        "groups": [everything],
+        **settings.get("optim", {}),
+    }
     full = Config.model_validate({**settings, "model": {"arch": "gpt", **shapes}, "optim": optim})
     return resolve(full, config.vocab, topology.world)
 

@@ -70,7 +70,9 @@ def timed(engine: Engine, batches: list[Batch], settle: bool = False) -> list[St
             engine.finish()
         updating += getattr(engine, "update_s", 0.0) + time.perf_counter() - returned
         stamps.append((*host.stamp(), updating))
-    spent = [[b - a for a, b in zip(old, new, strict=True)] for old, new in itertools.pairwise(stamps)]
+    spent = [
+        [b - a for a, b in zip(old, new, strict=True)] for old, new in itertools.pairwise(stamps)
+    ]
     steps = []
     for ranks in zip(*gather(spent), strict=True):
         walls, own, everybody, updates = zip(*ranks, strict=True)
@@ -106,15 +108,23 @@ def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, 
     meet_when_quiet(args.quiet, time.monotonic() + args.patience)
     counted, sent, moved = getattr(engine, "traffic", {}), host.loopback_bytes(), host.drive_bytes()
     steps = timed(engine, batches[args.warmup :], args.settle)
-    swapped = [(now - before) / len(steps) / 2**20 for before, now in zip(moved, host.drive_bytes(), strict=True)]
+    swapped = [
+        (now - before) / len(steps) / 2**20
+        for before, now in zip(moved, host.drive_bytes(), strict=True)
+    ]
     dist.barrier()
     per_step = (host.loopback_bytes() - sent) / len(steps)
-    mine = {axis: (now - counted.get(axis, 0)) / len(steps) for axis, now in getattr(engine, "traffic", {}).items()}
+    mine = {
+        axis: (now - counted.get(axis, 0)) / len(steps)
+        for axis, now in getattr(engine, "traffic", {}).items()
+    }
     kept = [getattr(engine, "kept_mib", 0.0)]
     peak, traffic = host.peak_mib() - base, gather(mine)
     live = memory.live_mib()
     live_peak = memory.peak_mib(lambda: (engine.step(*batches[-1]), engine.finish()))
-    kept.append(getattr(engine, "kept_mib", 0.0))  # another figure: updates alternate between two directions
+    kept.append(
+        getattr(engine, "kept_mib", 0.0)
+    )  # another figure: updates alternate between two directions
     return {
         "losses": losses, "step_ms": median_ms(steps), "cpu_ms": median_ms(steps, 2), "loopback_mib": per_step / 2**20,
         "counted_mib": {axis: sum(row.get(axis, 0) for row in traffic) / 2**20 for axis in traffic[0]},
@@ -125,7 +135,9 @@ def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, 
     }  # fmt: skip
 
 
-def block(engine: Engine, batches: list[Batch], args: argparse.Namespace, end: float) -> list[Step] | None:
+def block(
+    engine: Engine, batches: list[Batch], args: argparse.Namespace, end: float
+) -> list[Step] | None:
     """The undisturbed steps of a block of which at least half are; None when there was none before `end`."""
     while True:
         steps = [step for step in timed(engine, batches, args.settle) if step[1] <= args.quiet]
@@ -135,7 +147,9 @@ def block(engine: Engine, batches: list[Batch], args: argparse.Namespace, end: f
             return None
 
 
-def run_rounds(engines: dict[str, Engine], batches: list[Batch], args: argparse.Namespace) -> list[dict[str, Any]]:
+def run_rounds(
+    engines: dict[str, Engine], batches: list[Batch], args: argparse.Namespace
+) -> list[dict[str, Any]]:
     """The rounds: each engine's steps by name. Raises RuntimeError when patience ends before the first is whole."""
     names, end = list(engines), time.monotonic() + args.patience
     rounds: list[dict[str, Any]] = []
@@ -148,7 +162,9 @@ def run_rounds(engines: dict[str, Engine], batches: list[Batch], args: argparse.
             found[name] = block(engines[name], batches, args, end)
             if found[name] is None:
                 if not rounds:
-                    raise RuntimeError("disturbed: other processes use the cores; wait, or raise --quiet or --patience")
+                    raise RuntimeError(
+                        "disturbed: other processes use the cores; wait, or raise --quiet or --patience"
+                    )
                 return rounds
         rounds.append(found)
     return rounds
@@ -175,7 +191,11 @@ def run_several(args: argparse.Namespace, config: reference.GPTConfig) -> dict[s
 
 
 def summary(
-    name: str, args: argparse.Namespace, config: reference.GPTConfig, rounds: list[dict[str, Any]], losses: Any
+    name: str,
+    args: argparse.Namespace,
+    config: reference.GPTConfig,
+    rounds: list[dict[str, Any]],
+    losses: Any,
 ) -> dict[str, Any]:
     """One engine's figures, and their ratios to the first engine's: speed over speed, CPU time over CPU time."""
     first, tokens = args.engines[0], args.batch * config.seq_len
@@ -219,22 +239,39 @@ def largest_difference(a: list[float], b: list[float]) -> float:
 
 def parse() -> argparse.Namespace:
     """The worker's own flags; `run.py` passes them on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", required=True, choices=sorted(ENGINES), metavar="ENGINE")
-    parser.add_argument("--preset", choices=reference.PRESETS, default="small", help="shapes of the model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engines", nargs="+", required=True, choices=sorted(ENGINES), metavar="ENGINE"
+    )
+    parser.add_argument(
+        "--preset", choices=reference.PRESETS, default="small", help="shapes of the model"
+    )
     parser.add_argument("--batch", type=int, default=8, help="global batch in sequences")
     parser.add_argument("--microbatches", type=int, default=4, help="of a pipeline")
-    parser.add_argument("--warmup", type=int, default=6, help="steps before timing, whose losses are compared")
+    parser.add_argument(
+        "--warmup", type=int, default=6, help="steps before timing, whose losses are compared"
+    )
     parser.add_argument("--steps", type=int, default=3, help="timed steps a block")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument(
-        "--patience", type=float, default=900, help="seconds after which no disturbed block is repeated"
+        "--patience",
+        type=float,
+        default=900,
+        help="seconds after which no disturbed block is repeated",
     )
-    parser.add_argument("--quiet", type=float, default=0.12, help="cores that other processes may use during a step")
-    parser.add_argument("--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN")
+    parser.add_argument(
+        "--quiet", type=float, default=0.12, help="cores that other processes may use during a step"
+    )
+    parser.add_argument(
+        "--torch-matmul", action="store_true", help="threed multiplies as peers do, never by oneDNN"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of a rank")
     parser.add_argument(
-        "--settle", action="store_true", help="each step waits for all that it began, also gathers and writes"
+        "--settle",
+        action="store_true",
+        help="each step waits for all that it began, also gathers and writes",
     )
     parser.add_argument("--folder", help="where engines swap to, on a drive")
     return parser.parse_args()
@@ -249,15 +286,23 @@ def main() -> None:
     if args.torch_matmul:
         matmul._onednn_is_faster = lambda: False  # type: ignore[assignment]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5, seconds=args.patience))  # rank 0 waits for quiet
+    dist.init_process_group(
+        "gloo", timeout=timedelta(minutes=5, seconds=args.patience)
+    )  # rank 0 waits for quiet
     config = reference.PRESETS[args.preset]
     try:
         found = (run_several if len(args.engines) > 1 else run_one)(args, config)
     except Exception as error:
         traceback.print_exc()
-        os.write(answer, (json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n").encode())
+        os.write(
+            answer, (json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n").encode()
+        )
         os._exit(1)
-    run = {"world": dist.get_world_size(), "parameters": config.parameters, "torch": torch.__version__}
+    run = {
+        "world": dist.get_world_size(),
+        "parameters": config.parameters,
+        "torch": torch.__version__,
+    }
     if dist.get_rank() == 0:
         os.write(answer, (json.dumps({**vars(args), **run, **found}) + "\n").encode())
     sys.stdout.flush()

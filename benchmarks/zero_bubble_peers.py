@@ -23,7 +23,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threed.schedules import Action, Costs, Kind, Plan, legal, simulate, v_half, v_min, zb_auto, zb_v
+from threed.schedules import (
+    Action,
+    Costs,
+    Kind,
+    Plan,
+    legal,
+    simulate,
+    v_half,
+    v_min,
+    zb_auto,
+    zb_v,
+)
 
 PACKAGE = "megatron.core.pipeline_parallel.zerobubble.scheduler"
 KINDS = {"F": Kind.F, "B": Kind.I, "W": Kind.W}
@@ -43,14 +54,18 @@ def schedulers(checkout: Path) -> dict[str, Any]:
             "https://github.com/sail-sg/zero-bubble-pipeline-parallelism"
         )
     parts = PACKAGE.split(".")
-    for count in range(1, len(parts) + 1):  # packages without their __init__, which would import Megatron
+    for count in range(
+        1, len(parts) + 1
+    ):  # packages without their __init__, which would import Megatron
         package = types.ModuleType(".".join(parts[:count]))
         package.__path__ = [str(checkout.joinpath(*parts[:count]))]
         sys.modules[package.__name__] = package
     solver = types.ModuleType("pulp")  # asked only for the value of a number
     vars(solver)["value"] = lambda number: number
     sys.modules.setdefault("pulp", solver)
-    return {name: importlib.import_module(f"{PACKAGE}.{name}") for name in ("zb", "zbv", "zbv_greedy")}
+    return {
+        name: importlib.import_module(f"{PACKAGE}.{name}") for name in ("zb", "zbv", "zbv_greedy")
+    }
 
 
 class Case(NamedTuple):
@@ -62,9 +77,14 @@ class Case(NamedTuple):
     fixed: bool = False  # theirs does not look at costs: compared at equal ones only
 
 
-def _converted(orders: Iterable[Iterable[Any]], stages: int, microbatches: int, chunks: int) -> Plan:
+def _converted(
+    orders: Iterable[Iterable[Any]], stages: int, microbatches: int, chunks: int
+) -> Plan:
     ranks = tuple(
-        tuple(Action(KINDS[node.type.value], node.microbatch, node.chunk if chunks > 1 else 0) for node in order)
+        tuple(
+            Action(KINDS[node.type.value], node.microbatch, node.chunk if chunks > 1 else 0)
+            for node in order
+        )
         for order in orders
     )
     placement = tuple((rank, 2 * stages - 1 - rank) for rank in range(stages)) if chunks > 1 else ()
@@ -74,19 +94,31 @@ def _converted(orders: Iterable[Iterable[Any]], stages: int, microbatches: int, 
 
 
 def _times(costs: Costs, chunks: int) -> list[float]:
-    return [float(cost) / chunks for cost in (costs.forward, costs.backward_input, costs.backward_weight)]  # type: ignore[arg-type]
+    return [
+        float(cost) / chunks
+        for cost in (costs.forward, costs.backward_input, costs.backward_weight)
+    ]  # type: ignore[arg-type]
 
 
 def _v(modules: dict[str, Any], stages: int, microbatches: int, costs: Costs) -> Plan:
     graph = modules["zbv"].PipelineGraph(
-        stages, microbatches, *_times(costs, 2), costs.send, f_mem=2, b_mem=-1, w_mem=-1, max_mem=None
+        stages,
+        microbatches,
+        *_times(costs, 2),
+        costs.send,
+        f_mem=2,
+        b_mem=-1,
+        w_mem=-1,
+        max_mem=None,
     )
     return _converted(graph.create_schedule(_config(stages)), stages, microbatches, 2)
 
 
 def _controlled(memory: str) -> Callable[[dict[str, Any], int, int, Costs], Plan]:
     def build(modules: dict[str, Any], stages: int, microbatches: int, costs: Costs) -> Plan:
-        graph = modules["zbv_greedy"].PipelineGraph(stages, microbatches, memory, 1000, 1000, 1000, 1)
+        graph = modules["zbv_greedy"].PipelineGraph(
+            stages, microbatches, memory, 1000, 1000, 1000, 1
+        )
         return _converted(graph.create_schedule(_config(stages)), stages, microbatches, 2)
 
     return build
@@ -140,7 +172,11 @@ class Result(NamedTuple):
 
 
 def compare(
-    case: Case, modules: dict[str, Any], stages: Sequence[int], times: Sequence[float], costs: Sequence[Costs]
+    case: Case,
+    modules: dict[str, Any],
+    stages: Sequence[int],
+    times: Sequence[float],
+    costs: Sequence[Costs],
 ) -> Iterator[Result]:
     """One result per size and cost."""
     for p in stages:
@@ -162,15 +198,21 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table, and every case that is more than 1 % behind."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4, 6, 8, 12, 16])
-    parser.add_argument("--times", type=float, nargs="+", default=[1, 2, 4], help="micro-batches by stages")
+    parser.add_argument(
+        "--times", type=float, nargs="+", default=[1, 2, 4], help="micro-batches by stages"
+    )
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], metavar="CASE")
     arguments = parser.parse_args(argv)
     modules = schedulers(arguments.checkout)
     costs = [Costs(f, b, w, send=send) for f, b, w, send in COSTS]
-    print("| schedule | runs | makespan ours/theirs: mean | worst | peak: worst | ahead | equal | behind | slowest s |")
+    print(
+        "| schedule | runs | makespan ours/theirs: mean | worst | peak: worst | ahead | equal | behind | slowest s |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     behind = []
     for case in CASES:
@@ -178,7 +220,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         results = list(compare(case, modules, arguments.stages, arguments.times, costs))
         print(_row(case.name, results), flush=True)
-        behind += [(case.name, result) for result in results if result.makespan > 1.01 or result.peak > 1.01]
+        behind += [
+            (case.name, result)
+            for result in results
+            if result.makespan > 1.01 or result.peak > 1.01
+        ]
     for name, result in behind:
         print(f"{name}: {result.where}: makespan × {result.makespan:.4f}, peak × {result.peak:.3f}")
     return 0
@@ -187,7 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _row(name: str, results: list[Result]) -> str:
     ratios = [result.makespan for result in results]
     ahead, lost = sum(r < 1 - 1e-9 for r in ratios), sum(r > 1 + 1e-9 for r in ratios)
-    worst_peak, slowest = max(result.peak for result in results), max(result.seconds for result in results)
+    worst_peak, slowest = (
+        max(result.peak for result in results),
+        max(result.seconds for result in results),
+    )
     return (
         f"| {name} | {len(results)} | {sum(ratios) / len(ratios):.4f} | {max(ratios):.4f} | {worst_peak:.3f} | {ahead} "
         f"| {len(ratios) - ahead - lost} | {lost} | {slowest:.2f} |"

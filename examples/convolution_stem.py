@@ -28,19 +28,25 @@ class ConvolutionStem(nn.Module):
     Every position sees itself and the kernel - 1 before it, through `channels` features.
     """
 
-    def __init__(self, name: str, hidden: int, channels: int, kernel: int, slicing: layers.Slicing) -> None:
+    def __init__(
+        self, name: str, hidden: int, channels: int, kernel: int, slicing: layers.Slicing
+    ) -> None:
         super().__init__()
         self.name, self.slicing, self.kernel = name, slicing, kernel
         first, last = split(channels, slicing.tp.size, slicing.tp.index)
         shape, mine = (channels, hidden, kernel), (last - first, hidden, kernel)
-        weight = Piece(f"{name}.convolution.weight", shape, (first, 0, 0), mine, init=Init(std=0.02))
+        weight = Piece(
+            f"{name}.convolution.weight", shape, (first, 0, 0), mine, init=Init(std=0.02)
+        )
         self.weight = parameter(ShardSpec((weight,)), mine)
         bias = vector(f"{name}.convolution.bias", channels, (first, last))
         self.bias = parameter(ShardSpec((bias,), decay=False), (last - first,))
         self.down = layers.RowLinear(f"{name}.down", channels, hidden, slicing)
 
     def forward(self, x: Tensor, micro: layers.MicroBatch) -> Tensor:
-        whole = rearrange(self.slicing.gather(x), "s b h -> b h s")  # f: a position needs those before it
+        whole = rearrange(
+            self.slicing.gather(x), "s b h -> b h s"
+        )  # f: a position needs those before it
         y = F.conv1d(F.pad(whole, (self.kernel - 1, 0)), self.weight, self.bias)
         return x + self.down(rearrange(layers.gelu(y), "b c s -> s b c"))
 
@@ -56,14 +62,27 @@ class ConvolutionModel:
         embedding = layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing)
         stem = ConvolutionStem("stem", c.hidden, 2 * c.hidden, 4, slicing)
         norm = layers.RMSNorm("head.norm", c.hidden, slicing)
-        head = layers.LanguageModelHead("head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing)
+        head = layers.LanguageModelHead(
+            "head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing
+        )
         return [embedding, stem, *(self.block(f"blocks.{i}") for i in range(c.layers)), head]
 
     def block(self, name: str) -> nn.Module:
         c, slicing = self.config, self.slicing
-        norms = tuple(layers.RMSNorm(f"{name}.{part}_norm", c.hidden, slicing) for part in ("attention", "mlp"))
-        attention = layers.Attention(f"{name}.attention", c.hidden, c.heads, slicing, rotary=c.rope_theta)
-        return layers.Block(name, norms, attention, layers.MLP(f"{name}.mlp", c.hidden, 4 * c.hidden, slicing), slicing)
+        norms = tuple(
+            layers.RMSNorm(f"{name}.{part}_norm", c.hidden, slicing)
+            for part in ("attention", "mlp")
+        )
+        attention = layers.Attention(
+            f"{name}.attention", c.hidden, c.heads, slicing, rotary=c.rope_theta
+        )
+        return layers.Block(
+            name,
+            norms,
+            attention,
+            layers.MLP(f"{name}.mlp", c.hidden, 4 * c.hidden, slicing),
+            slicing,
+        )
 
 
 def main() -> None:
@@ -71,7 +90,9 @@ def main() -> None:
 
     config, data = configure()
     topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    slicing = threed.Slicing(
+        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
+    )
     train(threed.Engine(ConvolutionModel(config.model, slicing), topology, config), data)
 
 

@@ -38,7 +38,9 @@ class ParallelBlock(nn.Module):
         super().__init__()
         self.name = name
         self.norm = layers.RMSNorm(f"{name}.norm", c.hidden, slicing)
-        self.attention = layers.Attention(f"{name}.attention", c.hidden, c.heads, slicing, rotary=c.rope_theta)
+        self.attention = layers.Attention(
+            f"{name}.attention", c.hidden, c.heads, slicing, rotary=c.rope_theta
+        )
         self.up = layers.ColumnLinear(f"{name}.mlp", c.hidden, [("up", 4 * c.hidden)], slicing)
         self.down = layers.RowLinear(f"{name}.mlp.down", 4 * c.hidden, c.hidden, slicing)
 
@@ -59,7 +61,9 @@ class ParallelModel:
         blocks = [ParallelBlock(f"blocks.{i}", c, slicing) for i in range(c.layers)]
         norm = layers.RMSNorm("head.norm", c.hidden, slicing)
         # The head is tied: it names the embedding's table, though the two may lie on different stages.
-        head = layers.LanguageModelHead("head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing)
+        head = layers.LanguageModelHead(
+            "head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing
+        )
         return [embedding, *blocks, head]
 
 
@@ -67,7 +71,9 @@ def configure() -> tuple[Config, Data]:
     """What the command line says, all of it checked, and the data."""
     world, about = world_size(), sys.modules["__main__"].__doc__ or ""
     try:
-        config = program_config(sys.argv[1:], prog=sys.argv[0], about=about, defaults=DEFAULTS, world_size=world)
+        config = program_config(
+            sys.argv[1:], prog=sys.argv[0], about=about, defaults=DEFAULTS, world_size=world
+        )
     except ConfigError as error:
         sys.exit(format_problems(error.problems))
     d = config.data
@@ -84,7 +90,10 @@ def train(engine: threed.Engine, data: Data) -> None:
         first = step * train.global_batch + topology.axis("dp").index * share
         metrics = engine.step(data.train.batch(first, share))
         if topology.rank == 0:
-            print(f"step {metrics.step} loss {metrics.loss:.5f} norm {metrics.grad_norm:.5f}", flush=True)
+            print(
+                f"step {metrics.step} loss {metrics.loss:.5f} norm {metrics.grad_norm:.5f}",
+                flush=True,
+            )
     weights = engine.full_state_dict()  # global names -> full tensors, on rank 0
     if topology.rank == 0:
         print(f"{sum(w.numel() for w in weights.values()):,} parameters in {len(weights)} tensors")
@@ -94,7 +103,9 @@ def train(engine: threed.Engine, data: Data) -> None:
 def main() -> None:
     config, data = configure()
     topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    slicing = threed.Slicing(
+        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
+    )
     engine = threed.Engine(ParallelModel(config.model, slicing), topology, config)
     train(engine, data)
 

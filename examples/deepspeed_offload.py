@@ -28,10 +28,22 @@ STEPS, SEQ = 20, 128
 
 def build_model(vocab: int) -> torch.nn.Module:
     """Shapes and no values: those are made slice by slice."""
-    shapes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
-    rest = {"max_position_embeddings": SEQ, "use_cache": False, "bos_token_id": None, "eos_token_id": None}
+    shapes = {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
+    rest = {
+        "max_position_embeddings": SEQ,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab, **shapes, **rest))
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=vocab, **shapes, **rest)
+        )
 
 
 def train(config: str | Path, steps: int = STEPS) -> list[float]:
@@ -40,22 +52,36 @@ def train(config: str | Path, steps: int = STEPS) -> list[float]:
     engine, _, _, _ = threed.initialize(model=build_model(data.vocab), config=config)
     micro, losses = engine.train_micro_batch_size_per_gpu(), []
     for step in range(steps):
-        first = step * engine.train_batch_size() + engine.global_rank * micro * engine.gradient_accumulation_steps()
+        first = (
+            step * engine.train_batch_size()
+            + engine.global_rank * micro * engine.gradient_accumulation_steps()
+        )
         for number in range(engine.gradient_accumulation_steps()):
             tokens = data.train.batch(first + number * micro, micro)["tokens"].to(engine.device)
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
         losses.append(engine.metrics.loss)
         if engine.global_rank == 0:
-            print(f"step {engine.global_steps} loss {losses[-1]:.5f} lr {engine.get_lr()[0]:.2e}", flush=True)
+            print(
+                f"step {engine.global_steps} loss {losses[-1]:.5f} lr {engine.get_lr()[0]:.2e}",
+                flush=True,
+            )
     return losses
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     default = Path(__file__).with_name("ds_offload.json")
-    parser.add_argument("config", type=Path, nargs="?", default=default, help="a ds_config.json (default %(default)s)")
+    parser.add_argument(
+        "config",
+        type=Path,
+        nargs="?",
+        default=default,
+        help="a ds_config.json (default %(default)s)",
+    )
     return parser.parse_args()
 
 

@@ -29,22 +29,42 @@ class LatentAttention(nn.Module):
     recompute = layers.Recompute()
 
     def __init__(
-        self, name: str, hidden: int, heads: int, slicing: layers.Slicing, *, d: int, r: int, rank: int, theta: float
+        self,
+        name: str,
+        hidden: int,
+        heads: int,
+        slicing: layers.Slicing,
+        *,
+        d: int,
+        r: int,
+        rank: int,
+        theta: float,
     ) -> None:
         super().__init__()
         self.slicing, self.d, self.r, self.rank, self.theta = slicing, d, r, rank, theta
-        query, keys_values = [("query", heads * (d + r))], [("key", heads * d), ("value", heads * d)]
+        query, keys_values = (
+            [("query", heads * (d + r))],
+            [("key", heads * d), ("value", heads * d)],
+        )
         self.query = layers.ColumnLinear(name, hidden, query, slicing, bias=False, multiple=d + r)
         self.down = layers.ReplicatedLinear(f"{name}.down", hidden, rank + r, slicing, bias=False)
         self.norm = layers.RMSNorm(f"{name}.norm", rank, slicing)
-        self.up = layers.ColumnLinear(name, rank, keys_values, slicing, bias=False, multiple=d, local=True)
-        self.out = layers.RowLinear(f"{name}.out", heads * d, hidden, slicing, bias=False, multiple=d)
+        self.up = layers.ColumnLinear(
+            name, rank, keys_values, slicing, bias=False, multiple=d, local=True
+        )
+        self.out = layers.RowLinear(
+            f"{name}.out", heads * d, hidden, slicing, bias=False, multiple=d
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         latent, turned = self.down(x).split([self.rank, self.r], dim=-1)  # this rank's positions
-        small = self.slicing.gather(torch.cat((self.norm(latent), turned), dim=-1))  # f: all positions, for its heads
+        small = self.slicing.gather(
+            torch.cat((self.norm(latent), turned), dim=-1)
+        )  # f: all positions, for its heads
         latent, turned = small.split([self.rank, self.r], dim=-1)
-        return self.out(self.recompute.run("attention", self._attend, self.query(x), self.up(latent), turned))
+        return self.out(
+            self.recompute.run("attention", self._attend, self.query(x), self.up(latent), turned)
+        )
 
     def _attend(self, query: Tensor, keys_values: Tensor, turned: Tensor) -> Tensor:
         """query [s b a/t (d+r)], keys and values [s b 2 a/t d], turned [s b r] -> [s b (a/t d)]."""
@@ -66,17 +86,35 @@ class LatentModel:
         c, slicing = self.config, self.slicing
         embedding = layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing)
         norm = layers.RMSNorm("head.norm", c.hidden, slicing)
-        head = layers.LanguageModelHead("head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing)
+        head = layers.LanguageModelHead(
+            "head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing
+        )
         return [embedding, *(self.block(f"blocks.{i}") for i in range(c.layers)), head]
 
     def block(self, name: str) -> nn.Module:
         c, slicing = self.config, self.slicing
         d = c.hidden // c.heads
         attention = LatentAttention(
-            f"{name}.attention", c.hidden, c.heads, slicing, d=d, r=2 * (d // 4), rank=c.hidden // 4, theta=c.rope_theta
+            f"{name}.attention",
+            c.hidden,
+            c.heads,
+            slicing,
+            d=d,
+            r=2 * (d // 4),
+            rank=c.hidden // 4,
+            theta=c.rope_theta,
         )
-        norms = tuple(layers.RMSNorm(f"{name}.{part}_norm", c.hidden, slicing) for part in ("attention", "mlp"))
-        return layers.Block(name, norms, attention, layers.MLP(f"{name}.mlp", c.hidden, 4 * c.hidden, slicing), slicing)
+        norms = tuple(
+            layers.RMSNorm(f"{name}.{part}_norm", c.hidden, slicing)
+            for part in ("attention", "mlp")
+        )
+        return layers.Block(
+            name,
+            norms,
+            attention,
+            layers.MLP(f"{name}.mlp", c.hidden, 4 * c.hidden, slicing),
+            slicing,
+        )
 
 
 def main() -> None:
@@ -84,7 +122,9 @@ def main() -> None:
 
     config, data = configure()
     topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    slicing = threed.Slicing(
+        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
+    )
     train(threed.Engine(LatentModel(config.model, slicing), topology, config), data)
 
 

@@ -23,7 +23,9 @@ def gpipe_late(stages: int, microbatches: int) -> Plan:
     Ranks wait (stages - 1) (F + I), where GPipe's wait (stages - 1) (F + I + W); the memory is the same.
     """
     kinds = (Kind.F, Kind.I, Kind.W)
-    actions = tuple(Action(kind, microbatch) for kind in kinds for microbatch in range(microbatches))
+    actions = tuple(
+        Action(kind, microbatch) for kind in kinds for microbatch in range(microbatches)
+    )
     return Plan("gpipe-late", stages, microbatches, 1, (actions,) * stages)
 
 
@@ -34,9 +36,15 @@ def timed(stages: int, microbatches: int) -> Plan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=4, help="pipeline ranks (default %(default)s)")
-    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches per step (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stages", type=int, default=4, help="pipeline ranks (default %(default)s)"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=8, help="micro-batches per step (default %(default)s)"
+    )
     arguments = parser.parse_args()
     for build in (gpipe_late, timed):
         plan = build(arguments.stages, arguments.microbatches)

@@ -52,21 +52,34 @@ class SlidingWindow:
         c, slicing = self.config, self.slicing
         embedding = layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing)
         norm = layers.RMSNorm("head.norm", c.hidden, slicing)
-        head = layers.LanguageModelHead("head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing)
+        head = layers.LanguageModelHead(
+            "head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing
+        )
         return [embedding, *(self.block(i) for i in range(c.layers)), head]
 
     def block(self, index: int) -> nn.Module:
         c, slicing, name = self.config, self.slicing, f"blocks.{index}"
-        norms = tuple(layers.RMSNorm(f"{name}.{part}_norm", c.hidden, slicing) for part in ("attention", "mlp"))
+        norms = tuple(
+            layers.RMSNorm(f"{name}.{part}_norm", c.hidden, slicing)
+            for part in ("attention", "mlp")
+        )
         attention = functools.partial(
-            layers.Attention, f"{name}.attention", c.hidden, c.heads, slicing, kv_heads=c.kv_heads, bias=False
+            layers.Attention,
+            f"{name}.attention",
+            c.hidden,
+            c.heads,
+            slicing,
+            kv_heads=c.kv_heads,
+            bias=False,
         )
         if index % 2 == 0:
             window = functools.partial(look_back, window=max(1, c.seq // 4))
             mixing = attention(rotary=c.rope_theta, core=window)
         else:
             mixing = attention(core=ALiBi(c.heads, slicing), qk_norm=True)
-        mlp = layers.GatedMLP(f"{name}.mlp", c.hidden, 2 * c.hidden, slicing, activation=layers.gelu)
+        mlp = layers.GatedMLP(
+            f"{name}.mlp", c.hidden, 2 * c.hidden, slicing, activation=layers.gelu
+        )
         return layers.Block(name, norms, mixing, mlp, slicing)
 
 
@@ -75,7 +88,9 @@ def main() -> None:
 
     config, data = configure()
     topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-    slicing = threed.Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    slicing = threed.Slicing(
+        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
+    )
     train(threed.Engine(SlidingWindow(config.model, slicing), topology, config), data)
 
 

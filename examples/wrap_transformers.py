@@ -38,7 +38,13 @@ DEFAULTS = {
 
 def build_model(c: ModelConfig) -> torch.nn.Module:
     """Shapes and no values: those are made slice by slice. Dropout draws from torch's generator on each rank: none."""
-    shapes = {"vocab_size": c.vocab, "n_positions": c.seq, "n_embd": c.hidden, "n_layer": c.layers, "n_head": c.heads}
+    shapes = {
+        "vocab_size": c.vocab,
+        "n_positions": c.seq,
+        "n_embd": c.hidden,
+        "n_layer": c.layers,
+        "n_head": c.heads,
+    }
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     rest = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
     with torch.device("meta"):
@@ -47,7 +53,9 @@ def build_model(c: ModelConfig) -> torch.nn.Module:
 
 def main() -> None:
     world = world_size()
-    config = program_config(sys.argv[1:], prog=sys.argv[0], about=__doc__, defaults=DEFAULTS, world_size=world)
+    config = program_config(
+        sys.argv[1:], prog=sys.argv[0], about=__doc__, defaults=DEFAULTS, world_size=world
+    )
     if config.parallel.pp * config.parallel.tp > 1:
         raise ConfigError(["a wrapped module is not cut: use --parallel.pp 1 and --parallel.tp 1"])
     d, train = config.data, config.train
@@ -59,10 +67,17 @@ def main() -> None:
     engine = threed.Engine(model, topology, config)
     share = train.global_batch // topology.dp  # sequences of a step that are this rank's
     for step in range(train.steps):
-        tokens = data.train.batch(step * train.global_batch + topology.rank * share, share)["tokens"]
-        metrics = engine.step({"input_ids": tokens, "labels": tokens})  # the model shifts the labels itself
+        tokens = data.train.batch(step * train.global_batch + topology.rank * share, share)[
+            "tokens"
+        ]
+        metrics = engine.step(
+            {"input_ids": tokens, "labels": tokens}
+        )  # the model shifts the labels itself
         if topology.rank == 0:
-            print(f"step {metrics.step} loss {metrics.loss:.5f} norm {metrics.grad_norm:.5f}", flush=True)
+            print(
+                f"step {metrics.step} loss {metrics.loss:.5f} norm {metrics.grad_norm:.5f}",
+                flush=True,
+            )
     weights = engine.full_state_dict()  # the module's own names -> full tensors, on rank 0
     if topology.rank == 0:
         print(f"{sum(w.numel() for w in weights.values()):,} parameters in {len(weights)} tensors")

@@ -23,7 +23,9 @@ from threed.zero.records import read, records
 def train(engine: Engine, count: int) -> list[float]:
     """The losses of `count` more steps."""
     rows = engine.config.train.global_batch
-    return [engine.step(share(batch(engine.steps, rows), engine.topology)).loss for _ in range(count)]
+    return [
+        engine.step(share(batch(engine.steps, rows), engine.topology)).loss for _ in range(count)
+    ]
 
 
 def state_of(engine: Engine) -> list[tuple[str, str, Tensor]]:
@@ -35,7 +37,9 @@ def state_of(engine: Engine) -> list[tuple[str, str, Tensor]]:
 def distance(one: list[tuple[str, str, Tensor]], other: list[tuple[str, str, Tensor]]) -> float:
     """The largest difference of two states of one topology."""
     assert [a[:2] for a in one] == [b[:2] for b in other]
-    return max((float((a[2] - b[2]).abs().max()) for a, b in zip(one, other, strict=True)), default=0.0)
+    return max(
+        (float((a[2] - b[2]).abs().max()) for a, b in zip(one, other, strict=True)), default=0.0
+    )
 
 
 def hashes_of(file: Path) -> dict[str, str | None]:
@@ -49,11 +53,22 @@ def rewrite(path: Path, version: int, ranks: int) -> None:
     with Reader(path, manifest) as reader:
         states = [reader.generators(rank) for rank in range(ranks)]
         held = {name: reader.buffer(name) for name in reader.buffers}
-        full = {(part, name): reader.full(part, name) for name, parts in reader.parts.items() for part in sorted(parts)}
+        full = {
+            (part, name): reader.full(part, name)
+            for name, parts in reader.parts.items()
+            for part in sorted(parts)
+        }
     for file in path.glob("*.safetensors"):
         file.unlink()
     files = [
-        write_listed(path / file_of(rank), full, (rank, ranks), held if rank == 0 else {}, states[rank], version)
+        write_listed(
+            path / file_of(rank),
+            full,
+            (rank, ranks),
+            held if rank == 0 else {},
+            states[rank],
+            version,
+        )
         for rank in range(ranks)
     ]
     head = {key: manifest[key] for key in ("format", "config", "topology", "state")}
@@ -72,7 +87,9 @@ def write_listed(
         lo, hi = (math.prod(value.shape) * rank // of[1] for rank in (of[0], of[0] + 1))
         for box in boxes(piece, lo, hi):
             listed.append([part, name, piece.shape, box.start, box.size])
-            tensors.append(value[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))])
+            tensors.append(
+                value[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+            )
     named = {str(number): tensor for number, tensor in enumerate(tensors)}
     entry: dict[str, Any] = {"boxes": listed}
     if version > 1:

@@ -68,8 +68,12 @@ class Case:
     @property
     def truth(self) -> Case:
         """The same training on one process in one micro-batch."""
-        single = replace(self, pp=1, dp=1, tp=1, sequence=False, zero=0, schedule="1f1b", microbatches=1)
-        home = replace(single, offload_optimizer="none", offload_params="none", tile=1, recompute="none")
+        single = replace(
+            self, pp=1, dp=1, tp=1, sequence=False, zero=0, schedule="1f1b", microbatches=1
+        )
+        home = replace(
+            single, offload_optimizer="none", offload_params="none", tile=1, recompute="none"
+        )
         return replace(home, microbatches=-self.rows, bucket_mib=64.0, partition="balanced", shard="all", prefetch=1,
                        order="micro", pad=0)  # fmt: skip
 
@@ -87,9 +91,30 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"arch": "gpt", "heads": 4},
     "gpt-untied": {"arch": "gpt", "heads": 4, "tied": False},
     "llama": {"arch": "llama", "heads": 4, "kv_heads": 2, "ffn": 72},
-    "qwen-tied": {"arch": "llama", "heads": 4, "kv_heads": 1, "ffn": 70, "qk_norm": True, "tied": True},
-    "mistral": {"arch": "mistral", "heads": 4, "kv_heads": 2, "head_dim": 6, "ffn": 70, "window": 5},
-    "qwen2": {"arch": "qwen2", "heads": 4, "kv_heads": 1, "ffn": 72, "window": 5, "layer_pattern": "fs"},
+    "qwen-tied": {
+        "arch": "llama",
+        "heads": 4,
+        "kv_heads": 1,
+        "ffn": 70,
+        "qk_norm": True,
+        "tied": True,
+    },
+    "mistral": {
+        "arch": "mistral",
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 6,
+        "ffn": 70,
+        "window": 5,
+    },
+    "qwen2": {
+        "arch": "qwen2",
+        "heads": 4,
+        "kv_heads": 1,
+        "ffn": 72,
+        "window": 5,
+        "layer_pattern": "fs",
+    },
     "phi3": {
         "arch": "phi3",
         "heads": 4,
@@ -185,7 +210,9 @@ def topology_of(pp: int, tp: int) -> Topology:
 def engine_of(config: Config, **keywords: object) -> Engine:
     """The engine of a configuration in this world."""
     topology = topology_of(config.parallel.pp, config.parallel.tp)
-    slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    slicing = Slicing(
+        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
+    )
     return Engine(models.build(config.model, slicing), topology, config, **keywords)  # type: ignore[arg-type]
 
 
@@ -199,7 +226,9 @@ def padded_to(rows: int) -> Iterator[None]:
         yield
 
 
-def compare_in_worlds(cases: Sequence[Case], compare: Callable[[Sequence[Case]], list[str]]) -> None:
+def compare_in_worlds(
+    cases: Sequence[Case], compare: Callable[[Sequence[Case]], list[str]]
+) -> None:
     """Runs `compare`, on every rank, in a world for each shape of the cases: AssertionError with all that it finds."""
     wrong: list[str] = []
     for shape in sorted({(case.pp, case.dp, case.tp) for case in cases}):

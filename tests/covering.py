@@ -43,13 +43,18 @@ class Space(Generic[Case]):
     def drawn(self, draw: random.Random, fixed: Values, count: int) -> Iterator[Case]:
         """Cases at random, but for some settings; as many draws as `count`, which may come to nothing."""
         for _ in range(count):
-            case = self.make({name: draw.choice(options) for name, options in self.settings.items()} | dict(fixed))
+            case = self.make(
+                {name: draw.choice(options) for name, options in self.settings.items()}
+                | dict(fixed)
+            )
             if case is not None:
                 yield case
 
     def attained(self, draw: random.Random, count: int) -> dict[Pair, list[Case]]:
         """Every pair that some case covers, and such cases; `count` draws for each two values of two settings."""
-        cases = dict[Case, None]()  # in the order of drawing: a set's differs from process to process
+        cases = dict[
+            Case, None
+        ]()  # in the order of drawing: a set's differs from process to process
         for (a, first), (b, second) in itertools.combinations(self.settings.items(), 2):
             for one, other in itertools.product(first, second):
                 cases |= dict.fromkeys(self.drawn(draw, {a: one, b: other}, count))
@@ -72,6 +77,8 @@ class Space(Generic[Case]):
         while missing:
             able = found[min(missing, key=repr)]
             some = draw.sample(able, min(len(able), sample))
-            chosen.append(max(some, key=lambda case: len(self.pairs(case) & missing) / self.cost(case) ** 0.5))
+            chosen.append(
+                max(some, key=lambda case: len(self.pairs(case) & missing) / self.cost(case) ** 0.5)
+            )
             missing -= self.pairs(chosen[-1])
         return chosen

@@ -24,11 +24,18 @@ STEPS, ROWS, SEQ, VOCAB = 3, 4, 10, 53
 ADAMW = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}
 UNIVERSAL = ("gpt2-1-fp32", "llama-3-bf16")
 FP16 = {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 3}
-CASES: dict[str, tuple[str, int, bool, dict[str, Any]]] = {  # model, stage, bf16, more of the configuration
+CASES: dict[
+    str, tuple[str, int, bool, dict[str, Any]]
+] = {  # model, stage, bf16, more of the configuration
     "gpt2-1-fp32": ("gpt2", 1, False, {}),
     "llama-2-fp32": ("llama", 2, False, {}),
     "elastic-1-fp32": ("gpt2", 1, False, {"elastic_checkpoint": True}),
-    "gpt2-3-fp32": ("gpt2", 3, False, {"sub_group_size": 700, "stage3_param_persistence_threshold": 40}),
+    "gpt2-3-fp32": (
+        "gpt2",
+        3,
+        False,
+        {"sub_group_size": 700, "stage3_param_persistence_threshold": 40},
+    ),
     "llama-1-bf16": ("llama", 1, True, {}),
     "gpt2-2-bf16": ("gpt2", 2, True, {}),
     "robin-2-bf16": ("gpt2", 2, True, {"round_robin_gradients": True}),
@@ -46,11 +53,28 @@ def make(name: str) -> nn.Module:
     """A small model with odd sizes: GPT-2 ties its embedding, Llama does not."""
     torch.manual_seed(0)
     if name == "gpt2":
-        sizes = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 18, "n_layer": 2, "n_head": 3, "n_inner": 22}
+        sizes = {
+            "vocab_size": VOCAB,
+            "n_positions": 16,
+            "n_embd": 18,
+            "n_layer": 2,
+            "n_head": 3,
+            "n_inner": 22,
+        }
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropouts))
-    sizes = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 26, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 16}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 24,
+        "intermediate_size": 26,
+        "num_hidden_layers": 2,
+    }
+    heads = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 16,
+    }
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
 
 
@@ -77,11 +101,15 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
         "steps_per_print": 10**9,
     }  # fmt: skip
     if name == "llama-1-bf16":
-        settings["data_types"] = {"grad_accum_dtype": "fp32"}  # another optimizer of theirs, with other files
+        settings["data_types"] = {
+            "grad_accum_dtype": "fp32"
+        }  # another optimizer of theirs, with other files
     if name.endswith("fp16"):
         settings["fp16"] = FP16
     groups = [{"params": decayed}, {"params": plain}]
-    engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=groups, dist_init_required=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=settings, model_parameters=groups, dist_init_required=False
+    )
 
     def step(number: int) -> None:
         ids = batch(number).chunk(world)[rank]
@@ -108,17 +136,24 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
     for part in ("exp_avg", "exp_avg_sq"):
         collect(part, lambda p, part=part: safe_get_full_optimizer_state(p, part))
     if stage < 3:
-        found |= {f"module/{key}": p.detach().float().clone() for key, p in engine.module.named_parameters()}
+        found |= {
+            f"module/{key}": p.detach().float().clone()
+            for key, p in engine.module.named_parameters()
+        }
     if name.endswith("fp16"):
         found["scaler"] = torch.tensor(scales(copy.deepcopy(engine.optimizer.loss_scaler)))
     step(STEPS)
     collect("next", safe_get_full_fp32_param)
     if rank == 0:
         model.config.save_pretrained(out / name)
-        known = stage and name != "llama-1-bf16"  # 0.19.8's script refuses the files of that optimizer
+        known = (
+            stage and name != "llama-1-bf16"
+        )  # 0.19.8's script refuses the files of that optimizer
         script = get_fp32_state_dict_from_zero_checkpoint(str(out / name)) if known else {}
         found |= {f"script/{key}": value.clone() for key, value in script.items()}
-        save_file({key: value.contiguous() for key, value in found.items()}, out / f"{name}.safetensors")
+        save_file(
+            {key: value.contiguous() for key, value in found.items()}, out / f"{name}.safetensors"
+        )
 
 
 def scales(scaler: Any) -> list[float]:

@@ -22,13 +22,18 @@ def _command(*words: str) -> None:
     except FileNotFoundError as error:
         problem = str(error)
     if problem:
-        pytest.skip(f"no small disk can be mounted here, so this fault is only tested by an injected error: {problem}")
+        pytest.skip(
+            f"no small disk can be mounted here, so this fault is only tested by an injected error: {problem}"
+        )
 
 
 def _release(place: Path, image: Path | None = None) -> None:
     """Takes a disk away, once nobody uses it any more: what would be mounted again meanwhile is the same one."""
     end = time.monotonic() + 60
-    while subprocess.run(["umount", str(place)], capture_output=True).returncode and time.monotonic() < end:
+    while (
+        subprocess.run(["umount", str(place)], capture_output=True).returncode
+        and time.monotonic() < end
+    ):
         time.sleep(0.2)
     if place.is_mount():
         subprocess.run(["umount", "-l", str(place)], check=True)

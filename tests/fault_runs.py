@@ -44,7 +44,9 @@ TWO, FOUR = ("--parallel.pp", "2"), ("--parallel.pp", "2", "--parallel.tp", "2")
 COPIES = ("--parallel.dp", "4", "--zero.stage", "0", "--train.micro-batch", "1")
 SLICED = ("--parallel.tp", "2", "--parallel.dp", "2", "--zero.stage", "3")
 BESIDE = ("--checkpoint.async", "true")
-Truth = dict[tuple[str, ...], list[tuple[int, float]]]  # losses of runs that nothing happened to, by topology
+Truth = dict[
+    tuple[str, ...], list[tuple[int, float]]
+]  # losses of runs that nothing happened to, by topology
 
 
 @dataclass(frozen=True)
@@ -73,49 +75,86 @@ class Case:
     @property
     def world(self) -> int:
         words = zip(self.topology, self.topology[1:], strict=False)
-        return math.prod(int(size) for key, size in words if key in ("--parallel.pp", "--parallel.tp", "--parallel.dp"))
+        return math.prod(
+            int(size)
+            for key, size in words
+            if key in ("--parallel.pp", "--parallel.tp", "--parallel.dp")
+        )
 
 
 def params(cases: Sequence[Any]) -> list[Any]:
     """The parameters of a test of each case, by its `name`: CI runs those of `always`, the grid the others."""
-    return [pytest.param(case, id=case.name, marks=() if case.always else pytest.mark.grid) for case in cases]
+    return [
+        pytest.param(case, id=case.name, marks=() if case.always else pytest.mark.grid)
+        for case in cases
+    ]
 
 
 def environment(folder: Path, fault: str = "") -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "THREED", "TORCHELASTIC"))}
-    kept |= {"OMP_NUM_THREADS": "1", "THREED_CACHE": str(folder.parent / "cache"), "PYTHONPATH": str(ROOT)}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("WANDB", "THREED", "TORCHELASTIC"))
+    }
+    kept |= {
+        "OMP_NUM_THREADS": "1",
+        "THREED_CACHE": str(folder.parent / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
     return kept | ({"FAULT": fault} if fault else {})
 
 
 def prepare(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "text.txt").write_text("".join(f"line {n} has the square {n * n}\n" for n in range(2000)))
+    (folder / "text.txt").write_text(
+        "".join(f"line {n} has the square {n * n}\n" for n in range(2000))
+    )
     return folder
 
 
 def torchrun(world: int, *words: str) -> list[str]:
     """The command line that starts this many ranks with `words`, as a user does."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *words]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world),
+        *words,
+    ]
 
 
-def launched(case: Case, folder: Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+def launched(
+    case: Case, folder: Path, before: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Runs a case by torchrun; `before`: words before the command, such as `unshare -m`."""
     line = torchrun(case.world, "--max-restarts", str(case.restarts), *case.launcher, SCRIPT)
     line = [*before, *line, *FLAGS, *case.topology, *case.flags]
     return subprocess.run(
-        line, cwd=folder, env=environment(folder, case.fault), capture_output=True, text=True, timeout=200
+        line,
+        cwd=folder,
+        env=environment(folder, case.fault),
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
 
 
 def again(case: Case, folder: Path, *flags: str) -> str:
     """Runs a case's command once more, without its fault; what was said."""
-    done = run_script(case.world, [SCRIPT, *FLAGS, *case.topology, *flags], folder, environment(folder))
+    done = run_script(
+        case.world, [SCRIPT, *FLAGS, *case.topology, *flags], folder, environment(folder)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    return [(row["step"], row["train/loss"]) for row in metrics.read(folder / "runs" / "tiny" / "metrics.jsonl")]
+    return [
+        (row["step"], row["train/loss"])
+        for row in metrics.read(folder / "runs" / "tiny" / "metrics.jsonl")
+    ]
 
 
 def uninterrupted(truth: Truth, case: Case, folder: Path) -> list[tuple[int, float]]:
@@ -127,7 +166,9 @@ def uninterrupted(truth: Truth, case: Case, folder: Path) -> list[tuple[int, flo
 
 def saved(folder: Path) -> list[int]:
     """The steps of the checkpoints in a run folder, each of which is whole."""
-    paths = sorted((folder / "runs" / "tiny" / "checkpoints").glob("step-*"), key=lambda path: path.name)
+    paths = sorted(
+        (folder / "runs" / "tiny" / "checkpoints").glob("step-*"), key=lambda path: path.name
+    )
     assert all(path.name[5:].isdecimal() for path in paths if not path.name.endswith(".tmp")), paths
     whole = [path for path in paths if path.name[5:].isdecimal()]
     for path in whole:
@@ -138,7 +179,9 @@ def saved(folder: Path) -> list[int]:
 def line_of(said: str, pattern: str) -> str:
     """The one line that a pattern fits."""
     # torchrun repeats in its report what ranks leave for it, after "traceback : "
-    lines = [line for line in said.splitlines() if re.search(pattern, line) and "traceback :" not in line]
+    lines = [
+        line for line in said.splitlines() if re.search(pattern, line) and "traceback :" not in line
+    ]
     assert len(lines) == 1, said
     return lines[0].strip()
 
@@ -146,7 +189,9 @@ def line_of(said: str, pattern: str) -> str:
 def check(case: Case, folder: Path, done: subprocess.CompletedProcess[str]) -> str:
     """Exit codes, the message, and what is on disk; returns the line that says what happened."""
     said = done.stdout + done.stderr
-    assert done.returncode == case.code or (case.code == 1 and launcher_aborted(case, done.returncode, said)), said
+    assert done.returncode == case.code or (
+        case.code == 1 and launcher_aborted(case, done.returncode, said)
+    ), said
     if case.says.startswith("exitcode"):
         assert re.search(case.says, said), said
         line = case.says
@@ -168,7 +213,11 @@ def launcher_aborted(case: Case, code: int, said: str) -> bool:
     """Whether torchrun got a signal, ended its ranks as it should, and then was aborted by a thread of its store while
     its interpreter ended: seen rarely (torch 2.13). Ranks leave by another way."""
     end = said.partition("SignalException: Process")[2]
-    return "do=launcher-" in case.fault and code == -6 and "terminate called without an active exception" in end
+    return (
+        "do=launcher-" in case.fault
+        and code == -6
+        and "terminate called without an active exception" in end
+    )
 
 
 def check_nothing_lives(folder: Path) -> None:
@@ -182,7 +231,11 @@ def check_nothing_lives(folder: Path) -> None:
 def named_after(folder: Path) -> float | None:
     """Seconds from a fault to the report of a hang."""
     report, fired = folder / "runs" / "tiny" / "hang.txt", list(folder.glob("fired-*"))
-    return round(report.stat().st_mtime - fired[0].stat().st_mtime, 1) if report.exists() and fired else None
+    return (
+        round(report.stat().st_mtime - fired[0].stat().st_mtime, 1)
+        if report.exists() and fired
+        else None
+    )
 
 
 def run(case: Case, folder: Path, truth: Truth) -> dict[str, Any]:
@@ -207,14 +260,28 @@ def run(case: Case, folder: Path, truth: Truth) -> dict[str, Any]:
     return row(done.returncode, line, seconds, steps, named_after(folder / "run"))
 
 
-def row(code: int, says: str, seconds: float, steps: Sequence[int], named_s: float | None = None) -> dict[str, Any]:
+def row(
+    code: int, says: str, seconds: float, steps: Sequence[int], named_s: float | None = None
+) -> dict[str, Any]:
     """What the results say of a run."""
-    return {"exit": code, "seconds": round(seconds, 1), "named_s": named_s, "steps": list(steps), "says": says[:300]}
+    return {
+        "exit": code,
+        "seconds": round(seconds, 1),
+        "named_s": named_s,
+        "steps": list(steps),
+        "says": says[:300],
+    }
 
 
 def done_before(file: Path | None) -> dict[str, int]:
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file is not None and file.exists() else []
-    return {name: sum(row["case"] == name for row in rows) for name in {row["case"] for row in rows}}
+    rows = (
+        [json.loads(line) for line in file.read_text().splitlines()]
+        if file is not None and file.exists()
+        else []
+    )
+    return {
+        name: sum(row["case"] == name for row in rows) for name in {row["case"] for row in rows}
+    }
 
 
 def repeat(name: str, place: Path, once: Callable[[Path], dict[str, Any]]) -> None:
@@ -225,5 +292,7 @@ def repeat(name: str, place: Path, once: Callable[[Path], dict[str, Any]]) -> No
         if file is not None:
             with file.open("a") as rows:
                 about = {"case": name, "repeat": number, "date": time.strftime("%Y-%m-%d")}
-                rows.write(json.dumps({**about, **seen}).replace(f"{place / str(number)}/", "") + "\n")
+                rows.write(
+                    json.dumps({**about, **seen}).replace(f"{place / str(number)}/", "") + "\n"
+                )
         shutil.rmtree(place / str(number))

@@ -143,7 +143,9 @@ def damage(do: str, engine: Engine) -> None:
         test_bad_numbers.flip_state(engine, "exp_avg")
     elif do == "flip-exponent" and mine:
         state = next(s for s in engine.optimizer.states if next(s.bucket.runs(), None))
-        test_bad_numbers.flip(state.weight.fetch().wait(), bit=30, at=next(state.bucket.runs()).offset)
+        test_bad_numbers.flip(
+            state.weight.fetch().wait(), bit=30, at=next(state.bucket.runs()).offset
+        )
 
 
 DAMAGES = ("nan-weight", "nan-gradient", "flip-parameter", "flip-moment", "flip-exponent")
@@ -176,7 +178,8 @@ def act(do: str, args: tuple[Any, ...]) -> None:
             time.sleep(0.05)
     else:
         os.kill(
-            os.getppid() if do.startswith("launcher-") else os.getpid(), signal.Signals[do.removeprefix("launcher-")]
+            os.getppid() if do.startswith("launcher-") else os.getpid(),
+            signal.Signals[do.removeprefix("launcher-")],
         )
 
 
@@ -200,14 +203,22 @@ def plant_fault(fault: str) -> None:
         return
     of_save = said["at"] in SAVE
     owner, name = (SAVE | PLACES)[said["at"]]
-    before, one_step, state = getattr(owner, name), Trainer._one_step, {"step": 0, "calls": 0, "fired": False}
+    before, one_step, state = (
+        getattr(owner, name),
+        Trainer._one_step,
+        {"step": 0, "calls": 0, "fired": False},
+    )
 
     def counted(self: Trainer, *args: Any) -> None:
         state["step"] = self.engine.steps + 1
         one_step(self, *args)
 
     def faulty(*args: Any, **keywords: Any) -> Any:
-        step = (saved_step(args) or state["step"]) if of_save and said["at"] != "prune" else state["step"]
+        step = (
+            (saved_step(args) or state["step"])
+            if of_save and said["at"] != "prune"
+            else state["step"]
+        )
         lasting = "each" in said or of_save or "always" in said
         due = step >= int(said["step"]) if lasting else step == int(said["step"])
         due = due and not (said["at"] == "prune" and not args[1])  # there is nothing to delete

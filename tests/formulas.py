@@ -179,7 +179,8 @@ def embedding_cost(dims: Decoder) -> Cost:
         backward_reads=False,
         flops_forward=0,
         flops_backward=0,
-        activation_bytes=dims.tokens * (INDEX_BYTES + MASK_BYTES * (dims.tensor > 1)) + _dropout_bytes(dims),
+        activation_bytes=dims.tokens * (INDEX_BYTES + MASK_BYTES * (dims.tensor > 1))
+        + _dropout_bytes(dims),
         output_bytes=output,
         tp_bytes=all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor),
         partial_elements=all_reduce(positions, dims.tensor) if dims.scattered else 0,
@@ -193,7 +194,10 @@ def block_cost(dims: Decoder) -> Cost:
     Four all-reduces of s b h elements travel per micro-batch, or with sequence parallelism their halves, the same bytes
     (arXiv 2205.05198, section 4.2.2).
     """
-    heads, wide = (2 * dims.query_width + 2 * dims.kv_width), dims.share(dims.ffn) * (3 if dims.gated else 2)
+    heads, wide = (
+        (2 * dims.query_width + 2 * dims.kv_width),
+        dims.share(dims.ffn) * (3 if dims.gated else 2),
+    )
     matmuls = 2 * dims.tokens * dims.hidden * (heads + wide)
     attention = 4 * dims.tokens * dims.seq * dims.query_width
     forward, sizes, again = matmuls + attention, _block_sizes(dims), dims.recompute
@@ -208,7 +212,8 @@ def block_cost(dims: Decoder) -> Cost:
         activation_bytes=kept,
         output_bytes=_hidden_bytes(dims, dims.local_tokens),
         working_bytes=dims.tokens * dims.element_bytes * (wide + dims.hidden) + rebuilt,
-        tp_bytes=4 * all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor) + gathers * ("norm" in again),
+        tp_bytes=4 * all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor)
+        + gathers * ("norm" in again),
         partial_elements=_block_partial_elements(dims),
     )
 
@@ -221,7 +226,9 @@ def head_cost(dims: Decoder) -> Cost:
     """
     vocab, norm = dims.share(dims.vocab), sum(_norm_sizes(dims))
     forward = 2 * dims.tokens * dims.hidden * vocab
-    normed = _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden) + _hidden_bytes(dims, dims.tokens)
+    normed = _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden) + _hidden_bytes(
+        dims, dims.tokens
+    )
     narrow = dims.element_bytes if dims.element_bytes < 4 else 0
     exchange = all_gather(dims.tensor * 3 * dims.tokens * dims.wide_bytes, dims.tensor)
     return Cost(
@@ -231,7 +238,8 @@ def head_cost(dims: Decoder) -> Cost:
         flops_forward=forward,
         flops_backward=2 * forward,
         activation_bytes=normed
-        + dims.tokens * ((vocab + 1) * dims.wide_bytes + INDEX_BYTES + MASK_BYTES * (1 + (dims.tensor > 1))),
+        + dims.tokens
+        * ((vocab + 1) * dims.wide_bytes + INDEX_BYTES + MASK_BYTES * (1 + (dims.tensor > 1))),
         output_bytes=0,
         working_bytes=dims.tokens * (vocab * narrow + dims.hidden * dims.element_bytes),
         tp_bytes=all_reduce(_hidden_bytes(dims, dims.tokens), dims.tensor) + exchange,
@@ -267,7 +275,9 @@ def _block_partial_elements(dims: Decoder) -> int:
     """Parameters that every tensor rank holds, where each saw part of the sequence or of the heads only."""
     between = 2 * sum(_norm_sizes(dims)) + 2 * dims.hidden * dims.bias if dims.scattered else 0
     shared = 2 * dims.kv_width * (dims.hidden + dims.bias)
-    return all_reduce(between + 2 * dims.head_size * dims.qk_norm, dims.tensor) + all_reduce(shared, dims.kv_sharers)
+    return all_reduce(between + 2 * dims.head_size * dims.qk_norm, dims.tensor) + all_reduce(
+        shared, dims.kv_sharers
+    )
 
 
 def _norm_bytes(dims: Decoder, kind: str, tokens: int, width: int, input_kept: bool = False) -> int:
@@ -293,10 +303,14 @@ def _kept_and_rebuilt(dims: Decoder) -> tuple[int, int]:
         "norm": 2 * _normed_bytes(dims),
     }
     again = {name: parts[name] for name in dims.recompute}
-    at_once = max((size // 2 if name == "norm" else size for name, size in again.items()), default=0)
+    at_once = max(
+        (size // 2 if name == "norm" else size for name, size in again.items()), default=0
+    )
     inputs = 2 * _hidden_bytes(dims, dims.local_tokens) if "norm" in again else 0
     kept = sum(parts.values()) - sum(again.values()) + inputs
-    projected = dims.query_width + 2 * dims.kv_width + dims.share(dims.ffn) * (2 if dims.gated else 1)
+    projected = (
+        dims.query_width + 2 * dims.kv_width + dims.share(dims.ffn) * (2 if dims.gated else 1)
+    )
     return kept + dims.tokens * projected * dims.element_bytes + 2 * _dropout_bytes(dims), at_once
 
 
@@ -322,7 +336,9 @@ def _activation_bytes(dims: Decoder) -> int:
 
 def _normed_bytes(dims: Decoder) -> int:
     """What a norm keeps, and the (gathered) input of the projection that follows it."""
-    return _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden) + _hidden_bytes(dims, dims.tokens)
+    return _norm_bytes(dims, dims.norm, dims.local_tokens, dims.hidden) + _hidden_bytes(
+        dims, dims.tokens
+    )
 
 
 def fully_recomputed(cost: Cost, sliced: int = 1, buffers: int = 0) -> Cost:
@@ -384,13 +400,17 @@ def decoder(
 
 def in_turn(microbatches: int) -> tuple[Action, ...]:
     """The compute actions of a rank without a pipeline: each micro-batch's forward and backward."""
-    return tuple(Action(kind, microbatch) for microbatch in range(microbatches) for kind in (Kind.F, Kind.B))
+    return tuple(
+        Action(kind, microbatch) for microbatch in range(microbatches) for kind in (Kind.F, Kind.B)
+    )
 
 
 def gathered_by(number: int, layer: Cost, resident: int) -> dict[int, int]:
     """Elements of what a layer gathers: of its own, and of the table that tied layers share (-1)."""
     shared = layer.tied_parameters if layer.tied_parameters >= resident else 0
-    return {key: size for key, size in ((number, layer.sliced(resident) - shared), (-1, shared)) if size}
+    return {
+        key: size for key, size in ((number, layer.sliced(resident) - shared), (-1, shared)) if size
+    }
 
 
 def communication_bytes(
@@ -428,8 +448,13 @@ def communication_bytes(
     if zero_stage == 3 and layers:
         done = in_turn(microbatches) if actions is None else actions
         units = [gathered_by(number, layer, resident) for number, layer in enumerate(layers)]
-        times = gathering(units, [layer.backward_reads for layer in layers], done, prefetch=prefetch).times
-        moved = sum(times[key] * size for key, size in {k: n for unit in units for k, n in unit.items()}.items())
+        times = gathering(
+            units, [layer.backward_reads for layer in layers], done, prefetch=prefetch
+        ).times
+        moved = sum(
+            times[key] * size
+            for key, size in {k: n for unit in units for k, n in unit.items()}.items()
+        )
         gathered = moved + count - sliced_parameters(layers, resident)
     return {
         "tp": microbatches * sum(layer.tp_bytes for layer in layers)

@@ -34,9 +34,20 @@ from threed.schedules import ScheduleName
 from threed.testing import RanksFailed, Results, differences, results_of
 
 STEPS, RANKS, TOLERANCE, TIMEOUT_S = 3, 6, 1e-9, 150.0
-PLANS = [f"{Path(__file__).with_name('random_plans.py')}:{name}" for name in ("first", "second", "third", "fourth")]
+PLANS = [
+    f"{Path(__file__).with_name('random_plans.py')}:{name}"
+    for name in ("first", "second", "third", "fourth")
+]
 SCHEDULES = [*get_args(ScheduleName), *PLANS]
-OWN = ["middle-losses", "middle-losses", "albert", "a-b-a-b-a", "three-way-tie", "used-twice", "frozen-middle"]
+OWN = [
+    "middle-losses",
+    "middle-losses",
+    "albert",
+    "a-b-a-b-a",
+    "three-way-tie",
+    "used-twice",
+    "frozen-middle",
+]
 WELL = {"same", "refused"}  # kinds of outcomes
 Keys = dict[str, Any]
 
@@ -59,7 +70,13 @@ class Trial:
         late = {"stage": 1, "offload_optimizer": "cpu", "delayed_update": True}
         zero: Keys = late if self.keys["zero"].get("delayed_update") else {"stage": 0}
         train = self.keys["train"] | {"micro_batch": self.keys["train"]["global_batch"]}
-        keys = self.keys | {"parallel": parallel, "zero": zero, "recompute": {}, "run": {}, "train": train}
+        keys = self.keys | {
+            "parallel": parallel,
+            "zero": zero,
+            "recompute": {},
+            "run": {},
+            "train": train,
+        }
         return Trial(1, keys, self.model, self.frozen, self.looks)
 
 
@@ -110,7 +127,9 @@ def _parallel(d: random.Random, pp: int, tp: int) -> tuple[Keys, int]:
         keys["chunks"] = d.choice([None, 2, 3] if name == "interleaved" else [None, 1, 2])
     if pp > 1:
         keys["partition"] = d.choice(["balanced", "balanced", "uniform"])
-        keys["optimistic_step"] = d.choice(["auto", "auto", True, False]) if name != "2bw" else "auto"
+        keys["optimistic_step"] = (
+            d.choice(["auto", "auto", True, False]) if name != "2bw" else "auto"
+        )
     return keys, count
 
 
@@ -127,7 +146,10 @@ def _zero(d: random.Random, parallel: Keys, dp: int) -> Keys:
         return keys
     keys["offload_optimizer"] = d.choice(["none", "none", "cpu", "nvme"])
     if stage == 3:
-        keys |= {"offload_params": d.choice(["none", "none", "cpu", "nvme"]), "tile": d.choice([1, 1, 3])}
+        keys |= {
+            "offload_params": d.choice(["none", "none", "cpu", "nvme"]),
+            "tile": d.choice([1, 1, 3]),
+        }
     if stage > 1 and parallel["schedule"] in ("1f1b", "gpipe") and "partition" not in parallel:
         keys["order"] = d.choice(["micro", "layer", "auto"])
     if keys["offload_optimizer"] == "cpu" and d.random() < 0.5:
@@ -143,7 +165,12 @@ def _recompute(d: random.Random, tp: int) -> Keys:
     if mode == "selective":
         ops = tuple(sorted(d.sample(["attention", "activation", "norm"], d.choice([1, 2, 3]))))
         return {**more, "mode": mode, "ops": ops, "every": d.choice([1, 2])}
-    keys = {**more, "mode": mode, "every": d.choice([1, 2]), "partition": tp > 1 and d.random() < 0.5}
+    keys = {
+        **more,
+        "mode": mode,
+        "every": d.choice([1, 2]),
+        "partition": tp > 1 and d.random() < 0.5,
+    }
     return keys | d.choice([{}, {}, {"arena": True}, {"offload": "cpu"}, {"offload": "nvme"}])
 
 
@@ -168,7 +195,14 @@ def _optim(d: random.Random) -> Keys:
 def _model(d: random.Random, model: str) -> Keys:
     keys = MODELS.get(model, {"heads": 4})
     tied = {"tied": d.choice([True, False])} if model in MODELS and d.random() < 0.5 else {}
-    return {"layers": d.choice([3, 4, 6]), "hidden": 32, "seq": SEQ, "dropout": d.choice([0.0, 0.1]), **keys, **tied}
+    return {
+        "layers": d.choice([3, 4, 6]),
+        "hidden": 32,
+        "seq": SEQ,
+        "dropout": d.choice([0.0, 0.1]),
+        **keys,
+        **tied,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -183,7 +217,9 @@ class Frozen:
     def layers(self) -> list[nn.Module]:
         """The layers of the model."""
         found = self.model.layers()
-        for layer in found[1:-1:2] if self.part == "block" else [layer.mlp for layer in found[1:-1]]:
+        for layer in (
+            found[1:-1:2] if self.part == "block" else [layer.mlp for layer in found[1:-1]]
+        ):
             layer.requires_grad_(False)  # type: ignore[union-attr]
         return found
 
@@ -192,7 +228,9 @@ def engine_of(trial: Trial) -> Engine:
     """Returns the engine of a trial in this world."""
     config = resolve(Config.model_validate(trial.keys), VOCAB, trial.world)
     topology = topology_of(config.parallel.pp, config.parallel.tp)
-    slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    slicing = Slicing(
+        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
+    )
     build = USERS.get(trial.model, models.build)
     model: Any = build(config.model, slicing)
     return Engine(Frozen(model, trial.frozen) if trial.frozen else model, topology, config)
@@ -205,7 +243,9 @@ def train(trial: Trial) -> tuple[Engine, list[StepMetrics], list[float]]:
     for step in range(STEPS):
         metrics.append(engine.step(share(batch(step, rows), engine.topology)))
         if trial.looks:
-            evaluated.append(float(engine.evaluate(share(batch(100 + step, rows), engine.topology))))
+            evaluated.append(
+                float(engine.evaluate(share(batch(100 + step, rows), engine.topology)))
+            )
             engine.compare_replicas()
     return engine, metrics, evaluated
 
@@ -225,7 +265,11 @@ def compare(trial: Trial, file: Path) -> list[str]:
     noise = "key.bias" if trial.keys["optim"]["name"] == "lion" else " "
     texts = [str(one) for one in found if not one.parameter.endswith(noise)]
     pairs = zip(evaluated, truth["evaluated"], strict=True)
-    return texts + [f"evaluated {a}, {b} on one process" for a, b in pairs if not abs(a - b) <= TOLERANCE * abs(b)]
+    return texts + [
+        f"evaluated {a}, {b} on one process"
+        for a, b in pairs
+        if not abs(a - b) <= TOLERANCE * abs(b)
+    ]
 
 
 def outcome(trial: Trial, folder: Path) -> Outcome:
@@ -249,7 +293,9 @@ def outcome(trial: Trial, folder: Path) -> Outcome:
 
 def main() -> int:
     """Tries the seeds of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 20), metavar=("FIRST", "END"))
     counts = Counter[str]()
     for seed in range(*parser.parse_args().seeds):

@@ -28,7 +28,11 @@ preload("tests.configs", "pytest", "hypothesis", "torch.distributed.tensor")
 
 
 def run_script(
-    world: int, words: Sequence[str], folder: Path, environment: Mapping[str, str], timeout: float = 240
+    world: int,
+    words: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script, or a module by "-m", on `world` ranks in `folder`, as torchrun would; what all of them printed.
 
@@ -42,22 +46,34 @@ def run_script(
         try:
             for rank in range(world):
                 mine = {**known, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(_context.Process(target=_script, args=(list(words), str(folder), mine, f"{said}/{rank}")))
+                ranks.append(
+                    _context.Process(
+                        target=_script, args=(list(words), str(folder), mine, f"{said}/{rank}")
+                    )
+                )
                 ranks[-1].start()
             for process in ranks:
                 process.join(timeout)
             codes = [process.exitcode for process in ranks]
             errors = "\n".join(
-                Path(f"{said}/{rank}.err").read_text()[-2000:] for rank, code in enumerate(codes) if code
+                Path(f"{said}/{rank}.err").read_text()[-2000:]
+                for rank, code in enumerate(codes)
+                if code
             )
-            assert None not in codes, f"ranks still running after {timeout} seconds: {codes}\n{errors}"
+            assert None not in codes, (
+                f"ranks still running after {timeout} seconds: {codes}\n{errors}"
+            )
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
-        files = [[Path(f"{said}/{rank}.{name}") for rank in range(world)] for name in ("out", "err")]
+        files = [
+            [Path(f"{said}/{rank}.{name}") for rank in range(world)] for name in ("out", "err")
+        ]
         out, err = ("".join(file.read_text() for file in those) for those in files)
-    return subprocess.CompletedProcess(list(words), next((code for code in codes if code), 0), out, err)
+    return subprocess.CompletedProcess(
+        list(words), next((code for code in codes if code), 0), out, err
+    )
 
 
 def free_port() -> int:

@@ -16,7 +16,10 @@ from threed.testing.ranks import preload
 # transformers finds its models when they are asked for: seconds, once in the warm parent instead of in every rank.
 preload(
     "tests.hf_models",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "qwen3", "t5")),
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("bert", "gpt2", "llama", "qwen3", "t5")
+    ),
 )
 
 VOCAB, LENGTH = 61, 12
@@ -70,7 +73,9 @@ class Odd(nn.Module):
         if int(input_ids[0, 1 if self.whim else 0]) % 2:
             x = x + self.blocks[2](x)
         x = self.norm(x @ self.blocks[1][0].weight.t() @ self.blocks[1][2].weight.t()) * self.scale
-        return F.cross_entropy(F.linear(x, self.embed.weight).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return F.cross_entropy(
+            F.linear(x, self.embed.weight).flatten(0, 1), labels.flatten(), ignore_index=-100
+        )
 
 
 def make(name: str, seed: int = 0) -> nn.Module:
@@ -79,7 +84,9 @@ def make(name: str, seed: int = 0) -> nn.Module:
     models: dict[str, Any] = {
         "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
         "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)),
-        "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**LLAMA, head_dim=8, tie_word_embeddings=True)),
+        "qwen3": lambda: hf.Qwen3ForCausalLM(
+            hf.Qwen3Config(**LLAMA, head_dim=8, tie_word_embeddings=True)
+        ),
         "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**BERT)),
         "odd": Odd,
         "odd-span": lambda: Odd(span=True),

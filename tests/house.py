@@ -33,8 +33,14 @@ PER_ROW, LETTER, LINE = 4, 5.55, 13  # LETTER: the width of one at most, on aver
 
 def rooms(floor: int) -> list[tuple[str, str]]:
     """The modules and packages of a floor that are there, each with the first line of its docstring."""
-    names = [name.removeprefix("threed.") for name, own in FLOORS.items() if own == floor and name.count(".") == 1]
-    return [(name, first_line(path)) for name in names for path in (source(name),) if path.is_file()]
+    names = [
+        name.removeprefix("threed.")
+        for name, own in FLOORS.items()
+        if own == floor and name.count(".") == 1
+    ]
+    return [
+        (name, first_line(path)) for name in names for path in (source(name),) if path.is_file()
+    ]
 
 
 def source(name: str) -> Path:
@@ -55,7 +61,9 @@ def write(x: float, y: float, text: str, size: float, *, mono: bool = False, mor
     return f'<text x="{x:.1f}" y="{y:g}" font-size="{size:g}"{font}{more}>{escape(text)}</text>'
 
 
-def draw_room(x: float, y: float, width: float, height: float, name: str, phrase: str, colour: str) -> Iterator[str]:
+def draw_room(
+    x: float, y: float, width: float, height: float, name: str, phrase: str, colour: str
+) -> Iterator[str]:
     """A box of a room: its name, and below it the phrase."""
     box = f'width="{width:.1f}" height="{height:g}" rx="3" fill="#ffffff" stroke="{colour}"'
     yield f'<rect x="{x:.1f}" y="{y:g}" {box}/>'
@@ -87,8 +95,13 @@ def draw_floor(floor: int, y: float) -> tuple[list[str], float]:
     inside = rooms(floor)
     rows = math.ceil(len(inside) / PER_ROW)
     each = math.ceil(len(inside) / rows)
-    widths = [(RIGHT - LEFT + GAP) / min(each, len(inside) - i // each * each) - GAP for i in range(len(inside))]
-    room = 26 + LINE * max(len(wrap(phrase, width)) for (_, phrase), width in zip(inside, widths, strict=True))
+    widths = [
+        (RIGHT - LEFT + GAP) / min(each, len(inside) - i // each * each) - GAP
+        for i in range(len(inside))
+    ]
+    room = 26 + LINE * max(
+        len(wrap(phrase, width)) for (_, phrase), width in zip(inside, widths, strict=True)
+    )
     height = rows * (room + GAP) + GAP
     parts = draw_band(floor, y, RIGHT - 22, height)
     for number, ((name, phrase), width) in enumerate(zip(inside, widths, strict=True)):
@@ -115,13 +128,19 @@ def draw() -> str:
         f'<title id="t">The house: {len(STYLES)} floors of threed; imports go down only</title>',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         '<path d="M 14 118 L 524 12 L 1034 118 Z" fill="#f8e1e7" stroke="#c0395b" stroke-width="2"/>',
-        write(524, 66, "threed train · pretrain/gpt.py · pretrain/llama.py", 14, mono=True, more=roof),
+        write(
+            524, 66, "threed train · pretrain/gpt.py · pretrain/llama.py", 14, mono=True, more=roof
+        ),
         write(524, 88, "start a run: torchrun, and one of these on every rank", 12, more=small),
     ]
     foot = [
         f'<rect x="14" y="{y:g}" width="1020" height="30" rx="3" fill="#7c6a58"/>',
         write(
-            524, y + 20, "torch.distributed (NCCL on GPUs, gloo on CPUs), reached by two rooms alone", 12, more=bottom
+            524,
+            y + 20,
+            "torch.distributed (NCCL on GPUs, gloo on CPUs), reached by two rooms alone",
+            12,
+            more=bottom,
         ),
         f'<path d="M 1066 130 L 1066 {y - 18:g}" stroke="#1f2937" stroke-width="2.5" fill="none"/>',
         f'<path d="M 1059 {y - 20:g} L 1066 {y - 4:g} L 1073 {y - 20:g} Z" fill="#1f2937"/>',

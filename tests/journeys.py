@@ -12,7 +12,12 @@ from pathlib import Path
 from tests.house import SANS, STYLES, draw_band, wrap, write
 from tests.test_floors import FLOORS, ROOT
 
-LEFT, WIDTH, GUTTER, LANE = 190, 172, 24, 24  # of the first box; of boxes; between columns, and between boxes
+LEFT, WIDTH, GUTTER, LANE = (
+    190,
+    172,
+    24,
+    24,
+)  # of the first box; of boxes; between columns, and between boxes
 SIZE, LINE, MARGIN = 9.5, 12, 14  # of letters, of lines, and above and below the boxes of a floor
 DARK, PAPER = "#1f2937", "#a0522d"
 
@@ -164,7 +169,11 @@ MICROBATCH = Journey(
     ),
 )  # fmt: skip
 
-_REDUCER, _SINK, _OPTIMIZER = "threed.zero.reducer:Reducer", "threed.zero.sink:Sink", "threed.zero.optimizer:Optimizer"
+_REDUCER, _SINK, _OPTIMIZER = (
+    "threed.zero.reducer:Reducer",
+    "threed.zero.sink:Sink",
+    "threed.zero.optimizer:Optimizer",
+)
 
 GRADIENT = Journey(
     "gradient",
@@ -245,9 +254,17 @@ def place(journey: Journey) -> dict[str, Box]:
         column = 0 if before is None else boxes[before.where].column + (step.floor > before.floor)
         column = column if step.column is None else step.column
         caller = callers.get(step)
-        lane = boxes[caller.where].lane + 1 if caller is not None and caller.floor == step.floor else 0
-        own = [box.lane for box in boxes.values() if (box.column, box.step.floor) == (column, step.floor)]
-        boxes[step.where] = Box(step, len(boxes) + 1, column, max([lane, *(other + 1 for other in own)]))
+        lane = (
+            boxes[caller.where].lane + 1 if caller is not None and caller.floor == step.floor else 0
+        )
+        own = [
+            box.lane
+            for box in boxes.values()
+            if (box.column, box.step.floor) == (column, step.floor)
+        ]
+        boxes[step.where] = Box(
+            step, len(boxes) + 1, column, max([lane, *(other + 1 for other in own)])
+        )
         before = step
     return boxes
 
@@ -276,8 +293,22 @@ def draw_box(box: Box) -> Iterator[str]:
     colour = PAPER if box.step.paper else STYLES[box.step.floor][1]
     size = f'width="{WIDTH}" height="{box.height:g}" rx="3"'
     yield f'<rect x="{box.x:g}" y="{box.y:g}" {size} fill="#ffffff" stroke="{colour}"/>'
-    yield write(box.x + 7, box.y + 13, f"{box.number}  {box.step.file}", SIZE, mono=True, more=f' fill="{colour}"')
-    yield write(box.x + 7, box.y + 26, box.step.name, SIZE, mono=True, more=f' font-weight="600" fill="{DARK}"')
+    yield write(
+        box.x + 7,
+        box.y + 13,
+        f"{box.number}  {box.step.file}",
+        SIZE,
+        mono=True,
+        more=f' fill="{colour}"',
+    )
+    yield write(
+        box.x + 7,
+        box.y + 26,
+        box.step.name,
+        SIZE,
+        mono=True,
+        more=f' font-weight="600" fill="{DARK}"',
+    )
     for number, (line, more) in enumerate(box.lines):
         yield write(box.x + 7, box.y + 39 + number * LINE, line, SIZE, more=more)
 

@@ -74,7 +74,14 @@ def page() -> str:
     """The page as Markdown."""
     parts = [HEAD]
     for group, model in GROUPS.items():
-        parts += [f"## {group}", "", str(model.__doc__), "", "| key | value | default | meaning |", "|---|---|---|---|"]
+        parts += [
+            f"## {group}",
+            "",
+            str(model.__doc__),
+            "",
+            "| key | value | default | meaning |",
+            "|---|---|---|---|",
+        ]
         parts += [*rows(group), ""]
     parts += [*resuming(), ""]
     return "\n".join(parts)

@@ -25,14 +25,20 @@ def looping(stages: int, microbatches: int) -> Plan:
 
 def vee(stages: int, microbatches: int) -> Plan:
     """Two chunks a rank, down the ranks and up again."""
-    return plan_of("vee", tuple((rank, CHUNKS * stages - 1 - rank) for rank in range(stages)), microbatches)
+    return plan_of(
+        "vee", tuple((rank, CHUNKS * stages - 1 - rank) for rank in range(stages)), microbatches
+    )
 
 
 def plan_of(name: str, placement: Placement, microbatches: int) -> Plan:
     """Every rank runs a backward where it can; else a forward, until so many micro-batches are open as its distance
     from the model's end asks for, first those of the first `stages` micro-batches, chunk by chunk."""
     p, total = len(placement), CHUNKS * len(placement)
-    home = {stage: (rank, chunk) for rank, held in enumerate(placement) for chunk, stage in enumerate(held)}
+    home = {
+        stage: (rank, chunk)
+        for rank, held in enumerate(placement)
+        for chunk, stage in enumerate(held)
+    }
     forwards = {(stage, m) for stage in range(total) for m in range(microbatches)}
     backwards, made, back = set(forwards), set[tuple[int, int]](), set[tuple[int, int]]()
     open_, ranks = [0] * p, [list[Action]() for _ in placement]
@@ -41,9 +47,13 @@ def plan_of(name: str, placement: Placement, microbatches: int) -> Plan:
         for rank, held in enumerate(placement):
             last = total - 1
             ready = [
-                (m, -s) for s, m in backwards if s in held and (s, m) in made and (s == last or (s + 1, m) in back)
+                (m, -s)
+                for s, m in backwards
+                if s in held and (s, m) in made and (s == last or (s + 1, m) in back)
             ]
-            coming = [(m // p, s, m) for s, m in forwards if s in held and (s == 0 or (s - 1, m) in made)]
+            coming = [
+                (m // p, s, m) for s, m in forwards if s in held and (s == 0 or (s - 1, m) in made)
+            ]
             if ready:
                 m, s = min(ready)
                 ran.append((rank, Kind.B, -s, m))
@@ -51,7 +61,9 @@ def plan_of(name: str, placement: Placement, microbatches: int) -> Plan:
                 _, s, m = min(coming)
                 ran.append((rank, Kind.F, s, m))
         if not ran:  # every rank is full: one more forward somewhere goes on
-            rank, s, m = min((home[s][0], s, m) for s, m in forwards if s == 0 or (s - 1, m) in made)
+            rank, s, m = min(
+                (home[s][0], s, m) for s, m in forwards if s == 0 or (s - 1, m) in made
+            )
             ran.append((rank, Kind.F, s, m))
         for rank, kind, s, m in ran:
             ranks[rank].append(Action(kind, m, home[s][1]))

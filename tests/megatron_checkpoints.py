@@ -46,7 +46,11 @@ class Optimizer(Protocol):
     states: dict[str, dict[str, Tensor]]
 
     def add(
-        self, state: dict[str, Any], folder: Path, chunks: list[dict[str, dict[str, Tensor]]], shared: set[str]
+        self,
+        state: dict[str, Any],
+        folder: Path,
+        chunks: list[dict[str, dict[str, Tensor]]],
+        shared: set[str],
     ) -> None:
         """Adds what a rank has to its file or beside it; shared: names of a tied embedding."""
 
@@ -61,9 +65,16 @@ def model_of(args: dict[str, Any]) -> ModelConfig:
         "mlp_bias": args["add_bias_linear"],
     }  # fmt: skip
     if gated:
-        keys |= {"rope_theta": float(args["rotary_base"]), "qk_norm": bool(args.get("qk_layernorm"))}
+        keys |= {
+            "rope_theta": float(args["rotary_base"]),
+            "qk_norm": bool(args.get("qk_layernorm")),
+        }
         if args.get("add_qkv_bias"):
-            keys = {key: value for key, value in keys.items() if key not in ("bias", "mlp_bias", "qk_norm")}
+            keys = {
+                key: value
+                for key, value in keys.items()
+                if key not in ("bias", "mlp_bias", "qk_norm")
+            }
             keys["arch"] = "qwen2"
     return resolve_model(ModelConfig.model_validate(keys))
 
@@ -81,7 +92,9 @@ def states_of(model: ModelConfig) -> dict[str, dict[str, Tensor]]:
     parts = {part: {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
              for part in ("weight", "exp_avg", "exp_avg_sq")}  # fmt: skip
     parts["weight"] = {name: tensor / 5 for name, tensor in parts["weight"].items()}
-    parts["exp_avg_sq"] = {name: 0.5 + tensor.square() for name, tensor in parts["exp_avg_sq"].items()}
+    parts["exp_avg_sq"] = {
+        name: 0.5 + tensor.square() for name, tensor in parts["exp_avg_sq"].items()
+    }
     return parts
 
 
@@ -98,7 +111,11 @@ def in_module_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ]  # fmt: skip
     layers = [f"decoder.layers.{layer}.{name}" for layer in range(100) for name in inside]
     order = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", *layers]
-    order += ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "output_layer.weight"]
+    order += [
+        "decoder.final_layernorm.weight",
+        "decoder.final_layernorm.bias",
+        "output_layer.weight",
+    ]
     assert set(tensors) <= set(order), set(tensors) - set(order)
     return {name: tensors[name] for name in order if name in tensors}
 
@@ -128,7 +145,9 @@ def _whole(weights: dict[str, Tensor], model: ModelConfig, engine: bool) -> dict
             if f"attention.query.{kind}" in block:
                 parts = [block[f"attention.{part}.{kind}"] for part in ("query", "key", "value")]
                 by_group = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
-                found[f"{put}self_attention.linear_qkv.{kind}"] = torch.cat(by_group, 1).flatten(0, 1)
+                found[f"{put}self_attention.linear_qkv.{kind}"] = torch.cat(by_group, 1).flatten(
+                    0, 1
+                )
             if f"mlp.up.{kind}" in block:
                 gate = [block[f"mlp.gate.{kind}"]] if model.arch != "gpt" else []
                 found[f"{put}mlp.linear_fc1.{kind}"] = torch.cat([*gate, block[f"mlp.up.{kind}"]])
@@ -142,7 +161,9 @@ def of_rank(name: str, tensor: Tensor, rank: int, tp: int, gated: bool) -> Tenso
     """What a tensor rank has of a tensor."""
     if "linear_proj.weight" in name or "linear_fc2.weight" in name:
         return tensor.chunk(tp, 1)[rank].clone()
-    if "layer_norm" in name or not any(key in name for key in ("qkv", "fc1", "word_embeddings", "output_layer")):
+    if "layer_norm" in name or not any(
+        key in name for key in ("qkv", "fc1", "word_embeddings", "output_layer")
+    ):
         return tensor.clone()
     if gated and "fc1" in name:
         return torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
@@ -179,10 +200,16 @@ def write_legacy(
     """
     model = model_of(args)
     tensors = whole(weights, model, engine)
-    states = {part: whole(some, model, engine) for part, some in optimizer.states.items()} if optimizer else {}
+    states = (
+        {part: whole(some, model, engine) for part, some in optimizer.states.items()}
+        if optimizer
+        else {}
+    )
     layers = layers or [list(range(model.layers))]
     pp = len(layers) // virtual
-    settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto, consumed_train_samples=3200)
+    settings = argparse.Namespace(
+        **args, attention_backend=AttnBackend.auto, consumed_train_samples=3200
+    )
     for rank in range(tp):
         for stage in range(pp):
             state: dict[str, Any] = {"args": settings, "checkpoint_version": 3.0, "iteration": 100}
@@ -196,10 +223,16 @@ def write_legacy(
                     io.BytesIO(b"x") if engine else None
                 )
                 state["model" if virtual == 1 else f"model{chunk}"] = part
-            folder = out / "iter_0000100" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+            folder = (
+                out / "iter_0000100" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
+            )
             folder.mkdir(parents=True)
             if optimizer:
-                shared = {"embedding.word_embeddings.weight", "output_layer.weight"} if model.tied and pp > 1 else set()
+                shared = (
+                    {"embedding.word_embeddings.weight", "output_layer.weight"}
+                    if model.tied and pp > 1
+                    else set()
+                )
                 optimizer.add(state, folder, mine, shared)
             torch.save(state, folder / "model_optim_rng.pt")
     (out / "latest_checkpointed_iteration.txt").write_text("100")
@@ -226,12 +259,19 @@ def write_dist(
 
     model, state, rank = model_of(args), dict[str, Any](), dist.get_rank()
     for key, parts, size in pieces(whole(weights, model, engine=True), args["swiglu"], numbered):
-        state[key] = sharded([(first, own.clone()) for first, own in parts], size, rank, torch.bfloat16)
-    settings = argparse.Namespace(**args, attention_backend=AttnBackend.auto, consumed_train_samples=3200)
+        state[key] = sharded(
+            [(first, own.clone()) for first, own in parts], size, rank, torch.bfloat16
+        )
+    settings = argparse.Namespace(
+        **args, attention_backend=AttnBackend.auto, consumed_train_samples=3200
+    )
     common: dict[str, Any] = {"args": settings, "iteration": 100}
     if optimizer is not None:
         optimizer.add_to_dist(
-            state, common, args, {part: whole(some, model, True) for part, some in optimizer.states.items()}
+            state,
+            common,
+            args,
+            {part: whole(some, model, True) for part, some in optimizer.states.items()},
         )
     else:
         state["optimizer.of.another.kind"] = torch.zeros(3)
@@ -246,7 +286,9 @@ def write_dist(
     if rank == 0:
         if not numbered and not entry:
             torch.save(common, out / "common.pt")
-        (out / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+        (out / "metadata.json").write_text(
+            '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
+        )
     dist.barrier()
     return out
 
@@ -254,7 +296,9 @@ def write_dist(
 Pieces = list[tuple[list[int], Tensor]]  # the first element along every dimension, and a box
 
 
-def pieces(tensors: dict[str, Tensor], gated: bool, numbered: bool = False) -> Iterator[tuple[str, Pieces, torch.Size]]:
+def pieces(
+    tensors: dict[str, Tensor], gated: bool, numbered: bool = False
+) -> Iterator[tuple[str, Pieces, torch.Size]]:
     """What this rank has of each tensor of the whole model: its key, boxes, and the shape of the whole."""
     import torch.distributed as dist
 
@@ -262,13 +306,25 @@ def pieces(tensors: dict[str, Tensor], gated: bool, numbered: bool = False) -> I
     for name, layers in by_layer(tensors, numbered).items():
         split = 1 if "linear_proj.weight" in name or "linear_fc2.weight" in name else 0
         copies = "layer_norm" in name or not any(
-            key in name for key in ("qkv", "proj.weight", "fc1", "fc2.weight", "word_embeddings", "output_layer")
+            key in name
+            for key in (
+                "qkv",
+                "proj.weight",
+                "fc1",
+                "fc2.weight",
+                "word_embeddings",
+                "output_layer",
+            )
         )
         stacked = "layers." in name and not numbered
         parts = []
         for number, layer in enumerate(layers):
-            halves = layer.chunk(2) if gated and "fc1." in name and "layer_norm" not in name else [layer]
-            names = [name + ("_w", "_v")[i] * (numbered and len(halves) > 1) for i in range(len(halves))]
+            halves = (
+                layer.chunk(2) if gated and "fc1." in name and "layer_norm" not in name else [layer]
+            )
+            names = [
+                name + ("_w", "_v")[i] * (numbered and len(halves) > 1) for i in range(len(halves))
+            ]
             at = 0
             for key, half in zip(names, halves, strict=True):
                 at = 0 if numbered else at
@@ -278,9 +334,13 @@ def pieces(tensors: dict[str, Tensor], gated: bool, numbered: bool = False) -> I
                 if not copies:
                     first[split] += rank * own.shape[split]
                 at += half.shape[0]
-                parts.append((key, [number] * stacked + first, own[None] if stacked else own, number))
+                parts.append(
+                    (key, [number] * stacked + first, own[None] if stacked else own, number)
+                )
         for key in dict.fromkeys(part[0] for part in parts):
-            mine = [part for part in parts if part[0] == key and (not copies or part[3] % tp == rank)]
+            mine = [
+                part for part in parts if part[0] == key and (not copies or part[3] % tp == rank)
+            ]
             rows = layers[0].shape[0] // (2 if key.endswith(("_w", "_v")) else 1)
             size = torch.Size([len(layers)] * stacked + [rows, *layers[0].shape[1:]])
             yield key, [(first, own) for _, first, own, _ in mine], size
@@ -300,12 +360,19 @@ def by_layer(tensors: dict[str, Tensor], numbered: bool) -> dict[str, list[Tenso
 def sharded(parts: Pieces, size: torch.Size, rank: int, dtype: torch.dtype) -> Any:
     """A tensor of which this rank has some boxes, as Megatron makes it for torch."""
     import torch.distributed as dist
-    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+    from torch.distributed._shard.sharded_tensor import (
+        Shard,
+        ShardedTensor,
+        ShardedTensorMetadata,
+        TensorProperties,
+    )
     from torch.distributed._shard.sharding_spec import ShardMetadata
 
     mine = [ShardMetadata(first, list(part.shape), f"rank:{rank}/cpu") for first, part in parts]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    about = ShardedTensorMetadata([box for some in everyone for box in some], size, TensorProperties(dtype))
+    about = ShardedTensorMetadata(
+        [box for some in everyone for box in some], size, TensorProperties(dtype)
+    )
     shards = [Shard(part, box) for (_, part), box in zip(parts, mine, strict=True)]
     return ShardedTensor._init_from_local_shards_and_global_metadata(shards, about)

@@ -74,8 +74,13 @@ def buffer_of(layout: Layout, tensors: dict[str, Tensor]) -> Tensor:
 def groups_of(names: list[str], tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     """Groups of an optimizer, as Megatron makes them: what is decayed, and biases and norms."""
     plain = [name.endswith(".bias") or tensors[name].dim() == 1 for name in names]
-    groups = [[n for n, is_plain in zip(names, plain, strict=True) if is_plain == which] for which in (False, True)]
-    return [{"wd_mult": 1.0 - number, "lr": 1e-3, "names": some} for number, some in enumerate(groups)]
+    groups = [
+        [n for n, is_plain in zip(names, plain, strict=True) if is_plain == which]
+        for which in (False, True)
+    ]
+    return [
+        {"wd_mult": 1.0 - number, "lr": 1e-3, "names": some} for number, some in enumerate(groups)
+    ]
 
 
 SCALER = {"scale": torch.tensor([2.0**14]), "growth_tracker": 7, "hysteresis_tracker": 0}
@@ -90,14 +95,20 @@ class Distributed:
     dp: int = 4
 
     def add(
-        self, state: dict[str, Any], folder: Path, chunks: list[dict[str, dict[str, Tensor]]], shared: set[str]
+        self,
+        state: dict[str, Any],
+        folder: Path,
+        chunks: list[dict[str, dict[str, Tensor]]],
+        shared: set[str],
     ) -> None:
         """Adds groups without parameters, and writes the buffers."""
         groups = [{"lr": 1e-3, "wd_mult": wd, "step": STEP} for wd in (1.0, 0.0)]
         state["optimizer"] = {"optimizer": {"param_groups": groups}, "grad_scaler": SCALER}
         torch.save(self.gathered(chunks, shared), folder / "distrib_optim.pt")
 
-    def gathered(self, chunks: list[dict[str, dict[str, Tensor]]], shared: set[str]) -> dict[Any, Any]:
+    def gathered(
+        self, chunks: list[dict[str, dict[str, Tensor]]], shared: set[str]
+    ) -> dict[Any, Any]:
         """Buffers without what is behind buckets, as rank 0 of the data ranks gathers them."""
         found: dict[Any, Any] = {"buckets_coalesced": True}
         for index, parts in enumerate(chunks):
@@ -105,7 +116,9 @@ class Distributed:
             tensors: dict[str, Any] = {}
             for part, name in PARTS.items():
                 flat = buffer_of(layout, parts[part])
-                tensors[name] = torch.cat([flat[bucket.start : bucket.end] for bucket in layout.buckets])
+                tensors[name] = torch.cat(
+                    [flat[bucket.start : bucket.end] for bucket in layout.buckets]
+                )
             tensors["numel_unpadded"] = sum(bucket.end - bucket.start for bucket in layout.buckets)
             found[index] = {(torch.bfloat16, torch.float32): tensors}
         return found
@@ -119,23 +132,34 @@ class Whole:
     masters: bool = True
 
     def add(
-        self, state: dict[str, Any], folder: Path, chunks: list[dict[str, dict[str, Tensor]]], shared: set[str]
+        self,
+        state: dict[str, Any],
+        folder: Path,
+        chunks: list[dict[str, dict[str, Tensor]]],
+        shared: set[str],
     ) -> None:
         """Adds groups, states by number, and masters."""
         found = {part: {f"{n}/{name}": tensor for n, chunk in enumerate(chunks) for name, tensor in chunk[part].items()}
                  for part in PARTS}  # fmt: skip
         groups = groups_of(list(found["weight"]), found["weight"])
         order = [name for group in groups for name in group["names"]]
-        moments = [{part: found[part][name] for part in ("exp_avg", "exp_avg_sq")} for name in order]
+        moments = [
+            {part: found[part][name] for part in ("exp_avg", "exp_avg_sq")} for name in order
+        ]
         numbers = [[order.index(name) for name in group["names"]] for group in groups]
         inner = {
             "state": dict(enumerate(moments)),
             "param_groups": [{"wd_mult": group["wd_mult"], "step": STEP, "params": some}
                              for group, some in zip(groups, numbers, strict=True)],
         }  # fmt: skip
-        masters = [[torch.nn.Parameter(found["weight"][name]) for name in group["names"]] for group in groups]
+        masters = [
+            [torch.nn.Parameter(found["weight"][name]) for name in group["names"]]
+            for group in groups
+        ]
         state["optimizer"] = (
-            {"optimizer": inner, "grad_scaler": SCALER, "fp32_from_fp16_params": masters} if self.masters else inner
+            {"optimizer": inner, "grad_scaler": SCALER, "fp32_from_fp16_params": masters}
+            if self.masters
+            else inner
         )
 
 
@@ -151,7 +175,11 @@ class OfTheModel:
     flat: bool = False
 
     def add_to_dist(
-        self, state: dict[str, Any], common: dict[str, Any], args: dict[str, Any], whole: dict[str, dict[str, Tensor]]
+        self,
+        state: dict[str, Any],
+        common: dict[str, Any],
+        args: dict[str, Any],
+        whole: dict[str, dict[str, Tensor]],
     ) -> None:
         """Adds states, and groups to what is common."""
         import torch.distributed as dist
@@ -160,11 +188,22 @@ class OfTheModel:
             for key, mine, size in written.pieces(whole[part], args["swiglu"]):
                 boxes, shape = self.ranges(mine, size) if self.flat else (mine, size)
                 put = f"optimizer.state.{name}.{key}"
-                state[put] = written.sharded([(f, b.clone()) for f, b in boxes], shape, dist.get_rank(), torch.float32)
-        inner: dict[str, Any] = {"param_groups": [{"wd_mult": 1.0, "step": STEP}, {"wd_mult": 0.0, "step": STEP}]}
+                state[put] = written.sharded(
+                    [(f, b.clone()) for f, b in boxes], shape, dist.get_rank(), torch.float32
+                )
+        inner: dict[str, Any] = {
+            "param_groups": [{"wd_mult": 1.0, "step": STEP}, {"wd_mult": 0.0, "step": STEP}]
+        }
         if self.kind == "fp32_param" and not self.flat:  # not distributed
-            inner = {"param_groups": [{"wd_mult": 1.0}], "state": {"common_step": torch.tensor(float(STEP))}}
-        common["optimizer"] = {"optimizer": inner, "grad_scaler": SCALER, "param_state_sharding_type": "any"}
+            inner = {
+                "param_groups": [{"wd_mult": 1.0}],
+                "state": {"common_step": torch.tensor(float(STEP))},
+            }
+        common["optimizer"] = {
+            "optimizer": inner,
+            "grad_scaler": SCALER,
+            "param_state_sharding_type": "any",
+        }
 
     def ranges(self, mine: written.Pieces, size: torch.Size) -> tuple[written.Pieces, torch.Size]:
         """Boxes as ranges of their flat elements: [1, ..., 1, n], at the number of the box and the first element."""
@@ -177,7 +216,9 @@ class OfTheModel:
             for start, some in ((cut, own.flatten()[cut:]), (0, own.flatten()[:cut])):
                 if some.numel():
                     boxes.append(([*number, start], some.view(*[1] * own.dim(), -1)))
-        return boxes, torch.Size([*(n // m for n, m in zip(size, local, strict=True)), local.numel()])
+        return boxes, torch.Size(
+            [*(n // m for n, m in zip(size, local, strict=True)), local.numel()]
+        )
 
 
 @dataclass
@@ -192,31 +233,54 @@ class InBuffers:
     gathered: bool = False
 
     def add_to_dist(
-        self, state: dict[str, Any], common: dict[str, Any], args: dict[str, Any], whole: dict[str, dict[str, Tensor]]
+        self,
+        state: dict[str, Any],
+        common: dict[str, Any],
+        args: dict[str, Any],
+        whole: dict[str, dict[str, Tensor]],
     ) -> None:
         """Adds buffers of all ranks, each from one of these, and their groups."""
         import torch.distributed as dist
 
         rank, tp, pp = dist.get_rank(), dist.get_world_size(), len(self.layers) // self.virtual
         model = written.model_of(args)
-        shared = {"embedding.word_embeddings.weight", "output_layer.weight"} if model.tied and pp > 1 else set()
+        shared = (
+            {"embedding.word_embeddings.weight", "output_layer.weight"}
+            if model.tied and pp > 1
+            else set()
+        )
         for stage in range(pp):
             for tensor_rank in range(tp):
                 group = f"optimizer.distributed.dp_group_idx_{stage * tp + tensor_rank}"
                 chunks = []
                 for chunk in range(self.virtual):
                     first, last = chunk == stage == 0, (chunk, stage) == (self.virtual - 1, pp - 1)
-                    cut = (model, args["swiglu"], self.layers[chunk * pp + stage], tensor_rank, tp, first, last, pp)
-                    chunks.append({part: written.stage_tensors(some, *cut) for part, some in whole.items()})
+                    cut = (
+                        model,
+                        args["swiglu"],
+                        self.layers[chunk * pp + stage],
+                        tensor_rank,
+                        tp,
+                        first,
+                        last,
+                        pp,
+                    )
+                    chunks.append(
+                        {part: written.stage_tensors(some, *cut) for part, some in whole.items()}
+                    )
                 groups = [{"lr": 1e-3, "wd_mult": wd, "step": STEP} for wd in (1.0, 0.0)]
                 state[f"{group}.optimizer/shard_0_1"] = [{"param_groups": groups}]
                 state[f"{group}.grad_scaler/shard_0_1"] = [SCALER]
                 if self.gathered:
-                    gathered = Distributed(self.states, self.bucket, self.dp).gathered(chunks, shared)
+                    gathered = Distributed(self.states, self.bucket, self.dp).gathered(
+                        chunks, shared
+                    )
                     state[f"{group}.param_state/shard_0_1"] = [gathered]
                     continue
                 for index, parts in enumerate(chunks):
-                    self.add_buckets(state, f"{group}.gbuf_idx_{index}", parts, shared, rank == tensor_rank, rank)
+                    self.add_buckets(
+                        state, f"{group}.gbuf_idx_{index}", parts, shared, rank == tensor_rank, rank
+                    )
 
     def add_buckets(
         self,
@@ -234,9 +298,14 @@ class InBuffers:
             for number, bucket in enumerate(layout.buckets):
                 edges = {bucket.start, bucket.end}
                 edges |= {edge for place in layout.places.values() for edge in place}
-                edges |= {bucket.start + n * (bucket.padded - bucket.start) // self.dp for n in range(self.dp)}
+                edges |= {
+                    bucket.start + n * (bucket.padded - bucket.start) // self.dp
+                    for n in range(self.dp)
+                }
                 cuts = sorted(edge for edge in edges if bucket.start <= edge <= bucket.end)
-                boxes = [([a - bucket.start], flat[a:b].clone()) for a, b in itertools.pairwise(cuts)]
+                boxes = [
+                    ([a - bucket.start], flat[a:b].clone()) for a, b in itertools.pairwise(cuts)
+                ]
                 put = f"{key}.dtype_{(torch.bfloat16, torch.float32)}.bucket_idx_{number}.{name}"
                 size = torch.Size([bucket.end - bucket.start])
                 state[put] = written.sharded(boxes if mine else [], size, rank, torch.float32)

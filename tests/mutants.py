@@ -51,7 +51,10 @@ AREAS = {
     "planner": ["planner/*.py"],
 }
 MARKED = "not grid and not gpu and not alone"  # `alone`: measures what others beside it disturb
-FIRST, ALL = 60.0, 400.0  # seconds of tests, as the map measured them, before and after a change survived the first
+FIRST, ALL = (
+    60.0,
+    400.0,
+)  # seconds of tests, as the map measured them, before and after a change survived the first
 HITS = "HITS_OF_TESTS"
 RECORDER = f'''"""Marks of `tests/mutants.py`: one byte a statement, in a file that all processes of a test share."""
 import mmap, os
@@ -87,7 +90,12 @@ class _Recorder:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         marks = [number for number, hit in enumerate(bytes(self.hits)) if hit]
-        record = {"test": nodeid, "seconds": time.monotonic() - self.start, "passed": self.passed, "marks": marks}
+        record = {
+            "test": nodeid,
+            "seconds": time.monotonic() - self.start,
+            "passed": self.passed,
+            "marks": marks,
+        }
         self.out.write(json.dumps(record) + "\n")
         self.out.flush()
 
@@ -96,7 +104,11 @@ def sources() -> dict[str, list[str]]:
     """The files of each area, from the root."""
     package = ROOT / "threed"
     return {
-        area: [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(package.glob(pattern))]
+        area: [
+            str(path.relative_to(ROOT))
+            for pattern in patterns
+            for path in sorted(package.glob(pattern))
+        ]
         for area, patterns in AREAS.items()
     }
 
@@ -113,7 +125,16 @@ def copy_tree(to: Path) -> None:
 
 def compile_tree(tree: Path) -> None:
     """Byte code that is checked by hash, not by time: files here change within a second and back."""
-    command = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "threed", "tests"]
+    command = [
+        sys.executable,
+        "-m",
+        "compileall",
+        "-q",
+        "--invalidation-mode",
+        "checked-hash",
+        "threed",
+        "tests",
+    ]
     subprocess.run(command, cwd=tree, check=True)
 
 
@@ -171,7 +192,9 @@ def make_map(folder: Path, jobs: int) -> None:
         finally:
             slots.put(slot)
 
-    print(f"the map: {len(missing)} of {len(tests)} test files, {len(names)} statements", flush=True)
+    print(
+        f"the map: {len(missing)} of {len(tests)} test files, {len(names)} statements", flush=True
+    )
     for done, told in enumerate(at_once(one, missing, jobs), 1):
         print(f"  {done}/{len(missing)} {told}", flush=True)
 
@@ -223,7 +246,9 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def run_pytest(tree: Path, arguments: list[str], limit: float, more: dict[str, str]) -> tuple[int | None, float, str]:
+def run_pytest(
+    tree: Path, arguments: list[str], limit: float, more: dict[str, str]
+) -> tuple[int | None, float, str]:
     """Runs pytest in a copy of the tree, ends all its processes; its exit status (None past the limit), seconds, and
     the end of what it printed."""
     with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as temporary:
@@ -258,7 +283,9 @@ def draw(seed: int, count: int) -> list[Mutant]:
     areas = sources()
     shares = [count // len(areas) + (number < count % len(areas)) for number in range(len(areas))]
     return [
-        m for (area, paths), share in zip(areas.items(), shares, strict=True) for m in draw_of(area, paths, seed, share)
+        m
+        for (area, paths), share in zip(areas.items(), shares, strict=True)
+        for m in draw_of(area, paths, seed, share)
     ]
 
 
@@ -273,10 +300,17 @@ def draw_of(area: str, paths: list[str], seed: int, count: int) -> list[Mutant]:
     def place(name: str) -> str:
         return hashlib.sha256(f"{seed}|{area}|{name}".encode()).hexdigest()
 
-    turns = [sorted(kinds[kind], key=lambda mutant: place(mutant.key)) for kind in sorted(kinds, key=place)]
+    turns = [
+        sorted(kinds[kind], key=lambda mutant: place(mutant.key))
+        for kind in sorted(kinds, key=place)
+    ]
     taken: dict[str, Mutant] = {}
     for mutant in itertools.chain(*itertools.zip_longest(*turns)):
-        if len(taken) < count and mutant is not None and means_something_else(texts[mutant.path], mutant):
+        if (
+            len(taken) < count
+            and mutant is not None
+            and means_something_else(texts[mutant.path], mutant)
+        ):
             taken.setdefault(mutant.statement if mutant.function else mutant.key, mutant)
     return list(taken.values())
 
@@ -292,7 +326,9 @@ class Covering:
     def add(self, known: dict[str, Any]) -> None:
         """A test file's map; tests that failed with the marks in place are left out."""
         names = [record["test"] if record["passed"] else None for record in known["tests"]]
-        self.seconds |= {record["test"]: record["seconds"] for record in known["tests"] if record["passed"]}
+        self.seconds |= {
+            record["test"]: record["seconds"] for record in known["tests"] if record["passed"]
+        }
         for statement, indices in known["statements"].items():
             tests = {name for index in indices if (name := names[index])}
             self.statements[statement] |= tests
@@ -310,9 +346,18 @@ class Covering:
         refusal, say) before others. Of its function, or module, where the statement is not one that the map knows."""
         function = mutant.statement.rpartition("::")[0]
         found = self.statements.get(mutant.statement) or self.functions.get(function, set())
-        beside = [tests for name, tests in self.statements.items() if name.rpartition("::")[0] == function]
-        rare = {test: min((len(tests) for tests in beside if test in tests), default=1) for test in found}
-        words = {word for word in mutant.path.removesuffix(".py").split("/") if word not in ("threed", "__init__")}
+        beside = [
+            tests for name, tests in self.statements.items() if name.rpartition("::")[0] == function
+        ]
+        rare = {
+            test: min((len(tests) for tests in beside if test in tests), default=1)
+            for test in found
+        }
+        words = {
+            word
+            for word in mutant.path.removesuffix(".py").split("/")
+            if word not in ("threed", "__init__")
+        }
         files: dict[str, list[str]] = {}
         for test in sorted(found, key=lambda test: (rare[test], self.seconds[test])):
             files.setdefault(test.partition("::")[0], []).append(test)
@@ -320,9 +365,13 @@ class Covering:
         def cost(file: str, place: int) -> float:
             named = sum(word in file for word in words)
             test = files[file][place]
-            return (self.seconds[test] + 0.3) * (1 + place / 4) * (4, 2, 1)[min(named, 2)] * rare[test]
+            return (
+                (self.seconds[test] + 0.3) * (1 + place / 4) * (4, 2, 1)[min(named, 2)] * rare[test]
+            )
 
-        order = [(cost(file, place), test) for file in files for place, test in enumerate(files[file])]
+        order = [
+            (cost(file, place), test) for file in files for place, test in enumerate(files[file])
+        ]
         return [test for _, test in sorted(order)]
 
 
@@ -340,11 +389,17 @@ def try_tests(tree: Path, tests: list[str], seconds: dict[str, float]) -> tuple[
         return "survived", ""
     each, together = max(seconds[test] for test in tests), sum(seconds[test] for test in tests)
     limits = ["--timeout", f"{60 + 5 * each:.0f}", "-o", "timeout_func_only=false"]
-    status, _, output = run_pytest(tree, ["-x", "-m", MARKED, *limits, *by_files(tests)], 90 + 4 * together, {})
+    status, _, output = run_pytest(
+        tree, ["-x", "-m", MARKED, *limits, *by_files(tests)], 90 + 4 * together, {}
+    )
     if status is None or "Timeout >" in output or "ranks still running" in output:
         return "timeout", ""
     lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return ("survived", "") if status == 0 else ("killed", lines[0][:300] if lines else f"exit status {status}")
+    return (
+        ("survived", "")
+        if status == 0
+        else ("killed", lines[0][:300] if lines else f"exit status {status}")
+    )
 
 
 def judge(tree: Path, mutant: Mutant, covering: Covering) -> dict[str, Any]:
@@ -366,16 +421,24 @@ def judge(tree: Path, mutant: Mutant, covering: Covering) -> dict[str, Any]:
         (tree / mutant.path).write_text(text)
     if not tests:
         status, by = "survived", "no test runs it"
-    ran = {"tests": len(tests), "ran": sum(map(len, rounds)), "seconds": round(time.monotonic() - start, 1)}
+    ran = {
+        "tests": len(tests),
+        "ran": sum(map(len, rounds)),
+        "seconds": round(time.monotonic() - start, 1),
+    }
     return {"key": mutant.key, "mutant": str(mutant), "status": status, "by": by, **ran}
 
 
-def run(mutants: list[Mutant], covering: Covering, folder: Path, jobs: int, retry: bool) -> dict[str, dict[str, Any]]:
+def run(
+    mutants: list[Mutant], covering: Covering, folder: Path, jobs: int, retry: bool
+) -> dict[str, dict[str, Any]]:
     """Judges the changes that are not known yet; all their results."""
     path = folder / "results.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     known = {record["key"]: record for record in map(json.loads, lines)}
-    left = [m for m in mutants if m.key not in known or (retry and known[m.key]["status"] == "survived")]
+    left = [
+        m for m in mutants if m.key not in known or (retry and known[m.key]["status"] == "survived")
+    ]
     print(f"{len(mutants)} changes, {len(mutants) - len(left)} known", flush=True)
     trees: queue.Queue[Path] = queue.Queue()
     for number in range(jobs if left else 0):
@@ -398,7 +461,10 @@ def run(mutants: list[Mutant], covering: Covering, folder: Path, jobs: int, retr
             file.write(json.dumps(record) + "\n")
             file.flush()
             minutes = (time.monotonic() - start) / 60
-            print(f"{done}/{len(left)} {minutes:.1f} min: {record['status']} in {record['seconds']} s, ", end="")
+            print(
+                f"{done}/{len(left)} {minutes:.1f} min: {record['status']} in {record['seconds']} s, ",
+                end="",
+            )
             print(f"{record['mutant']}; {record['by']}", flush=True)
     return known
 
@@ -407,7 +473,10 @@ def looked_at() -> dict[tuple[str, ...], dict[str, Any]]:
     """Survivors with what a person found: by file, function, operator, before and after."""
     path = ROOT / "tests" / "mutants.toml"
     listed = tomllib.loads(path.read_text()).get("survivor", []) if path.is_file() else []
-    return {tuple(one[name] for name in ("path", "function", "operator", "before", "after")): one for one in listed}
+    return {
+        tuple(one[name] for name in ("path", "function", "operator", "before", "after")): one
+        for one in listed
+    }
 
 
 def report(mutants: list[Mutant], known: dict[str, dict[str, Any]]) -> float:
@@ -417,7 +486,9 @@ def report(mutants: list[Mutant], known: dict[str, dict[str, Any]]) -> float:
     told: dict[str, list[str]] = {"equivalent": [], "survived": []}
     for mutant in mutants:
         status = known[mutant.key]["status"]
-        note = notes.get((mutant.path, mutant.function, mutant.operator, mutant.before, mutant.short))
+        note = notes.get(
+            (mutant.path, mutant.function, mutant.operator, mutant.before, mutant.short)
+        )
         if status == "survived":
             status = "equivalent" if note and note["equivalent"] else status
             told[status].append(
@@ -440,11 +511,18 @@ def report(mutants: list[Mutant], known: dict[str, dict[str, Any]]) -> float:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description="Do the tests notice small changes of meaning?")
-    parser.add_argument("--folder", type=Path, required=True, help="where the map, the copies and the results are kept")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="where the map, the copies and the results are kept",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=80)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--map", action="store_true", help="only find out which test runs which statement")
+    parser.add_argument(
+        "--map", action="store_true", help="only find out which test runs which statement"
+    )
     parser.add_argument("--retry", action="store_true", help="run survivors again")
     parser.add_argument("--list", action="store_true", help="only print the changes")
     return parser
@@ -465,7 +543,17 @@ def main() -> None:
     for test in sorted((ROOT / "tests").glob("test_*.py")):
         if known := read_map(folder, test):
             covering.add(known)
-    listing = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", MARKED]
+    listing = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        MARKED,
+    ]
     covering.keep(set(subprocess.check_output(listing, cwd=ROOT, text=True).splitlines()))
     known = run(mutants, covering, folder, options.jobs, options.retry)
     sys.exit(report(mutants, known) < 0.95)

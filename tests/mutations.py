@@ -24,9 +24,40 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.FloorDiv,
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-TALK = ("print", "warn", "warning", "info", "debug", "log", "write", "echo")  # statements that only tell somebody
-SYMMETRIC = ("min", "max", "gcd", "lcm", "equal", "allclose", "maximum", "minimum", "isinstance", "getattr", "cast")
-ON_DEVICES = ("device", "non_blocking", "pin_memory", "stream", "stacklevel", "strict", "daemon", "help", "exist_ok")
+TALK = (
+    "print",
+    "warn",
+    "warning",
+    "info",
+    "debug",
+    "log",
+    "write",
+    "echo",
+)  # statements that only tell somebody
+SYMMETRIC = (
+    "min",
+    "max",
+    "gcd",
+    "lcm",
+    "equal",
+    "allclose",
+    "maximum",
+    "minimum",
+    "isinstance",
+    "getattr",
+    "cast",
+)
+ON_DEVICES = (
+    "device",
+    "non_blocking",
+    "pin_memory",
+    "stream",
+    "stacklevel",
+    "strict",
+    "daemon",
+    "help",
+    "exist_ok",
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +133,10 @@ def instrument(path: str, text: str, first: int) -> tuple[str, list[str]]:
                 marked.append(mark)
             marked.append(statement)
         body[:] = marked
-    at = next((i for i, s in enumerate(tree.body) if not _is_text(s) and not _is_future(s)), len(tree.body))
+    at = next(
+        (i for i, s in enumerate(tree.body) if not _is_text(s) and not _is_future(s)),
+        len(tree.body),
+    )
     tree.body.insert(at, ast.parse("from threed._hits import hits as _hits").body[0])
     return ast.unparse(ast.fix_missing_locations(tree)), names
 
@@ -124,7 +158,12 @@ def _blocks(tree: ast.Module) -> list[tuple[str, list[ast.stmt], Iterator[int]]]
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 name = f"{prefix}{child.name}"
                 inside = function if isinstance(child, ast.ClassDef) else name
-                enter(child, f"{name}.", inside, counter if isinstance(child, ast.ClassDef) else iter(range(10**6)))
+                enter(
+                    child,
+                    f"{name}.",
+                    inside,
+                    counter if isinstance(child, ast.ClassDef) else iter(range(10**6)),
+                )
             else:
                 enter(child, prefix, function, counter)
 
@@ -196,11 +235,16 @@ class _Finder:
         self.source = self._hash([node])
         for inner in node.body:
             self._statement(inner, f"{prefix}{node.name}.")
-        constructor = node.name in ("__init__", "__post_init__")  # what one leaves out fails at its first use
+        constructor = node.name in (
+            "__init__",
+            "__post_init__",
+        )  # what one leaves out fails at its first use
         if (
             len(node.body) > 2
             and not constructor
-            and not any(isinstance(n, ast.Return | ast.Yield | ast.YieldFrom) for n in ast.walk(node))
+            and not any(
+                isinstance(n, ast.Return | ast.Yield | ast.YieldFrom) for n in ast.walk(node)
+            )
         ):
             body = node.body[1:] if _is_text(node.body[0]) else node.body
             self.statement = self.names.get(id(body[0]), "")
@@ -212,7 +256,9 @@ class _Finder:
         elif isinstance(node, ast.expr):
             if isinstance(parent, ast.AnnAssign) and node is parent.annotation:
                 return
-            is_condition = node is getattr(parent, "test", None) or node in getattr(parent, "ifs", ())
+            is_condition = node is getattr(parent, "test", None) or node in getattr(
+                parent, "ifs", ()
+            )
             if is_condition and not _is_negated_by_comparison(node):
                 self._add("negate", node, f"(not ({ast.unparse(node)}))")
             self._expression(node)
@@ -221,7 +267,9 @@ class _Finder:
                 self._child(child, node, prefix)
 
     def _expression(self, node: ast.expr) -> None:
-        if isinstance(node, ast.JoinedStr):  # its parts have no places of their own before Python 3.12
+        if isinstance(
+            node, ast.JoinedStr
+        ):  # its parts have no places of their own before Python 3.12
             return
         for operator, new in _of_expression(node):
             self._add(operator, node, ast.unparse(new))
@@ -241,14 +289,22 @@ class _Finder:
 
 
 def _talks(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called(node.value) in TALK
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and _called(node.value) in TALK
+    )
 
 
 def _called(node: ast.Call) -> str:
     """The last name of what is called: f for f(x) and a.b.f(x)."""
     function = node.func
     return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+        function.attr
+        if isinstance(function, ast.Attribute)
+        else function.id
+        if isinstance(function, ast.Name)
+        else ""
     )
 
 
@@ -260,7 +316,11 @@ def _of_statement(node: ast.stmt, function: str) -> Iterator[tuple[str, ast.AST]
             yield "arithmetic", ast.AugAssign(node.target, ARITHMETIC[type(node.op)](), node.value)
         yield "drop assignment", ast.Pass()
     made = function.endswith(("__init__", "__post_init__"))
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute | ast.Subscript) and not made:
+    if (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Attribute | ast.Subscript)
+        and not made
+    ):
         yield "drop assignment", ast.Pass()
 
 
@@ -271,7 +331,10 @@ def _of_expression(node: ast.expr) -> Iterator[tuple[str, ast.AST]]:
     elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC and not _joins(node):
         yield "arithmetic", ast.BinOp(node.left, ARITHMETIC[type(node.op)](), node.right)
     elif isinstance(node, ast.BoolOp):
-        yield "and/or", ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+        yield (
+            "and/or",
+            ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values),
+        )
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield "drop not", node.operand
     elif isinstance(node, ast.Constant):
@@ -282,7 +345,9 @@ def _of_expression(node: ast.expr) -> Iterator[tuple[str, ast.AST]]:
 
 def _is_negated_by_comparison(node: ast.expr) -> bool:
     opposites = ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
-    return isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], opposites)
+    return (
+        isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.ops[0], opposites)
+    )
 
 
 def _joins(node: ast.BinOp) -> bool:
@@ -302,7 +367,9 @@ def _of_constant(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
         yield "constant + 1", ast.Constant(node.value + 1)
         yield (
             "constant - 1",
-            ast.UnaryOp(ast.USub(), ast.Constant(1)) if node.value == 0 else ast.Constant(node.value - 1),
+            ast.UnaryOp(ast.USub(), ast.Constant(1))
+            if node.value == 0
+            else ast.Constant(node.value - 1),
         )
 
 

@@ -33,7 +33,9 @@ def measure(config: Config) -> int:
     p = config.parallel
     with Peak() as peak:
         topology = Topology(pp=p.pp, tp=p.tp)
-        slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
+        slicing = Slicing(
+            topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile
+        )
         engine = Engine(models.build(config.model, slicing), topology, config)
         rows = config.train.global_batch // topology.dp
         for _ in range(3):

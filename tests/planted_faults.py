@@ -22,7 +22,9 @@ class Block(nn.Module):
         super().__init__()
         self.name, self.slicing = name, slicing
         self.norm: nn.Module = layers.RMSNorm(f"{name}.norm", c.hidden, slicing)
-        self.up: nn.Module = layers.ColumnLinear(f"{name}.mlp", c.hidden, [("up", 2 * c.hidden)], slicing)
+        self.up: nn.Module = layers.ColumnLinear(
+            f"{name}.mlp", c.hidden, [("up", 2 * c.hidden)], slicing
+        )
         self.down: nn.Module = layers.RowLinear(f"{name}.mlp.down", 2 * c.hidden, c.hidden, slicing)
         self.level: Tensor
         self.register_buffer("level", torch.zeros(()))  # persistent: compared too
@@ -84,8 +86,16 @@ class WrongSlice(Block):
 
     def __init__(self, name: str, c: ModelConfig, slicing: Slicing) -> None:
         super().__init__(name, c, slicing)
-        piece = Piece(f"{name}.position.weight", (c.seq, c.hidden), (0, 0), (c.seq, c.hidden), init=Init(std=0.1))
-        self.position = parameter(ShardSpec((piece,), slicing.replicated, slicing.partial), (c.seq, c.hidden))
+        piece = Piece(
+            f"{name}.position.weight",
+            (c.seq, c.hidden),
+            (0, 0),
+            (c.seq, c.hidden),
+            init=Init(std=0.1),
+        )
+        self.position = parameter(
+            ShardSpec((piece,), slicing.replicated, slicing.partial), (c.seq, c.hidden)
+        )
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         return super().forward(x + self.position[: len(x)].unsqueeze(1), micro)
@@ -119,7 +129,9 @@ class ShapeOfTheRank(Block):
     def __init__(self, name: str, c: ModelConfig, slicing: Slicing) -> None:
         super().__init__(name, c, slicing)
         self.norm = Gain(f"{name}.gain.weight", c.hidden, slicing.replicated, slicing.partial)
-        self.extra = Gain(f"{name}.extra.weight", 1 + slicing.tp.index, slicing.replicated, slicing.partial)
+        self.extra = Gain(
+            f"{name}.extra.weight", 1 + slicing.tp.index, slicing.replicated, slicing.partial
+        )
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         return super().forward(x, micro) * self.extra(torch.ones_like(x[:1, :1, :1])).sum()
@@ -209,7 +221,9 @@ class Model:
         kinds = (Block, self.fault, Block)
         blocks = [kind(f"blocks.{i}", c, slicing) for i, kind in enumerate(kinds)]
         norm = layers.RMSNorm("head.norm", c.hidden, slicing)
-        head = layers.LanguageModelHead("head", "embedding.word.weight", norm, vocab, c.hidden, slicing)
+        head = layers.LanguageModelHead(
+            "head", "embedding.word.weight", norm, vocab, c.hidden, slicing
+        )
         return [layers.Embedding("embedding", vocab, c.hidden, slicing), *blocks, head]
 
     def costs(self, micro_batch: int) -> list[float]:

@@ -15,7 +15,9 @@ from threed.schedules import Action, Kind, Plan
 from threed.schedules.rendezvous import validate
 
 TRIES = 400
-Progress = dict[tuple[int, int], int]  # (stage, micro-batch) -> 0; 1 after F; 2 after I; 3 after B or W
+Progress = dict[
+    tuple[int, int], int
+]  # (stage, micro-batch) -> 0; 1 after F; 2 after I; 3 after B or W
 
 
 def random_plan(seed: int, stages: int, microbatches: int) -> Plan:
@@ -27,13 +29,19 @@ def random_plan(seed: int, stages: int, microbatches: int) -> Plan:
         except ValueError:
             continue
         return plan
-    raise ValueError(f"no random plan of {TRIES} for {stages} stages and {microbatches} micro-batches can run")
+    raise ValueError(
+        f"no random plan of {TRIES} for {stages} stages and {microbatches} micro-batches can run"
+    )
 
 
 def _drawn(draw: random.Random, stages: int, microbatches: int) -> Plan:
     chunks = draw.choice([1, 1, 2])
     placement = _placement(draw, stages, chunks)
-    home = {stage: (rank, chunk) for rank, held in enumerate(placement) for chunk, stage in enumerate(held)}
+    home = {
+        stage: (rank, chunk)
+        for rank, held in enumerate(placement)
+        for chunk, stage in enumerate(held)
+    }
     split, eager = draw.choice([0.0, 0.5, 1.0]), draw.random()
     progress: Progress = {(stage, m): 0 for stage in range(len(home)) for m in range(microbatches)}
     ranks: list[list[Action]] = [[] for _ in range(stages)]
@@ -52,7 +60,9 @@ def _placement(draw: random.Random, stages: int, chunks: int) -> tuple[tuple[int
     if draw.random() < 0.4:
         return tuple(tuple(numbers[rank::stages]) for rank in range(stages))
     draw.shuffle(numbers)
-    return tuple(tuple(sorted(numbers[rank * chunks : (rank + 1) * chunks])) for rank in range(stages))
+    return tuple(
+        tuple(sorted(numbers[rank * chunks : (rank + 1) * chunks])) for rank in range(stages)
+    )
 
 
 def _is_ready(progress: Progress, key: tuple[int, int], total: int) -> bool:

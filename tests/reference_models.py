@@ -33,14 +33,24 @@ def turn(x: Tensor, theta: float) -> Tensor:
 
 class Attention(nn.Module):
     def __init__(
-        self, h: int, heads: int, kv: int, *, bias: bool, theta: float | None, qk_norm: bool, eps: float
+        self,
+        h: int,
+        heads: int,
+        kv: int,
+        *,
+        bias: bool,
+        theta: float | None,
+        qk_norm: bool,
+        eps: float,
     ) -> None:
         super().__init__()
         self.heads, self.kv, self.d, self.theta = heads, kv, h // heads, theta
         self.query = nn.Linear(h, heads * self.d, bias=bias)
         self.key, self.value = (nn.Linear(h, kv * self.d, bias=bias) for _ in range(2))
         self.out = nn.Linear(heads * self.d, h, bias=bias)
-        self.query_norm, self.key_norm = (RMSNorm(self.d, eps) if qk_norm else nn.Identity() for _ in range(2))
+        self.query_norm, self.key_norm = (
+            RMSNorm(self.d, eps) if qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, _ = x.shape
@@ -74,7 +84,9 @@ class GatedMLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
+    def __init__(
+        self, norms: tuple[nn.Module, nn.Module], attention: nn.Module, mlp: nn.Module
+    ) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = norms
         self.attention, self.mlp = attention, mlp
@@ -88,7 +100,13 @@ class Decoder(nn.Module):
     """tokens [b s] -> logits [b s v]. positions: how many learned ones, or None."""
 
     def __init__(
-        self, vocab: int, h: int, blocks: list[Block], norm: nn.Module, positions: int | None, tied: bool
+        self,
+        vocab: int,
+        h: int,
+        blocks: list[Block],
+        norm: nn.Module,
+        positions: int | None,
+        tied: bool,
     ) -> None:
         super().__init__()
         self.embedding = nn.ModuleDict({"word": nn.Embedding(vocab, h)})
@@ -118,7 +136,10 @@ class Decoder(nn.Module):
 
     def named(self) -> dict[str, nn.Parameter]:
         """Parameters by the engine's names: a tied one once, the untied projection as head.weight."""
-        return {"head.weight" if name == "out.weight" else name: param for name, param in self.named_parameters()}
+        return {
+            "head.weight" if name == "out.weight" else name: param
+            for name, param in self.named_parameters()
+        }
 
 
 def gpt(*, vocab: int, h: int, layers: int, heads: int, seq: int, tied: bool) -> Decoder:
@@ -135,7 +156,16 @@ def gpt(*, vocab: int, h: int, layers: int, heads: int, seq: int, tied: bool) ->
 
 
 def llama(
-    *, vocab: int, h: int, layers: int, heads: int, kv: int, ffn: int, tied: bool, qk_norm: bool, theta: float = 1e4
+    *,
+    vocab: int,
+    h: int,
+    layers: int,
+    heads: int,
+    kv: int,
+    ffn: int,
+    tied: bool,
+    qk_norm: bool,
+    theta: float = 1e4,
 ) -> Decoder:
     """Llama; with `qk_norm` Qwen3."""
     blocks = [

@@ -20,7 +20,13 @@ from threed.trainer import Trainer
 SEQ = 16
 TINY: dict[str, dict[str, Any]] = {
     "model": {"layers": 1, "hidden": 16, "heads": 2, "seq": SEQ},
-    "train": {"steps": 30, "global_batch": 4, "micro_batch": 2, "eval_samples": 2, "sample_tokens": 0},
+    "train": {
+        "steps": 30,
+        "global_batch": 4,
+        "micro_batch": 2,
+        "eval_samples": 2,
+        "sample_tokens": 0,
+    },
     "optim": {"warmup": 2},
     "precision": {"dtype": "fp64"},
     "log": {"wandb": "off", "every": 1},
@@ -30,7 +36,9 @@ TINY: dict[str, dict[str, Any]] = {
 def configuration(folder: Path, data: Data, /, world: int, **groups: dict[str, Any]) -> Config:
     """TINY with other values in some groups, as the run `folder`/run."""
     said = {"run": {"dir": str(folder / "run"), "name": "run"}, **TINY}
-    said = {name: {**said.get(name, {}), **groups.get(name, {})} for name in said.keys() | groups.keys()}
+    said = {
+        name: {**said.get(name, {}), **groups.get(name, {})} for name in said.keys() | groups.keys()
+    }
     return resolve(Config.model_validate(said), data.vocab, world)
 
 
@@ -38,7 +46,9 @@ def open_text(folder: Path) -> Data:
     """Numbers and their squares; ranks may call it at the same time."""
     text, mine = folder / "text.txt", folder / f"text-{os.getpid()}.tmp"
     mine.write_text("".join(f"line {n} has the square {n * n}\n" for n in range(500)))
-    with contextlib.suppress(FileExistsError):  # the first one's stays: another rank may be reading it
+    with contextlib.suppress(
+        FileExistsError
+    ):  # the first one's stays: another rank may be reading it
         text.hardlink_to(mine)
     mine.unlink()
     return open_data(str(text), "bytes", 0.1, SEQ, 1, cache=folder / "cache")

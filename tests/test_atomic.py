@@ -10,7 +10,9 @@ import pytest
 from threed.atomic import building
 
 
-def test_files_get_their_names_in_order_when_all_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_get_their_names_in_order_when_all_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
 

@@ -46,7 +46,9 @@ INVALID: dict[str, tuple[Change, str]] = {
 
 
 def invalid(engine: Engine, step: int, change: Change) -> dict[str, Tensor]:
-    whole = {key: value.clone() for key, value in batch(step, engine.config.train.global_batch).items()}
+    whole = {
+        key: value.clone() for key, value in batch(step, engine.config.train.global_batch).items()
+    }
     change(whole)
     return share(whole, engine.topology)
 
@@ -60,9 +62,13 @@ def steps_of(case: Case, folder: Path, **groups: dict[str, Any]) -> list[str]:
         about = f"{case} {groups}, {name}"
         metrics = engine.step(invalid(engine, number, change))
         if not same(bits(engine), before) or float(engine.optimizer.scaler.scale) != scale:
-            wrong.append(f"{about}: weights, moments, the loss scale or the number of updates changed")
+            wrong.append(
+                f"{about}: weights, moments, the loss scale or the number of updates changed"
+            )
         if engine.bad_steps() != number or not metrics.loss_tensor.isnan():
-            wrong.append(f"{about}: {engine.bad_steps()} in a row, loss {float(metrics.loss_tensor)}")
+            wrong.append(
+                f"{about}: {engine.bad_steps()} in a row, loss {float(metrics.loss_tensor)}"
+            )
         if message and message not in (said := refused(lambda: engine.save(folder / "never"))):
             wrong.append(f"{about}: a save raised {said!r}")
         if not engine.evaluate(invalid(engine, number, change)).isnan():
@@ -88,7 +94,9 @@ def look_at_all(cases: Sequence[Case], folder: str) -> list[str]:
     for number, case in enumerate(cases):
         wrong += steps_of(case, Path(folder) / f"{number}")
         if case.pp > 1 and case.schedule != "2bw":
-            wrong += steps_of(case, Path(folder) / f"{number}-late", parallel={"optimistic_step": True})
+            wrong += steps_of(
+                case, Path(folder) / f"{number}-late", parallel={"optimistic_step": True}
+            )
         if case.offload_optimizer == "cpu":
             wrong += steps_of(case, Path(folder) / f"{number}-late", zero={"delayed_update": True})
     return wrong
@@ -145,7 +153,9 @@ class Small(nn.Module):
         self.out = nn.Linear(16, VOCAB)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.out(self.word(tokens)).flatten(0, 1), labels.t().flatten())
+        return nn.functional.cross_entropy(
+            self.out(self.word(tokens)).flatten(0, 1), labels.t().flatten()
+        )
 
 
 def deepspeed_steps(folder: str) -> list[str]:
@@ -163,12 +173,16 @@ def deepspeed_steps(folder: str) -> list[str]:
     assert engine.eval_batch(iter([good, good])).isfinite()
     engine.backward(engine(**bad))
     engine.step()
-    assert engine.eval_batch(iter([good, good])).isfinite()  # in the middle of a step, which stays invalid
+    assert engine.eval_batch(
+        iter([good, good])
+    ).isfinite()  # in the middle of a step, which stays invalid
     engine.backward(engine(**good))
     engine.step()
     if not same(bits(engine.engine), before):
         wrong.append("weights or moments changed")
-    if "token ids beyond the 53 of word" not in (said := refused(lambda: engine.save_checkpoint(folder))):
+    if "token ids beyond the 53 of word" not in (
+        said := refused(lambda: engine.save_checkpoint(folder))
+    ):
         wrong.append(said)
     if not engine.train_batch(iter([good, good])).isfinite() or same(bits(engine.engine), before):
         wrong.append("a valid step after it is skipped")
@@ -213,5 +227,9 @@ def test_batches_without_ids_are_refused_by_name(case: Case) -> None:
             "the batch's 'tokens' are float64, not int64: pass integer ids",
             "the batch's 'tokens' are [8]: the model needs 'tokens' [b s]",
             "the batch is a list: pass a dict of tensors",
-            *(["the batch's 'labels' are [4, 15] (in a micro-batch), and head gets [4, 16]"] if case.pp == 1 else []),
+            *(
+                ["the batch's 'labels' are [4, 15] (in a micro-batch), and head gets [4, 16]"]
+                if case.pp == 1
+                else []
+            ),
         ]

@@ -107,12 +107,18 @@ def skips_of(case: Case, optimistic: bool, delayed: bool) -> list[str]:
                 poison_loss(engine) if step == 1 else POISONS["sink"](engine, NAN)
         metrics = engine.step(data(engine, step))
         if step == 2 and not same(bits(engine), before):
-            wrong.append(f"{about}: a skipped step changed weights, moments, or the number of updates")
+            wrong.append(
+                f"{about}: a skipped step changed weights, moments, or the number of updates"
+            )
         row = {1: 1, 2: 2}.get(step, 0)
         if engine.bad_steps() != row or (not late and metrics.bad_steps != row):
-            wrong.append(f"{about}: {engine.bad_steps()}, {metrics.bad_steps} in a row after step {step}")
+            wrong.append(
+                f"{about}: {engine.bad_steps()}, {metrics.bad_steps} in a row after step {step}"
+            )
     if float(engine.optimizer.skips) != 2 or float(engine.optimizer.updates) != 3:
-        wrong.append(f"{about}: {float(engine.optimizer.skips)} skipped, {float(engine.optimizer.updates)} updates")
+        wrong.append(
+            f"{about}: {float(engine.optimizer.skips)} skipped, {float(engine.optimizer.updates)} updates"
+        )
     return wrong
 
 
@@ -130,7 +136,10 @@ def ends_of(case: Case, optimistic: bool) -> list[str]:
             metrics.loss  # noqa: B018  reading it is the test
         except BadStepsError as error:
             ended = step
-            if "3 steps in a row up to step 4 were skipped (loss nan" not in str(error) and not engine.asynchronous:
+            if (
+                "3 steps in a row up to step 4 were skipped (loss nan" not in str(error)
+                and not engine.asynchronous
+            ):
                 return [f"{case}: {error}"]
             break
     # Of steps that overlap, the update of a batch comes in the next one.
@@ -204,7 +213,9 @@ def saved_and_loaded(case: Case, folder: str) -> list[str]:
 
 def poison_part(engine: Engine, part: str, value: float) -> None:
     """Sets one element of this rank's part of the state, of a bucket that it saves."""
-    state = next(s for s in engine.optimizer.states if s.bucket.group.owned and next(s.bucket.runs(), None))
+    state = next(
+        s for s in engine.optimizer.states if s.bucket.group.owned and next(s.bucket.runs(), None)
+    )
     with engine.optimizer.held(state, (part,), write=True) as held:
         held[part][next(state.bucket.runs()).offset] = value
 
@@ -216,12 +227,15 @@ def poison_part(engine: Engine, part: str, value: float) -> None:
         Case(pp=2, layers=2, dtype="fp32", model="llama"),
     ],
 )
-def test_values_that_are_not_finite_are_neither_saved_nor_loaded(case: Case, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_neither_saved_nor_loaded(
+    case: Case, tmp_path: Path
+) -> None:
     first, second = run_ranks(2, saved_and_loaded, case, str(tmp_path))
     assert first == second
     assert all("rank 1: exp_avg_sq of " in text for text in first[:2])
     assert all(
-        "not finite (NaN or infinite), and is not saved (earlier checkpoints are intact)" in t for t in first[:2]
+        "not finite (NaN or infinite), and is not saved (earlier checkpoints are intact)" in t
+        for t in first[:2]
     )
     assert "step-3: weight of " in first[2]
     assert "so training cannot go on from it" in first[2]
@@ -248,29 +262,41 @@ def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
 
 
-KEEPS = {"checkpoint": {"every": 2, "keep": 2}, "train": {"steps": 20, "max_bad_steps": 4, "eval_samples": 2}}
+KEEPS = {
+    "checkpoint": {"every": 2, "keep": 2},
+    "train": {"steps": 20, "max_bad_steps": 4, "eval_samples": 2},
+}
 
 
 def lost_weight(folder: Path) -> list[str]:
     """A weight turns NaN on one rank, after checkpoints of steps 2 and 4; then the run is resumed."""
     text, said = open_text(folder), []
 
-    with before_step(6, lambda engine: poison_weight(engine, 1)), pytest.raises(BadStepsError) as ended:
+    with (
+        before_step(6, lambda engine: poison_weight(engine, 1)),
+        pytest.raises(BadStepsError) as ended,
+    ):
         said.append(run(folder, text, 2, **KEEPS))
     said.append(str(ended.value))
     said.append(run(folder, text, 2, **{**KEEPS, "train": {**KEEPS["train"], "sample_tokens": 0}}))
     return said
 
 
-def test_a_run_with_a_lost_weight_ends_and_goes_on_from_its_last_good_checkpoint(tmp_path: Path) -> None:
+def test_a_run_with_a_lost_weight_ends_and_goes_on_from_its_last_good_checkpoint(
+    tmp_path: Path,
+) -> None:
     """Losses after it are those of a run to which nothing happened, bit for bit."""
     saids = run_ranks(2, lost_weight, tmp_path)
     assert [said[0] for said in saids] == [saids[0][0]] * 2
-    assert saids[0][0].startswith("4 steps in a row up to step 9 were skipped (loss nan, gradient norm nan")
+    assert saids[0][0].startswith(
+        "4 steps in a row up to step 9 were skipped (loss nan, gradient norm nan"
+    )
     assert "resumed    " in saids[0][1]
     assert "step-4" in saids[0][1]
     run_ranks(2, undisturbed, tmp_path / "other")
-    rows, others = (records.read(path / "run" / "metrics.jsonl") for path in (tmp_path, tmp_path / "other"))
+    rows, others = (
+        records.read(path / "run" / "metrics.jsonl") for path in (tmp_path, tmp_path / "other")
+    )
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in others]
     assert len(rows) == 20
     assert rows[-1]["train/skipped_steps"] == 0
@@ -297,7 +323,9 @@ def test_a_checkpoint_with_a_nan_is_passed_over_for_an_older_one(tmp_path: Path)
     skipped = next(line for line in said.splitlines() if line.startswith("skipped a checkpoint: "))
     assert "step-4: weight of " in skipped
     assert "not finite (NaN or infinite), so training cannot go on from it" in skipped
-    assert next(line for line in said.splitlines() if line.startswith("resumed ")).endswith("step-2")
+    assert next(line for line in said.splitlines() if line.startswith("resumed ")).endswith(
+        "step-2"
+    )
     assert kept(tmp_path) == ["step-2", "step-4"]
     assert records.read(tmp_path / "run" / "metrics.jsonl")[-1]["train/skipped_steps"] == 0
 
@@ -323,7 +351,10 @@ def test_a_checkpoint_waits_for_a_step_that_is_not_skipped(tmp_path: Path) -> No
 
 def put_off_for_good(folder: Path) -> list[str]:
     """Every fourth checkpoint stays; those of the 4th and the 6th step are put off. Then the run goes on."""
-    asked = {"checkpoint": {"every": 2, "keep": 2, "keep_every": 4}, "train": {**KEEPS["train"], "stop_after": 12}}
+    asked = {
+        "checkpoint": {"every": 2, "keep": 2, "keep_every": 4},
+        "train": {**KEEPS["train"], "stop_after": 12},
+    }
     with contextlib.ExitStack() as stack:
         for number in (4, 5, 6):
             stack.enter_context(before_step(number, lambda engine: POISONS["sink"](engine, NAN)))
@@ -334,7 +365,10 @@ def put_off_for_good(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_that_was_put_off_counts_as_its_multiple(tmp_path: Path) -> None:
-    first, second = ["step-7", "step-8", "step-10", "step-12"], ["step-7", "step-8", "step-12", "step-14"]
+    first, second = (
+        ["step-7", "step-8", "step-10", "step-12"],
+        ["step-7", "step-8", "step-12", "step-14"],
+    )
     assert sorted(run_ranks(1, put_off_for_good, tmp_path)[0]) == sorted(first + second)
 
 
@@ -363,7 +397,15 @@ def says_nothing(folder: Path) -> str:
         inner(trainer)
 
     with mock.patch.object(Trainer, "_end", end):
-        tiny = {"train": {"steps": 2, "global_batch": 4, "micro_batch": 2, "eval_samples": 2, "sample_tokens": 8}}
+        tiny = {
+            "train": {
+                "steps": 2,
+                "global_batch": 4,
+                "micro_batch": 2,
+                "eval_samples": 2,
+                "sample_tokens": 8,
+            }
+        }
         return run(folder, open_text(folder), 2, **tiny)
 
 
@@ -377,13 +419,19 @@ def test_a_model_with_a_nan_generates_a_line_that_says_so(tmp_path: Path) -> Non
 
 def flip(values: torch.Tensor, bit: int = 0, at: int = 0) -> None:
     """Flips one bit of one element, in place."""
-    flat = values.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
+    flat = values.view(-1).view(
+        {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    )
     flat[at] ^= 1 << bit
 
 
 def flip_parameter(engine: Engine, replicated: bool = False) -> str:
     """Flips the lowest bit of a parameter that is whole on this rank; its name."""
-    group = next(g for g in engine.layout.groups if not g.sliced and (g.key.replicated or g.key.tied or not replicated))
+    group = next(
+        g
+        for g in engine.layout.groups
+        if not g.sliced and (g.key.replicated or g.key.tied or not replicated)
+    )
     flip(group.view(group.slots[-1], group.params))
     return group.slots[-1].spec.name
 
@@ -415,7 +463,10 @@ def master(engine: Engine) -> str:
     return f"{flip_state(engine, 'weight')} (weight)"
 
 
-DP0, HSDP = Case(dp=4, layers=2, zero=0, dtype="bf16"), Case(dp=4, layers=2, zero=3, shard=2, dtype="bf16")
+DP0, HSDP = (
+    Case(dp=4, layers=2, zero=0, dtype="bf16"),
+    Case(dp=4, layers=2, zero=3, shard=2, dtype="bf16"),
+)
 FLIPS: dict[int, list[tuple[Case, Any, int, str]]] = {
     2: [
         (Case(dp=2, layers=2, zero=0, dtype="fp32"), parameter, 1, "ranks 0 (H), 1 (H) hold different values"),
@@ -466,7 +517,11 @@ def test_a_bit_that_flips_in_a_copy_is_found_and_its_rank_named(world: int) -> N
 
 def flipped_on_the_way(folder: Path) -> str:
     """A run of two data ranks, one of which has a bit flipped before step 5; saved every second step."""
-    flags = {**KEEPS, "zero": {"stage": 0}, "run": {"dir": str(folder / "run"), "name": "run", "check_replicas": 3}}
+    flags = {
+        **KEEPS,
+        "zero": {"stage": 0},
+        "run": {"dir": str(folder / "run"), "name": "run", "check_replicas": 3},
+    }
 
     def damage(engine: Engine) -> None:
         engine.optimizer.settle()
@@ -522,15 +577,29 @@ def spiking(case: Case, folder: str) -> list[str]:
                     scale_gradients(engine, 30.0)
                 metrics = engine.step(data(engine, step))
                 norms.append(metrics.grad_norm)
-                skipped, row = (metrics.skipped, metrics.bad_steps) if engine.asynchronous is None else (0, 0)
-                want = ((step >= 3) + (step >= 5), step in (3, 5)) if engine.asynchronous is None else (0, 0)
+                skipped, row = (
+                    (metrics.skipped, metrics.bad_steps) if engine.asynchronous is None else (0, 0)
+                )
+                want = (
+                    ((step >= 3) + (step >= 5), step in (3, 5))
+                    if engine.asynchronous is None
+                    else (0, 0)
+                )
                 if (skipped, row) != want:
-                    wrong.append(f"{case}: {skipped} skipped, {row} in a row after step {step}, not {want}")
+                    wrong.append(
+                        f"{case}: {skipped} skipped, {row} in a row after step {step}, not {want}"
+                    )
             ends.append([*bits(engine), engine.optimizer.bad.mean, engine.optimizer.bad.norms])
             if engine.asynchronous is None:
                 kept_norms = [norm for step, norm in enumerate(norms) if step not in (3, 5)]
-                if not math.isclose(float(engine.optimizer.bad.mean), sum(kept_norms) / len(kept_norms), rel_tol=1e-9):
-                    wrong.append(f"{case}: the mean is {float(engine.optimizer.bad.mean)} of {norms}")
+                if not math.isclose(
+                    float(engine.optimizer.bad.mean),
+                    sum(kept_norms) / len(kept_norms),
+                    rel_tol=1e-9,
+                ):
+                    wrong.append(
+                        f"{case}: the mean is {float(engine.optimizer.bad.mean)} of {norms}"
+                    )
             if float(engine.optimizer.skips) != 2:
                 wrong.append(f"{case}: {float(engine.optimizer.skips)} skipped")
             resumed = engine_of(engine.config)
@@ -541,7 +610,9 @@ def spiking(case: Case, folder: str) -> list[str]:
                 resumed.step(data(resumed, step))
             ends.append([*bits(resumed), resumed.optimizer.bad.mean, resumed.optimizer.bad.norms])
     wrong += [
-        f"{case}: other weights, moments or means, run {n}" for n, end in enumerate(ends) if not same(end, ends[0])
+        f"{case}: other weights, moments or means, run {n}"
+        for n, end in enumerate(ends)
+        if not same(end, ends[0])
     ]
     return wrong
 
@@ -581,7 +652,10 @@ def flipped_exponent(case: Case) -> list[float]:
 
 def test_a_bit_that_flips_in_memory_and_makes_a_number_huge_ends_a_run() -> None:
     """Of a weight that has no copy to be compared with; a low bit would not be seen."""
-    assert run_ranks(2, flipped_exponent, Case(dp=2, layers=2, zero=3, dtype="fp32")) == [[0] * 5 + [1, 2, 3]] * 2
+    assert (
+        run_ranks(2, flipped_exponent, Case(dp=2, layers=2, zero=3, dtype="fp32"))
+        == [[0] * 5 + [1, 2, 3]] * 2
+    )
 
 
 def test_nothing_of_it_is_read_on_the_host_in_a_step() -> None:
@@ -641,14 +715,20 @@ def rechecked(erring: tuple[Case, bool, int, bool, str]) -> list[str]:
             return [f"{erring}: {metrics.step} {metrics.skipped} {metrics.bad_steps}"]
     said = "; ".join(lines).replace(f"({socket.gethostname()})", "(H)")
     wrong = [] if said == says else [f"{erring}: {said}"]
-    states = [repr((e.optimizer.scaler.state(), e.consumed, float(e.optimizer.skips))) for e in (engine, undisturbed)]
+    states = [
+        repr((e.optimizer.scaler.state(), e.consumed, float(e.optimizer.skips)))
+        for e in (engine, undisturbed)
+    ]
     if not same(bits(engine), bits(undisturbed)) or states[0] != states[1]:
         wrong.append(f"{erring}: other weights, or {states}")
     return wrong
 
 
 BOTH = "one of the ranks 0 (H), 1 (H)"
-TWICE, USED = "step 3 was computed twice, with different results: ", " erred; the second one was used"
+TWICE, USED = (
+    "step 3 was computed twice, with different results: ",
+    " erred; the second one was used",
+)
 ERRING: dict[int, list[tuple[Case, bool, int, bool, str]]] = {
     2: [
         (Case(dp=2, layers=2, zero=3, dtype="bf16"), False, 1, True, f"{TWICE}rank 1 (H){USED}"),
@@ -692,7 +772,9 @@ def drawn_and_counted(case: Case) -> bool:
         for step in range(4):
             bent.on = disturbed and step == 2
             losses.append(recheck.step(data(engine, step)).loss)
-        buffers = [b.tolist() for layer in engine.executor.stages[0].layers for b in layer.buffers()]
+        buffers = [
+            b.tolist() for layer in engine.executor.stages[0].layers for b in layer.buffers()
+        ]
         found.append(repr((losses, buffers, torch.get_rng_state().tolist())))
     return found[0] == found[1]
 
@@ -722,7 +804,9 @@ def bad_data(case: Case) -> list[str]:
     return [*lines, f"{metrics.skipped} {metrics.bad_steps} {same(before[2], before[1])}"]
 
 
-@pytest.mark.parametrize("case", [Case(dp=2, layers=2, zero=1), Case(pp=2, layers=2), Case(tp=2, layers=2)])
+@pytest.mark.parametrize(
+    "case", [Case(dp=2, layers=2, zero=1), Case(pp=2, layers=2), Case(tp=2, layers=2)]
+)
 def test_data_that_are_bad_twice_are_named(case: Case) -> None:
     """The sixth sample of the second step, and the others of its micro-batch."""
     first = case.rows + 4
@@ -751,7 +835,9 @@ def deterministic_steps(case: Case) -> None:
     try:
         recheck.step(data(engine, 0))
         ops.append(lambda: torch.zeros(3).put_(torch.tensor([0]), torch.ones(1)))
-        with pytest.raises(NondeterministicError, match=r"recheck-bad-steps .*: put_ does not have a deterministic"):
+        with pytest.raises(
+            NondeterministicError, match=r"recheck-bad-steps .*: put_ does not have a deterministic"
+        ):
             recheck.step(data(engine, 1))
         assert torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.utils.deterministic.fill_uninitialized_memory
@@ -780,7 +866,11 @@ def test_who_is_blamed() -> None:
 def test_what_makes_no_sense_is_refused() -> None:
     config = config_of(Case(layers=2))
     for group, key in (("zero", "delayed_update"), ("parallel", "schedule")):
-        late = with_(config, run={"recheck_bad_steps": True}, **{group: {key: "2bw" if key == "schedule" else True}})
+        late = with_(
+            config,
+            run={"recheck_bad_steps": True},
+            **{group: {key: "2bw" if key == "schedule" else True}},
+        )
         said = "\n".join(find_problems(late, 1))
         assert "weights change before a step could be computed again" in said
     lonely = with_(config, run={"check_replicas": 5})

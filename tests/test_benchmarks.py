@@ -54,7 +54,9 @@ def test_live_and_peak_count_storages_once() -> None:
     views = [kept[:5], kept.view(3, -1)]
     kept.requires_grad_().grad = torch.zeros(3 * 2**18)
     assert memory.live_mib() - before == pytest.approx(6, abs=0.01)
-    peak = memory.peak_mib(lambda: torch.zeros(2**20).add(torch.zeros(2**19).sum()))  # at most 4 + 4 MiB at once
+    peak = memory.peak_mib(
+        lambda: torch.zeros(2**20).add(torch.zeros(2**19).sum())
+    )  # at most 4 + 4 MiB at once
     assert peak - before == pytest.approx(14, abs=0.1)
     assert memory.live_mib() - before == pytest.approx(6, abs=0.01)
     assert len(views) + len(fakes) == 3
@@ -72,7 +74,9 @@ def test_bytes_of_a_drive_are_counted(tmp_path: Path) -> None:
 
 def test_a_name_stands_for_all_suites_that_begin_so() -> None:
     assert run.named("zero") == ["zero"]
-    assert run.named("offload-nvme-3-all-bf16") == [f"offload-nvme-3-all-bf16-dp{ranks}" for ranks in (1, 2)]
+    assert run.named("offload-nvme-3-all-bf16") == [
+        f"offload-nvme-3-all-bf16-dp{ranks}" for ranks in (1, 2)
+    ]
     assert len(run.named("offload")) == 2 * len(OFFLOADS)
     with pytest.raises(argparse.ArgumentTypeError, match="the suites are dp2,"):
         run.named("off")
@@ -86,15 +90,33 @@ def test_updates_are_compared_where_every_step_is_finished() -> None:
     update = {"update_ms": 1234.0, "update": 1.5, "update_interval": (1.25, 1.75)}
     records = [
         {"suite": "zero", "world": 2, "rounds": 3, "results": {"ddp": result}},
-        {"suite": "offload", "world": 1, "rounds": 3, "settle": True, "results": {"threed_zero2_cpu": result | update}},
+        {
+            "suite": "offload",
+            "world": 1,
+            "rounds": 3,
+            "settle": True,
+            "results": {"threed_zero2_cpu": result | update},
+        },
     ]
     lines = run.tables(records).splitlines()
-    assert [line.count("threed_zero2_cpu") for line in lines].count(1) == 2  # in the table of speeds, and of updates
-    assert lines[-1] == "| offload | 1 | threed_zero2_cpu | 2 | 1.234 | **1.50** | 1.25–1.75 | 2.000 | 3 |"
+    assert [line.count("threed_zero2_cpu") for line in lines].count(
+        1
+    ) == 2  # in the table of speeds, and of updates
+    assert (
+        lines[-1]
+        == "| offload | 1 | threed_zero2_cpu | 2 | 1.234 | **1.50** | 1.25–1.75 | 2.000 | 3 |"
+    )
 
 
 def options(**changed: object) -> argparse.Namespace:
-    plain = {"only": None, "quiet": 99.0, "patience": 60.0, "torch_matmul": False, "preset": "tiny", "rounds": 1}
+    plain = {
+        "only": None,
+        "quiet": 99.0,
+        "patience": 60.0,
+        "torch_matmul": False,
+        "preset": "tiny",
+        "rounds": 1,
+    }
     plain["folder"] = None
     return argparse.Namespace(**{**plain, "memory_only": False, "quick": True, **changed})
 
@@ -112,7 +134,9 @@ def test_missing_deepspeed_leaves_its_engines_out(
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers on warm ranks; torchrun starts those of the tests that measure."""
-    monkeypatch.setattr(run, "launched", lambda ranks, words, env: run_script(ranks, words, ROOT, env))
+    monkeypatch.setattr(
+        run, "launched", lambda ranks, words, env: run_script(ranks, words, ROOT, env)
+    )
 
 
 @pytest.mark.slow
@@ -148,7 +172,9 @@ def test_what_swaps_reads_and_writes_the_state(tmp_path: Path) -> None:
     chosen.steps = 4  # as many in one direction of the updates as in the other
     (record,) = run.run_suite("offload-nvme-3-dp1", chosen)
     slices = record["parameters"] * 4 / 2**20
-    moved = 3 * slices - record["kept_mib"]  # gradients and two moments; in fp32 parameters are the weights
+    moved = (
+        3 * slices - record["kept_mib"]
+    )  # gradients and two moments; in fp32 parameters are the weights
     assert 0 < record["kept_mib"] <= slices  # not more than half of the moments
     read, written = record["drive_mib"]
     assert read == pytest.approx(moved, rel=0.1) or read == 0  # 0 where the folder is in memory
@@ -179,7 +205,9 @@ def test_the_drive_and_adam_are_measured(tmp_path: Path) -> None:
     drive = records("nvme.py", *sizes, "--only", "threed", "o_direct", "--dir", str(tmp_path))
     assert len(drive) > 1
     assert not list(tmp_path.iterdir())
-    (adam, *_) = records("adam.py", "--numel", "100000", "--rounds", "2", "--only", "threed", "--quiet", "99")
+    (adam, *_) = records(
+        "adam.py", "--numel", "100000", "--rounds", "2", "--only", "threed", "--quiet", "99"
+    )
     assert adam["impl"] == "threed"
     assert adam["full"]["best_ms"] > 0
 
@@ -187,8 +215,18 @@ def test_the_drive_and_adam_are_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_checkpoints_are_measured_beside_the_peers(tmp_path: Path) -> None:
     sizes = ("--layers", "2", "--hidden", "64", "--seq", "16", "--rounds", "1")
-    found = {record["way"]: record for record in records("checkpoint.py", *sizes, "--folder", str(tmp_path))}
-    assert {"memcpy", "steps", "threed save", "threed start_save", "dcp.async_save", "torch.save"} <= set(found)
+    found = {
+        record["way"]: record
+        for record in records("checkpoint.py", *sizes, "--folder", str(tmp_path))
+    }
+    assert {
+        "memcpy",
+        "steps",
+        "threed save",
+        "threed start_save",
+        "dcp.async_save",
+        "torch.save",
+    } <= set(found)
     assert found["threed start_save"]["durable_s"] > found["threed start_save"]["blocked_s"] > 0
     assert found["steps"]["steps_beside"] >= 1
     assert not list(tmp_path.iterdir())
@@ -210,11 +248,18 @@ def test_pipelines_are_measured_beside_what_their_plans_promise() -> None:
 def test_stages_that_sleep_are_timed_beside_the_peers() -> None:
     sizes = ("--stages", "2", "--schedules", "1f1b", "zb-v", "--unit-ms", "2", "--rounds", "1")
     done = subprocess.run(
-        [sys.executable, f"{ROOT}/benchmarks/sleeping_stages.py", *sizes], capture_output=True, text=True, check=True
+        [sys.executable, f"{ROOT}/benchmarks/sleeping_stages.py", *sizes],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]
+    ]
     assert [row[0] for row in rows] == ["1f1b", "zb-v"]
-    assert all(float(time) >= float(row[3]) for row in rows for time in (row[4], row[6]))  # no sleep is left out
+    assert all(
+        float(time) >= float(row[3]) for row in rows for time in (row[4], row[6])
+    )  # no sleep is left out
 
 
 @pytest.mark.alone
@@ -223,8 +268,12 @@ def test_memory_and_bytes_of_one_engine() -> None:
     (record,) = run.run_suite("zero", options(only=["threed_zero1"], quick=False))
     formula = wire_mib(1, record["parameters"], 2)
     assert record["counted_mib"]["dp"] == pytest.approx(formula, rel=0.02)
-    assert record["loopback_mib"] > 0.99 * formula  # at this size also barriers, and whatever else uses the loopback
-    states = record["parameters"] * 4 * (1 + 1 + 2 / 2) / 2**20  # parameters, gradients, half of two moments
+    assert (
+        record["loopback_mib"] > 0.99 * formula
+    )  # at this size also barriers, and whatever else uses the loopback
+    states = (
+        record["parameters"] * 4 * (1 + 1 + 2 / 2) / 2**20
+    )  # parameters, gradients, half of two moments
     assert min(record["live_mib"]) >= states
     assert min(record["live_peak_mib"]) > max(record["live_mib"])
     assert len({line.count("|") for line in run.tables([record]).splitlines() if line}) == 1

@@ -113,7 +113,9 @@ def alive(pid: int) -> bool:
 # ------------------------------------------------------------------------------------------------------- the conductor
 
 
-def test_a_finished_stage_is_not_run_again(tmp_path: Path, plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_stage_is_not_run_again(
+    tmp_path: Path, plan: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned, out = plan("right", "leaves"), tmp_path / "out"
     assert conduct(out, planned) == 0
     assert ended(out, "right")["status"] == record.DONE
@@ -179,7 +181,9 @@ def test_an_interrupt_ends_the_stage_and_is_recorded(tmp_path: Path, plan: Any) 
         "    raise SystemExit(130)"
     )
     path = os.pathsep.join((str(ROOT), str(tmp_path)))
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}
+    )
     end = time.monotonic() + 60
     while "child" not in record.figures(out, "hangs") and time.monotonic() < end:
         time.sleep(0.05)
@@ -189,7 +193,9 @@ def test_an_interrupt_ends_the_stage_and_is_recorded(tmp_path: Path, plan: Any) 
     assert not alive(ended(out, "hangs")["figures"]["child"])
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"stage": "other", "status": "done", "figures": {}}', ""])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"stage": "other", "status": "done", "figures": {}}', ""]
+)
 def test_a_corrupt_record_is_told_of_and_made_anew(
     text: str, tmp_path: Path, plan: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,7 +209,9 @@ def test_a_corrupt_record_is_told_of_and_made_anew(
     assert runs(out, "right") == 2
 
 
-def test_what_has_no_time_is_recorded_so(tmp_path: Path, plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_time_is_recorded_so(
+    tmp_path: Path, plan: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned, out = plan("right"), tmp_path / "out"
     assert conduct(out, planned, "--minutes", "0.01") == 0
     found = ended(out, "right")
@@ -212,19 +220,29 @@ def test_what_has_no_time_is_recorded_so(tmp_path: Path, plan: Any, capsys: pyte
     assert runs(out, "right") == 0
     assert conduct(out, planned) == 0
     assert ended(out, "right")["status"] == record.DONE
-    assert conduct(out, planned, "--minutes", "0.01", "--again") == 0  # figures of an earlier run stay
+    assert (
+        conduct(out, planned, "--minutes", "0.01", "--again") == 0
+    )  # figures of an earlier run stay
     assert ended(out, "right")["status"] == record.DONE
 
 
-def test_calls_that_cannot_be_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_that_cannot_be_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = ["--out", str(tmp_path)]
     assert gpu.main(["--only", "kernel", *out]) == 2
-    assert "no such stage: kernel; there are build, tests, bandwidth, kernels," in capsys.readouterr().err
+    assert (
+        "no such stage: kernel; there are build, tests, bandwidth, kernels,"
+        in capsys.readouterr().err
+    )
     assert gpu.main(["--again", "steps", *out]) == 2
     assert "no such stage: steps" in capsys.readouterr().err
     assert gpu.main(["--device", "cpu", *out]) == 2
     assert "for a rehearsal: add --small" in capsys.readouterr().err
-    record.write(tmp_path, {"stage": "step", "status": "done", "rehearsal": False, "device": "GPU", "figures": {}})
+    record.write(
+        tmp_path,
+        {"stage": "step", "status": "done", "rehearsal": False, "device": "GPU", "figures": {}},
+    )
     assert gpu.main(["--device", "cpu", "--small", *out]) == 2
     assert "holds figures of a GPU: choose another --out" in capsys.readouterr().err
 
@@ -236,7 +254,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not (tmp_path / "out").exists()
 
 
-def test_stages_are_listed_with_how_far_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_are_listed_with_how_far_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record.write(tmp_path, {"stage": "step", "status": "crashed", "figures": {}})
     (tmp_path / "nccl.json").write_text("?")
     assert gpu.main(["--list", "--out", str(tmp_path)]) == 0
@@ -256,8 +276,13 @@ def test_stages_fit_into_the_time_that_is_promised() -> None:
 
 
 def test_figures_of_two_devices_are_not_mixed(tmp_path: Path) -> None:
-    options = stages.parser("sizes", "").parse_args(["--device", "cpu", "--small", "--out", str(tmp_path)])
-    record.write(tmp_path, {"stage": "step", "status": "done", "rehearsal": True, "device": "NVIDIA X", "figures": {}})
+    options = stages.parser("sizes", "").parse_args(
+        ["--device", "cpu", "--small", "--out", str(tmp_path)]
+    )
+    record.write(
+        tmp_path,
+        {"stage": "step", "status": "done", "rehearsal": True, "device": "NVIDIA X", "figures": {}},
+    )
     with pytest.raises(stages.NotHere, match="holds figures of another device"):
         stages.Stage("sizes", options)
 
@@ -268,7 +293,10 @@ def test_a_process_of_a_stage_is_ended_with_its_children(tmp_path: Path) -> None
     child = "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
     code = f"import subprocess, sys; print('begun', flush=True); {child}"
     done = running.run([sys.executable, "-c", code], 4)
-    assert (done.returncode, done.stdout) == (124, "begun\n")  # at once: nobody holds the pipe any more
+    assert (done.returncode, done.stdout) == (
+        124,
+        "begun\n",
+    )  # at once: nobody holds the pipe any more
     assert done.stderr.endswith("killed after 2 seconds")
     assert running.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode == 3
 
@@ -276,23 +304,48 @@ def test_a_process_of_a_stage_is_ended_with_its_children(tmp_path: Path) -> None
 @pytest.mark.alone
 @pytest.mark.slow
 def test_a_rehearsal_of_everything(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--small", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--device",
+        "cpu",
+        "--small",
+        "--out",
+        str(tmp_path),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=800)
-    assert done.returncode == 0, done.stdout + "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=800
+    )
+    assert done.returncode == 0, done.stdout + "".join(
+        path.read_text() for path in tmp_path.glob("*.log")
+    )
     for planned in gpu.STAGES:
         found = ended(tmp_path, planned.name)
         assert (found["status"], found["rehearsal"]) == (record.DONE, True), planned.name
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json") if path.stem != "table"}
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=200)
+    before = {
+        path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json") if path.stem != "table"
+    }
+    again = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=200
+    )
     assert again.returncode == 0
     assert again.stdout.count("finished already") == len(gpu.STAGES) - 1
     assert before == {path: path.stat().st_mtime_ns for path in before}
     page = (tmp_path / "table.md").read_text()
-    assert page.startswith("## GPU\n\n**REHEARSAL in tiny shapes: no figure here is a measurement.**")
+    assert page.startswith(
+        "## GPU\n\n**REHEARSAL in tiny shapes: no figure here is a measurement.**"
+    )
     cases = record.figures(tmp_path, "kernels")["cases"]
-    assert all("ours" not in case["sides"] and "median_ms" in case["sides"]["eager"] for case in cases.values())
-    assert not [f"{name}: {one}" for name, one in record.figures(tmp_path, "step")["others"].items() if "wrong" in one]
+    assert all(
+        "ours" not in case["sides"] and "median_ms" in case["sides"]["eager"]
+        for case in cases.values()
+    )
+    assert not [
+        f"{name}: {one}"
+        for name, one in record.figures(tmp_path, "step")["others"].items()
+        if "wrong" in one
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------- what is timed
@@ -320,12 +373,17 @@ def test_our_kernels_are_right_as_they_are_called() -> None:
 
 @needs_emulator
 def test_a_wrong_kernel_is_noticed() -> None:
-    case = next(c for c in kernel_cases.sums_of(kernel_cases.SMALL, torch.device("cpu")) if "rows" in c.name)
+    case = next(
+        c for c in kernel_cases.sums_of(kernel_cases.SMALL, torch.device("cpu")) if "rows" in c.name
+    )
     truth = kernels.truth_of(case)
     halved = lambda *inputs: lambda: tuple(x / 2 for x in case.plain(lambda f: f)(*inputs)())  # noqa: E731
     assert kernels.wrong(case, "ours", halved, truth)[0] == pytest.approx(0.5)
     assert "result 0 of ours is off by" in kernels.wrong(case, "ours", halved, truth)[1]
-    nothing = lambda *inputs: lambda: tuple(x * torch.nan for x in case.plain(lambda f: f)(*inputs)())  # noqa: E731
+
+    def nothing(*inputs):
+        return lambda: tuple(x * torch.nan for x in case.plain(lambda f: f)(*inputs)())
+
     assert kernels.wrong(case, "ours", nothing, truth)[1]
 
 
@@ -348,7 +406,9 @@ def test_a_switch_leaves_its_kernels_out_and_no_others(monkeypatch: pytest.Monke
         def launched() -> set[str]:
             machine.launches.clear()
             assert step.value(ours.step(*batch)) < 7
-            return {launch.name for launch in machine.launches} - {"add_parts"}  # the end of several sums
+            return {launch.name for launch in machine.launches} - {
+                "add_parts"
+            }  # the end of several sums
 
         every = launched()
         assert set().union(*GONE.values()) == every
@@ -367,7 +427,12 @@ def test_a_gpus_idle_time_is_what_no_kernel_covers() -> None:
 
 def test_times_are_summed_up_by_quartiles() -> None:
     found = timing.summary([4.0, 1.0, 2.0, 3.0, 100.0])
-    assert (found["low_ms"], found["median_ms"], found["high_ms"], found["runs"]) == (2.0, 3.0, 4.0, 5)
+    assert (found["low_ms"], found["median_ms"], found["high_ms"], found["runs"]) == (
+        2.0,
+        3.0,
+        4.0,
+        5,
+    )
     order: list[str] = []
     sides = {name: lambda name=name: order.append(name) for name in "abc"}
     timing.interleaved(sides, torch.device("cpu"), rounds=3, warm_up=0)
@@ -393,7 +458,9 @@ def test_the_largest_is_found_from_a_guess(guess: int, fits: int) -> None:
 
     def work(layers: int) -> dict[str, Any]:
         tried.append(layers)
-        return {"layers": layers} if layers <= fits else {"layers": layers, "failed": "out of memory"}
+        return (
+            {"layers": layers} if layers <= fits else {"layers": layers, "failed": "out of memory"}
+        )
 
     found = largest.search(guess, work, tries=20)
     if fits == 0:
@@ -401,7 +468,10 @@ def test_the_largest_is_found_from_a_guess(guess: int, fits: int) -> None:
     else:
         step_size = max(1, guess // 8)
         assert fits - step_size < found["largest"]["layers"] <= fits
-        assert found["next"] == {"layers": found["largest"]["layers"] + step_size, "failed": "out of memory"}
+        assert found["next"] == {
+            "layers": found["largest"]["layers"] + step_size,
+            "failed": "out of memory",
+        }
     assert len(tried) == len(set(tried))
 
 
@@ -419,7 +489,10 @@ def test_planted_faults_are_judged_by_kernel() -> None:
     }  # fmt: skip
     found = sanitizer.judged(seen)
     assert found["planted"] == 4
-    assert found["found"] == {"no_barrier": ["racecheck: reported"], "divergent": ["synccheck: hung"]}
+    assert found["found"] == {
+        "no_barrier": ["racecheck: reported"],
+        "divergent": ["synccheck: hung"],
+    }
     assert found["missed"] == ["left_early"]
     assert list(found["not_looked_for"]) == ["blocks_that_write"]
     assert found["false_alarms"] == ["right_sum: memcheck: reported"]
@@ -436,7 +509,9 @@ printf "ran one\\nran two\\n===== ERROR SUMMARY: 0 errors\\n"
 }
 
 
-@pytest.mark.parametrize(("first", "wrong"), [("right_sum", ""), ("divergent", "no tool reported: divergent")])
+@pytest.mark.parametrize(
+    ("first", "wrong"), [("right_sum", ""), ("divergent", "no tool reported: divergent")]
+)
 def test_the_sanitizers_stage_asks_about_every_kernel(
     first: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,15 +533,17 @@ def test_the_sanitizers_stage_asks_about_every_kernel(
     else:
         sanitizer.run(running)
     found = record.figures(tmp_path / "out", "sanitizer")
-    assert {name: (one["cases"], one["errors"]) for name, one in found["ours"].items()} == dict.fromkeys(
-        sanitizer.TOOLS, (2, 0)
-    )
+    assert {
+        name: (one["cases"], one["errors"]) for name, one in found["ours"].items()
+    } == dict.fromkeys(sanitizer.TOOLS, (2, 0))
     assert list(found["planted"]["found"]) == ["no_barrier"]
     assert "| planted faults reported | 1 of " in table.page(tmp_path / "out")
 
 
 def test_what_a_sanitizer_counts_is_read() -> None:
-    assert sanitizer.reports("=== x\n===== Invalid read\n===== ERROR SUMMARY: 3 errors")["errors"] == 3
+    assert (
+        sanitizer.reports("=== x\n===== Invalid read\n===== ERROR SUMMARY: 3 errors")["errors"] == 3
+    )
     text = "===== RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)"
     assert sanitizer.reports(text) == {"errors": 2, "said": [text]}
     assert sanitizer.reports("Segmentation fault")["errors"] is None
@@ -523,22 +600,43 @@ def test_tables_of_some_stages(tmp_path: Path) -> None:
         "ours": {**times, "share": 0.9}, "eager": {**times, "median_ms": 1.0}, "compiled": {"wrong": "off | by one"},
         "liger": {"note": "not measured: not installed"},
     }  # fmt: skip
-    whole = {"rehearsal": False, "device": "NVIDIA X", "commit": "abc", "seconds": 9.0, "message": ""}
+    whole = {
+        "rehearsal": False,
+        "device": "NVIDIA X",
+        "commit": "abc",
+        "seconds": 9.0,
+        "message": "",
+    }
     cases = {"AdamW": {"bytes": 10**6, "kernels": ["adamw"], "sides": sides}}
     record.write(
-        tmp_path, {**whole, "stage": "kernels", "status": "out of time", "figures": {"cases": cases, "left_out": ["x"]}}
+        tmp_path,
+        {
+            **whole,
+            "stage": "kernels",
+            "status": "out of time",
+            "figures": {"cases": cases, "left_out": ["x"]},
+        },
     )
-    partly = {"ours": {"step_s": 0.5, "tokens_per_s": 65536.0, "mfu": 0.6, "losses": [4.0]}, "target_mfu": 0.58}
+    partly = {
+        "ours": {"step_s": 0.5, "tokens_per_s": 65536.0, "mfu": 0.6, "losses": [4.0]},
+        "target_mfu": 0.58,
+    }
     record.write(tmp_path, {**whole, "stage": "step", "status": "running", "figures": partly})
     (tmp_path / "nccl.json").write_text("{")
     page = table.page(tmp_path)
     assert "| kernels | out of time | 9.0 | NVIDIA X | abc | – |" in page
     assert "| nccl | corrupt |" in page
     row = next(line for line in page.splitlines() if line.startswith("| AdamW"))
-    assert "| 0.5 (0.4–0.6) | 90 % | 1 (0.4–0.6) | off / by one | liger: not measured: not installed | 2.00 |" in row
+    assert (
+        "| 0.5 (0.4–0.6) | 90 % | 1 (0.4–0.6) | off / by one | liger: not measured: not installed | 2.00 |"
+        in row
+    )
     assert "No time was left for: x." in page
     assert "| threed | 0.500 | 65,536 | 60 % | not measured |" in page
-    assert "Targets: MFU 58 % (reached), not measured times as fast as compiled plain PyTorch (not measured)." in page
+    assert (
+        "Targets: MFU 58 % (reached), not measured times as fast as compiled plain PyTorch (not measured)."
+        in page
+    )
     assert_tables_are_whole(page)
 
 
@@ -552,8 +650,17 @@ def assert_tables_are_whole(page: str) -> None:
 def test_the_tables_need_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
     path = os.pathsep.join((str(tmp_path), str(ROOT)))
-    command = [sys.executable, "benchmarks/gpu.py", "--only", "table", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--only",
+        "table",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "out" / "table.json").read_text())["status"] == record.DONE
     assert (tmp_path / "out" / "table.md").is_file()

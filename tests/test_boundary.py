@@ -28,7 +28,9 @@ Losses = list[float]
 class Twice(nn.Module):
     """A linear layer and a norm that run `runs` times in a micro-batch, or a number that depends on the data."""
 
-    def __init__(self, name: str, c: ModelConfig, s: Slicing, runs: int = 2, by_data: bool = False) -> None:
+    def __init__(
+        self, name: str, c: ModelConfig, s: Slicing, runs: int = 2, by_data: bool = False
+    ) -> None:
         super().__init__()
         self.name, self.runs, self.by_data = name, runs, by_data
         self.norm = nn.Identity() if by_data else layers.RMSNorm(f"{name}.norm", c.hidden, s)
@@ -54,7 +56,11 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Any:
         ids = torch.arange(x.shape[0])
-        return {"x": x, "wide": torch.cat((x, -x), -1), "ids": ids} if self.how == "dict" else (x, x.float(), ids)
+        return (
+            {"x": x, "wide": torch.cat((x, -x), -1), "ids": ids}
+            if self.how == "dict"
+            else (x, x.float(), ids)
+        )
 
 
 class Join(nn.Module):
@@ -103,7 +109,9 @@ class Model:
         if self.kind.startswith("cut"):
             return [Cut("cut"), Pad("pad")]
         kind = Declared if self.kind == "by data, declared" else Twice
-        return [kind(f"blocks.{i}", c, s, by_data=self.kind.startswith("by data")) for i in range(2)]
+        return [
+            kind(f"blocks.{i}", c, s, by_data=self.kind.startswith("by data")) for i in range(2)
+        ]
 
     def layers(self) -> list[nn.Module]:
         c, s = self.config, self.slicing
@@ -133,7 +141,10 @@ def check(cases: list[Case], kind: str) -> None:
     for case in cases:
         losses, norms, weights = run_ranks(case.world, train, case, kind)[0]
         truth = alone(
-            replace(case.truth, microbatches=case.microbatches) if kind.startswith("cut") else case.truth, kind
+            replace(case.truth, microbatches=case.microbatches)
+            if kind.startswith("cut")
+            else case.truth,
+            kind,
         )
         assert losses == pytest.approx(truth[0], rel=1e-9)
         assert norms == pytest.approx(truth[1], rel=1e-9)
@@ -179,18 +190,27 @@ def test_a_resumed_run_sums_as_one_that_goes_on(shape: tuple[int, int], tmp_path
 
 @pytest.mark.parametrize("kind", ["tuple", "dict"])
 def test_several_tensors_pass_a_boundary(kind: str) -> None:
-    check([Case(pp=2), Case(pp=2, dp=2, zero=3, recompute="full"), Case(pp=4, recompute="nvme")], kind)
+    check(
+        [Case(pp=2), Case(pp=2, dp=2, zero=3, recompute="full"), Case(pp=4, recompute="nvme")], kind
+    )
 
 
 def test_forms_that_depend_on_the_data_are_declared() -> None:
     """What is cut off depends on a micro-batch's first token, so the truth has the same micro-batches."""
-    check([Case(pp=2, partition=(2, 2), microbatches=8), Case(pp=4, microbatches=3)], "cut, declared")  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match=r"cut \(Cut\) returned .* before, for micro-batches of the same shape"):
+    check(
+        [Case(pp=2, partition=(2, 2), microbatches=8), Case(pp=4, microbatches=3)], "cut, declared"
+    )  # type: ignore[arg-type]
+    with pytest.raises(
+        AssertionError, match=r"cut \(Cut\) returned .* before, for micro-batches of the same shape"
+    ):
         run_ranks(2, train, Case(pp=2, partition=(2, 2), microbatches=8), "cut", timeout=60)  # type: ignore[arg-type]
 
 
 def test_more_runs_than_the_first_step_had_are_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(AssertionError, match=r"blocks\..*how often this layer runs depends on the data; .*runs_vary"):
+    with pytest.raises(
+        AssertionError,
+        match=r"blocks\..*how often this layer runs depends on the data; .*runs_vary",
+    ):
         run_ranks(2, train, Case(dp=2, zero=2, bucket_mib=0.001), "by data")
 
 
@@ -199,12 +219,18 @@ def test_values_and_their_forms() -> None:
     for value in (x, (x, ids), {"a": x, "b": ids, "c": x.detach().half()}):
         form = Form.of(value)
         assert Form.from_bytes(form.to_bytes()) == form
-        assert [t.shape for t in form.empty(torch.device("cpu"))] == [t.shape for t in tensors(value)]
+        assert [t.shape for t in form.empty(torch.device("cpu"))] == [
+            t.shape for t in tensors(value)
+        ]
         again = form.value([t.detach().clone() for t in tensors(value)])
         assert Form.of(again) == form
-        grads = form.gradients_to_send(like(value, [None] * len(tensors(value))), torch.device("cpu"))
+        grads = form.gradients_to_send(
+            like(value, [None] * len(tensors(value))), torch.device("cpu")
+        )
         assert [g.shape for g in grads] == [x.shape]
-        assert all(not g.any() for g in form.gradients_to_send(None, torch.device("cpu")))  # nothing had a part in it
+        assert all(
+            not g.any() for g in form.gradients_to_send(None, torch.device("cpu"))
+        )  # nothing had a part in it
         assert gradients_of(form.gradients(grads), len(tensors(value)))[0] is grads[0]
     assert Form.of(ids).gradients([]) == (None,)  # not None, which is a loss's
 
@@ -241,5 +267,8 @@ AGAIN = Recomputed(frozenset({1}), ActivationStore(None, None, torch.device("cpu
 @pytest.mark.parametrize("recomputed", [Recomputed(), AGAIN], ids=["kept", "recomputed"])
 def test_a_layer_that_gets_a_tuple_in_place_of_a_tensor_is_named(recomputed: Recomputed) -> None:
     stage = Stage([GivesTwo(), TakesOne()], AlwaysWhole(), recomputed=recomputed)
-    with pytest.raises(TypeError, match=r"single \(TakesOne\) was given a tuple of 2 tensors, .* no attribute 'relu'"):
+    with pytest.raises(
+        TypeError,
+        match=r"single \(TakesOne\) was given a tuple of 2 tensors, .* no attribute 'relu'",
+    ):
         stage.forward(0, torch.ones(2, requires_grad=True), MicroBatch())

@@ -101,7 +101,9 @@ def engine_of(config: Config) -> Engine:
 
 def data(config: Config, engine: Engine) -> dict[str, torch.Tensor]:
     rows = config.train.global_batch // engine.topology.dp
-    ids = torch.randint(0, 53, (2, rows, config.model.seq), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, 53, (2, rows, config.model.seq), generator=torch.Generator().manual_seed(0)
+    )
     return {"tokens": ids[0], "labels": ids[1]}
 
 
@@ -148,14 +150,19 @@ def activations(case: Case, config: Config, stage: range, microbatches: int) -> 
 def gradients(engine: Engine, case: Case) -> dict[str, int]:
     """Bytes of a step's gradient sums and parameter gathers, from how this rank's parameters really lie."""
     sent = {"tp": 0, "pp": 0, "dp": 0}
-    wire, width = (dtype(name or "fp32").itemsize for name in (engine.config.precision.reduce_dtype, case.dtype))
+    wire, width = (
+        dtype(name or "fp32").itemsize
+        for name in (engine.config.precision.reduce_dtype, case.dtype)
+    )
     each = case.passes // engine.blueprint.cut.ways
     for bucket in engine.layout.buckets:
         group, window = bucket.group, bucket.last - bucket.first
         sums = each * len(group.key.chunks) if case.zero >= 2 else 1
         if group.shard.size > 1:
             n = group.shard.size
-            sent["dp"] += window // n * (n - 1) * (sums * wire + times_gathered(group, engine, case) * width)
+            sent["dp"] += (
+                window // n * (n - 1) * (sums * wire + times_gathered(group, engine, case) * width)
+            )
         for axis in group.sums:
             own = bucket.own_last - bucket.own_first
             if axis is group.holders:  # each sums its portion, and the updated ones are gathered
@@ -214,7 +221,13 @@ def measure_all(cases: list[Case]) -> list[Sent]:
 @functools.cache
 def results(cases: tuple[Case, ...]) -> dict[Case, list[Sent]]:
     """What every rank sent in cases of one world."""
-    return dict(zip(cases, zip(*run_ranks(cases[0].world, measure_all, list(cases)), strict=True), strict=True))
+    return dict(
+        zip(
+            cases,
+            zip(*run_ranks(cases[0].world, measure_all, list(cases)), strict=True),
+            strict=True,
+        )
+    )
 
 
 CASES = {
@@ -242,17 +255,28 @@ CASES = {
     "2x2x2 zero 0, whole sequences": Case(pp=2, dp=2, tp=2, zero=0),
     "2x2x2 llama bf16": Case(pp=2, dp=2, tp=2, sequence=True, model=LLAMA, dtype="bf16"),
     "dp2 zero 2": Case(dp=2, zero=2),
-    "dp2 zero 2, sums in bf16, small buckets": Case(dp=2, zero=2, reduce="bf16", bucket_mib=0.01, microbatches=1),
+    "dp2 zero 2, sums in bf16, small buckets": Case(
+        dp=2, zero=2, reduce="bf16", bucket_mib=0.01, microbatches=1
+    ),
     "dp3 zero 2": Case(dp=3, zero=2),
     "dp4 zero 2 in pairs, bf16": Case(dp=4, zero=2, shard=2, dtype="bf16", reduce="bf16"),
     "dp2 zero 3": Case(dp=2, zero=3),
     "dp2 zero 3, one micro-batch, 3 ahead": Case(dp=2, zero=3, microbatches=1, prefetch=3),
     "dp2 zero 3, small ones whole": Case(dp=2, zero=3, model=WIDE, resident=65536),
-    "dp2 zero 3 bf16, sums in bf16, small buckets": Case(dp=2, zero=3, dtype="bf16", reduce="bf16", bucket_mib=0.01),
+    "dp2 zero 3 bf16, sums in bf16, small buckets": Case(
+        dp=2, zero=3, dtype="bf16", reduce="bf16", bucket_mib=0.01
+    ),
     "dp2 zero 3 llama fp64": Case(dp=2, zero=3, model=LLAMA, dtype="fp64"),
     "dp2 zero 3 by layer": Case(dp=2, zero=3, order="layer"),
     "dp2 zero 3 by layer, bf16, small ones whole, small buckets": Case(
-        dp=2, zero=3, dtype="bf16", model=WIDE, resident=65536, order="layer", bucket_mib=0.01, microbatches=8
+        dp=2,
+        zero=3,
+        dtype="bf16",
+        model=WIDE,
+        resident=65536,
+        order="layer",
+        bucket_mib=0.01,
+        microbatches=8,
     ),
     "dp2 zero 2 by layer, small buckets": Case(dp=2, zero=2, order="layer", bucket_mib=0.01),
     "dp3 zero 3": Case(dp=3, zero=3, microbatches=1),
@@ -268,14 +292,18 @@ CASES = {
     "pp3 dp2 zero 3": Case(pp=3, dp=2, zero=3, microbatches=4),
     "pp3 dp2 zero 3, fewer micro-batches than stages": Case(pp=3, dp=2, zero=3, microbatches=2),
     "2x2x2 zero 2": Case(pp=2, dp=2, tp=2, zero=2, sequence=True, model=WIDE),
-    "2x2x2 zero 3 sums in bf16": Case(pp=2, dp=2, tp=2, zero=3, sequence=True, reduce="bf16", model=WIDE),
+    "2x2x2 zero 3 sums in bf16": Case(
+        pp=2, dp=2, tp=2, zero=3, sequence=True, reduce="bf16", model=WIDE
+    ),
     "pp2 dp4 zero 3 in pairs, llama": Case(pp=2, dp=4, zero=3, shard=2, model=LLAMA),
 }
 
 
 def sent_in(name: str) -> list[Sent]:
     """Of every rank; all cases of a world run in one."""
-    return results(tuple(case for case in CASES.values() if case.world == CASES[name].world))[CASES[name]]
+    return results(tuple(case for case in CASES.values() if case.world == CASES[name].world))[
+        CASES[name]
+    ]
 
 
 @functools.cache
@@ -294,8 +322,12 @@ def test_counted_bytes_are_the_formulas(name: str) -> None:
         for label in ("tp", "pp", "dp"):
             extra = exact_without_messages(sent, label) - planned[label]
             # An all-reduce over three ranks pads each bucket to a multiple of them.
-            most = 8 * (3 * case.microbatches + 4) * (sent.padding + 2 * sent.buckets * (case.dp > 2))
-            assert 0 <= extra <= most, f"rank {rank}: {label}: planned {planned[label]}, {extra} off"
+            most = (
+                8 * (3 * case.microbatches + 4) * (sent.padding + 2 * sent.buckets * (case.dp > 2))
+            )
+            assert 0 <= extra <= most, (
+                f"rank {rank}: {label}: planned {planned[label]}, {extra} off"
+            )
 
 
 def exact_without_messages(sent: Sent, label: str) -> int:
@@ -303,7 +335,9 @@ def exact_without_messages(sent: Sent, label: str) -> int:
 
 
 # Sizes that tp cuts into multiples of what dp pads to.
-UNPADDED = {n: c for n, c in CASES.items() if c.model in ((), UNTIED, WIDE) and c.tp < 4 and c.dp != 3}
+UNPADDED = {
+    n: c for n, c in CASES.items() if c.model in ((), UNTIED, WIDE) and c.tp < 4 and c.dp != 3
+}
 UNPADDED = {n: c for n, c in UNPADDED.items() if c.model == WIDE or c.tp == 1 or c.dp == 1}
 
 
@@ -319,7 +353,10 @@ def test_the_planner_is_exact_where_nothing_is_padded(name: str) -> None:
 def test_a_parameter_moves_twice_and_under_zero_3_three_times(ranks: int) -> None:
     """2, 2, 2 and 3 Psi (N-1)/N elements with one micro-batch, (m + 1) and 3 m Psi with m under stages 2 and 3;
     layer by layer with m, too, what it is with one."""
-    kinds = [(zero, m, "micro") for zero in range(4) for m in (1, 3)] + [(2, 4, "layer"), (3, 4, "layer")]
+    kinds = [(zero, m, "micro") for zero in range(4) for m in (1, 3)] + [
+        (2, 4, "layer"),
+        (3, 4, "layer"),
+    ]
     shapes = tuple(
         Case(dp=ranks, zero=zero, microbatches=m, order=order, model=(("hidden", 128), ("layers", layers)))
         for zero, m, order in kinds for layers in (2, 3)
@@ -335,13 +372,19 @@ def test_a_parameter_moves_twice_and_under_zero_3_three_times(ranks: int) -> Non
         expected = times * psi - (m * unread if case.zero == 3 else 0)
         for sent in sents:
             assert (sent.parameters, sent.padding) == (psi, 0)
-            assert sent.counted["dp"] - sent.messages["dp"] == 4 * expected * (ranks - 1) // ranks, case
+            assert (
+                sent.counted["dp"] - sent.messages["dp"] == 4 * expected * (ranks - 1) // ranks
+            ), case
         elements[case.zero, m, psi, case.order] = (
             (sents[0].counted["dp"] - sents[0].messages["dp"]) * ranks // (ranks - 1) // 4
         )
     for (zero, m, psi, order), count in elements.items():
-        if psi == ends + 3 * block:  # what the third block adds: exactly so many times its parameters
-            assert count - elements[zero, m, psi - block, order] == (2, 2, m + 1, 3 * m)[zero] * block
+        if (
+            psi == ends + 3 * block
+        ):  # what the third block adds: exactly so many times its parameters
+            assert (
+                count - elements[zero, m, psi - block, order] == (2, 2, m + 1, 3 * m)[zero] * block
+            )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -373,7 +416,9 @@ def loopback_up() -> None:
     """Switches this network's loopback on: ifconfig lo up, by ioctl (netdevice(7))."""
     get_flags, set_flags, up = 0x8913, 0x8914, 1
     with socket.socket() as any_socket:
-        flags = struct.unpack("16sH14s", fcntl.ioctl(any_socket, get_flags, struct.pack("16sH14s", b"lo", 0, b"")))[1]
+        flags = struct.unpack(
+            "16sH14s", fcntl.ioctl(any_socket, get_flags, struct.pack("16sH14s", b"lo", 0, b""))
+        )[1]
         fcntl.ioctl(any_socket, set_flags, struct.pack("16sH14s", b"lo", flags | up, b""))
 
 
@@ -382,7 +427,11 @@ def enter_own_network() -> None:
 
     Groups made from here on talk there; rank 0 makes it, the others join (unshare(2), setns(2)).
     """
-    libc, new_network, pid = ctypes.CDLL(None, use_errno=True), 0x40000000, torch.zeros(1, dtype=torch.int64)
+    libc, new_network, pid = (
+        ctypes.CDLL(None, use_errno=True),
+        0x40000000,
+        torch.zeros(1, dtype=torch.int64),
+    )
     if dist.get_rank() == 0 and libc.unshare(new_network) == 0:
         loopback_up()
         pid += os.getpid()
@@ -427,7 +476,9 @@ def look(engine: Engine) -> torch.Tensor:
 
 
 @pytest.mark.alone
-@pytest.mark.skipif(loopback_bytes() is None, reason="needs Linux: /proc/net/dev counts loopback bytes")
+@pytest.mark.skipif(
+    loopback_bytes() is None, reason="needs Linux: /proc/net/dev counts loopback bytes"
+)
 @pytest.mark.parametrize("name", KERNEL)
 def test_the_kernel_counts_the_bytes_we_count(name: str) -> None:
     """Within 5 %: headers and acknowledgements come on top. So our counter is no tautology."""

@@ -79,12 +79,25 @@ def changed(case: Case, **keys: Any) -> Config:
     """The configuration of a case with other keys, by group."""
     config = config_of(case)
     return config.model_copy(
-        update={group: getattr(config, group).model_copy(update=values) for group, values in keys.items()}
+        update={
+            group: getattr(config, group).model_copy(update=values)
+            for group, values in keys.items()
+        }
     )
 
 
-CPU: dict[str, Any] = {"zero": 3, "offload_optimizer": "cpu", "offload_params": "cpu", "bucket_mib": 0.02}
-DRIVE: dict[str, Any] = {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "bucket_mib": 0.02}
+CPU: dict[str, Any] = {
+    "zero": 3,
+    "offload_optimizer": "cpu",
+    "offload_params": "cpu",
+    "bucket_mib": 0.02,
+}
+DRIVE: dict[str, Any] = {
+    "zero": 3,
+    "offload_optimizer": "nvme",
+    "offload_params": "nvme",
+    "bucket_mib": 0.02,
+}
 BOTH = {
     "ZeRO 0, tensor ranks": changed(Case(tp=2, zero=0, sequence=True, dtype="fp32")),
     "ZeRO 1, bf16": changed(Case(dp=2, zero=1, dtype="bf16", bucket_mib=0.02)),
@@ -92,17 +105,36 @@ BOTH = {
     "ZeRO 3, tiles": changed(Case(dp=2, zero=3, model="llama", tile=3, bucket_mib=0.02)),
     "on the host": changed(Case(dp=2, **CPU, dtype="bf16")),
     "on a drive": changed(Case(dp=2, **DRIVE)),
-    "updated in the backward": changed(Case(dp=2, **DRIVE, order="layer"), train={"grad_clip": 0.0}),
-    "moments on a drive, parameters on the host": changed(
-        Case(dp=2, zero=3, offload_optimizer="nvme", offload_params="cpu", bucket_mib=0.02, dtype="fp32")
+    "updated in the backward": changed(
+        Case(dp=2, **DRIVE, order="layer"), train={"grad_clip": 0.0}
     ),
-    "delayed": changed(Case(dp=2, **(CPU | {"zero": 1, "offload_params": "none"})), zero={"delayed_update": True}),
+    "moments on a drive, parameters on the host": changed(
+        Case(
+            dp=2,
+            zero=3,
+            offload_optimizer="nvme",
+            offload_params="cpu",
+            bucket_mib=0.02,
+            dtype="fp32",
+        )
+    ),
+    "delayed": changed(
+        Case(dp=2, **(CPU | {"zero": 1, "offload_params": "none"})), zero={"delayed_update": True}
+    ),
     "optimistic, undone": changed(Case(pp=2, bucket_mib=0.02), parallel={"optimistic_step": True}),
-    "optimistic": changed(Case(pp=2, schedule="zb-h1"), parallel={"optimistic_step": True}, train={"grad_clip": 1e9}),
-    "pairs": changed(Case(pp=2, schedule="dualpipe", microbatches=4, layers=4, dtype="bf16", bucket_mib=0.02)),
-    "two ways": changed(Case(pp=2, schedule="chimera", microbatches=2, layers=4, model="gpt-untied")),
+    "optimistic": changed(
+        Case(pp=2, schedule="zb-h1"), parallel={"optimistic_step": True}, train={"grad_clip": 1e9}
+    ),
+    "pairs": changed(
+        Case(pp=2, schedule="dualpipe", microbatches=4, layers=4, dtype="bf16", bucket_mib=0.02)
+    ),
+    "two ways": changed(
+        Case(pp=2, schedule="chimera", microbatches=2, layers=4, model="gpt-untied")
+    ),
     "two versions": changed(Case(pp=2, schedule="2bw", microbatches=4, bucket_mib=0.02)),
-    "two versions, bf16": changed(Case(pp=2, schedule="2bw", microbatches=4, dtype="bf16", model="gpt-untied")),
+    "two versions, bf16": changed(
+        Case(pp=2, schedule="2bw", microbatches=4, dtype="bf16", model="gpt-untied")
+    ),
     "Lion": changed(Case(pp=2, dtype="fp32"), optim={"name": "lion"}),
     "SGD": changed(Case(dp=2, zero=0, dtype="fp32"), optim={"name": "sgd", "momentum": 0.0}),
 }
@@ -116,7 +148,10 @@ def save_both_ways(folder: Path, chosen: dict[str, list[str]]) -> list[str]:
             for patch in PACES[pace]():
                 stack.enter_context(patch)
             for name in names:
-                wrong += [f"{name}, {pace}: {what}" for what in differences(folder / pace / name, BOTH[name])]
+                wrong += [
+                    f"{name}, {pace}: {what}"
+                    for what in differences(folder / pace / name, BOTH[name])
+                ]
     return wrong
 
 
@@ -141,22 +176,34 @@ def differences(folder: Path, config: Config) -> list[str]:
     engine.save(folder / "four again")
     wrong = [] if losses == others else ["training is another"]
     if engine.topology.rank == 0:
-        for one, other in (("two", "two beside"), *(("four", f"four {name}") for name in ("after", "beside", "again"))):
-            wrong += [] if files(folder / one) == files(folder / other) else [f"{one} and {other} differ"]
+        for one, other in (
+            ("two", "two beside"),
+            *(("four", f"four {name}") for name in ("after", "beside", "again")),
+        ):
+            wrong += (
+                []
+                if files(folder / one) == files(folder / other)
+                else [f"{one} and {other} differ"]
+            )
     return wrong
 
 
 def test_what_is_saved_is_what_was_there(tmp_path: Path) -> None:
     """Every configuration in one of the orders of copies and updates; in all of them by the grid."""
     paces, names = list(PACES), list(BOTH)
-    chosen = {pace: [n for k, n in enumerate(names) if k % len(paces) == i] for i, pace in enumerate(paces)}
+    chosen = {
+        pace: [n for k, n in enumerate(names) if k % len(paces) == i]
+        for i, pace in enumerate(paces)
+    }
     for rank, wrong in enumerate(run_ranks(2, save_both_ways, tmp_path, chosen)):
         assert not wrong, (rank, wrong)
 
 
 @pytest.mark.grid
 def test_what_is_saved_is_what_was_there_in_every_order(tmp_path: Path) -> None:
-    for rank, wrong in enumerate(run_ranks(2, save_both_ways, tmp_path, {pace: list(BOTH) for pace in PACES})):
+    for rank, wrong in enumerate(
+        run_ranks(2, save_both_ways, tmp_path, {pace: list(BOTH) for pace in PACES})
+    ):
         assert not wrong, (rank, wrong)
 
 
@@ -245,7 +292,11 @@ def changed_by_hand(folder: Path, stage: int, place: str) -> bool:
     torch.manual_seed(0)
     batch = {"x": torch.randn(4, 16), "y": torch.randn(4, 8)}
     case = Case(
-        dp=2, zero=stage, dtype="fp32", bucket_mib=0.0005, offload_optimizer="cpu" if place == "host" else "none"
+        dp=2,
+        zero=stage,
+        dtype="fp32",
+        bucket_mib=0.0005,
+        offload_optimizer="cpu" if place == "host" else "none",
     )
     config = changed(case, train={"global_batch": 8, "micro_batch": 2})
     engine = Engine(Net(), topology_of(1, 1), config)
@@ -263,7 +314,9 @@ def changed_by_hand(folder: Path, stage: int, place: str) -> bool:
 
 @pytest.mark.parametrize("place", ["device", "host", "window"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_changed_by_hand_afterwards_is_not_saved(stage: int, place: str, tmp_path: Path) -> None:
+def test_what_is_changed_by_hand_afterwards_is_not_saved(
+    stage: int, place: str, tmp_path: Path
+) -> None:
     """Of more slices, frozen ones too, than a window has places."""
     assert run_ranks(2, changed_by_hand, tmp_path, stage, place) == [True, True]
 
@@ -342,7 +395,9 @@ def save_on_a_full_disk(folder: Path, full: int) -> list[str]:
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_save_that_fails_is_told_on_all_ranks_and_training_goes_on(full: int, tmp_path: Path) -> None:
+def test_a_save_that_fails_is_told_on_all_ranks_and_training_goes_on(
+    full: int, tmp_path: Path
+) -> None:
     (tmp_path / "other").write_text("mine")
     results = run_ranks(2, save_on_a_full_disk, tmp_path / "run", full)
     assert results[0] == results[1]
@@ -498,7 +553,9 @@ def go_on(folder: Path, case: Case) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_kill_9_in_the_middle_of_a_save_beside_training_loses_nothing(moment: str, tmp_path: Path) -> None:
+def test_kill_9_in_the_middle_of_a_save_beside_training_loses_nothing(
+    moment: str, tmp_path: Path
+) -> None:
     case = Case(dp=2, dtype="fp32", layers=2, bucket_mib=0.02, dropout=0.1)
     with pytest.raises(AssertionError, match="died without a word, exit code -9"):
         run_ranks(2, save_and_die, tmp_path, case, moment)

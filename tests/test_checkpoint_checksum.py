@@ -47,7 +47,9 @@ def test_the_sums_are_those_of_numpy(instructions: str | None) -> None:
         data = draw.bytes(n)
         try:
             assert sums(data, instructions) == plain_sums(data)
-            assert sums(memoryview(b"x" + data)[1:], instructions) == plain_sums(data)  # at an odd byte
+            assert sums(memoryview(b"x" + data)[1:], instructions) == plain_sums(
+                data
+            )  # at an odd byte
         except ValueError as error:
             pytest.skip(str(error))
 
@@ -73,7 +75,9 @@ def test_every_byte_is_looked_at_once(direct: bool, tmp_path: Path) -> None:
             some.read(1)
         found, times = bytearray(n), np.zeros(n, np.uint8)
 
-        def look(at: int, piece: memoryview, found: bytearray = found, times: np.ndarray = times) -> None:
+        def look(
+            at: int, piece: memoryview, found: bytearray = found, times: np.ndarray = times
+        ) -> None:
             found[at : at + len(piece)] = piece
             times[at : at + len(piece)] += 1
 
@@ -115,11 +119,16 @@ def test_every_flip_exchange_and_shift_is_found() -> None:
                 data[4 * i + 3] ^= 0x80
                 data[4 * j + 3] ^= 0x80
             else:
-                data[4 * i : 4 * i + 4], data[4 * j : 4 * j + 4] = data[4 * j : 4 * j + 4], data[4 * i : 4 * i + 4]
+                data[4 * i : 4 * i + 4], data[4 * j : 4 * j + 4] = (
+                    data[4 * j : 4 * j + 4],
+                    data[4 * i : 4 * i + 4],
+                )
             assert (sums(data) == before) == (data == base)
 
 
-def test_without_the_library_the_tree_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_tree_is_what_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checksum, "function", lambda *_: None)
     assert whole(b"abc", tmp_path / "f").sum is None
     hashing = Hashing()

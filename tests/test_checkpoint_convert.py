@@ -50,14 +50,17 @@ def test_convert_copies_no_tokenizer_but_that_of_the_run(step: Path, tmp_path: P
         sealed(named, lambda body, hashes=hashes: body["state"]["extra"].update(tokenizer=hashes))
         if hashes is None or len(hashes) < 3:
             with pytest.raises(
-                CheckpointError, match=r"tokenizer it was trained with, .*give --tokenizer bytes, a path"
+                CheckpointError,
+                match=r"tokenizer it was trained with, .*give --tokenizer bytes, a path",
             ):
                 convert(named, tmp_path / "out")
     assert (convert(named, tmp_path / "out") / "tokenizer.json").read_bytes() == theirs.read_bytes()
     (tmp_path / "tokenizer_config.json").write_text('{"a secret": 1}')
     with pytest.raises(CheckpointError, match="has other files now"):
         convert(named, tmp_path / "again")
-    assert (convert(named, tmp_path / "again", tokenizer=str(theirs)) / "tokenizer_config.json").is_file()
+    assert (
+        convert(named, tmp_path / "again", tokenizer=str(theirs)) / "tokenizer_config.json"
+    ).is_file()
 
 
 def test_convert_refuses_with_the_fix(step: Path, tmp_path: Path) -> None:
@@ -72,7 +75,12 @@ def test_convert_refuses_with_the_fix(step: Path, tmp_path: Path) -> None:
         (run / "checkpoints", "x", {}, "did you mean .*checkpoints/step-2"),
         (tmp_path / "empty", "x", {}, "neither manifest.json nor config.json"),
         (tmp_path / "nowhere", "x", {}, "nowhere does not exist"),
-        (step / "manifest.json", "x", {}, rf"is a file: a checkpoint is a folder, did you mean {step}\?"),
+        (
+            step / "manifest.json",
+            "x",
+            {},
+            rf"is a file: a checkpoint is a folder, did you mean {step}\?",
+        ),
         (tmp_path / "full" / "file", "x", {}, "is a file: a checkpoint is a folder, give that"),
         (step, "full", {}, "full exists already: give DST"),
         (step, "full/file", {}, "exists already"),
@@ -92,7 +100,11 @@ def test_all_that_take_a_checkpoint_say_which_one_was_meant(
     place = tmp_path / "run" / "checkpoints"
     for name in ("step-10", "step-4", "step-12.tmp"):
         shutil.copytree(step, place / name)
-    for path, meant in ((place.parent, "step-10"), (place, "step-10"), (place / "step-4" / "manifest.json", "step-4")):
+    for path, meant in (
+        (place.parent, "step-10"),
+        (place, "step-10"),
+        (place / "step-4" / "manifest.json", "step-4"),
+    ):
         hint = f"did you mean {place / meant}?"
         assert cli.main(["inspect", str(path)]) == 2
         assert capsys.readouterr().err.rstrip().endswith(hint)

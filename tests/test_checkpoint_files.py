@@ -56,11 +56,14 @@ def test_a_stream_that_is_not_what_was_announced_is_an_error(tmp_path: Path) -> 
 def test_a_checkpoint_that_would_not_fit_is_refused(tmp_path: Path) -> None:
     files.check_space(tmp_path, 1)
     with pytest.raises(
-        files.CheckpointError, match=r"needs 976\.6 TiB, [\d,.]+ [KMGT]iB are free at .*: free some space"
+        files.CheckpointError,
+        match=r"needs 976\.6 TiB, [\d,.]+ [KMGT]iB are free at .*: free some space",
     ):
         files.check_space(tmp_path, 10**6 * 2**30)
     if sys.platform == "linux":
-        with pytest.raises(files.CheckpointError, match=r"/proc is on no disk: point --run\.dir elsewhere"):
+        with pytest.raises(
+            files.CheckpointError, match=r"/proc is on no disk: point --run\.dir elsewhere"
+        ):
             files.check_space(Path("/proc"), 1)
 
 
@@ -84,7 +87,9 @@ def ranges(draw: st.DrawFn) -> tuple[Piece, int, int]:
 
 
 @given(ranges())
-def test_boxes_hold_every_element_of_a_range_once_and_in_order(drawn: tuple[Piece, int, int]) -> None:
+def test_boxes_hold_every_element_of_a_range_once_and_in_order(
+    drawn: tuple[Piece, int, int],
+) -> None:
     piece, first, last = drawn
     number = torch.full(piece.shape, -1)
     inside = tuple(slice(s, s + n) for s, n in zip(piece.start, piece.size, strict=True))
@@ -140,7 +145,9 @@ class Recorder:
         self.fsync(handle)
 
     def _audit(self, event: str, about: tuple[Any, ...]) -> None:
-        if not self.recording or not event.startswith(("open", "os.rename", "os.remove", "os.rmdir", "ctypes.call")):
+        if not self.recording or not event.startswith(
+            ("open", "os.rename", "os.remove", "os.rmdir", "ctypes.call")
+        ):
             return
         if event == "open" and isinstance(about[0], str) and about[2] & (os.O_WRONLY | os.O_RDWR):
             self._note("write", Path(about[0]))
@@ -185,12 +192,19 @@ def saved_under_watch(path: Path) -> list[tuple[list[tuple[str, str]], list[str]
 
 def test_what_a_checkpoint_is_made_of_is_on_the_disk_before_its_name(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "step-1"
-    tensors, manifest, building = "step-1.tmp/rank-00000.safetensors", "step-1.tmp/manifest.json", "step-1.tmp"
+    tensors, manifest, building = (
+        "step-1.tmp/rank-00000.safetensors",
+        "step-1.tmp/manifest.json",
+        "step-1.tmp",
+    )
     ((first, _), (second, absent)) = run_ranks(1, saved_under_watch, path)[0]
     written = [
         ("write", tensors), ("sync", tensors), ("write", manifest), ("sync", manifest), ("sync", building),
     ]  # fmt: skip
-    first, second = ([(what, place) for what, place in calls if "/entry-" not in place] for calls in (first, second))
+    first, second = (
+        [(what, place) for what, place in calls if "/entry-" not in place]
+        for calls in (first, second)
+    )
     assert first == [*written, ("rename", building), ("sync", ".")]
     assert second[:6] == [*written, ("swap", building)]
     if ("rename", "step-1") in second:
@@ -215,5 +229,7 @@ def test_bytes_are_said_in_the_unit_that_fits(nbytes: int, said: str) -> None:
 
 
 def test_a_disk_that_is_full_is_said_with_both_sizes(tmp_path: Path) -> None:
-    with pytest.raises(files.CheckpointError, match=r"needs 4,096\.0 PiB, \d[\d,.]* [KMGT]iB are free at"):
+    with pytest.raises(
+        files.CheckpointError, match=r"needs 4,096\.0 PiB, \d[\d,.]* [KMGT]iB are free at"
+    ):
         files.check_space(tmp_path, 1 << 62)

@@ -106,7 +106,14 @@ def forge_header(draw: random.Random, path: Path) -> None:
         data = len(text).to_bytes(8, "little") + text + data[end:]
     else:
         cut = draw.randrange(len(data))
-        data = draw.choice([data[:cut], data + b"\0" * 9, draw.randbytes(8) + data[8:], data[:8] + b"[" * (end - 8)])
+        data = draw.choice(
+            [
+                data[:cut],
+                data + b"\0" * 9,
+                draw.randbytes(8) + data[8:],
+                data[:8] + b"[" * (end - 8),
+            ]
+        )
     (path / FILE).write_bytes(data)
     hashes = {"sha256": sha256(path / FILE), **hashes_of(path / FILE)}
     keys = json.loads((path / "manifest.json").read_text())["files"][0].keys()
@@ -193,9 +200,15 @@ def loaded(engine: Engine, path: Path, wanted: list[Tensor]) -> str:
     except CheckpointError as error:
         return "refused" if str(error).isprintable() else f"unprintable: {error!r}"
     in_range = 0 <= engine.steps <= 2**53 and 0 <= engine.consumed <= 2**53
-    found = tensors(engine)[: len(wanted) - 1]  # generators: set, or seeded anew where the topology is another now
+    found = tensors(engine)[
+        : len(wanted) - 1
+    ]  # generators: set, or seeded anew where the topology is another now
     same = len(found) == len(wanted) - 1 and all(map(torch.equal, found, wanted))
-    return "same" if same and in_range else f"accepted, changed: steps {engine.steps}, same tensors {same}"
+    return (
+        "same"
+        if same and in_range
+        else f"accepted, changed: steps {engine.steps}, same tensors {same}"
+    )
 
 
 def tools(path: Path) -> None:
@@ -215,7 +228,9 @@ def fuzzed(folder: Path, seed: int, count: int) -> Counter[tuple[str, str]]:
 
 def quietly_fuzz(folder: Path, seed: int, count: int) -> tuple[Counter[tuple[str, str]], list[str]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of moments that begin at zero, and generators of another topology
+        warnings.simplefilter(
+            "ignore"
+        )  # of moments that begin at zero, and generators of another topology
         return fuzz(folder, seed, count)
 
 

@@ -45,7 +45,10 @@ MODELS: dict[str, dict[str, Any]] = {
     **{name: configs.MODELS[name] for name in ("mistral", "qwen2", "gemma2", "gemma3")},
     "phi3": {
         **configs.MODELS["phi3"],
-        "rope_scaling": {**configs.MODELS["phi3"]["rope_scaling"], "original_max_position_embeddings": SEQ},
+        "rope_scaling": {
+            **configs.MODELS["phi3"]["rope_scaling"],
+            "original_max_position_embeddings": SEQ,
+        },
     },
 }
 CLASSES = {
@@ -73,7 +76,9 @@ def large(model: ModelConfig) -> dict[str, Tensor]:
         if len(shape) == 2:
             weights[name] = noise * (0.3 if "embedding" in name else 1.5 / shape[1] ** 0.5)
         else:
-            weights[name] = 0.3 * noise + float("norm.weight" in name and "gemma" not in model.arch)  # whose adds one
+            weights[name] = 0.3 * noise + float(
+                "norm.weight" in name and "gemma" not in model.arch
+            )  # whose adds one
     return weights
 
 
@@ -118,7 +123,9 @@ def load_strictly(folder: Path) -> Any:
     """The model that transformers makes of a folder; AssertionError when a name is missing, left over or misshaped."""
     from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, local_files_only=True
+    )
     assert not any(info.values()), info
     return model.eval()
 
@@ -135,7 +142,9 @@ def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_export_gives_our_logits_in_transformers(name: str, saved: dict[str, Any], tmp_path: Path) -> None:
+def test_an_export_gives_our_logits_in_transformers(
+    name: str, saved: dict[str, Any], tmp_path: Path
+) -> None:
     out = hf.export_hf(saved["folder"] / name, tmp_path / "out", ByteTokenizer())
     ours, others = saved["logits"][name], theirs(out)
     assert ours.std() > 0.5  # else a small difference means little
@@ -156,7 +165,9 @@ def test_an_export_is_a_model_of_the_right_class_that_generates(
     assert ids.tolist() == [list("Zürich\n".encode())]
     assert tokenizer.decode(ids[0]) == "Zürich\n"
     assert model.config.eos_token_id == tokenizer.eos_token_id == 256
-    made = model.generate(TOKENS[:, :4], max_new_tokens=1, do_sample=False, attention_mask=torch.ones(3, 4))
+    made = model.generate(
+        TOKENS[:, :4], max_new_tokens=1, do_sample=False, attention_mask=torch.ones(3, 4)
+    )
     assert torch.equal(made[:, 4], saved["logits"][name][:, 3].argmax(-1))
 
 
@@ -188,7 +199,9 @@ def test_parity_is_a_sharp_test(saved: dict[str, Any], tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def test_the_file_holds_the_weights_bit_by_bit_and_tied_ones_once(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_the_file_holds_the_weights_bit_by_bit_and_tied_ones_once(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
     for name in MODELS:
         out = hf.export_hf(saved["folder"] / name, tmp_path / name)
         weights, ours = load_file(out / "model.safetensors"), saved["weights"][name]
@@ -207,17 +220,27 @@ def test_gpt2_tensors_lie_where_the_layout_says(saved: dict[str, Any], tmp_path:
     for part, name in enumerate(["query", "key", "value"]):
         columns = slice(32 * part, 32 * (part + 1))
         assert torch.equal(
-            theirs["transformer.h.2.attn.c_attn.weight"][:, columns], ours[f"blocks.2.attention.{name}.weight"].t()
+            theirs["transformer.h.2.attn.c_attn.weight"][:, columns],
+            ours[f"blocks.2.attention.{name}.weight"].t(),
         )
-        assert torch.equal(theirs["transformer.h.2.attn.c_attn.bias"][columns], ours[f"blocks.2.attention.{name}.bias"])
-    assert torch.equal(theirs["transformer.h.1.mlp.c_fc.weight"], ours["blocks.1.mlp.up.weight"].t())
+        assert torch.equal(
+            theirs["transformer.h.2.attn.c_attn.bias"][columns],
+            ours[f"blocks.2.attention.{name}.bias"],
+        )
+    assert torch.equal(
+        theirs["transformer.h.1.mlp.c_fc.weight"], ours["blocks.1.mlp.up.weight"].t()
+    )
     assert torch.equal(theirs["transformer.wte.weight"], ours["embedding.word.weight"])
     assert torch.equal(theirs["transformer.h.0.ln_2.bias"], ours["blocks.0.mlp_norm.bias"])
 
 
-def test_configurations_say_it_for_transformers_4_and_5(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_configurations_say_it_for_transformers_4_and_5(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
     read = {
-        name: json.loads((hf.export_hf(saved["folder"] / name, tmp_path / name) / "config.json").read_text())
+        name: json.loads(
+            (hf.export_hf(saved["folder"] / name, tmp_path / name) / "config.json").read_text()
+        )
         for name in ("gpt", "llama", "qwen3")
     }
     llama = read["llama"]
@@ -265,7 +288,11 @@ def test_a_dtype_rounds_every_weight(name: str, saved: dict[str, Any], tmp_path:
 def save_fp64_and_a_huge_value(folder: Path) -> None:
     """Two small checkpoints: of an fp64 run, and with a value that fp16 cannot say."""
     config = config_of("gpt", 1)
-    engine = engine_of(config.model_copy(update={"precision": config.precision.model_copy(update={"dtype": "fp64"})}))
+    engine = engine_of(
+        config.model_copy(
+            update={"precision": config.precision.model_copy(update={"dtype": "fp64"})}
+        )
+    )
     engine.save(folder / "fp64")
     engine = engine_of(config)
     weights = large(config.model)
@@ -276,8 +303,12 @@ def save_fp64_and_a_huge_value(folder: Path) -> None:
 
 def test_fp64_stays_fp64_and_fp16_overflow_is_refused(tmp_path: Path) -> None:
     run_ranks(1, save_fp64_and_a_huge_value, tmp_path)
-    assert theirs(hf.export_hf(tmp_path / "fp64", tmp_path / "wide"), torch.float64).isfinite().all()
-    with pytest.raises(CheckpointError, match=r"transformer\.h\.1\.mlp\.c_fc\.weight has values beyond 65504"):
+    assert (
+        theirs(hf.export_hf(tmp_path / "fp64", tmp_path / "wide"), torch.float64).isfinite().all()
+    )
+    with pytest.raises(
+        CheckpointError, match=r"transformer\.h\.1\.mlp\.c_fc\.weight has values beyond 65504"
+    ):
         hf.export_hf(tmp_path / "huge", tmp_path / "narrow", dtype="fp16")
     assert not list(tmp_path.glob("narrow*"))
     hf.export_hf(tmp_path / "huge", tmp_path / "narrow", dtype="bf16")
@@ -333,17 +364,25 @@ def test_names_and_shapes_that_do_not_fit_are_listed(saved: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("model", "problem"),
     [
-        ({"arch": "gpt", "heads": 4, "kv_heads": 2}, "GPT-2 cannot express --model.kv-heads 2 for 4 heads"),
+        (
+            {"arch": "gpt", "heads": 4, "kv_heads": 2},
+            "GPT-2 cannot express --model.kv-heads 2 for 4 heads",
+        ),
         (
             {"arch": "gpt", "heads": 4, "head_dim": 16},
             "GPT-2 cannot express --model.head-dim 16 for 4 heads and width 32",
         ),
         ({**LLAMA, "qk_norm": True, "bias": True}, "Qwen3 cannot express --model.bias true with"),
-        ({**LLAMA, "heads": 6, "head_dim": 8}, "cannot express --model.hidden 32, which is no multiple"),
+        (
+            {**LLAMA, "heads": 6, "head_dim": 8},
+            "cannot express --model.hidden 32, which is no multiple",
+        ),
     ],
 )
 def test_what_a_layout_cannot_express_is_refused(model: dict[str, Any], problem: str) -> None:
-    config = ModelConfig.model_validate({"layers": 1, "hidden": 32, "seq": SEQ, "vocab": VOCAB, **model})
+    config = ModelConfig.model_validate(
+        {"layers": 1, "hidden": 32, "seq": SEQ, "vocab": VOCAB, **model}
+    )
     with pytest.raises(CheckpointError, match=problem):
         hf.entries(config)
 
@@ -357,7 +396,9 @@ def test_biases_that_a_model_without_them_would_lose_are_refused(saved: dict[str
         layouts.hf_to_state_dict(theirs, model)
 
 
-def test_damage_is_not_exported_and_leaves_nothing_behind(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_damage_is_not_exported_and_leaves_nothing_behind(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
     step = shutil.copytree(saved["folder"] / "gpt", tmp_path / "step")
     with (step / "rank-00001.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -367,7 +408,9 @@ def test_damage_is_not_exported_and_leaves_nothing_behind(saved: dict[str, Any],
     assert [file.name for file in tmp_path.iterdir()] == ["step"]
 
 
-def test_an_earlier_export_is_replaced_and_anything_else_is_kept(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_an_earlier_export_is_replaced_and_anything_else_is_kept(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
     out = hf.export_hf(saved["folder"] / "gpt", tmp_path / "out", ByteTokenizer())
     hf.export_hf(saved["folder"] / "llama", out)
     assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
@@ -390,7 +433,9 @@ def export_on_a_full_disk(step: Path, out: Path) -> str:
     return ""
 
 
-def test_a_full_disk_is_an_error_and_leaves_nothing_behind(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_nothing_behind(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
     (said,) = run_ranks(1, export_on_a_full_disk, saved["folder"] / "gpt", tmp_path / "out")
     assert "could not write" in said
     assert not list(tmp_path.iterdir())
@@ -398,11 +443,15 @@ def test_a_full_disk_is_an_error_and_leaves_nothing_behind(saved: dict[str, Any]
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     run_ranks(1, save_small_vocabulary, tmp_path)
-    with pytest.raises(CheckpointError, match="the model has 53 tokens and tokenizer bytes has 257"):
+    with pytest.raises(
+        CheckpointError, match="the model has 53 tokens and tokenizer bytes has 257"
+    ):
         hf.export_hf(tmp_path / "step", tmp_path / "out", ByteTokenizer())
 
 
 def save_small_vocabulary(folder: Path) -> None:
     """A checkpoint of a model with 53 tokens."""
     config = config_of("gpt", 1)
-    engine_of(config.model_copy(update={"model": config.model.model_copy(update={"vocab": 53})})).save(folder / "step")
+    engine_of(
+        config.model_copy(update={"model": config.model.model_copy(update={"vocab": 53})})
+    ).save(folder / "step")

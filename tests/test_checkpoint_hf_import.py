@@ -56,7 +56,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def config_of(folder: Path, world: int, zero: int = 1, dtype: str = "fp32", **parallel: Any) -> Config:
+def config_of(
+    folder: Path, world: int, zero: int = 1, dtype: str = "fp32", **parallel: Any
+) -> Config:
     """The configuration of a run that begins from a folder."""
     config = Config.model_validate({
         "parallel": parallel, "zero": {"stage": zero}, "precision": {"dtype": dtype},
@@ -67,7 +69,11 @@ def config_of(folder: Path, world: int, zero: int = 1, dtype: str = "fp32", **pa
 
 def tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder, of one file or many."""
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
 def assert_same(found: Path, wanted: Path) -> None:
@@ -82,7 +88,9 @@ def assert_same(found: Path, wanted: Path) -> None:
 # ------------------------------------------------------------------------------------------------ bits, in any topology
 
 
-def load_and_save(place: Path, out: Path, cases: list[tuple[str, dict[str, Any]]]) -> list[Tensor | None]:
+def load_and_save(
+    place: Path, out: Path, cases: list[tuple[str, dict[str, Any]]]
+) -> list[Tensor | None]:
     """Engines that begin from folders, in their topologies, and save; this rank's logits."""
     logits = []
     for name, topology in cases:
@@ -97,8 +105,14 @@ def load_and_save(place: Path, out: Path, cases: list[tuple[str, dict[str, Any]]
     return logits
 
 
-def test_folders_load_in_every_topology_bit_for_bit_and_give_their_logits(folders: Path, tmp_path: Path) -> None:
-    pairs = [(name, TOPOLOGIES[(i + j) % len(TOPOLOGIES)]) for i, name in enumerate(NAMES) for j in range(2)]
+def test_folders_load_in_every_topology_bit_for_bit_and_give_their_logits(
+    folders: Path, tmp_path: Path
+) -> None:
+    pairs = [
+        (name, TOPOLOGIES[(i + j) % len(TOPOLOGIES)])
+        for i, name in enumerate(NAMES)
+        for j in range(2)
+    ]
     found = run_ranks(4, load_and_save, folders, tmp_path, pairs)
     for number, (name, topology) in enumerate(pairs):
         out = hf.export_hf(tmp_path / name / str(number), tmp_path / "back" / str(number))
@@ -107,12 +121,16 @@ def test_folders_load_in_every_topology_bit_for_bit_and_give_their_logits(folder
         with torch.no_grad():
             want = theirs(name)(TOKENS).logits
         assert len(parts) == topology["tp"]
-        torch.testing.assert_close(torch.cat(parts, -1)[..., :VOCAB], want, rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            torch.cat(parts, -1)[..., :VOCAB], want, rtol=0, atol=1e-5, msg=name
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_convert_goes_there_and_back_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_convert_goes_there_and_back_bit_for_bit(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     theirs(name, dtype).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("model-*-of-*.safetensors"))) > 2
     native_folder = convert(tmp_path / "theirs", tmp_path / "native")
@@ -120,7 +138,9 @@ def test_convert_goes_there_and_back_bit_for_bit(name: str, dtype: torch.dtype, 
     assert_same(convert(native_folder, tmp_path / "back"), tmp_path / "theirs")
     assert_same(convert(tmp_path / "theirs", tmp_path / "one", to="hf"), tmp_path / "theirs")
     assert (tmp_path / "one" / "model.safetensors").is_file()
-    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "one"))
+    before, after = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "one")
+    )
     assert after == before | {"torch_dtype": before["dtype"]}
 
 
@@ -132,7 +152,9 @@ def what_is_read(folder: Path) -> list[tuple[dict[str, int], int, list[str]]]:
         files: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
 
-            def noted(self: HFFolder, name: str, start: Any, size: Any, seen: dict[str, int] = seen) -> Tensor:
+            def noted(
+                self: HFFolder, name: str, start: Any, size: Any, seen: dict[str, int] = seen
+            ) -> Tensor:
                 seen[name] = seen.get(name, 0) + math.prod(size)
                 return box(self, name, start, size)
 
@@ -161,7 +183,10 @@ def test_a_rank_reads_its_slices_and_opens_their_files(tmp_path: Path) -> None:
         if topology["tp"] == topology["pp"] == 1:
             whole = HFFolder(tmp_path).shapes
             for name, shape in whole.items():
-                assert sum(row[number][0].get(name, 0) for row in every) in (math.prod(shape), 4 * math.prod(shape))
+                assert sum(row[number][0].get(name, 0) for row in every) in (
+                    math.prod(shape),
+                    4 * math.prod(shape),
+                )
 
 
 def convert_in_little_memory(folder: Path) -> None:
@@ -170,8 +195,12 @@ def convert_in_little_memory(folder: Path) -> None:
     convert(folder / "theirs", folder / "warm-up", tokenizer="none")
     convert(folder / "warm-up", folder / "warm-up-too")
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    files = sum(file.stat().st_size for file in (folder / "theirs").glob("*.safetensors"))  # mapped, as data
-    resource.setrlimit(resource.RLIMIT_DATA, (int(status["VmData"].split()[0]) * 1024 + files + 2**24,) * 2)
+    files = sum(
+        file.stat().st_size for file in (folder / "theirs").glob("*.safetensors")
+    )  # mapped, as data
+    resource.setrlimit(
+        resource.RLIMIT_DATA, (int(status["VmData"].split()[0]) * 1024 + files + 2**24,) * 2
+    )
     convert(folder / "theirs", folder / "native", tokenizer="none")
     convert(folder / "native", folder / "back")
 
@@ -193,7 +222,10 @@ def resume_natively(folder: Path) -> list[list[tuple[Any, ...]]]:
     found = []
     for changes in ({}, {"optim": {"name": "lion"}}, {"model": {"seq": 9}}):
         config = config_of(folder / "theirs", 2, tp=2)
-        groups = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+        groups = {
+            name: getattr(config, name).model_copy(update=update)
+            for name, update in changes.items()
+        }
         engine = engine_of(config.model_copy(update=groups))
         engine.load(folder / "native")
         found.append([row for row in state_of(engine) if row[0] == WEIGHT])
@@ -201,7 +233,9 @@ def resume_natively(folder: Path) -> list[list[tuple[Any, ...]]]:
     return found
 
 
-def test_a_converted_checkpoint_resumes_with_any_optimizer(folders: Path, tmp_path: Path, recwarn: Any) -> None:
+def test_a_converted_checkpoint_resumes_with_any_optimizer(
+    folders: Path, tmp_path: Path, recwarn: Any
+) -> None:
     shutil.copytree(folders / "qwen3", tmp_path / "theirs")
     import_hf(HFFolder(tmp_path / "theirs"), tmp_path / "native", file_bytes=20_000)
     assert len(list((tmp_path / "native").glob("rank-*.safetensors"))) > 2
@@ -222,11 +256,20 @@ def trained_and_loaded(place: Path) -> list[tuple[Any, ...]]:
                 engine.step({"tokens": TOKENS[:1].repeat(4, 1), "labels": TOKENS[:1].repeat(4, 1)})
             engine.load(path)
             state = [(*row[:-1], row[-1].tolist()) for row in state_of(engine)]
-            found.append((engine.counters(None), engine.optimizer.scaler.state(), engine.optimizer.bad.state(), state))
+            found.append(
+                (
+                    engine.counters(None),
+                    engine.optimizer.scaler.state(),
+                    engine.optimizer.bad.state(),
+                    state,
+                )
+            )
     return found
 
 
-def test_weights_alone_begin_a_run_in_an_engine_that_has_trained(folders: Path, tmp_path: Path) -> None:
+def test_weights_alone_begin_a_run_in_an_engine_that_has_trained(
+    folders: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folders / "qwen3", tmp_path / "qwen3")
     import_hf(HFFolder(tmp_path / "qwen3"), tmp_path / "native")
     (found,) = run_ranks(1, trained_and_loaded, tmp_path)
@@ -266,14 +309,18 @@ def test_a_llama_with_head_norms_begins_from_the_folder_that_it_exports(tmp_path
 # ------------------------------------------------------------------------------------------------------------ spellings
 
 
-def change(source: Path, out: Path, edit: Callable[[dict[str, Tensor]], Any], **config: Any) -> Path:
+def change(
+    source: Path, out: Path, edit: Callable[[dict[str, Tensor]], Any], **config: Any
+) -> Path:
     """A copy of a folder with other tensors and keys."""
     shutil.copytree(source, out)
     weights = tensors(source)
     edit(weights)
     for file in out.glob("*.safetensors"):
         file.unlink()
-    save_file({name: value.contiguous() for name, value in weights.items()}, out / "model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in weights.items()}, out / "model.safetensors"
+    )
     about = json.loads((out / "config.json").read_text()) | config
     (out / "config.json").write_text(json.dumps(about))
     return out
@@ -300,9 +347,13 @@ def begin(folder: Path) -> str:
     return str(refused.value)
 
 
-def test_a_folder_with_a_value_that_is_not_finite_is_refused_on_every_rank(folders: Path, tmp_path: Path) -> None:
+def test_a_folder_with_a_value_that_is_not_finite_is_refused_on_every_rank(
+    folders: Path, tmp_path: Path
+) -> None:
     def spoil(weights: dict[str, Tensor]) -> None:
-        weights["model.layers.1.mlp.up_proj.weight"][-1, 0] = math.nan  # the last tensor rank's alone
+        weights["model.layers.1.mlp.up_proj.weight"][-1, 0] = (
+            math.nan
+        )  # the last tensor rank's alone
 
     path = change(folders / "qwen3", tmp_path / "theirs", spoil)
     said = run_ranks(2, begin, path)
@@ -332,7 +383,9 @@ def test_a_conversion_passes_on_what_is_not_finite_and_says_so_once(
         (native_, back, [], "model.layers.1.mlp.up_proj.weight"),
         (theirs, tmp_path / "again", ["--to", "hf"], "model.layers.1.mlp.up_proj.weight"),
     ):
-        assert said(src, dst, *more) == [f"threed convert: {dst}: 2 tensors, of which the first is {first}, {why}"]
+        assert said(src, dst, *more) == [
+            f"threed convert: {dst}: 2 tensors, of which the first is {first}, {why}"
+        ]
     assert_same(back, theirs)
     assert said(folders / "llama", tmp_path / "good") == []
 
@@ -353,7 +406,9 @@ SPELLINGS: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any]]] = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_other_spellings_of_names_are_the_same_model(spelling: str, folders: Path, tmp_path: Path) -> None:
+def test_other_spellings_of_names_are_the_same_model(
+    spelling: str, folders: Path, tmp_path: Path
+) -> None:
     name, edit = SPELLINGS[spelling]
     source = change(folders / name, tmp_path / "theirs", edit)
     assert tensors(source).keys() != tensors(folders / name).keys()
@@ -392,7 +447,10 @@ def test_the_tokenizer_of_a_folder_goes_along(tmp_path: Path) -> None:
     ByteTokenizer().save_hf(tmp_path / "theirs")
     (tmp_path / "theirs" / "generation_config.json").write_text('{"top_k": 7}')
     convert(tmp_path / "theirs", tmp_path / "native")
-    for out in (convert(tmp_path / "native", tmp_path / "out"), convert(tmp_path / "theirs", tmp_path / "hf", to="hf")):
+    for out in (
+        convert(tmp_path / "native", tmp_path / "out"),
+        convert(tmp_path / "theirs", tmp_path / "hf", to="hf"),
+    ):
         for file in ("tokenizer.json", "tokenizer_config.json"):
             assert (out / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()
     assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == {"top_k": 7}
@@ -439,7 +497,9 @@ def test_what_does_not_fit_is_refused_by_name(kind: str, folders: Path, tmp_path
     name, edit, keys, problem = REFUSED[kind]
     source = change(folders / name, tmp_path / "theirs", edit, **keys)
     for to in ("native", "hf"):
-        with pytest.raises(CheckpointError, match=re.escape(problem.format(folder=source))) as error:
+        with pytest.raises(
+            CheckpointError, match=re.escape(problem.format(folder=source))
+        ) as error:
             convert(source, tmp_path / "out", to=to)
         assert str(error.value).isprintable()
     assert [file.name for file in tmp_path.iterdir()] == ["theirs"]
@@ -450,7 +510,11 @@ def test_ten_names_of_each_kind_are_listed(folders: Path, tmp_path: Path) -> Non
         rename(weights, "model.layers.0.", "model.layers.5.")
         rename(weights, "model.layers.1.", "model.layers.6.")
         for name in list(weights):
-            weights[name] = weights[name].unsqueeze(0) if "layers.2." in name or "lm_head" in name else weights[name]
+            weights[name] = (
+                weights[name].unsqueeze(0)
+                if "layers.2." in name or "lm_head" in name
+                else weights[name]
+            )
         for name in ("a", "b"):
             weights[f"model.layers.2.{name}"] = torch.ones(1)
 
@@ -465,7 +529,10 @@ def test_ten_names_of_each_kind_are_listed(folders: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("weight_map", "problem"),
     [
-        ("../outside.safetensors", "names ../outside.safetensors, which is no safetensors file of its folder"),
+        (
+            "../outside.safetensors",
+            "names ../outside.safetensors, which is no safetensors file of its folder",
+        ),
         ("/etc/passwd", "names /etc/passwd, which is no"),
         ("sub/model.safetensors", "names sub/model.safetensors, which is no"),
         ("config.json", "names config.json, which is no"),
@@ -477,7 +544,9 @@ def test_ten_names_of_each_kind_are_listed(folders: Path, tmp_path: Path) -> Non
         (None, "must have the name of a file for every tensor"),
     ],
 )
-def test_an_index_names_plain_files_of_its_folder(weight_map: Any, problem: str, folders: Path, tmp_path: Path) -> None:
+def test_an_index_names_plain_files_of_its_folder(
+    weight_map: Any, problem: str, folders: Path, tmp_path: Path
+) -> None:
     source = tmp_path / "theirs"
     source.mkdir()
     shutil.copy(folders / "llama" / "config.json", source)
@@ -503,7 +572,9 @@ def test_pickles_and_folders_without_weights_are_refused(folders: Path, tmp_path
     with pytest.raises(CheckpointError, match=r"has no weights: neither model\.safetensors nor"):
         convert(source, tmp_path / "out")
     (source / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(CheckpointError, match=r"has its weights as pytorch_model\.bin, which can run any code"):
+    with pytest.raises(
+        CheckpointError, match=r"has its weights as pytorch_model\.bin, which can run any code"
+    ):
         convert(source, tmp_path / "out")
     (source / "config.json").unlink()
     (source / "model.safetensors.index.json").write_text("{}")
@@ -546,7 +617,9 @@ def load_another(place: Path) -> list[str]:
     for folder in (place / "llama", place / "damaged"):
         config = config_of(place / "llama", 2, tp=2)
         if folder.name == "llama":
-            config = config.model_copy(update={"model": config.model.model_copy(update={"layers": 4, "ffn": 72})})
+            config = config.model_copy(
+                update={"model": config.model.model_copy(update={"layers": 4, "ffn": 72})}
+            )
         engine = engine_of(config)
         try:
             engine.load(folder)

@@ -96,13 +96,19 @@ def config_of(model: str, place: Place) -> Config:
 def engine_of(model: str, name: str) -> Engine:
     config, topology = config_of(model, PLACES[name]), topology_of(PLACES[name].pp, PLACES[name].tp)
     slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed)
-    made = models.build(config.model, slicing) if model in OURS else USERS[model](config.model, slicing)
+    made = (
+        models.build(config.model, slicing)
+        if model in OURS
+        else USERS[model](config.model, slicing)
+    )
     return Engine(made, topology, config)
 
 
 def step(engine: Engine, name: str) -> float:
     """The loss of a step on the next batch of a source's own."""
-    return engine.step(share(batch(100 * NAMES.index(name) + engine.steps, ROWS), engine.topology)).loss
+    return engine.step(
+        share(batch(100 * NAMES.index(name) + engine.steps, ROWS), engine.topology)
+    ).loss
 
 
 def everything(engine: Engine) -> dict[str, Tensor]:
@@ -112,7 +118,9 @@ def everything(engine: Engine) -> dict[str, Tensor]:
     return {f"{part} {name}": value for part, some in found.items() for name, value in some.items()}
 
 
-def save_all(folder: Path, model: str, names: list[str]) -> dict[str, tuple[dict[str, Tensor], float]]:
+def save_all(
+    folder: Path, model: str, names: list[str]
+) -> dict[str, tuple[dict[str, Tensor], float]]:
     """On the ranks of a world: saves from each place; what was saved, and the loss of the next step. From every second
     one, all that hold a slice write a part of it, however small."""
     out = {}
@@ -120,7 +128,9 @@ def save_all(folder: Path, model: str, names: list[str]) -> dict[str, tuple[dict
         engine = engine_of(model, name)
         for _ in range(STEPS):
             step(engine, name)
-        with mock.patch.object(sections, "LEAST_BYTES", 1 if NAMES.index(name) % 2 else sections.LEAST_BYTES):
+        with mock.patch.object(
+            sections, "LEAST_BYTES", 1 if NAMES.index(name) % 2 else sections.LEAST_BYTES
+        ):
             engine.save(folder / name)
         out[name] = everything(engine), step(engine, name)
     return out
@@ -139,9 +149,15 @@ def load_all(
             loss = step(engine, source)
             if found:
                 want = torch.load(saved / f"{source}.pt")
-                other = [key for key in want.keys() | found.keys() if not torch.equal(want[key], found[key])]
+                other = [
+                    key
+                    for key in want.keys() | found.keys()
+                    if not torch.equal(want[key], found[key])
+                ]
                 facts = (other[:3], steps == STEPS, abs(loss - losses[source]) < 1e-9)
-                wrong += [] if facts == ([], True, True) else [f"{model}: {source} to {target}: {facts}"]
+                wrong += (
+                    [] if facts == ([], True, True) else [f"{model}: {source} to {target}: {facts}"]
+                )
     return wrong
 
 
@@ -150,12 +166,16 @@ def compare(folder: Path, model: str, pairs: list[tuple[str, str]]) -> None:
     losses, saved = {}, folder / "saved"
     saved.mkdir()
     for world, names in worlds([source for source, _ in pairs]).items():
-        for name, (tensors, loss) in run_ranks(world, save_all, folder, model, names, timeout=900)[0].items():
+        for name, (tensors, loss) in run_ranks(world, save_all, folder, model, names, timeout=900)[
+            0
+        ].items():
             torch.save(tensors, saved / f"{name}.pt")
             losses[name] = loss
     assert len(set(losses.values())) == len(losses)
     for world, targets in worlds([target for _, target in pairs]).items():
-        mine = sorted((pair for pair in pairs if pair[1] in targets), key=lambda pair: NAMES.index(pair[1]))
+        mine = sorted(
+            (pair for pair in pairs if pair[1] in targets), key=lambda pair: NAMES.index(pair[1])
+        )
         wrong = run_ranks(world, load_all, folder, model, mine, losses, saved, timeout=2400)[0]
         assert wrong == []
 
@@ -163,13 +183,18 @@ def compare(folder: Path, model: str, pairs: list[tuple[str, str]]) -> None:
 def worlds(names: list[str]) -> dict[int, list[str]]:
     """Names of places, each once, by the ranks they take."""
     found = sorted(set(names), key=NAMES.index)
-    return {n: [name for name in found if PLACES[name].world == n] for n in sorted({PLACES[n].world for n in found})}
+    return {
+        n: [name for name in found if PLACES[name].world == n]
+        for n in sorted({PLACES[n].world for n in found})
+    }
 
 
 @pytest.mark.parametrize(("model", "way"), [("gpt", 5), ("frozen-middle", 7)])
 def test_every_topology_goes_to_another(tmp_path: Path, model: str, way: int) -> None:
     """Each place is once a source and once a target."""
-    compare(tmp_path, model, [(name, NAMES[(i + way) % len(NAMES)]) for i, name in enumerate(NAMES)])
+    compare(
+        tmp_path, model, [(name, NAMES[(i + way) % len(NAMES)]) for i, name in enumerate(NAMES)]
+    )
 
 
 @pytest.mark.grid

@@ -53,14 +53,23 @@ def test_a_checkpoint_holds_every_value_once_and_no_padding(tmp_path: Path) -> N
         path = tmp_path / f"step-{number}"
         manifest = native.read_manifest(path)
         assert native.verify(path, manifest) == []
-        saved = sum(math.prod(piece[2]) * len(section["parts"]) for section, piece in pieces_of(manifest))
+        saved = sum(
+            math.prod(piece[2]) * len(section["parts"]) for section, piece in pieces_of(manifest)
+        )
         assert saved == 3 * sum(w.numel() for w in weights.values())
-        inside = [file.tensors.items() for file in map(TensorFile, sorted(path.glob("*.safetensors")))]
-        assert saved == sum(shape[0] for items in inside for key, (_, (*shape,), _) in items if key.isdecimal())
+        inside = [
+            file.tensors.items() for file in map(TensorFile, sorted(path.glob("*.safetensors")))
+        ]
+        assert saved == sum(
+            shape[0] for items in inside for key, (_, (*shape,), _) in items if key.isdecimal()
+        )
         reader = Reader(path, manifest)
         assert reader.shapes == {name: tuple(w.shape) for name, w in weights.items()}
         assert all(torch.equal(reader.full("weight", name), w) for name, w in weights.items())
-        word, part = weights["embedding.word.weight"], reader.box("weight", "embedding.word.weight", (7, 3), (40, 2))
+        word, part = (
+            weights["embedding.word.weight"],
+            reader.box("weight", "embedding.word.weight", (7, 3), (40, 2)),
+        )
         assert torch.equal(part, word[7:47, 3:5])
         assert all(reader.full("exp_avg_sq", name).min() >= 0 for name in weights)
 
@@ -161,14 +170,22 @@ def exchange_numbers(body: dict[str, Any]) -> None:
 
 def cut_otherwise(body: dict[str, Any]) -> None:
     """A line is cut into other windows, of which every file would have as many elements."""
-    line = max((line for section in body["sections"] for line in section["lines"]), key=lambda line: line["length"])
+    line = max(
+        (line for section in body["sections"] for line in section["lines"]),
+        key=lambda line: line["length"],
+    )
     line["step"] = 2 * line["step"] if line["step"] < line["length"] else line["step"] // 2
 
 
 def drop_a_piece(body: dict[str, Any]) -> None:
     """One of those that a tensor is cut into."""
     lines = [line["pieces"] for section in body["sections"] for line in section["lines"]]
-    some = next((pieces, piece) for pieces in lines for piece in pieces if piece[2] != body["shapes"][piece[0]])
+    some = next(
+        (pieces, piece)
+        for pieces in lines
+        for piece in pieces
+        if piece[2] != body["shapes"][piece[0]]
+    )
     some[0].remove(some[1])
 
 
@@ -291,7 +308,10 @@ def test_another_model_is_refused_with_the_keys_that_differ(tmp_path: Path) -> N
     ((layers, arch, dropout),) = run_ranks(1, load_other_shapes, tmp_path)
     assert "layers = 2, this run has 3" in layers
     assert "heads" not in layers
-    assert all(key in arch for key in ("arch = llama, this run has gpt", "kv_heads = 2", "ffn = 72", "tied = False"))
+    assert all(
+        key in arch
+        for key in ("arch = llama, this run has gpt", "kv_heads = 2", "ffn = 72", "tied = False")
+    )
     assert "--checkpoint.resume none" in arch
     assert dropout == ""  # no shape
 
@@ -307,7 +327,11 @@ def save_twice(folder: Path) -> tuple[list[str], float, int]:
     engine.save(str(folder / "step-1"))
     other = engine_of(engine.config)
     other.load(folder / "step-1")
-    return sorted(path.name for path in folder.iterdir()), distance(state_of(engine), state_of(other)), other.steps
+    return (
+        sorted(path.name for path in folder.iterdir()),
+        distance(state_of(engine), state_of(other)),
+        other.steps,
+    )
 
 
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
@@ -373,7 +397,9 @@ def save_on_a_full_disk(folder: Path, full: int) -> str:
 
 
 @pytest.mark.parametrize("full", [0, 3])
-def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing_half_written(full: int, tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_on_all_ranks_and_leaves_nothing_half_written(
+    full: int, tmp_path: Path
+) -> None:
     results = run_ranks(4, save_on_a_full_disk, tmp_path, full)
     assert len(set(results)) == 1
     assert f"rank {full} could not write" in results[0]
@@ -395,7 +421,9 @@ def die_when(ready: Callable[[], bool]) -> None:
 def large_engine() -> Engine:
     """An engine whose checkpoints take some time to write."""
     config = config_of(Case(1, 2, 1, dtype="fp32", layers=2))
-    return engine_of(config.model_copy(update={"model": config.model.model_copy(update={"vocab": 60_000})}))
+    return engine_of(
+        config.model_copy(update={"model": config.model.model_copy(update={"vocab": 60_000})})
+    )
 
 
 def inode(file: Path) -> int:
@@ -430,7 +458,9 @@ def after_death(folder: Path, again: str) -> list[str]:
 
 @pytest.mark.parametrize("again", ["step-2", "step-1"])
 @pytest.mark.parametrize("moment", ["writing", "renaming"])
-def test_kill_9_in_the_middle_of_a_save_leaves_the_previous_checkpoint(again: str, moment: str, tmp_path: Path) -> None:
+def test_kill_9_in_the_middle_of_a_save_leaves_the_previous_checkpoint(
+    again: str, moment: str, tmp_path: Path
+) -> None:
     with pytest.raises(AssertionError, match="died without a word"):
         run_ranks(2, save_and_die, tmp_path, again, moment)
     steps = [path for path in tmp_path.iterdir() if path.suffix != ".tmp"]

@@ -82,7 +82,15 @@ def test_a_new_engine_reads_each_byte_once_and_a_used_one_twice(case: Case, tmp_
 
 # ------------------------------------------------------------------------------------------------------------- refused
 
-KINDS = ("bit of a value", "bit of a header", "swapped", "cut short", "deleted", "numbers exchanged", "other dtypes")
+KINDS = (
+    "bit of a value",
+    "bit of a header",
+    "swapped",
+    "cut short",
+    "deleted",
+    "numbers exchanged",
+    "other dtypes",
+)
 
 
 def refused_then_trained(folder: Path, case: Case) -> dict[str, tuple[str, float]]:
@@ -169,14 +177,21 @@ def refused_for_a_nan(folder: Path, case: Case) -> float:
         other.save(folder / "step-0")
     engine = engine_of(config_of(case))
     before = state_of(engine)
-    with pytest.raises(CheckpointError, match=r"weight of .* not finite \(NaN or infinite\), so training cannot go on"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"weight of .* not finite \(NaN or infinite\), so training cannot go on",
+    ):
         engine.load(folder / "step-0")
     return distance(before, state_of(engine))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "bf16"])
-def test_a_nan_is_found_on_the_way_and_leaves_a_new_engine_as_it_was(dtype: str, tmp_path: Path) -> None:
-    assert run_ranks(2, refused_for_a_nan, tmp_path, Case(1, 2, 1, dtype=dtype, layers=1, zero=2)) == [0.0, 0.0]
+def test_a_nan_is_found_on_the_way_and_leaves_a_new_engine_as_it_was(
+    dtype: str, tmp_path: Path
+) -> None:
+    assert run_ranks(
+        2, refused_for_a_nan, tmp_path, Case(1, 2, 1, dtype=dtype, layers=1, zero=2)
+    ) == [0.0, 0.0]
 
 
 def too_large_for_fp16(folder: Path) -> list[float]:
@@ -229,7 +244,9 @@ def test_a_resumed_run_reads_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_bytes_are_finite_as_their_values_are(dtype: torch.dtype) -> None:
-    fine = torch.tensor([0.0, -0.0, torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny, 1e-7])
+    fine = torch.tensor(
+        [0.0, -0.0, torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny, 1e-7]
+    )
     data = torch.cat([fine.to(dtype).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)] * 3)
     assert finite.are_finite(data.view(torch.uint8).numpy(), dtype)
     for wrong in (torch.inf, -torch.inf, torch.nan):
@@ -260,7 +277,9 @@ def test_after_a_read_error_nobody_writes_any_more(tmp_path: Path) -> None:
     out = np.zeros(4 * 2**20, np.uint8)
     (tmp_path / "file").touch()
     placing = Placing(SimpleNamespace(path=tmp_path), (), lambda part, name: False)  # type: ignore[arg-type]
-    parts = [_Part(at, out[at : at + 2**20], torch.float32, "") for at in range(0, out.nbytes, 2**20)]
+    parts = [
+        _Part(at, out[at : at + 2**20], torch.float32, "") for at in range(0, out.nbytes, 2**20)
+    ]
     placing._files["file"] = _File([part.at for part in parts], parts, 2**20)
 
     def slow(handle: int, into: memoryview, at: int) -> None:
@@ -269,7 +288,10 @@ def test_after_a_read_error_nobody_writes_any_more(tmp_path: Path) -> None:
         time.sleep(0.2)
         into[:] = bytes([1]) * len(into)
 
-    with mock.patch.object(placing_module, "fill", slow), mock.patch.object(placing_module, "BLOCK", 2**20):
+    with (
+        mock.patch.object(placing_module, "fill", slow),
+        mock.patch.object(placing_module, "BLOCK", 2**20),
+    ):
         (problem,) = placing.finish()
     assert problem.startswith(f"{tmp_path / 'file'} cannot be read: ")
     assert "Input/output error" in problem

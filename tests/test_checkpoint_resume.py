@@ -44,8 +44,18 @@ def resume(folder: Path, cases: list[Case]) -> list[str]:
         extra = resumed.load(folder / f"step-{number}")
         losses = train(resumed, 3)
         gap = distance(state_of(straight), state_of(resumed))
-        moved = max(float(values.abs().max()) for part, _, values in state_of(resumed) if part == "exp_avg_sq")
-        facts = (losses == second, gap == 0.0, extra == {"note": case.model}, resumed.steps == 6, moved > 0)
+        moved = max(
+            float(values.abs().max())
+            for part, _, values in state_of(resumed)
+            if part == "exp_avg_sq"
+        )
+        facts = (
+            losses == second,
+            gap == 0.0,
+            extra == {"note": case.model},
+            resumed.steps == 6,
+            moved > 0,
+        )
         facts += (resumed.consumed == straight.consumed, len(set(first + second)) == 6)
         if not all(facts):
             wrong.append(f"{case}: {facts}, distance {gap}, losses {losses} and {second}")
@@ -69,10 +79,17 @@ class Move:
     tolerance: float
 
 
-def move(source: tuple[int, int, int], target: tuple[int, int, int], tolerance: float, **settings: Any) -> Move:
+def move(
+    source: tuple[int, int, int], target: tuple[int, int, int], tolerance: float, **settings: Any
+) -> Move:
     """A move with the same model, data and batch on both sides."""
     zero, schedule = settings.pop("zero", (1, 1)), settings.pop("schedule", ("1f1b", "1f1b"))
-    settings = {"microbatches": -12, "layers": 3, "dtype": "fp64" if tolerance < 1e-6 else "fp32", **settings}
+    settings = {
+        "microbatches": -12,
+        "layers": 3,
+        "dtype": "fp64" if tolerance < 1e-6 else "fp32",
+        **settings,
+    }
     cases = [
         Case(*shape, zero=z, schedule=name, sequence=shape[2] > 1, **settings)
         for shape, z, name in zip((source, target), zero, schedule, strict=True)
@@ -84,7 +101,9 @@ def move(source: tuple[int, int, int], target: tuple[int, int, int], tolerance: 
 MOVES = [
     move((2, 2, 1), (1, 2, 2), 1e-5, microbatches=3),
     move((2, 2, 1), (1, 2, 2), 1e-9, microbatches=3, model="llama", dropout=0.1),
-    move((1, 1, 4), (4, 1, 1), 1e-9, model="qwen-tied"),  # one key/value head on four ranks, tied over four stages
+    move(
+        (1, 1, 4), (4, 1, 1), 1e-9, model="qwen-tied"
+    ),  # one key/value head on four ranks, tied over four stages
     move((1, 4, 1), (1, 1, 4), 1e-9, model="qwen-tied", bucket_mib=0.01),
     move((2, 1, 2), (1, 4, 1), 1e-9, model="llama", zero=(1, 0)),
     move((1, 4, 1), (2, 1, 2), 1e-9, model="gpt-untied", zero=(0, 1), dropout=0.1),
@@ -93,12 +112,24 @@ MOVES = [
     move((2, 1, 2), (2, 1, 1), 1e-9, model="qwen-tied"),
     move((1, 2, 2), (1, 1, 2), 1e-5, model="gpt", dropout=0.1),
     move((1, 1, 1), (2, 2, 2), 1e-9, model="llama", dropout=0.1),
-    move((2, 2, 1), (1, 2, 2), 1e-9, model="qwen-tied", microbatches=4, schedule=("chimera", "1f1b")),
-    move((1, 2, 2), (2, 2, 1), 1e-9, model="gpt", zero=(1, 3), microbatches=4, schedule=("1f1b", "dualpipe")),
+    move(
+        (2, 2, 1), (1, 2, 2), 1e-9, model="qwen-tied", microbatches=4, schedule=("chimera", "1f1b")
+    ),
+    move(
+        (1, 2, 2),
+        (2, 2, 1),
+        1e-9,
+        model="gpt",
+        zero=(1, 3),
+        microbatches=4,
+        schedule=("1f1b", "dualpipe"),
+    ),
 ]
 
 
-def depart(folder: Path, moves: dict[int, Move]) -> dict[int, tuple[list[float], dict[str, Tensor]]]:
+def depart(
+    folder: Path, moves: dict[int, Move]
+) -> dict[int, tuple[list[float], dict[str, Tensor]]]:
     """Two steps and a checkpoint for each move, then how it would have gone on: losses and weights."""
     out = {}
     for number, one in moves.items():
@@ -109,7 +140,9 @@ def depart(folder: Path, moves: dict[int, Move]) -> dict[int, tuple[list[float],
     return out
 
 
-def arrive(folder: Path, moves: dict[int, Move]) -> dict[int, tuple[list[float], dict[str, Tensor]]]:
+def arrive(
+    folder: Path, moves: dict[int, Move]
+) -> dict[int, tuple[list[float], dict[str, Tensor]]]:
     """How it goes on in the other topology."""
     out = {}
     for number, one in moves.items():
@@ -119,7 +152,9 @@ def arrive(folder: Path, moves: dict[int, Move]) -> dict[int, tuple[list[float],
     return out
 
 
-def by_world(moves: dict[int, Move], case: Callable[[Move], Case]) -> Iterator[tuple[int, dict[int, Move]]]:
+def by_world(
+    moves: dict[int, Move], case: Callable[[Move], Case]
+) -> Iterator[tuple[int, dict[int, Move]]]:
     for world in sorted({case(one).world for one in moves.values()}):
         yield world, {number: one for number, one in moves.items() if case(one).world == world}
 
@@ -138,7 +173,11 @@ def test_any_topology_goes_on_from_any_other(tmp_path: Path) -> None:
         assert found[number][1].keys() == wanted[number][1].keys()
         for name, want in wanted[number][1].items():
             torch.testing.assert_close(
-                found[number][1][name], want, rtol=0, atol=one.tolerance, msg=lambda m, n=name, o=one: f"{o} {n}: {m}"
+                found[number][1][name],
+                want,
+                rtol=0,
+                atol=one.tolerance,
+                msg=lambda m, n=name, o=one: f"{o} {n}: {m}",
             )
 
 
@@ -156,7 +195,9 @@ def load_older(folder: Path) -> list[str]:
             again = engine_of(config_of(other))
             extra = again.load(path)
             one, two = engine.full_state_dict(), again.full_state_dict()
-            same = one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
+            same = one.keys() == two.keys() and all(
+                torch.equal(value, two[name]) for name, value in one.items()
+            )
             facts = (extra == {"note": version}, again.steps == 2, same)
             if other is case:
                 facts += (distance(state_of(engine), state_of(again)) == 0.0,)

@@ -32,7 +32,10 @@ def checkpoints(folder: Path) -> list[str]:
 def aside(folder: Path) -> list[list[str]]:
     """What was set aside, oldest first, but for the copies of the metrics."""
     places = sorted((folder / "run").glob("checkpoints-abandoned-*"), key=when)
-    return [sorted((path.name for path in place.glob("step-*")), key=lambda n: int(n[5:])) for place in places]
+    return [
+        sorted((path.name for path in place.glob("step-*")), key=lambda n: int(n[5:]))
+        for place in places
+    ]
 
 
 def when(aside: Path) -> list[int]:
@@ -121,14 +124,23 @@ def going_back(folder: Path, data: Data) -> None:
     assert logged(folder) == list(range(1, 31))
 
     # And back to what was abandoned: another history, so this one goes aside as a whole.
-    said = run(folder, data, checkpoint={"resume": str(kept / "step-25"), "keep": 2}, train={"stop_after": 27})
+    said = run(
+        folder,
+        data,
+        checkpoint={"resume": str(kept / "step-25"), "keep": 2},
+        train={"stop_after": 27},
+    )
     assert "set aside  step-17, step-30 in" in said
     assert checkpoints(folder) == ["step-27"]
     said = run(folder, data, checkpoint={"resume": "none"}, train={"stop_after": 1})
     assert "set aside  step-27 in" in said
     assert checkpoints(folder) == ["step-1"]
     assert logged(folder) == [1]
-    assert aside(folder) == [["step-15", "step-20", "step-25", "step-30"], ["step-17", "step-30"], ["step-27"]]
+    assert aside(folder) == [
+        ["step-15", "step-20", "step-25", "step-30"],
+        ["step-17", "step-30"],
+        ["step-27"],
+    ]
 
 
 def past_all(folder: Path, data: Data) -> None:
@@ -163,7 +175,11 @@ def dying(folder: Path, data: Data) -> None:
     """A run that goes back is killed before each of its renames; the last one would have published its checkpoint."""
     run(folder, data, checkpoint={"every": 5, "keep": 3}, train={"stop_after": 15, "steps": 20})
     rename, back = os.rename, {"resume": str(step(folder, 5)), "keep": 1}
-    for survived, newest in ((0, "step-15"), (1, "step-15"), (1, "step-5")):  # nothing, step-10, step-15 moved
+    for survived, newest in (
+        (0, "step-15"),
+        (1, "step-15"),
+        (1, "step-5"),
+    ):  # nothing, step-10, step-15 moved
         left = iter([rename] * survived)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "rename", lambda *names, left=left: next(left, die)(*names))
@@ -191,7 +207,10 @@ def restarted(folder: Path, data: Data) -> None:
     attempts = {  # (job, restarts): the last step, and what must have been resumed
         ("one", "0"): (7, 5),
         ("one", "1"): (8, 7),
-        ("two", "1"): (6, 5),  # another job, killed before it saved anything: not its own, however it was restarted
+        ("two", "1"): (
+            6,
+            5,
+        ),  # another job, killed before it saved anything: not its own, however it was restarted
         ("two", "0"): (6, 5),
         ("none", "1"): (6, 5),  # torchrun's word for no name
     }
@@ -202,9 +221,16 @@ def restarted(folder: Path, data: Data) -> None:
     os.environ["TORCHELASTIC_RUN_ID"] = "three"
     for restarts, steps in (("0", [1, 2]), ("1", [1, 2, 3])):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = restarts
-        run(folder, data, checkpoint={"resume": "none", "every": 1, "keep": 9}, train={"stop_after": steps[-1]})
+        run(
+            folder,
+            data,
+            checkpoint={"resume": "none", "every": 1, "keep": 9},
+            train={"stop_after": steps[-1]},
+        )
         assert checkpoints(folder) == [f"step-{n}" for n in reversed(steps)]
-    gone = configuration(folder, data, 1, checkpoint={"resume": str(step(folder, 99))})  # rotated away since
+    gone = configuration(
+        folder, data, 1, checkpoint={"resume": str(step(folder, 99))}
+    )  # rotated away since
     assert launch._resume_problems(folder / "run", gone, data) == []
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     assert len(launch._resume_problems(folder / "run", gone, data)) == 1
@@ -218,7 +244,9 @@ def looking(folder: Path, data: Data) -> None:
     run(folder, data, checkpoint={"every": 1, "keep": 9}, train={"stop_after": 4})
     before = logged(folder)
     back = {"resume": str(step(folder, 2)), "keep": 1}
-    said = run(folder, data, checkpoint=back, train={"stop_after": 2})  # nothing to train, nothing to save
+    said = run(
+        folder, data, checkpoint=back, train={"stop_after": 2}
+    )  # nothing to train, nothing to save
     assert "set aside" not in said
     assert checkpoints(folder) == ["step-4", "step-3", "step-2", "step-1"]
     assert logged(folder) == before
@@ -230,7 +258,12 @@ def test_a_run_that_only_looks_back_abandons_nothing(tmp_path: Path) -> None:
 
 def keeping(folder: Path, data: Data) -> None:
     for keep in (1, 2, 3):
-        run(folder, data, checkpoint={"every": 1, "keep": keep, "resume": "none"}, train={"stop_after": 5})
+        run(
+            folder,
+            data,
+            checkpoint={"every": 1, "keep": keep, "resume": "none"},
+            train={"stop_after": 5},
+        )
         assert checkpoints(folder) == [f"step-{n}" for n in range(5, 5 - keep, -1)]
 
 
@@ -261,7 +294,9 @@ def test_what_was_there_before_counts_once_it_verifies(tmp_path: Path) -> None:
     assert later == ["step-10", "step-9", "step-8", "step-7"]
 
 
-def test_checkpoints_of_one_second_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_of_one_second_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retention.time, "strftime", lambda text: "checkpoints-abandoned-now")
     kept = Retention(tmp_path / "run", 2, Topology().axis("world"))
     for _ in range(3):

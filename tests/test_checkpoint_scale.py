@@ -64,10 +64,14 @@ class World:
     def blueprint(self, pp: int, tp: int, dp: int = 0) -> Blueprint:
         rank = self.grid.rank_of({"pp": pp, "tp": tp, "dp": dp, "cp": 0})
         topology = Topology.drawn(self.grid, rank)
-        model = models.build(self.config.model, Slicing(topology.axis("tp"), True, self.config.train.seed))
+        model = models.build(
+            self.config.model, Slicing(topology.axis("tp"), True, self.config.train.seed)
+        )
         layers = model.layers()
         flops = [1.0] * len(layers)
-        pipeline = Pipeline.of(layers, topology, self.config, lambda _: flops, lambda *_: pytest.fail("measured"))
+        pipeline = Pipeline.of(
+            layers, topology, self.config, lambda _: flops, lambda *_: pytest.fail("measured")
+        )
         return Blueprint.draw(model, layers, topology, self.config, pipeline)
 
     def entries(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -77,7 +81,12 @@ class World:
                 mine = sections_of(self.blueprint(pp, tp))
                 for dp in range(self.grid.dp):
                     rank = self.grid.rank_of({"pp": pp, "tp": tp, "dp": dp, "cp": 0})
-                    yield rank, entry_of(rank, [moved(h, dp, self.grid.dp) for h in mine], describes=dp == 0)
+                    yield (
+                        rank,
+                        entry_of(
+                            rank, [moved(h, dp, self.grid.dp) for h in mine], describes=dp == 0
+                        ),
+                    )
 
 
 def sections_of(blueprint: Blueprint) -> list[Held]:
@@ -90,7 +99,9 @@ def moved(h: Held, dp: int, size: int) -> Held:
     """What the data rank `dp` holds where the first one holds this."""
     if h.section.portions % size == 0 and size > 1:
         return replace(h, portion=dp * (h.section.portions // size) + h.portion)
-    return replace(h, copy=dp * (h.copies // size) + h.copy)  # replicas are the first of the axes of copies
+    return replace(
+        h, copy=dp * (h.copies // size) + h.copy
+    )  # replicas are the first of the axes of copies
 
 
 def entry_of(rank: int, mine: list[Held], describes: bool) -> dict[str, Any]:
@@ -141,11 +152,20 @@ def saved(config: Config, world: int) -> tuple[dict[str, Any], dict[str, float]]
     body = joined([json.loads(text) for _, text in sent])
     state = {"steps": 1, "consumed": 1, "updates": 1.0, "skips": 0.0, "extra": {}}
     topology = {"pp": config.parallel.pp, "tp": config.parallel.tp, "dp": world}
-    head = {"format": FORMAT, "version": VERSION, "config": config.model_dump(mode="json"), "topology": topology}
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": config.model_dump(mode="json"),
+        "topology": topology,
+    }
     body = json.loads(json.dumps({**head, "state": state, **body}))
     check_structure(body)
     text = json.dumps({**body, "sha256": digest(body)})
-    found |= {"planning_s": time.perf_counter() - began, "manifest": len(text), "files": len(body["files"])}
+    found |= {
+        "planning_s": time.perf_counter() - began,
+        "manifest": len(text),
+        "files": len(body["files"]),
+    }
     began = time.perf_counter()
     manifest = json.loads(text)
     digest(manifest)
@@ -175,9 +195,13 @@ def test_a_manifest_grows_with_tensors_and_ranks_and_not_with_their_product() ->
     (pieces, small), (as_many, large) = found.values()
     assert pieces == as_many
     assert large["manifest"] - small["manifest"] <= PER_RANK * 768
-    assert large["sent, mean"] <= small["sent, mean"] <= 500  # a few describe their cell, and send some kilobytes
+    assert (
+        large["sent, mean"] <= small["sent, mean"] <= 500
+    )  # a few describe their cell, and send some kilobytes
     assert large["sent, most"] <= small["sent, most"] + 100
-    assert small["opens"] <= 4  # its own file, and those with its part of what tensor ranks replicate
+    assert (
+        small["opens"] <= 4
+    )  # its own file, and those with its part of what tensor ranks replicate
     assert large["opens"] <= 4
 
 
@@ -189,7 +213,9 @@ def test_175_billion_parameters_on_16384_ranks(pp: int, tp: int, opens: int, hal
     world = 16_384
     config, half = config_of(GPT_175B, pp, tp, world), config_of(GPT_175B, pp, tp, world // 2)
     manifest, costs = saved(config, world)
-    costs["opens"] = opened(manifest, World(config, world).blueprint(pp - 1, tp - 1, world // (pp * tp) // 2))
+    costs["opens"] = opened(
+        manifest, World(config, world).blueprint(pp - 1, tp - 1, world // (pp * tp) // 2)
+    )
     costs["halved"] = opened(manifest, World(half, world // 2).blueprint(0, 0, 3))
     print(costs, pieces_of(manifest))
     assert costs["manifest"] <= PER_RANK * world + PER_PIECE * pieces_of(manifest) + HEAD
@@ -213,7 +239,9 @@ def save_and_load(folder: Path) -> dict[str, Any]:
     slices = engine_of(case_of(Case(dp=4, zero=3, model="llama")))
     slices.save(folder / "zero3")
     made: list[Reader] = []
-    with mock.patch.object(native, "Reader", lambda *given: made.append(Reader(*given)) or made[-1]):
+    with mock.patch.object(
+        native, "Reader", lambda *given: made.append(Reader(*given)) or made[-1]
+    ):
         slices.load(folder / "zero3")
         whole.load(folder / "zero3")
         slices.load(folder / "few")

@@ -44,7 +44,9 @@ def joined(parts: list[Any]) -> bytes:
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("off", [-PIECE + 1, -1, 0, 1, sink.BLOCK, 9 * PIECE + 5])
-def test_bytes_and_hash(off: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_and_hash(
+    off: int, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
     parts = parts_of(4 * PIECE + off)
@@ -59,7 +61,9 @@ def test_bytes_and_hash(off: int, direct: bool, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_drive_that_gets_full(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drive_that_gets_full(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a thread: told by the next part, or at the end; the threads are gone then."""
     pwrite, calls = os.pwrite, iter(range(after + 1))  # the first one tries direct I/O
 
@@ -88,7 +92,9 @@ def write_zeros(path: Path, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_drive_that_is_full(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drive_that_is_full(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real one: an error of the write or before it, and what was written earlier is whole."""
     monkeypatch.setattr(sink, "SMALL", 2 * PIECE if direct else 2**40)
     with ext4(tmp_path / "drive", 8) as drive:
@@ -125,12 +131,16 @@ def test_a_limit_is_kept(direct: bool, tmp_path: Path, monkeypatch: pytest.Monke
     assert synced.call_count == (0 if direct else 10)
 
 
-def test_a_limit_ends_when_the_run_is_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_ends_when_the_run_is_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of a wait, too."""
     now = [0.0]
     monkeypatch.setattr(sink.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sink.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
-    with Sink(tmp_path / "file", 10 * PIECE, limit=2 * PIECE, hurries=lambda: now[0] >= 1.25) as out:
+    with Sink(
+        tmp_path / "file", 10 * PIECE, limit=2 * PIECE, hurries=lambda: now[0] >= 1.25
+    ) as out:
         for n in range(10):
             out.write(torch.zeros(PIECE, dtype=torch.uint8))
             assert now[0] == min((n + 1) / 2, 1.25)
@@ -140,7 +150,12 @@ def test_a_node_s_limit_is_shared_by_what_its_ranks_write(monkeypatch: pytest.Mo
     sizes = [300, 100, 0, 0, 50, 50, 0, 100]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     mib = 2**20
-    assert [_share(8.0, sizes, rank) for rank in (0, 1, 4, 7)] == [6 * mib, 2 * mib, 2 * mib, 4 * mib]
+    assert [_share(8.0, sizes, rank) for rank in (0, 1, 4, 7)] == [
+        6 * mib,
+        2 * mib,
+        2 * mib,
+        4 * mib,
+    ]
     assert _share(8.0, sizes, 2) is None  # writes nothing
     assert _share(None, sizes, 0) is None
     monkeypatch.delenv("LOCAL_WORLD_SIZE")

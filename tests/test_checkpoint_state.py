@@ -67,7 +67,9 @@ class Model:
     def layers(self) -> list[nn.Module]:
         h, s, vocab = self.hidden, self.slicing, self.config.vocab or 0
         stats = [Named("first", h, s), Stats("second", h, s), Named("third", h, s)]
-        head = layers.LanguageModelHead("head", "head.weight", layers.RMSNorm("head.norm", h, s), vocab, h, s)
+        head = layers.LanguageModelHead(
+            "head", "head.weight", layers.RMSNorm("head.norm", h, s), vocab, h, s
+        )
         made = [layers.Embedding("embedding", vocab, h, s), *stats, head]
         type(self).change(made)
         return made
@@ -76,7 +78,11 @@ class Model:
         return [1.0] * 5
 
 
-BUFFERS = [f"{layer}.{key}" for layer in ("first", "layers.2", "third") for key in ("mean", "seen", "inner.mask")]
+BUFFERS = [
+    f"{layer}.{key}"
+    for layer in ("first", "layers.2", "third")
+    for key in ("mean", "seen", "inner.mask")
+]
 
 
 def engine_for(case: Case, kind: type[Model] = Model) -> Engine:
@@ -100,12 +106,20 @@ Facts = tuple[dict[str, Tensor], float, list[float]]
 def facts_of(engine: Engine) -> Facts:
     """All weights and buffers, what an evaluation gives, and what data rank 0's next step begins with."""
     loss = float(engine.evaluate(share(batch(99, 8), engine.topology)))
-    return engine.full_state_dict(), loss, [float(v.double().sum()) for _, v in sorted(local(engine).items())]
+    return (
+        engine.full_state_dict(),
+        loss,
+        [float(v.double().sum()) for _, v in sorted(local(engine).items())],
+    )
 
 
 def local(engine: Engine) -> dict[str, Tensor]:
     """This rank's persistent buffers."""
-    return {name: place.value for name, place in engine.buffers.persistent().items() if place.value is not None}
+    return {
+        name: place.value
+        for name, place in engine.buffers.persistent().items()
+        if place.value is not None
+    }
 
 
 def depart(folder: Path, case: Case) -> Facts:
@@ -136,7 +150,8 @@ def test_buffers_of_layers_go_from_any_topology_to_any(tmp_path: Path) -> None:
     for (got, after, _), _ in (moved[0], back[0]):
         assert got.keys() == wanted.keys()
         assert all(
-            torch.equal(got[name], values) and got[name].dtype == values.dtype for name, values in wanted.items()
+            torch.equal(got[name], values) and got[name].dtype == values.dtype
+            for name, values in wanted.items()
         )
         assert after == pytest.approx(loss, rel=1e-9)  # fp64, another order of sums
     assert not moved[1][0][0]
@@ -154,7 +169,9 @@ def test_a_resumed_run_goes_on_with_its_buffers(tmp_path: Path) -> None:
     assert steps(other, 2) == steps(engine, 2)
     weights = engine.full_state_dict()
     with pytest.raises(KeyError, match=r"weights are missing: third\.mean"):
-        other.load_full_state_dict({name: values for name, values in weights.items() if name != "third.mean"})
+        other.load_full_state_dict(
+            {name: values for name, values in weights.items() if name != "third.mean"}
+        )
     with pytest.raises(ValueError, match=r"first\.mean: shape \(3,\), the model has \(32,\)"):
         other.load_full_state_dict({**weights, "first.mean": torch.zeros(3)})
     other.load_full_state_dict({**weights, "first.seen": torch.tensor(40)})
@@ -221,9 +238,14 @@ def test_a_shared_layer_may_not_change_its_buffers() -> None:
 
 
 def test_what_buffers_may_not_be() -> None:
-    with pytest.raises(ValueError, match=r"buffers on the meta device have no values: third\.inner\.mask|third\.mean"):
+    with pytest.raises(
+        ValueError,
+        match=r"buffers on the meta device have no values: third\.inner\.mask|third\.mean",
+    ):
         engine_for(case_of(), OnMeta)
-    with pytest.raises(ValueError, match=r"first\.mean.* changes in the forward of a layer that is recomputed"):
+    with pytest.raises(
+        ValueError, match=r"first\.mean.* changes in the forward of a layer that is recomputed"
+    ):
         steps(engine_for(case_of(recompute="full")), 1)
     steps(engine_for(case_of(recompute="full"), SharedConstant), 0)
 
@@ -241,7 +263,10 @@ def differ_over_tp(folder: Path) -> list[str]:
 def test_tensor_ranks_that_disagree_are_named_once(tmp_path: Path) -> None:
     first, second = run_ranks(2, differ_over_tp, tmp_path)
     assert len(first) == 1
-    assert "buffers differ between tensor ranks, and the first one's are saved: first.mean;" in first[0]
+    assert (
+        "buffers differ between tensor ranks, and the first one's are saved: first.mean;"
+        in first[0]
+    )
     assert second == []
 
 
@@ -321,7 +346,11 @@ def plainly() -> tuple[list[float], dict[str, Tensor], float]:
     kept = {name: value.clone() for name, value in net.named_buffers() if name != "cache"}
     ddp.eval()
     with torch.no_grad():
-        return losses, kept, float(ddp(**{key: value.chunk(2)[rank] for key, value in rows_of(9).items()}))
+        return (
+            losses,
+            kept,
+            float(ddp(**{key: value.chunk(2)[rank] for key, value in rows_of(9).items()})),
+        )
 
 
 def as_ddp() -> list[str]:
@@ -334,13 +363,22 @@ def as_ddp() -> list[str]:
         buffers = dict(engine.module.named_buffers())
         mine = torch.tensor([losses, [evaluation] * 3], dtype=torch.float64)
         want = threed.collectives.sum_of_scalars(mine, topology.axis("world")) / 2
-        gaps = {name: float((buffers[name] - value).double().abs().max()) for name, value in kept.items()}
+        gaps = {
+            name: float((buffers[name] - value).double().abs().max())
+            for name, value in kept.items()
+        }
         gaps["losses"] = float((torch.tensor(got, dtype=torch.float64) - want[0]).abs().max())
-        gaps["evaluation"] = abs(float(engine.evaluate(share(rows_of(9), topology))) - float(want[1, 0]))
+        gaps["evaluation"] = abs(
+            float(engine.evaluate(share(rows_of(9), topology))) - float(want[1, 0])
+        )
         full = engine.full_state_dict()
         if topology.rank == 0:
-            gaps |= {f"full {n}": float((full[n] - v).double().abs().max()) for n, v in kept.items()}
-        wrong += [f"stage {stage}: {name} is off by {gap}" for name, gap in gaps.items() if gap > 1e-9]
+            gaps |= {
+                f"full {n}": float((full[n] - v).double().abs().max()) for n, v in kept.items()
+            }
+        wrong += [
+            f"stage {stage}: {name} is off by {gap}" for name, gap in gaps.items() if gap > 1e-9
+        ]
     return wrong
 
 
@@ -390,7 +428,9 @@ def drop_arrive(folder: Path) -> tuple[list[list[float]], list[str]]:
 def test_dropout_of_a_wrapped_module_goes_on_bit_for_bit(tmp_path: Path) -> None:
     wanted = run_ranks(2, drop_depart, tmp_path)
     assert run_ranks(2, drop_arrive, tmp_path) == [(losses, []) for losses in wanted]
-    elsewhere = [drop_arrive(tmp_path) for _ in range(2)]  # on one process: other masks, but always the same
+    elsewhere = [
+        drop_arrive(tmp_path) for _ in range(2)
+    ]  # on one process: other masks, but always the same
     assert elsewhere[0] == elsewhere[1]
     assert all(mine != its for mine, its in zip(elsewhere[0][0], wanted[0], strict=True))
     assert len(elsewhere[0][1]) == 4
@@ -401,7 +441,9 @@ def test_dropout_of_a_wrapped_module_goes_on_bit_for_bit(tmp_path: Path) -> None
 
 
 class Toy(nn.Module):
-    def __init__(self, vocab: int, hidden: int, blocks: int, frozen: str = "", buffer: str = "") -> None:
+    def __init__(
+        self, vocab: int, hidden: int, blocks: int, frozen: str = "", buffer: str = ""
+    ) -> None:
         super().__init__()
         self.emb, self.out = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab)
         self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(blocks))
@@ -441,17 +483,27 @@ def refusal(folder: Path, net: nn.Module) -> str:
 def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     folder = adam(Toy(60, 16, 4)).save(tmp_path / "big")
     small = refusal(folder, Toy(53, 8, 2))
-    assert "the model has no weights blocks.2.bias, blocks.2.weight, blocks.3.bias, blocks.3.weight" in small
+    assert (
+        "the model has no weights blocks.2.bias, blocks.2.weight, blocks.3.bias, blocks.3.weight"
+        in small
+    )
     assert "emb.weight is [60, 16] in the checkpoint and [53, 8] in the model" in small
-    assert "the model has no weights blocks.3.bias, blocks.3.weight" in refusal(folder, Toy(60, 16, 3))
-    assert "the checkpoint has no weights blocks.4.bias, blocks.4.weight" in refusal(folder, Toy(60, 16, 5))
+    assert "the model has no weights blocks.3.bias, blocks.3.weight" in refusal(
+        folder, Toy(60, 16, 3)
+    )
+    assert "the checkpoint has no weights blocks.4.bias, blocks.4.weight" in refusal(
+        folder, Toy(60, 16, 5)
+    )
     assert "the checkpoint has no buffers extra" in refusal(folder, Toy(60, 16, 4, buffer="extra"))
     other = adam(Toy(60, 16, 4, buffer="extra")).save(tmp_path / "buffer")
     assert "the model has no buffers extra" in refusal(other, Toy(60, 16, 4))
 
 
 def test_the_deepspeed_door_refuses_it_too(tmp_path: Path) -> None:
-    config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
     big, *_ = threed.initialize(model=Toy(60, 16, 4), config=config)
     big.save_checkpoint(tmp_path)
     small, *_ = threed.initialize(model=Toy(60, 16, 2), config=config)
@@ -493,4 +545,6 @@ def test_a_checkpoint_without_buffers_still_loads(tmp_path: Path) -> None:
     assert "a version without buffers: extra keep the values they have" in said[0]
     weights = other.full_state_dict()
     assert weights.pop("extra").tolist() == [3.0, 3.0]
-    assert all(torch.equal(value, engine.full_state_dict()[name]) for name, value in weights.items())
+    assert all(
+        torch.equal(value, engine.full_state_dict()[name]) for name, value in weights.items()
+    )

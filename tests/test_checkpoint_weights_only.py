@@ -27,11 +27,15 @@ def imported(folder: Path) -> list[str]:
     """Weights from elsewhere, in one file and in several, on two tensor ranks: what is not as it was written."""
     engine, wrong = engine_of(case_of(Case(1, 1, 2, model="llama", layers=2))), []
     names = {name: tuple(value.shape) for name, value in meta_weights().items()}
-    values = {name: torch.randn(shape, dtype=torch.float64) for name, shape in sorted(names.items())}
+    values = {
+        name: torch.randn(shape, dtype=torch.float64) for name, shape in sorted(names.items())
+    }
     about = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
     for limit in (10**9, 20_000):
         path = folder / f"{limit} on {engine.topology.rank}"
-        write_weights(path, engine.config, about, lambda name: values[name].split(7), {"from": "afar"}, limit)
+        write_weights(
+            path, engine.config, about, lambda name: values[name].split(7), {"from": "afar"}, limit
+        )
         collectives.barrier(engine.topology.axis("world"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -40,7 +44,9 @@ def imported(folder: Path) -> list[str]:
         full, manifest = engine.full_state_dict(), read_manifest(path)
         facts = [extra == {"from": "afar"}, engine.steps == 0, not told]
         facts += [len(manifest["files"]) == 1 if limit == 10**9 else len(manifest["files"]) > 4]
-        facts += [all(torch.equal(full[name], value) for name, value in values.items())] if full else []
+        facts += (
+            [all(torch.equal(full[name], value) for name, value in values.items())] if full else []
+        )
         wrong += [] if all(facts) else [f"{limit}: {facts}"]
         train(engine, 1)
     return wrong
@@ -77,4 +83,7 @@ def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
             write_weights(tmp_path / "out", config, about, slabs)
         assert list(tmp_path.iterdir()) == []
     write_weights(tmp_path / "out", config, about, good.__getitem__)
-    assert Reader(tmp_path / "out", read_manifest(tmp_path / "out")).full("weight", "a").tolist() == [[1.0] * 3] * 2
+    assert (
+        Reader(tmp_path / "out", read_manifest(tmp_path / "out")).full("weight", "a").tolist()
+        == [[1.0] * 3] * 2
+    )

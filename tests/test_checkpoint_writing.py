@@ -24,7 +24,9 @@ CASE = Case(1, 2, 1, model="llama", zero=2, layers=2, dtype="fp32", bucket_mib=0
 
 def prepared(engine: Engine, path: Path) -> writing.Saving:
     state = {"steps": engine.steps, "consumed": engine.consumed, "extra": {}}
-    return writing.prepare(path, engine.optimizer, engine.topology, engine.config, state, engine.extras)
+    return writing.prepare(
+        path, engine.optimizer, engine.topology, engine.config, state, engine.extras
+    )
 
 
 def copies(engine: Engine, saving: writing.Saving) -> list[Tensor]:
@@ -91,7 +93,9 @@ def save_and_fail(folder: Path) -> list[tuple[str | None, str, bool]]:
         with pytest.raises(CheckpointError) as caught:
             saving.agree()
         collectives.barrier(engine.topology.axis("world"))
-        out.append((problem if engine.topology.rank == 0 else "", str(caught.value), any(folder.iterdir())))
+        out.append(
+            (problem if engine.topology.rank == 0 else "", str(caught.value), any(folder.iterdir()))
+        )
         collectives.barrier(engine.topology.axis("world"))
     saving = prepared(engine, folder / "good")
     saving.write(copies(engine, saving))

@@ -25,7 +25,8 @@ def test_the_plans_are_legal_and_cannot_deadlock(name: str, stages: int, microba
 
 
 @pytest.mark.parametrize(
-    "placement", [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 5, 6), (1, 4, 7), (2, 3, 8)), ((1,), (0,))]
+    "placement",
+    [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 5, 6), (1, 4, 7), (2, 3, 8)), ((1,), (0,))],
 )
 def test_forwards_alone_go_over_any_placement(placement: Placement) -> None:
     for microbatches in (1, 2, 5):
@@ -41,7 +42,9 @@ def cases() -> list[Case]:
     for number, (pp, dp, tp) in enumerate(SHAPES):
         for zero in (0, 1, 2, 3) if dp > 1 else (1,):
             at = 3 * number + zero
-            schedule = (("looping", "vee") if pp > 2 else ("split-vee", "split-1f1b"))[(number + zero) % 2]
+            schedule = (("looping", "vee") if pp > 2 else ("split-vee", "split-1f1b"))[
+                (number + zero) % 2
+            ]
             recompute = "full" if again[at % 5] == "sliced" and tp == 1 else again[at % 5]
             found.append(
                 Case(
@@ -59,4 +62,9 @@ IDLE = f"{Path(__file__).parent}/data/schedules/idle_way.py:idle_way"
 def test_chunks_and_split_backwards_equal_one_process() -> None:
     """Also where the model begins and ends on rank 0, whose tied table is one tensor there; and where no micro-batch
     comes to a chunk, whose gradients are summed after every micro-batch."""
-    run_all([*cases(), *(Case(2, 2, schedule=IDLE, zero=zero, layers=4, microbatches=2) for zero in (2, 3))])
+    run_all(
+        [
+            *cases(),
+            *(Case(2, 2, schedule=IDLE, zero=zero, layers=4, microbatches=2) for zero in (2, 3)),
+        ]
+    )

@@ -26,7 +26,22 @@ def test_schedule_prints_the_facts_of_a_plan_as_json_and_draws_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "plan.svg"
-    assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--json", "--svg", str(picture)]) == 0
+    assert (
+        main(
+            [
+                "schedule",
+                "1f1b",
+                "--stages",
+                "4",
+                "--microbatches",
+                "8",
+                "--json",
+                "--svg",
+                str(picture),
+            ]
+        )
+        == 0
+    )
     facts = json.loads(capsys.readouterr().out)
     assert facts["bubble"] == pytest.approx(3 / 11)
     assert facts["peak_activations"] == [4, 3, 2, 1]
@@ -34,7 +49,9 @@ def test_schedule_prints_the_facts_of_a_plan_as_json_and_draws_it(
     assert picture.read_text().startswith("<svg")
 
 
-def test_a_schedule_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_that_is_not_there_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["schedule", "3bw", "--stages", "4", "--microbatches", "8"]) == 2
     assert "there is no schedule '3bw': did you mean '2bw'?" in capsys.readouterr().err
     assert main(["schedule", "2bw", "--stages", "4", "--microbatches", "3"]) == 2
@@ -45,7 +62,22 @@ def test_plan_is_the_dry_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "--preset", "tiny", "--world-size", "4", "--parallel.tp", "2", "--parallel.pp", "2"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--preset",
+                "tiny",
+                "--world-size",
+                "4",
+                "--parallel.tp",
+                "2",
+                "--parallel.pp",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert "rank 3" in capsys.readouterr().out
 
 
@@ -54,13 +86,24 @@ def test_train_takes_the_flags_of_training_and_an_architecture(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     dry = ["--dry-run", "--world-size", "2", "--model.layers", "2"]
-    for words, arch in ((["gpt"], "gpt"), (["llama"], "llama"), ([], "gpt"), (["--preset", "llama-tiny"], "llama")):
+    for words, arch in (
+        (["gpt"], "gpt"),
+        (["llama"], "llama"),
+        ([], "gpt"),
+        (["--preset", "llama-tiny"], "llama"),
+    ):
         assert main(["train", *words, *dry]) == 0
         assert f"model      {arch}," in capsys.readouterr().out
     assert main(["train", "llama", "--help"]) == 0
-    assert "usage: torchrun --standalone --nproc-per-node N -m threed train llama [" in capsys.readouterr().out
+    assert (
+        "usage: torchrun --standalone --nproc-per-node N -m threed train llama ["
+        in capsys.readouterr().out
+    )
     assert main(["train", "bert", *dry]) == 2
-    assert "threed train bert: no such architecture; there are gpt, llama, mistral" in capsys.readouterr().err
+    assert (
+        "threed train bert: no such architecture; there are gpt, llama, mistral"
+        in capsys.readouterr().err
+    )
     for tool in ("train", "plan"):  # the preset has another
         assert main([tool, "llama", "--preset", "tiny", *dry]) == 2
         said = capsys.readouterr().err
@@ -76,7 +119,14 @@ def test_a_plan_for_other_machines_says_nothing_about_the_disks_of_this_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     flags = ["--preset", "tiny", "--run.dir", "/proc/none"]
-    nowhere = ["--zero.offload-params", "nvme", "--zero.stage", "3", "--zero.nvme-path", "/proc/self/mem"]
+    nowhere = [
+        "--zero.offload-params",
+        "nvme",
+        "--zero.stage",
+        "3",
+        "--zero.nvme-path",
+        "/proc/self/mem",
+    ]
     for more in ([], nowhere):
         assert main(["plan", *flags, *more, "--world-size", "16", "--parallel.tp", "2"]) == 0
         *_, last = capsys.readouterr().out.splitlines()
@@ -100,7 +150,11 @@ def test_a_file_or_a_dangling_link_in_place_of_a_folder_is_refused_at_the_start(
             place.touch()
         else:
             place.symlink_to("nowhere")
-        what = f"nothing can be saved in {run}" if run.startswith("saves") else f"the run folder {run} cannot be made"
+        what = (
+            f"nothing can be saved in {run}"
+            if run.startswith("saves")
+            else f"the run folder {run} cannot be made"
+        )
         kind = "a file" if run.endswith("file") else "a link that leads nowhere"
         said = f"{what}: {place} is {kind}; choose another with --run.dir"
         flags = ["--preset", "tiny", "--run.dir", run]
@@ -109,10 +163,15 @@ def test_a_file_or_a_dangling_link_in_place_of_a_folder_is_refused_at_the_start(
         assert launch.main(flags, prog="pretrain/gpt.py") == 2
         assert said in capsys.readouterr().err
     assert launch.main(["--preset", "tiny", "--run.dir", "x" * 300], prog="pretrain/gpt.py") == 2
-    assert "cannot be made: File name too long; choose another with --run.dir" in capsys.readouterr().err
+    assert (
+        "cannot be made: File name too long; choose another with --run.dir"
+        in capsys.readouterr().err
+    )
 
 
-def test_tokenize_writes_a_pair_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenize_writes_a_pair_that_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text("some text " * 200)
     assert main(["tokenize", str(tmp_path / "a.txt"), str(tmp_path / "out")]) == 0
     assert "1 documents, 2,001 tokens" in capsys.readouterr().out
@@ -128,7 +187,9 @@ def test_inspect_shows_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gloo" in out
 
 
-def test_inspect_verifies_and_convert_exports_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_verifies_and_convert_exports_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = tmp_path / "step-0"
     run_ranks(1, save_checkpoint, saved)
     assert main(["inspect", str(saved)]) == 0
@@ -136,7 +197,9 @@ def test_inspect_verifies_and_convert_exports_a_checkpoint(tmp_path: Path, capsy
     assert "every hash verified" in out
     assert "blocks.2.mlp.gate.weight" in out
     assert main(["convert", str(saved), str(tmp_path / "hf"), "--tokenizer", "none"]) == 0
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
     file = saved / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -151,10 +214,19 @@ def test_report_needs_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_a_drive_that_fails_is_one_line(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drive_that_fails_is_one_line(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It names what failed and where itself; an OSError of a run folder would be told of otherwise."""
     (tmp_path / "a.txt").write_text("some text " * 2000)
-    flags = ["--preset", "tiny", "--data.path", str(tmp_path / "a.txt"), "--run.dir", str(tmp_path / "run")]
+    flags = [
+        "--preset",
+        "tiny",
+        "--data.path",
+        str(tmp_path / "a.txt"),
+        "--run.dir",
+        str(tmp_path / "run"),
+    ]
     error = SwapError(number, "rank 0: reading 4096 bytes of /swap/states.rank0: failed")
     with mock.patch.object(launch, "_train", side_effect=error):
         assert launch.main(flags, prog="pretrain/gpt.py", arch="gpt") == 2

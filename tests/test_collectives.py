@@ -44,7 +44,9 @@ def noise(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return (torch.randn(shape, generator=draw, dtype=torch.float64) * 10.0 ** (rank % 3)).to(dtype)
 
 
-def everyones(axis: Axis, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+def everyones(
+    axis: Axis, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0
+) -> list[Tensor]:
     return [values(rank, shape, dtype, seed) for rank in range(axis.size)]
 
 
@@ -64,10 +66,16 @@ def check_sums(world: int) -> None:
             mine = values(axis.index, shape, dtype)
             total = torch.stack(everyones(axis, shape, dtype)).sum(0).to(dtype)
             assert torch.equal(collectives.all_reduce(mine, axis), total)
-            assert torch.equal(mine, values(axis.index, shape, dtype)), "gloo's sum must not eat its argument"
+            assert torch.equal(mine, values(axis.index, shape, dtype)), (
+                "gloo's sum must not eat its argument"
+            )
             tall = (world * 3, *shape)
-            part = torch.stack(everyones(axis, tall, dtype)).sum(0).to(dtype).chunk(world)[axis.index]
-            assert torch.equal(collectives.reduce_scatter(values(axis.index, tall, dtype), axis), part)
+            part = (
+                torch.stack(everyones(axis, tall, dtype)).sum(0).to(dtype).chunk(world)[axis.index]
+            )
+            assert torch.equal(
+                collectives.reduce_scatter(values(axis.index, tall, dtype), axis), part
+            )
 
 
 @worlds
@@ -80,7 +88,9 @@ def check_gathers(world: int) -> None:
     for dtype in (*DTYPES, torch.uint8, torch.bool):
         for shape in SHAPES[1:]:
             whole = torch.cat(everyones(axis, shape, dtype))
-            assert torch.equal(collectives.all_gather(values(axis.index, shape, dtype), axis), whole)
+            assert torch.equal(
+                collectives.all_gather(values(axis.index, shape, dtype), axis), whole
+            )
             out = torch.empty_like(whole)
             shard = out.chunk(world)[axis.index] if shape[0] else out
             shard.copy_(values(axis.index, shape, dtype))
@@ -142,11 +152,19 @@ def test_sums_are_in_rank_order_the_same_bits_on_every_rank_and_every_time(world
 
 def check_pending(world: int) -> None:
     axis = axis_of_all(world)
-    all_parts = [[values(rank, (size,), torch.float64, seed=size) for rank in range(world)] for size in range(1, 12)]
+    all_parts = [
+        [values(rank, (size,), torch.float64, seed=size) for rank in range(world)]
+        for size in range(1, 12)
+    ]
     running = [collectives.start_all_reduce(parts[axis.index].clone(), axis) for parts in all_parts]
-    running += [collectives.start_reduce_scatter(torch.cat([parts[axis.index]] * world), axis) for parts in all_parts]
+    running += [
+        collectives.start_reduce_scatter(torch.cat([parts[axis.index]] * world), axis)
+        for parts in all_parts
+    ]
     results = [pending.wait() for pending in running]
-    for parts, whole, part in zip(all_parts, results[: len(all_parts)], results[len(all_parts) :], strict=True):
+    for parts, whole, part in zip(
+        all_parts, results[: len(all_parts)], results[len(all_parts) :], strict=True
+    ):
         assert torch.equal(whole, torch.stack(parts).sum(0))
         assert torch.equal(part, torch.stack(parts).sum(0))
     assert all(pending.wait() is result for pending, result in zip(running, results, strict=True))
@@ -165,10 +183,16 @@ def check_small(world: int) -> None:
     for count in (1, 4, 9):  # fewer and more than there are ranks
         parts = [noise(rank, (count,), torch.float64) for rank in range(world)]
         got = collectives.sum_of_scalars(parts[axis.index], axis)
-        torch.testing.assert_close(got, torch.stack(parts).sum(0), rtol=0, atol=1e-13)  # of 100: fp64 rounding
-        assert len(set(collectives.exchange(got.numpy().tobytes().hex(), axis))) == 1, "the same bits on every rank"
+        torch.testing.assert_close(
+            got, torch.stack(parts).sum(0), rtol=0, atol=1e-13
+        )  # of 100: fp64 rounding
+        assert len(set(collectives.exchange(got.numpy().tobytes().hex(), axis))) == 1, (
+            "the same bits on every rank"
+        )
     poisoned = torch.tensor([float("nan") if axis.index == world - 1 else 1.0], dtype=torch.float64)
-    assert collectives.sum_of_scalars(poisoned, axis).isnan().all(), "all ranks must see one rank's NaN"
+    assert collectives.sum_of_scalars(poisoned, axis).isnan().all(), (
+        "all ranks must see one rank's NaN"
+    )
     for source in range(world):
         tensor = values(axis.index, (5, 2), torch.float32)
         assert collectives.broadcast(tensor, axis, source) is tensor
@@ -205,8 +229,13 @@ def check_conjugate(world: int, name: str) -> None:
     for shape in ((world,), (world * 3, 2), (world * 2, 3, 5), (0, 4)):
         xs = [values(rank, shape, torch.float64).requires_grad_() for rank in range(world)]
         ys = formula(xs)
-        weights = [values(0 if shared else rank, tuple(ys[rank].shape), torch.float64, seed=7) for rank in range(world)]
-        loss = sum((w * y).sum() for w, y in zip(weights[:1] if shared else weights, ys, strict=False))
+        weights = [
+            values(0 if shared else rank, tuple(ys[rank].shape), torch.float64, seed=7)
+            for rank in range(world)
+        ]
+        loss = sum(
+            (w * y).sum() for w, y in zip(weights[:1] if shared else weights, ys, strict=False)
+        )
         grads = torch.autograd.grad(loss, xs)
         x = values(axis.index, shape, torch.float64).requires_grad_()
         y = getattr(collectives, name)(x, axis)
@@ -262,7 +291,11 @@ def check_exchange(world: int) -> None:
     axis = axis_of_all(world)
 
     def value(rank: int) -> object:
-        return {"rank": rank, "text": "ünï" * (rank * 5000), "list": [None, True, 1.5, [rank]] * rank}
+        return {
+            "rank": rank,
+            "text": "ünï" * (rank * 5000),
+            "list": [None, True, 1.5, [rank]] * rank,
+        }
 
     assert collectives.exchange(value(axis.index), axis) == [value(rank) for rank in range(world)]
     assert collectives.exchange(None, axis) == [None] * world
@@ -296,14 +329,20 @@ def check_links() -> None:
     out, back = topology.link(me, 1 - me), topology.link(1 - me, me)
     before = topology.traffic["pp"]
     mine, theirs = (
-        [values(rank, shape, torch.float32, seed=i) for i, shape in enumerate([(3,), (4, 5), (1, 2, 3), (0, 4)])]
+        [
+            values(rank, shape, torch.float32, seed=i)
+            for i, shape in enumerate([(3,), (4, 5), (1, 2, 3), (0, 4)])
+        ]
         for rank in (me, 1 - me)
     )
     mine[1], theirs[1] = mine[1].t(), theirs[1].t().contiguous()
     sends = [collectives.send(part, out) for part in (mine[:1], mine[1:], [])]
     for part in (theirs[:2], theirs[2:]):  # however many are received at once
         coming = collectives.receive([torch.empty_like(message) for message in part], back)
-        assert all(torch.equal(pending.wait(), message) for pending, message in zip(coming, part, strict=True))
+        assert all(
+            torch.equal(pending.wait(), message)
+            for pending, message in zip(coming, part, strict=True)
+        )
     for pending in itertools.chain(*sends):
         pending.wait()
     assert topology.traffic["pp"] - before == 4 * sum(message.numel() for message in mine)
@@ -337,7 +376,9 @@ def check_bytes(world: int) -> None:
             assert sent(axis, lambda: result.append(f(x, axis))) == forward, name  # noqa: B023
             assert sent(axis, lambda: result[0].sum().backward()) == backward, name  # noqa: B023
         flat = torch.zeros(10, dtype=dtype)
-        assert sent(axis, lambda: collectives.broadcast(flat, axis, 1)) == (10 * size * (n - 1) * (axis.index == 1))  # noqa: B023
+        assert sent(axis, lambda: collectives.broadcast(flat, axis, 1)) == (  # noqa: B023
+            10 * size * (n - 1) * (axis.index == 1)
+        )
         assert sent(axis, lambda: collectives.gather_to_first(flat, axis)) == (  # noqa: B023
             10 * size * (axis.index > 0) + sent(axis, lambda: collectives.exchange(10, axis))
         )
@@ -385,7 +426,16 @@ def test_off_gloo_no_buffer_grows_with_the_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["all_reduce", "all_gather", "reduce_scatter", "copy_to", "reduce_from", "gather_from", "scatter_to"]
+    "name",
+    [
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "copy_to",
+        "reduce_from",
+        "gather_from",
+        "scatter_to",
+    ],
 )
 def test_over_one_rank_nothing_happens(name: str) -> None:
     axis, x = alone(), torch.ones(3)

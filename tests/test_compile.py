@@ -15,7 +15,17 @@ import torch._dynamo as dynamo
 from torch import Tensor, nn
 
 from tests import test_equivalence as equivalence
-from tests.configs import SEQ, VOCAB, Case, batch, compare_in_worlds, config_of, engine_of, padded_to, share
+from tests.configs import (
+    SEQ,
+    VOCAB,
+    Case,
+    batch,
+    compare_in_worlds,
+    config_of,
+    engine_of,
+    padded_to,
+    share,
+)
 from tests.covering import Space, Values
 from threed.config import Config, ConfigError
 from threed.engine import Engine
@@ -24,7 +34,9 @@ from threed.resolution import resolve
 from threed.topology import Topology
 
 pytest.importorskip("torch._library.opaque_object", reason="this torch has no opaque objects")
-SETTINGS: dict[str, list[object]] = {name: options[:1] for name, options in equivalence.SETTINGS.items()} | {
+SETTINGS: dict[str, list[object]] = {
+    name: options[:1] for name, options in equivalence.SETTINGS.items()
+} | {
     "dp": [1, 2],
     "tp": [1, 2],
     "model": ["gpt", "qwen-tied", "phi3", "gemma2", "gemma3"],
@@ -41,10 +53,16 @@ SETTINGS: dict[str, list[object]] = {name: options[:1] for name, options in equi
 def make(values: Values) -> Case | None:
     """A case of the equivalence tests on at most two ranks."""
     case = equivalence.make(values)
-    return replace(case, schedule=str(values["schedule"])) if case is not None and case.world <= 2 else None
+    return (
+        replace(case, schedule=str(values["schedule"]))
+        if case is not None and case.world <= 2
+        else None
+    )
 
 
-SPACE = Space(SETTINGS, make, cost=lambda case: 4 + case.world * case.layers, shape=lambda c: (c.dp, c.tp))
+SPACE = Space(
+    SETTINGS, make, cost=lambda case: 4 + case.world * case.layers, shape=lambda c: (c.dp, c.tp)
+)
 
 
 def compiled(config: Config, backend: str = "aot_eager") -> Config:
@@ -54,7 +72,9 @@ def compiled(config: Config, backend: str = "aot_eager") -> Config:
     )
 
 
-def steps(config: Config, pad: int = 0, count: int = 2) -> tuple[list[tuple[float, float | None]], dict[str, Tensor]]:
+def steps(
+    config: Config, pad: int = 0, count: int = 2
+) -> tuple[list[tuple[float, float | None]], dict[str, Tensor]]:
     """Losses and norms of some steps, the loss of an evaluation after them, and the weights on rank 0."""
     with padded_to(pad):
         engine = engine_of(config)
@@ -70,8 +90,13 @@ def compare(cases: Sequence[Case]) -> list[str]:
     for case in cases:
         dynamo.reset()
         config = config_of(case)
-        (numbers, weights), (again, weights_again) = steps(config, case.pad), steps(compiled(config), case.pad)
-        other = [name for name, value in weights.items() if not torch.equal(value, weights_again[name])]
+        (numbers, weights), (again, weights_again) = (
+            steps(config, case.pad),
+            steps(compiled(config), case.pad),
+        )
+        other = [
+            name for name, value in weights.items() if not torch.equal(value, weights_again[name])
+        ]
         if numbers != again or other:
             wrong.append(f"{case}: {numbers} and {again}; {other}")
     return wrong
@@ -83,9 +108,15 @@ def compare_rounded(cases: Sequence[Case]) -> list[str]:
     for case in cases:
         dynamo.reset()
         config = config_of(case)
-        numbers, again = (steps(config, case.pad)[0], steps(compiled(config, "inductor"), case.pad)[0])
+        numbers, again = (
+            steps(config, case.pad)[0],
+            steps(compiled(config, "inductor"), case.pad)[0],
+        )
         pairs = [
-            pair for a, b in zip(numbers, again, strict=True) for pair in zip(a, b, strict=True) if pair[0] is not None
+            pair
+            for a, b in zip(numbers, again, strict=True)
+            for pair in zip(a, b, strict=True)
+            if pair[0] is not None
         ]
         if any(b != pytest.approx(a, rel=1e-6) for a, b in pairs):
             wrong.append(f"{case}: {numbers} and {again}")
@@ -100,7 +131,15 @@ DRIVE = {"zero": 3, "offload_params": "nvme", "offload_optimizer": "nvme"}
 OFFLOADED = [
     Case(**DRIVE, order="layer", model="gemma3"),
     Case(dp=2, zero=3, offload_params="cpu", recompute="full", model="qwen-tied"),
-    Case(dp=2, zero=3, offload_params="nvme", offload_optimizer="cpu", tile=3, recompute="selective", prefetch=3),
+    Case(
+        dp=2,
+        zero=3,
+        offload_params="nvme",
+        offload_optimizer="cpu",
+        tile=3,
+        recompute="selective",
+        prefetch=3,
+    ),
     Case(pp=2, **DRIVE, schedule="zb-h1", microbatches=3, dropout=0.1),
 ]
 
@@ -160,7 +199,9 @@ def test_inductor_trains_to_the_same_within_rounding(place: dict[str, object]) -
     (numbers, weights), (again, weights_again) = steps(config), steps(compiled(config, "inductor"))
     # Rotary tables are fp32, and other sines by one rounding.
     assert [loss for loss, _ in again] == pytest.approx([loss for loss, _ in numbers], rel=1e-8)
-    assert [norm for _, norm in again[:-1]] == pytest.approx([norm for _, norm in numbers[:-1]], rel=1e-6)
+    assert [norm for _, norm in again[:-1]] == pytest.approx(
+        [norm for _, norm in numbers[:-1]], rel=1e-6
+    )
     for name, value in weights.items():
         torch.testing.assert_close(weights_again[name], value, rtol=1e-5, atol=1e-7)
 
@@ -170,7 +211,9 @@ def test_a_backward_that_waits_keeps_what_the_compiler_writes_over(schedule: str
     """Inductor reuses the memory of an output's gradient once the input's is made; the weight's comes from it later."""
     config = alone(schedule=schedule, microbatches=4, layers=4)
     (numbers, weights), (again, weights_again) = steps(config), steps(compiled(config, "inductor"))
-    assert [norm for _, norm in again[:-1]] == pytest.approx([norm for _, norm in numbers[:-1]], rel=1e-6)
+    assert [norm for _, norm in again[:-1]] == pytest.approx(
+        [norm for _, norm in numbers[:-1]], rel=1e-6
+    )
     for name, value in weights.items():
         torch.testing.assert_close(weights_again[name], value, rtol=1e-5, atol=1e-7)
 
@@ -198,7 +241,9 @@ def own(breaks: bool) -> tuple[Engine, int]:
 
     config = compiled(alone())
     model = models.build(config.model, Slicing(seed=config.train.seed))
-    layers = [Plain(layer, breaks) if isinstance(layer, Block) else layer for layer in model.layers()]
+    layers = [
+        Plain(layer, breaks) if isinstance(layer, Block) else layer for layer in model.layers()
+    ]
     model.layers = lambda: layers  # type: ignore[method-assign]
     return Engine(model, Topology(), config), config.train.global_batch
 
@@ -225,8 +270,12 @@ def test_a_module_that_cannot_be_compiled_by_layers_is_refused() -> None:
         def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
             return nn.functional.cross_entropy(self.table(tokens).flatten(0, 1), labels.flatten())
 
-    config = Config.model_validate({"train": {"global_batch": 4, "micro_batch": 4}, "run": {"compile": True}})
-    with pytest.raises(ConfigError, match=r"--run.compile: no layer of this model .* `compilable = True`"):
+    config = Config.model_validate(
+        {"train": {"global_batch": 4, "micro_batch": 4}, "run": {"compile": True}}
+    )
+    with pytest.raises(
+        ConfigError, match=r"--run.compile: no layer of this model .* `compilable = True`"
+    ):
         Engine(Whole(), Topology(), resolve(config, VOCAB, 1))
 
 
@@ -234,5 +283,9 @@ def test_dropout_is_a_function_of_the_step_in_a_graph_too() -> None:
     config = alone(dropout=0.3)
     first, again = steps(compiled(config), count=3)[0], steps(config, count=3)[0]
     assert first == again
-    assert any(isinstance(m, Dropout) for layer in engine_of(config).blueprint.layers for m in layer.modules())
+    assert any(
+        isinstance(m, Dropout)
+        for layer in engine_of(config).blueprint.layers
+        for m in layer.modules()
+    )
     assert SEQ % 4 == 0

@@ -14,9 +14,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threed.arguments import GROUPS, PRESETS, format_problems, help_text, load, load_checked, to_toml
+from threed.arguments import (
+    GROUPS,
+    PRESETS,
+    format_problems,
+    help_text,
+    load,
+    load_checked,
+    to_toml,
+)
 from threed.checks import REFUSALS, find_problems
-from threed.config import Config, ConfigError, OptimConfig, ParamGroup, RunConfig, key_name, python_name
+from threed.config import (
+    Config,
+    ConfigError,
+    OptimConfig,
+    ParamGroup,
+    RunConfig,
+    key_name,
+    python_name,
+)
 from threed.resolution import derive_dp, resolve
 
 CONTRACT = {
@@ -65,7 +81,12 @@ def test_every_key_of_the_contract_is_there() -> None:
 
 def test_defaults_of_the_contract() -> None:
     config = read("")
-    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp, config.parallel.schedule) == (
+    assert (
+        config.parallel.tp,
+        config.parallel.pp,
+        config.parallel.dp,
+        config.parallel.schedule,
+    ) == (
         1,
         1,
         None,
@@ -73,7 +94,11 @@ def test_defaults_of_the_contract() -> None:
     )
     assert (config.zero.stage, config.zero.bucket_mib, config.zero.shard_size) == (1, 64.0, "all")
     assert (config.zero.resident, config.optim.momentum, config.optim.groups) == (65536, 0.9, ())
-    assert (config.optim.betas, config.data.split, config.checkpoint.resume) == ((0.9, 0.95), 0.05, "auto")
+    assert (config.optim.betas, config.data.split, config.checkpoint.resume) == (
+        (0.9, 0.95),
+        0.05,
+        "auto",
+    )
     assert find_problems(config, 1) == []
 
 
@@ -86,9 +111,13 @@ def test_names_of_keys_and_fields() -> None:
 
 
 def test_later_layers_win(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text("[train]\nsteps = 7\nmicro_batch = 3\n[optim]\nbetas = [0.5, 0.6]\n")
+    (tmp_path / "mine.toml").write_text(
+        "[train]\nsteps = 7\nmicro_batch = 3\n[optim]\nbetas = [0.5, 0.6]\n"
+    )
     defaults = {"train": {"steps": 5, "seed": 9, "micro-batch": 2}}
-    config, options = load(["--preset", "mine", "--train.steps", "8"], defaults=defaults, presets=tmp_path)
+    config, options = load(
+        ["--preset", "mine", "--train.steps", "8"], defaults=defaults, presets=tmp_path
+    )
     assert (config.train.steps, config.train.micro_batch, config.train.seed) == (8, 3, 9)
     assert config.optim.betas == (0.5, 0.6)
     assert config.run.name == "mine"
@@ -98,10 +127,15 @@ def test_later_layers_win(tmp_path: Path) -> None:
 
 
 def test_no_path_has_a_nul(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('[run]\ndir = "a\\u0000b"\n[checkpoint]\nresume = "\\u0000"\n')
+    (tmp_path / "mine.toml").write_text(
+        '[run]\ndir = "a\\u0000b"\n[checkpoint]\nresume = "\\u0000"\n'
+    )
     with pytest.raises(ConfigError) as caught:
         load(["--config", str(tmp_path / "mine.toml")])
-    assert [line.split()[0] for line in caught.value.problems] == ["--checkpoint.resume", "--run.dir"]
+    assert [line.split()[0] for line in caught.value.problems] == [
+        "--checkpoint.resume",
+        "--run.dir",
+    ]
     assert all("must not have a NUL character" in line for line in caught.value.problems)
 
 
@@ -129,7 +163,9 @@ def test_of_a_repeated_key_the_last_wins() -> None:
 
 
 def test_forms_of_values() -> None:
-    line = "--parallel.sequence False --parallel.partition 3,2,2 --optim.betas 0.8,0.9 --optim.lr=3e-4"
+    line = (
+        "--parallel.sequence False --parallel.partition 3,2,2 --optim.betas 0.8,0.9 --optim.lr=3e-4"
+    )
     line += " --zero.bucket-mib .5 --zero.shard_size 4 --log.profile-steps 10:12 --checkpoint.async true"
     config = read(line + " --parallel.dp none")
     assert config.parallel.sequence is False
@@ -198,7 +234,10 @@ import threed.config, threed.checks, threed.arguments"""
         ("--precision.loss-scale 0", ["dynamic or a positive number"]),
         ("--zero.resident -1", ["greater than or equal to 0"]),
         ("--optim.momentum 1", ["--optim.momentum 1", "less than 1"]),
-        ("--optim.name muon", ["orthogonalises whole matrices", "slices", "use adamw, sgd or lion"]),
+        (
+            "--optim.name muon",
+            ["orthogonalises whole matrices", "slices", "use adamw, sgd or lion"],
+        ),
         ("--optim.name adam", ["must be adamw, sgd or lion", "did you mean adamw?"]),
         ("--optim.name shampoo", ["must be adamw, sgd or lion"]),
         ("--log.profile-steps 5:3", ["first:last"]),
@@ -244,7 +283,8 @@ def test_a_bad_file_is_refused_with_its_fix(tmp_path: Path, text: str, parts: li
 
 def test_all_problems_come_at_once_and_without_noise() -> None:
     found = problems(
-        "--parallel.tpp 3 --model.hidden x --optim.lr 0 --parallel.cp 2 --train.global-batch 10", world_size=8
+        "--parallel.tpp 3 --model.hidden x --optim.lr 0 --parallel.cp 2 --train.global-batch 10",
+        world_size=8,
     )
     assert [text.split(":")[0] for text in found] == [
         "--parallel.tpp",
@@ -272,8 +312,16 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
             6,
             ["tp 2 × pp 2 × dp 2 = 8", "start 8", "4 with --parallel.dp 1"],
         ),
-        ("--parallel.tp 2 --parallel.dp 2", 8, ["world size 8 ≠ tp 2 × pp 1 × dp 2 = 4", "--parallel.dp 4", "start 4"]),
-        ("--parallel.tp 2 --parallel.pp 2", 6, ["world size 6", "tp 2 × pp 2 = 4", "start 4 or 8", "--nproc-per-node"]),
+        (
+            "--parallel.tp 2 --parallel.dp 2",
+            8,
+            ["world size 8 ≠ tp 2 × pp 1 × dp 2 = 4", "--parallel.dp 4", "start 4"],
+        ),
+        (
+            "--parallel.tp 2 --parallel.pp 2",
+            6,
+            ["world size 6", "tp 2 × pp 2 = 4", "start 4 or 8", "--nproc-per-node"],
+        ),
         ("--parallel.tp 2 --parallel.pp 2", 2, ["start 4 or 8"]),
         (
             "--parallel.tp 4 --model.heads 6 --model.hidden 192",
@@ -288,32 +336,108 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         ("--model.heads 8 --model.kv-heads 3", 1, ["--model.kv-heads 3", "1, 2, 4 or 8"]),
         ("--model.hidden 100", 1, ["--model.hidden 100", "96 or 104"]),
         ("--model.hidden 24 --model.arch llama", 1, ["heads of size 3", "--model.head-dim 4"]),
-        ("--parallel.pp 4 --model.layers 3", 4, ["--model.layers 3 < --parallel.pp 4", "at most 3"]),
+        (
+            "--parallel.pp 4 --model.layers 3",
+            4,
+            ["--model.layers 3 < --parallel.pp 4", "at most 3"],
+        ),
         ("--parallel.pp 2 --parallel.partition 3,3,2", 2, ["for 3 stages", "give 2 numbers"]),
         ("--parallel.pp 2 --parallel.partition 3,3", 2, ["makes 6 layers", "8 are needed"]),
-        ("--parallel.pp 2 --parallel.schedule zb-v --parallel.partition 4,4", 2, ["give 4 numbers", "× 2 chunks of"]),
-        ("--parallel.pp 2 --parallel.schedule chimera --parallel.partition 2,2,2,2", 2, ["for 4 stages", "give 2"]),
-        ("--parallel.pp 4 --parallel.schedule zb-v --model.layers 5", 4, ["and head 7, for the 8 stages", "layers 6"]),
-        ("--parallel.pp 3 --parallel.schedule chimera", 3, ["--parallel.schedule chimera: 3 stages", "use 4"]),
-        ("--parallel.pp 2 --parallel.schedule dualpipe --train.global-batch 4", 2, ["dualpipe: 2 micro-batches"]),
-        ("--parallel.tp 2 --model.seq 33", 2, ["--model.seq 33", "32 or 34", "--parallel.sequence false"]),
-        ("--train.global-batch 10 --train.micro-batch 4", 2, ["4 × dp 2 = 8", "use 8 or 16", "--train.micro-batch 1"]),
+        (
+            "--parallel.pp 2 --parallel.schedule zb-v --parallel.partition 4,4",
+            2,
+            ["give 4 numbers", "× 2 chunks of"],
+        ),
+        (
+            "--parallel.pp 2 --parallel.schedule chimera --parallel.partition 2,2,2,2",
+            2,
+            ["for 4 stages", "give 2"],
+        ),
+        (
+            "--parallel.pp 4 --parallel.schedule zb-v --model.layers 5",
+            4,
+            ["and head 7, for the 8 stages", "layers 6"],
+        ),
+        (
+            "--parallel.pp 3 --parallel.schedule chimera",
+            3,
+            ["--parallel.schedule chimera: 3 stages", "use 4"],
+        ),
+        (
+            "--parallel.pp 2 --parallel.schedule dualpipe --train.global-batch 4",
+            2,
+            ["dualpipe: 2 micro-batches"],
+        ),
+        (
+            "--parallel.tp 2 --model.seq 33",
+            2,
+            ["--model.seq 33", "32 or 34", "--parallel.sequence false"],
+        ),
+        (
+            "--train.global-batch 10 --train.micro-batch 4",
+            2,
+            ["4 × dp 2 = 8", "use 8 or 16", "--train.micro-batch 1"],
+        ),
         ("--train.global-batch 2 --train.micro-batch 4", 1, ["use 4, or", "--train.micro-batch 2"]),
-        ("--train.steps 10 --train.stop-after 11", 1, ["--train.stop-after 11", "--train.steps 11"]),
-        ("--train.steps 10 --optim.warmup 300", 1, ["--optim.warmup 300", "steps 10", "warmup 5", "steps 301"]),
-        ("--train.steps 10 --optim.warmup 10 --optim.schedule constant", 1, ["--optim.warmup 10", "steps 11"]),
+        (
+            "--train.steps 10 --train.stop-after 11",
+            1,
+            ["--train.stop-after 11", "--train.steps 11"],
+        ),
+        (
+            "--train.steps 10 --optim.warmup 300",
+            1,
+            ["--optim.warmup 300", "steps 10", "warmup 5", "steps 301"],
+        ),
+        (
+            "--train.steps 10 --optim.warmup 10 --optim.schedule constant",
+            1,
+            ["--optim.warmup 10", "steps 11"],
+        ),
         ("--optim.lr 1e-4 --optim.min-lr 1e-3", 1, ["--optim.min-lr 0.001", "at most 0.0001"]),
         ("--model.qk-norm true", 1, ["--model.arch llama"]),
         ("--model.rope-theta 1e6", 1, ["--model.rope-theta 1e+06", "--model.arch llama"]),
-        ("--checkpoint.export-hf true --model.kv-heads 2", 1, ["--model.kv-heads 2", "--checkpoint.export-hf false"]),
-        ("--precision.loss-scale 8", 1, ["8 with --precision.dtype fp32", "only fp16", "--precision.dtype fp16"]),
-        ("--precision.loss-scale 0.5 --precision.dtype bf16", 1, ["0.5 with --precision.dtype bf16"]),
-        ("--zero.shard-size 3", 8, ["--zero.shard-size 3 does not divide dp 8", "use 1, 2, 4 or 8, or all"]),
-        ("--zero.shard-size 8 --parallel.tp 2 --zero.stage 3", 8, ["does not divide dp 4", "1, 2 or 4, or all"]),
-        ("--zero.shard-size 2 --zero.stage 0", 8, ["nothing is sliced", "--zero.shard-size all", "--zero.stage 1"]),
+        (
+            "--checkpoint.export-hf true --model.kv-heads 2",
+            1,
+            ["--model.kv-heads 2", "--checkpoint.export-hf false"],
+        ),
+        (
+            "--precision.loss-scale 8",
+            1,
+            ["8 with --precision.dtype fp32", "only fp16", "--precision.dtype fp16"],
+        ),
+        (
+            "--precision.loss-scale 0.5 --precision.dtype bf16",
+            1,
+            ["0.5 with --precision.dtype bf16"],
+        ),
+        (
+            "--zero.shard-size 3",
+            8,
+            ["--zero.shard-size 3 does not divide dp 8", "use 1, 2, 4 or 8, or all"],
+        ),
+        (
+            "--zero.shard-size 8 --parallel.tp 2 --zero.stage 3",
+            8,
+            ["does not divide dp 4", "1, 2 or 4, or all"],
+        ),
+        (
+            "--zero.shard-size 2 --zero.stage 0",
+            8,
+            ["nothing is sliced", "--zero.shard-size all", "--zero.stage 1"],
+        ),
         ("--zero.shard-size 3 --zero.stage 0", 8, ["nothing is sliced"]),
-        ("--zero.offload-optimizer cpu --zero.stage 0", 1, ["what ZeRO slices", "use --zero.stage 1, 2 or 3"]),
-        ("--zero.offload-params cpu --zero.stage 2", 2, ["parameters are whole", "use --zero.stage 3"]),
+        (
+            "--zero.offload-optimizer cpu --zero.stage 0",
+            1,
+            ["what ZeRO slices", "use --zero.stage 1, 2 or 3"],
+        ),
+        (
+            "--zero.offload-params cpu --zero.stage 2",
+            2,
+            ["parameters are whole", "use --zero.stage 3"],
+        ),
         ("--zero.offload-optimizer nvme", 1, ["--zero.nvme-path FOLDER"]),
         ("--zero.tile 4 --zero.stage 2", 2, ["use --zero.stage 3"]),
         (
@@ -323,10 +447,16 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         ),
         ("--zero.nvme-path /mnt", 1, ["--zero.offload-optimizer nvme, or leave it out"]),
         ("--zero.delayed-update true", 1, ["use --zero.offload-optimizer cpu"]),
-        ("--zero.shard-size 3 --parallel.tp 3 --model.heads 6 --model.hidden 96 --model.seq 96", 8, ["world size 8"]),
+        (
+            "--zero.shard-size 3 --parallel.tp 3 --model.heads 6 --model.hidden 96 --model.seq 96",
+            8,
+            ["world size 8"],
+        ),
     ],
 )
-def test_an_impossible_combination_is_refused_with_its_fix(line: str, world: int, parts: list[str]) -> None:
+def test_an_impossible_combination_is_refused_with_its_fix(
+    line: str, world: int, parts: list[str]
+) -> None:
     text = problem(line, world)
     for part in parts:
         assert part in text
@@ -346,13 +476,22 @@ def test_an_impossible_combination_is_refused_with_its_fix(line: str, world: int
         ("--train.steps 3", 1),
         ("--train.steps 21 --optim.warmup 20", 1),
         ("--train.steps 1 --optim.warmup 0", 1),
-        ("--model.arch llama --model.qk-norm true --model.head-dim 48 --checkpoint.export-hf true", 1),
+        (
+            "--model.arch llama --model.qk-norm true --model.head-dim 48 --checkpoint.export-hf true",
+            1,
+        ),
         ("--precision.dtype fp64 --precision.reduce-dtype fp64", 1),
         ("--precision.dtype bf16 --precision.grad-dtype bf16 --precision.reduce-dtype bf16", 1),
         ("--zero.stage 0 --parallel.schedule gpipe --parallel.chunks 1", 8),
         ("--zero.stage 2 --zero.shard-size 2 --zero.bucket-mib 1", 8),
-        ("--zero.stage 3 --zero.shard-size 4 --zero.prefetch 3 --zero.resident 0 --parallel.tp 2", 8),
-        ("--zero.stage 3 --zero.offload-optimizer nvme --zero.offload-params cpu --zero.nvme-path /mnt", 2),
+        (
+            "--zero.stage 3 --zero.shard-size 4 --zero.prefetch 3 --zero.resident 0 --parallel.tp 2",
+            8,
+        ),
+        (
+            "--zero.stage 3 --zero.offload-optimizer nvme --zero.offload-params cpu --zero.nvme-path /mnt",
+            2,
+        ),
         ("--zero.offload-optimizer cpu --zero.delayed-update true", 2),
         ("--precision.dtype fp16 --precision.loss-scale 128 --precision.grad-dtype fp16", 1),
         ("--precision.dtype fp16 --precision.reduce-dtype bf16", 1),
@@ -366,7 +505,9 @@ def test_what_works_is_not_refused(line: str, world: int) -> None:
 
 def test_a_key_in_two_spellings_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "twice.toml"
-    file.write_text("[train]\nglobal_batch = 8\nglobal-batch = 16\n[checkpoint]\nasync_ = true\nasync = false\n")
+    file.write_text(
+        "[train]\nglobal_batch = 8\nglobal-batch = 16\n[checkpoint]\nasync_ = true\nasync = false\n"
+    )
     with pytest.raises(ConfigError) as refused:
         load(["--config", str(file)])
     assert refused.value.problems == [
@@ -436,14 +577,23 @@ def groups_of(text: str) -> tuple[ParamGroup, ...]:
 def test_groups_of_a_flag() -> None:
     first = ParamGroup(match="embedding.*", lr=1e-4, weight_decay=0.0)
     second = ParamGroup(match="*.bias", weight_decay=0.5)
-    assert groups_of("embedding.*: lr=1e-4, weight-decay=0; *.bias: weight_decay=.5") == (first, second)
-    assert groups_of(" *.bias :weight-decay = 0.5;embedding.*:weight-decay=0,lr=1e-4; ") == (second, first)
+    assert groups_of("embedding.*: lr=1e-4, weight-decay=0; *.bias: weight_decay=.5") == (
+        first,
+        second,
+    )
+    assert groups_of(" *.bias :weight-decay = 0.5;embedding.*:weight-decay=0,lr=1e-4; ") == (
+        second,
+        first,
+    )
     assert groups_of("blocks.[0-3].*: lr=none") == (ParamGroup(match="blocks.[0-3].*"),)
     assert groups_of("none") == ()
 
 
 def test_groups_of_a_file_and_of_python(tmp_path: Path) -> None:
-    expected = (ParamGroup(match="embedding.*", lr=1e-4, weight_decay=0.0), ParamGroup(match="*.bias", lr=2.0))
+    expected = (
+        ParamGroup(match="embedding.*", lr=1e-4, weight_decay=0.0),
+        ParamGroup(match="*.bias", lr=2.0),
+    )
     forms = [
         '[optim]\ngroups = ["embedding.*: lr=1e-4, weight-decay=0", "*.bias: lr=2"]\n',
         '[optim]\ngroups = "embedding.*: lr=1e-4, weight-decay=0; *.bias: lr=2"\n',
@@ -508,7 +658,9 @@ def test_a_bad_group_is_refused_with_its_fix(text: str, parts: list[str]) -> Non
         ('[{ match = "a", weight-decay = 1, weight_decay = 2 }]', "says weight-decay twice"),
     ],
 )
-def test_a_bad_group_of_a_file_is_refused_with_its_fix(tmp_path: Path, value: str, part: str) -> None:
+def test_a_bad_group_of_a_file_is_refused_with_its_fix(
+    tmp_path: Path, value: str, part: str
+) -> None:
     (tmp_path / "bad.toml").write_text(f"[optim]\ngroups = {value}\n")
     assert part in problem(f"--config {tmp_path / 'bad.toml'}")
 
@@ -520,8 +672,14 @@ matches = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
 
 
 @given(st.lists(st.builds(ParamGroup, match=matches, lr=rates, weight_decay=rates), max_size=3))
-def test_groups_round_trip(tmp_path_factory: pytest.TempPathFactory, groups: list[ParamGroup]) -> None:
-    config = resolve(Config(optim=OptimConfig(groups=tuple(groups)), run=RunConfig(name="x")), vocab=9, world_size=1)
+def test_groups_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[ParamGroup]
+) -> None:
+    config = resolve(
+        Config(optim=OptimConfig(groups=tuple(groups)), run=RunConfig(name="x")),
+        vocab=9,
+        world_size=1,
+    )
     file = tmp_path_factory.getbasetemp() / "groups.toml"
     file.write_bytes(to_toml(config).encode())
     assert read(f"--config {file}") == config
@@ -538,7 +696,9 @@ def test_dp_is_what_is_left_of_the_world() -> None:
 
 
 def test_resolve_fills_in_gpt() -> None:
-    config = resolve(read("--parallel.tp 2 --model.hidden 96 --model.heads 6"), vocab=260, world_size=8)
+    config = resolve(
+        read("--parallel.tp 2 --model.hidden 96 --model.heads 6"), vocab=260, world_size=8
+    )
     model = config.model
     assert (model.kv_heads, model.head_dim, model.ffn, model.vocab, model.tied, model.bias) == (
         6,
@@ -555,7 +715,9 @@ def test_resolve_fills_in_gpt() -> None:
 
 
 def test_resolve_fills_in_llama() -> None:
-    model = resolve(read("--model.arch llama --model.hidden 4096 --model.heads 32 --model.vocab 300"), vocab=260).model
+    model = resolve(
+        read("--model.arch llama --model.hidden 4096 --model.heads 32 --model.vocab 300"), vocab=260
+    ).model
     # Llama 7B: 4096 -> 11008 is 8/3 h rounded up to a multiple of 256; to one of 64 it is 10944
     assert (model.ffn, model.vocab, model.tied, model.bias) == (10944, 300, False, False)
 
@@ -584,14 +746,16 @@ def test_toml_of_defaults_and_resolved_round_trips(tmp_path: Path) -> None:
     for config in (read(""), resolve(read(line), vocab=260, world_size=4)):
         path = tmp_path / "config.toml"
         path.write_text(to_toml(config), encoding="utf-8")
-        again = read(f"--config {path}", defaults={"train": {"steps": 77}, "data": {"path": "elsewhere"}})
+        again = read(
+            f"--config {path}", defaults={"train": {"steps": 77}, "data": {"path": "elsewhere"}}
+        )
         named = again.model_copy(update={"run": config.run}) if config.run.name is None else again
         assert named == config
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(
-    lambda text: text != "none"
-)
+texts = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1
+).filter(lambda text: text != "none")
 
 
 @given(
@@ -602,9 +766,19 @@ texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
     flag=st.sampled_from([None, True, False]),
 )
 def test_any_value_round_trips(
-    tmp_path_factory: pytest.TempPathFactory, name: str, path: str, lr: float, seed: int, flag: bool | None
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    path: str,
+    lr: float,
+    seed: int,
+    flag: bool | None,
 ) -> None:
-    groups = {"run": {"name": name, "dir": path}, "data": {"path": path}, "optim": {"lr": lr}, "train": {"seed": seed}}
+    groups = {
+        "run": {"name": name, "dir": path},
+        "data": {"path": path},
+        "optim": {"lr": lr},
+        "train": {"seed": seed},
+    }
     config = Config.model_validate({**groups, "parallel": {"sequence": flag}})
     file = tmp_path_factory.getbasetemp() / "any.toml"
     file.write_bytes(to_toml(config).encode())
@@ -668,7 +842,9 @@ def test_times_are_read_in_several_forms(said: str, seconds: float, tmp_path: Pa
     assert load(["--config", str(tmp_path / "config.toml")])[0] == config
 
 
-@pytest.mark.parametrize("said", ["1:30", "3 hours", "-5", "inf", "nan", "1:75:00", "h", "", "0x10"])
+@pytest.mark.parametrize(
+    "said", ["1:30", "3 hours", "-5", "inf", "nan", "1:75:00", "h", "", "0x10"]
+)
 def test_what_is_no_time_is_refused_with_an_example(said: str) -> None:
     with pytest.raises(ConfigError, match="3h, 90m, 1:30:00, or seconds"):
         load(["--train.time-limit", said])

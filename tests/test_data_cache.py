@@ -94,7 +94,8 @@ def test_a_full_disk_is_named_with_advice(tmp_path: Path) -> None:
         return {}
 
     with pytest.raises(
-        OSError, match=r"No disk space for the token cache: .* [KMGT]iB free; make room or point THREED_CACHE"
+        OSError,
+        match=r"No disk space for the token cache: .* [KMGT]iB free; make room or point THREED_CACHE",
     ):
         build_once(tmp_path, "entry", fill)
     assert leftovers(tmp_path) == []
@@ -123,7 +124,9 @@ def test_four_processes_build_one_entry_once(tmp_path: Path) -> None:
 
     def work(rank: int) -> None:
         begun.wait(120)
-        entry = build_once(tmp_path, "entry", lambda scratch: logged_build(log, lambda: time.sleep(0.2), scratch))
+        entry = build_once(
+            tmp_path, "entry", lambda scratch: logged_build(log, lambda: time.sleep(0.2), scratch)
+        )
         assert entry.record == {"answer": 42}
         assert (entry.folder / "data").read_bytes() == b"x" * 1000
 
@@ -132,7 +135,9 @@ def test_four_processes_build_one_entry_once(tmp_path: Path) -> None:
     assert leftovers(tmp_path) == []
 
 
-def test_without_file_locks_all_build_and_one_rename_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_locks_all_build_and_one_rename_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(37, "No locks available")
 
@@ -140,7 +145,11 @@ def test_without_file_locks_all_build_and_one_rename_wins(tmp_path: Path, monkey
     log, building = tmp_path / "log", FORK.Barrier(4)
 
     def work(rank: int) -> None:  # none is done before all have begun, however busy the machine
-        entry = build_once(tmp_path, "entry", lambda scratch: logged_build(log, lambda: building.wait(120), scratch))
+        entry = build_once(
+            tmp_path,
+            "entry",
+            lambda scratch: logged_build(log, lambda: building.wait(120), scratch),
+        )
         assert (entry.folder / "data").read_bytes() == b"x" * 1000
 
     run_at_once(work)
@@ -164,7 +173,9 @@ def test_a_killed_builder_blocks_nobody(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert build_once(tmp_path, "entry", write_hello).record == {"answer": 42}
-    (left,) = leftovers(tmp_path)  # it may belong to a builder on another machine, so it stays a day
+    (left,) = leftovers(
+        tmp_path
+    )  # it may belong to a builder on another machine, so it stays a day
     old = time.time() - 2 * cache.ABANDONED_S
     os.utime(tmp_path / left, (old, old))
     (tmp_path / "entry" / "meta.json").unlink()
@@ -184,7 +195,9 @@ def test_the_folder_is_the_argument_then_the_environment_then_home(
     assert (tmp_path / "argument").is_dir()
 
 
-def test_an_unwritable_folder_falls_back_with_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_falls_back_with_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder, notice = cache_folder(tmp_path / "file" / "cache")

@@ -82,7 +82,9 @@ def test_facts_agree_with_a_plain_count(default: Data) -> None:
 
 def test_text_splits_at_the_end(tmp_path: Path) -> None:
     content = write_text(tmp_path / "a.txt", 4999)
-    data = open_data(str(tmp_path / "a.txt"), "bytes", split=0.05, seq=16, seed=1, cache=tmp_path / "c")
+    data = open_data(
+        str(tmp_path / "a.txt"), "bytes", split=0.05, seq=16, seed=1, cache=tmp_path / "c"
+    )
     assert [*data.train.tokens.tolist(), *data.valid.tokens.tolist()] == [*content, 256]
     assert (len(data.train.tokens), len(data.valid.tokens)) == (4750, 250)
     assert data.train.shuffle
@@ -97,11 +99,15 @@ def test_batches_are_the_same_in_a_new_cache_and_at_a_new_place(tmp_path: Path) 
     first = open_data(str(tmp_path / "a.txt"), "bytes", 0.1, 32, seed=3, cache=tmp_path / "c1")
     (tmp_path / "moved").mkdir()
     (tmp_path / "a.txt").rename(tmp_path / "moved" / "a.txt")
-    second = open_data(str(tmp_path / "moved" / "a.txt"), "bytes", 0.1, 32, seed=3, cache=tmp_path / "c2")
+    second = open_data(
+        str(tmp_path / "moved" / "a.txt"), "bytes", 0.1, 32, seed=3, cache=tmp_path / "c2"
+    )
     assert first.sha256 == second.sha256
     for key, value in first.train.batch(1000, 16).items():
         assert torch.equal(value, second.train.batch(1000, 16)[key])
-    other = open_data(str(tmp_path / "moved" / "a.txt"), "bytes", 0.1, 32, seed=4, cache=tmp_path / "c2")
+    other = open_data(
+        str(tmp_path / "moved" / "a.txt"), "bytes", 0.1, 32, seed=4, cache=tmp_path / "c2"
+    )
     assert not torch.equal(first.train.batch(0, 16)["tokens"], other.train.batch(0, 16)["tokens"])
 
 
@@ -137,7 +143,9 @@ def test_the_tokenizer_and_the_split_are_part_of_the_key(tmp_path: Path) -> None
     write_text(tmp_path / "a.txt")
     ByteTokenizer().save_hf(tmp_path / "hf")
     plain = open_data(str(tmp_path / "a.txt"), "bytes", 0.1, 8, 1, tmp_path / "c")
-    by_json = open_data(str(tmp_path / "a.txt"), str(tmp_path / "hf" / "tokenizer.json"), 0.1, 8, 1, tmp_path / "c")
+    by_json = open_data(
+        str(tmp_path / "a.txt"), str(tmp_path / "hf" / "tokenizer.json"), 0.1, 8, 1, tmp_path / "c"
+    )
     smaller = open_data(str(tmp_path / "a.txt"), "bytes", 0.2, 8, 1, tmp_path / "c")
     assert len(list((tmp_path / "c").glob("tokens-*/tokens.bin"))) == 3
     assert np.array_equal(plain.train.tokens, by_json.train.tokens)
@@ -156,11 +164,16 @@ def test_megatron_gives_the_same_batches_as_the_text(tmp_path: Path) -> None:
     assert np.array_equal(text.valid.tokens, pair.valid.tokens)
     assert text.unigram_entropy == pair.unigram_entropy
     assert text.bytes_per_token == pair.bytes_per_token
-    assert open_data(str(tmp_path / "out.idx"), "bytes", 0.1, 16, 1, tmp_path / "c").sha256 == pair.sha256
+    assert (
+        open_data(str(tmp_path / "out.idx"), "bytes", 0.1, 16, 1, tmp_path / "c").sha256
+        == pair.sha256
+    )
 
 
 @pytest.mark.parametrize(("bad", "code"), [(257, 8), (-1, 4)])
-def test_ids_outside_the_vocabulary_are_named_with_their_offset(tmp_path: Path, bad: int, code: int) -> None:
+def test_ids_outside_the_vocabulary_are_named_with_their_offset(
+    tmp_path: Path, bad: int, code: int
+) -> None:
     import struct
 
     tokens = np.full(1000, 7, dtype={8: "<u2", 4: "<i4"}[code])
@@ -170,7 +183,10 @@ def test_ids_outside_the_vocabulary_are_named_with_their_offset(tmp_path: Path, 
         b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, 1, 2) + struct.pack("<i3q", 1000, 0, 0, 1)
     )
     for _ in range(2):  # the second time from the cache
-        with pytest.raises(ValueError, match=rf"token {bad} at offset 613 is outside the 257 ids .*--data\.tokenizer"):
+        with pytest.raises(
+            ValueError,
+            match=rf"token {bad} at offset 613 is outside the 257 ids .*--data\.tokenizer",
+        ):
             open_data(str(tmp_path / "g"), "bytes", 0.1, 16, 1, tmp_path / "c")
 
 
@@ -194,7 +210,9 @@ def test_four_processes_at_once_agree_and_leave_one_cache(tmp_path: Path) -> Non
     assert not list((tmp_path / "c").glob("*.building-*"))
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_text(tmp_path / "a.txt")
     real = dataset_module._write_tokens
 
@@ -212,9 +230,13 @@ def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, monke
 def test_too_little_data_is_refused_with_advice(tmp_path: Path) -> None:
     write_text(tmp_path / "a.txt", 99)
     path = str(tmp_path / "a.txt")
-    with pytest.raises(ValueError, match=r"training split: 90 tokens, .* takes 129\. Give more data, or a smaller"):
+    with pytest.raises(
+        ValueError, match=r"training split: 90 tokens, .* takes 129\. Give more data, or a smaller"
+    ):
         open_data(path, "bytes", 0.1, 128, 1, tmp_path / "c")
-    with pytest.raises(ValueError, match=r"validation split: 10 tokens, .* takes 33\. .* or a larger --data\.split"):
+    with pytest.raises(
+        ValueError, match=r"validation split: 10 tokens, .* takes 33\. .* or a larger --data\.split"
+    ):
         open_data(path, "bytes", 0.1, 32, 1, tmp_path / "c")
     with pytest.raises(ValueError, match="leaves no validation data"):
         open_data(path, "bytes", 0.001, 32, 1, tmp_path / "c")
@@ -258,7 +280,9 @@ def test_all_problems_are_found_at_once() -> None:
         ("a.idx", b"xxxx", "a.bin is missing"),
     ],
 )
-def test_each_problem_names_the_file_and_the_fix(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_each_problem_names_the_file_and_the_fix(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     (problem,) = find_problems(str(tmp_path / name), "bytes", 0.05)
     assert message in problem

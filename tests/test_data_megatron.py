@@ -102,11 +102,15 @@ def test_a_document_beyond_the_longest_sequence_takes_several(tmp_path: Path) ->
     assert read_index(tmp_path / "w.idx").documents.tolist() == [0, 3, 4]
 
 
-@pytest.mark.parametrize(("code", "form"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+@pytest.mark.parametrize(
+    ("code", "form"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")]
+)
 def test_reads_every_token_dtype(tmp_path: Path, code: int, form: str) -> None:
     size = struct.calcsize("<" + form)
     (tmp_path / "g.bin").write_bytes(struct.pack("<6" + form, 1, 2, 3, 4, 5, 127))
-    (tmp_path / "g.idx").write_bytes(golden_index(code=code, offsets=(0, 3 * size, 4 * size, 5 * size)))
+    (tmp_path / "g.idx").write_bytes(
+        golden_index(code=code, offsets=(0, 3 * size, 4 * size, 5 * size))
+    )
     tokens = open_tokens(tmp_path / "g")
     assert tokens.dtype.itemsize == size
     assert tokens.tolist() == [1, 2, 3, 4, 5, 127]
@@ -142,7 +146,9 @@ def test_halves_and_empty_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"g\.idx"):
             open_tokens(prefix)
     (tmp_path / "g.idx").unlink()
-    with pytest.raises(ValueError, match=r"g\.idx is missing\. A Megatron data set is a pair: put it beside g\.bin"):
+    with pytest.raises(
+        ValueError, match=r"g\.idx is missing\. A Megatron data set is a pair: put it beside g\.bin"
+    ):
         open_tokens(prefix)
     write_golden(tmp_path)
     (tmp_path / "g.bin").write_bytes(b"")
@@ -217,4 +223,6 @@ def test_memory_stays_small_however_large_the_text(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert summary.tokens == (tmp_path / "large.txt").stat().st_size + 1
-    assert peak < 32 << 20  # a group of pieces is 4 MiB, its tokens 8, and each exists twice for a moment
+    assert (
+        peak < 32 << 20
+    )  # a group of pieces is 4 MiB, its tokens 8, and each exists twice for a moment

@@ -37,7 +37,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def test_steps_come_in_order() -> None:
     with Prefetcher(lambda step: step * step, start=5) as batches:
-        assert [batches.get(step) for step in range(5, 50)] == [step * step for step in range(5, 50)]
+        assert [batches.get(step) for step in range(5, 50)] == [
+            step * step for step in range(5, 50)
+        ]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -66,7 +68,16 @@ def test_none_is_a_result() -> None:
 def test_seeking_restarts_forwards_and_backwards() -> None:
     seen: list[int] = []
     with Prefetcher(noting(seen), start=0, depth=2) as batches:
-        assert [batches.get(step) for step in (0, 1, 100, 101, 7, 8, 7, 0)] == [0, 1, 100, 101, 7, 8, 7, 0]
+        assert [batches.get(step) for step in (0, 1, 100, 101, 7, 8, 7, 0)] == [
+            0,
+            1,
+            100,
+            101,
+            7,
+            8,
+            7,
+            0,
+        ]
     assert {100, 101, 7, 8} <= set(seen)
     assert not {50, 90, 60} & set(seen)
 
@@ -92,7 +103,9 @@ def test_errors_come_at_their_step_with_their_traceback() -> None:
         assert [batches.get(step) for step in range(3)] == [0, 1, 4]
         with pytest.raises(KeyError, match="no sample three") as caught:
             batches.get(3)
-        assert "explode" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert "explode" in [
+            frame.name for frame in traceback.extract_tb(caught.value.__traceback__)
+        ]
 
 
 def test_goes_on_after_an_error() -> None:

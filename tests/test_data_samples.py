@@ -27,8 +27,14 @@ def test_permutation_of_every_small_size_is_a_bijection() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(bits=st.integers(20, 61), offset=st.integers(-3, 3), picks=st.sets(st.integers(0, 2**20 - 4), min_size=2))
-def test_permutation_of_huge_sizes_stays_inside_and_is_injective(bits: int, offset: int, picks: set[int]) -> None:
+@given(
+    bits=st.integers(20, 61),
+    offset=st.integers(-3, 3),
+    picks=st.sets(st.integers(0, 2**20 - 4), min_size=2),
+)
+def test_permutation_of_huge_sizes_stays_inside_and_is_injective(
+    bits: int, offset: int, picks: set[int]
+) -> None:
     size = 2**bits + offset
     images = permute(np.asarray(sorted(picks), dtype=np.uint64), size, 1, 0)
     assert int(images.max()) < size
@@ -48,7 +54,9 @@ def test_every_window_comes_equally_often_at_every_position(size: int) -> None:
     for epoch in range(epochs):
         counts[np.arange(size), permute(identity(size), size, 7, epoch).astype(int)] += 1
     # Five standard deviations of a binomial; over at most 900 cells chance alone stays below with p > 0.999.
-    assert np.abs(counts / epochs - 1 / size).max() < 5 * np.sqrt((1 / size) * (1 - 1 / size) / epochs)
+    assert np.abs(counts / epochs - 1 / size).max() < 5 * np.sqrt(
+        (1 / size) * (1 - 1 / size) / epochs
+    )
 
 
 def test_neighbours_do_not_stay_neighbours() -> None:
@@ -60,12 +68,40 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 def test_order_is_pinned() -> None:
     # A changed order would silently break resuming old runs: change this list only on purpose.
     samples = Samples(np.arange(81, dtype=np.uint16), seq=8, seed=1)
-    assert [samples.order(i) for i in range(20)] == [7, 0, 9, 6, 2, 8, 5, 3, 1, 4, 2, 3, 4, 1, 9, 0, 6, 7, 5, 8]
+    assert [samples.order(i) for i in range(20)] == [
+        7,
+        0,
+        9,
+        6,
+        2,
+        8,
+        5,
+        3,
+        1,
+        4,
+        2,
+        3,
+        4,
+        1,
+        9,
+        0,
+        6,
+        7,
+        5,
+        8,
+    ]
 
 
 @settings(max_examples=60, deadline=None)
-@given(length=st.integers(9, 400), seq=st.integers(1, 8), seed=st.integers(0, 9), first=st.integers(0, 10**12))
-def test_batch_gives_the_windows_in_order_with_shifted_labels(length: int, seq: int, seed: int, first: int) -> None:
+@given(
+    length=st.integers(9, 400),
+    seq=st.integers(1, 8),
+    seed=st.integers(0, 9),
+    first=st.integers(0, 10**12),
+)
+def test_batch_gives_the_windows_in_order_with_shifted_labels(
+    length: int, seq: int, seed: int, first: int
+) -> None:
     tokens = np.random.default_rng(length).integers(0, 60000, length).astype(np.uint16)
     samples = Samples(tokens, seq, seed)
     batch = samples.batch(first, 5)
@@ -89,7 +125,9 @@ def test_batch_does_not_depend_on_how_it_is_cut() -> None:
     tokens = np.random.default_rng(0).integers(0, 256, 1000).astype(np.uint16)
     whole = Samples(tokens, seq=7, seed=5).batch(130, 24)  # crosses an epoch: 142 windows
     for ranks in (1, 2, 3, 4, 8):
-        shares = [Samples(tokens, seq=7, seed=5).batch(range(130 + r, 154, ranks)) for r in range(ranks)]
+        shares = [
+            Samples(tokens, seq=7, seed=5).batch(range(130 + r, 154, ranks)) for r in range(ranks)
+        ]
         for key, value in whole.items():
             merged = torch.empty_like(value)
             for rank, share in enumerate(shares):
@@ -107,7 +145,9 @@ def test_each_epoch_shows_every_window_once_in_another_order() -> None:
 
 
 def test_seeds_give_other_orders() -> None:
-    orders = [[Samples(np.arange(1001), 10, seed).order(i) for i in range(100)] for seed in (0, 1, -1)]
+    orders = [
+        [Samples(np.arange(1001), 10, seed).order(i) for i in range(100)] for seed in (0, 1, -1)
+    ]
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
@@ -123,7 +163,9 @@ def test_length_counts_whole_windows_with_their_label(length: int, windows: int)
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="training split: 8 tokens, and one sample of sequence length 8 takes 9"):
+    with pytest.raises(
+        ValueError, match="training split: 8 tokens, and one sample of sequence length 8 takes 9"
+    ):
         Samples(np.arange(8), seq=8, name="training split")
     with pytest.raises(ValueError, match="at least 1"):
         Samples(np.arange(8), seq=0)

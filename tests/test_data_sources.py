@@ -49,7 +49,11 @@ def test_a_folder_is_read_recursively_in_name_order(tmp_path: Path) -> None:
     (tmp_path / ".hidden.txt").write_text("left out")
     source = find_text(tmp_path)
     assert [file.name for file in source.files] == ["a.txt", "b/a.jsonl", "b/deep/x.txt"]
-    assert list(source.pieces()) == [Piece(b"one", True), Piece(b"two", True), Piece(b"three", True)]
+    assert list(source.pieces()) == [
+        Piece(b"one", True),
+        Piece(b"two", True),
+        Piece(b"three", True),
+    ]
     assert source.notice == f"{tmp_path}: ignored README.md"
 
 
@@ -66,7 +70,9 @@ def test_what_cannot_be_read_is_refused_with_advice(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not exist"):
         find_text(tmp_path / "missing.txt")
     (tmp_path / "data.parquet").write_text("x")
-    with pytest.raises(ValueError, match=r"data\.parquet: nothing to read here\. --data\.path takes \.txt, \.jsonl"):
+    with pytest.raises(
+        ValueError, match=r"data\.parquet: nothing to read here\. --data\.path takes \.txt, \.jsonl"
+    ):
         find_text(tmp_path / "data.parquet")
     with pytest.raises(ValueError, match=r"nothing to read here \(found data\.parquet\)"):
         find_text(tmp_path)
@@ -96,13 +102,17 @@ def test_a_bad_jsonl_line_is_named(tmp_path: Path, line: str, message: str) -> N
 def test_a_jsonl_line_that_is_no_utf8_is_named(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
     for any_bytes in (False, True):
-        with pytest.raises(ValueError, match=r"d\.jsonl, line 2 is not UTF-8: invalid byte 0xff at byte 24 "):
+        with pytest.raises(
+            ValueError, match=r"d\.jsonl, line 2 is not UTF-8: invalid byte 0xff at byte 24 "
+        ):
             list(find_text(tmp_path / "d.jsonl").pieces(any_bytes))
 
 
 @given(texts=st.lists(st.text()), ascii_only=st.booleans())
 def test_jsonl_gives_every_text(texts: list[str], ascii_only: bool) -> None:
-    lines = "".join(json.dumps({"id": 1, "text": text}, ensure_ascii=ascii_only) + "\r\n" for text in texts)
+    lines = "".join(
+        json.dumps({"id": 1, "text": text}, ensure_ascii=ascii_only) + "\r\n" for text in texts
+    )
     file = held("d.jsonl", ("\ufeff" + lines).encode("utf-8"))
     assert list(read_pieces(file)) == [Piece(text.encode(), True) for text in texts if text]
 
@@ -126,7 +136,9 @@ def test_pieces_join_to_the_whole_and_split_no_character(text: str, size: int) -
 
 def test_pieces_are_cut_between_lines_then_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PIECE_BYTES", 16)
-    lines = [piece.data for piece in read_pieces(held("d.txt", b"one two\nthree four\nfive six\n" * 4))]
+    lines = [
+        piece.data for piece in read_pieces(held("d.txt", b"one two\nthree four\nfive six\n" * 4))
+    ]
     assert all(data.startswith(b"\n") for data in lines[1:])
     words = [piece.data for piece in read_pieces(held("d.txt", b"one two three four five " * 4))]
     assert all(data.startswith(b" ") for data in words[1:])
@@ -136,7 +148,9 @@ def test_pieces_are_cut_between_lines_then_words(monkeypatch: pytest.MonkeyPatch
 def test_any_bytes_pass_through_a_text_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "PIECE_BYTES", 64)
     data = bytes(range(128, 192)) * 20  # nothing but UTF-8 continuation bytes
-    assert b"".join(piece.data for piece in read_pieces(held("d.txt", data), any_bytes=True)) == data
+    assert (
+        b"".join(piece.data for piece in read_pieces(held("d.txt", data), any_bytes=True)) == data
+    )
 
 
 @pytest.mark.parametrize("size", [64, 1 << 20])
@@ -145,15 +159,24 @@ def test_any_bytes_pass_through_a_text_file(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("naïve text. ".encode("latin-1") * 30, "is not UTF-8: invalid byte 0xef at byte 2 "),
         (b"good " * 99 + b"\xff", "is not UTF-8: invalid byte 0xff at byte 495 "),
-        (b"\xef\xbb\xbf" + b"good " * 99 + b"\xe9!", "is not UTF-8: invalid byte 0xe9 at byte 498 "),
+        (
+            b"\xef\xbb\xbf" + b"good " * 99 + b"\xe9!",
+            "is not UTF-8: invalid byte 0xe9 at byte 498 ",
+        ),
         ("é".encode()[:1], "is not UTF-8: invalid byte 0xc3 at byte 0 "),
         (
             "some text".encode("utf-16"),
             "begins with the byte-order mark of UTF-16, at byte 0: .*iconv -f UTF-16 -t UTF-8",
         ),
-        (b"\xfe\xff" + "some text".encode("utf-16-be"), "begins with the byte-order mark of UTF-16"),
+        (
+            b"\xfe\xff" + "some text".encode("utf-16-be"),
+            "begins with the byte-order mark of UTF-16",
+        ),
         ("some text".encode("utf-32"), "begins with the byte-order mark of UTF-32"),
-        ("some text".encode("utf-16-le"), "has a NUL at byte 1 and many more: it looks like UTF-16"),
+        (
+            "some text".encode("utf-16-le"),
+            "has a NUL at byte 1 and many more: it looks like UTF-16",
+        ),
     ],
 )
 def test_text_that_is_not_utf8_is_refused_with_its_place(
@@ -198,7 +221,9 @@ class WithBos(ByteTokenizer):
     bos_ids = (7,)
 
 
-def test_every_document_begins_with_bos_if_the_tokenizer_has_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_document_begins_with_bos_if_the_tokenizer_has_it_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("threed.data.encode.GROUP_BYTES", 3)
     pieces = [Piece(b"ab", False), Piece(b"c", True), Piece(b"d", True), Piece(b"e", True)]
     encoded = [tokens.tolist() for tokens, _ in encode(iter(pieces), WithBos())]
@@ -207,7 +232,9 @@ def test_every_document_begins_with_bos_if_the_tokenizer_has_it_so(monkeypatch: 
 
 def test_sha256_is_over_names_and_contents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"xy")
-    expected = hashlib.sha256((5).to_bytes(8, "little") + b"a.txt" + (2).to_bytes(8, "little") + b"xy").hexdigest()
+    expected = hashlib.sha256(
+        (5).to_bytes(8, "little") + b"a.txt" + (2).to_bytes(8, "little") + b"xy"
+    ).hexdigest()
     assert find_text(tmp_path).sha256() == find_text(tmp_path / "a.txt").sha256() == expected
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
     assert find_text(tmp_path).sha256() != expected
@@ -235,11 +262,15 @@ def test_the_standard_library_has_sources_and_no_tests() -> None:
 
 def test_without_sources_the_refusal_says_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "site.py").write_text("pass\n")
-    with pytest.raises(ValueError, match=rf"{tmp_path} has no Python sources.*Give text by --data\.path: a \.txt"):
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path} has no Python sources.*Give text by --data\.path: a \.txt"
+    ):
         standard_library(tmp_path)
 
 
-def test_a_run_without_sources_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_sources_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("threed.data.corpus.sysconfig.get_path", lambda _: str(tmp_path))
     (problem,) = find_problems(None, "bytes", 0.05)
     assert problem.startswith(f"{tmp_path} has no Python sources")

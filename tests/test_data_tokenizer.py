@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threed.data.tokenizer import ByteTokenizer, TokenizerJson, byte_characters, load_tokenizer, token_dtype
+from threed.data.tokenizer import (
+    ByteTokenizer,
+    TokenizerJson,
+    byte_characters,
+    load_tokenizer,
+    token_dtype,
+)
 
 TEXTS = [
     "",
@@ -35,8 +41,12 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     specials = ["<pad>", "</s>"]
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet)
-    backend.train_from_iterator(["the cat sat on the mat and the dog ran after the cat. "] * 50, trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=specials, initial_alphabet=alphabet
+    )
+    backend.train_from_iterator(
+        ["the cat sat on the mat and the dog ran after the cat. "] * 50, trainer
+    )
     backend.enable_truncation(8)
     backend.enable_padding(length=8, pad_token="<pad>")
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
@@ -82,7 +92,9 @@ def test_transformers_gives_byte_b_id_b(tmp_path: Path, model_type: str | None) 
     ours = ByteTokenizer()
     ours.save_hf(tmp_path)
     if model_type:  # an exported model lies beside it, whose type must not choose another tokenizer
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 257}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": model_type, "vocab_size": 257})
+        )
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
     assert len(theirs) == 257
     assert theirs.convert_ids_to_tokens(range(257)) == [*byte_characters(), "<|endoftext|>"]
@@ -130,7 +142,9 @@ def test_json_finds_the_end_of_text(tmp_path: Path, name: str) -> None:
     backend.save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(str(tmp_path / "t.json"))
     assert tokenizer.eot == backend.token_to_id(name)
-    assert tokenizer.vocab_size == max(8, tokenizer.eot + 1)  # ids may have gaps; the largest one counts
+    assert tokenizer.vocab_size == max(
+        8, tokenizer.eot + 1
+    )  # ids may have gaps; the largest one counts
 
 
 def test_json_exports_load_in_transformers(tmp_path: Path, bpe: Path) -> None:
@@ -151,8 +165,12 @@ def test_json_export_keeps_the_companions_it_came_with(tmp_path: Path, bpe: Path
     (source / "tokenizer_config.json").write_text('{"chat_template": "mine"}')
     tokenizer = load_tokenizer(str(source))
     tokenizer.save_hf(tmp_path / "to")
-    assert json.loads((tmp_path / "to" / "tokenizer_config.json").read_text()) == {"chat_template": "mine"}
-    assert not (tmp_path / "to" / "special_tokens_map.json").exists()  # it would name another eos than the source
+    assert json.loads((tmp_path / "to" / "tokenizer_config.json").read_text()) == {
+        "chat_template": "mine"
+    }
+    assert not (
+        tmp_path / "to" / "special_tokens_map.json"
+    ).exists()  # it would name another eos than the source
     tokenizer.save_hf(source)  # onto itself: nothing may be lost
     assert json.loads((source / "tokenizer_config.json").read_text()) == {"chat_template": "mine"}
     assert (source / "tokenizer.json").read_bytes() == bpe.read_bytes()
@@ -161,7 +179,10 @@ def test_json_export_keeps_the_companions_it_came_with(tmp_path: Path, bpe: Path
 def test_fingerprint_follows_the_content(tmp_path: Path, bpe: Path) -> None:
     (tmp_path / "a.json").write_bytes(bpe.read_bytes())
     (tmp_path / "b.json").write_bytes(bpe.read_bytes() + b"\n")
-    first, second = load_tokenizer(str(tmp_path / "a.json")), load_tokenizer(str(tmp_path / "b.json"))
+    first, second = (
+        load_tokenizer(str(tmp_path / "a.json")),
+        load_tokenizer(str(tmp_path / "b.json")),
+    )
     assert first.fingerprint == load_tokenizer(str(bpe)).fingerprint != second.fingerprint
 
 

@@ -47,11 +47,16 @@ def my_pieces(engine: DeepSpeedEngine, step: int) -> list[dict[str, Tensor]]:
 
 
 def train_plainly(
-    world: int, steps: int = STEPS, groups: Callable[[nn.Module], Any] | None = None, rate: Any = None
+    world: int,
+    steps: int = STEPS,
+    groups: Callable[[nn.Module], Any] | None = None,
+    rate: Any = None,
 ) -> Result:
     """The mean of the micro-batches' mean losses, torch's AdamW and clipping."""
     model, count = hf_models.make("gpt2"), world * ACCUMULATION
-    optimizer = torch.optim.AdamW(groups(model) if groups else model.parameters(), lr=3e-3, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        groups(model) if groups else model.parameters(), lr=3e-3, weight_decay=0.1
+    )
     schedule = None if rate is None else torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     losses, norms = [], []
     for step in range(steps):
@@ -85,7 +90,11 @@ def by_hand(ds: dict[str, Any]) -> Result:
         assert engine.metrics is not None
         losses.append(engine.metrics.loss)
         norms.append(engine.get_global_grad_norm() or 0.0)
-    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (STEPS, STEPS * ROWS, STEPS * 2)
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (
+        STEPS,
+        STEPS * ROWS,
+        STEPS * 2,
+    )
     return losses, norms, engine.full_state_dict()
 
 
@@ -118,7 +127,9 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], atol: float) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_it_trains_as_plain_pytorch(world: int) -> None:
-    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [(by_hand, (ds_config(stage),)) for stage in range(4)]
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (by_hand, (ds_config(stage),)) for stage in range(4)
+    ]
     calls.append((by_train_batch, (ds_config(2),)))
     want = train_plainly(world)
     for got in run_ranks(world, run_all, calls)[0]:
@@ -171,9 +182,14 @@ def passed(stage: int) -> Result:
     own = torch.optim.AdamW(two_groups(model), lr=3e-3, weight_decay=0.1)
     shapes = sorted(tuple(param.shape) for param in model.parameters())
     engine, optimizer, _, _ = threed.initialize(model=model, config=ds_config(stage), optimizer=own)
-    rates = sorted((round(group["lr"], 9), group["weight_decay"]) for group in optimizer.param_groups)
+    rates = sorted(
+        (round(group["lr"], 9), group["weight_decay"]) for group in optimizer.param_groups
+    )
     assert rates == [(3e-3, 0.0), (3e-3, 0.1), (1e-2, 0.1)]
-    assert sorted(tuple(param.shape) for group in optimizer.param_groups for param in group["params"]) == shapes
+    assert (
+        sorted(tuple(param.shape) for group in optimizer.param_groups for param in group["params"])
+        == shapes
+    )
     assert any(note.startswith("optimizer: torch.optim.AdamW as passed") for note in engine.notes)
     losses, norms = [], []
     for step in range(STEPS):
@@ -197,7 +213,9 @@ def saved(stage: int, folder: str, later: int) -> tuple[dict[str, Tensor], dict[
     train_one(engine, 0)
     assert engine.save_checkpoint(folder, client_state={"epoch": 4})
     train_one(engine, 1)
-    fresh, _, _, _ = threed.initialize(model=hf_models.make("gpt2", seed=1), config=ds_config(later))
+    fresh, _, _, _ = threed.initialize(
+        model=hf_models.make("gpt2", seed=1), config=ds_config(later)
+    )
     path, state = fresh.load_checkpoint(folder)
     assert (path, state) == (f"{folder}/global_step1", {"epoch": 4})
     assert (fresh.global_steps, fresh.micro_steps) == (1, 2)
@@ -279,11 +297,15 @@ def loaded() -> tuple[list[list[float]], list[list[float]], int, list[float]]:
         "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}},
         "dataloader_drop_last": True, "gradient_accumulation_steps": 2,
     }  # fmt: skip
-    engine, _, loader, scheduler = threed.initialize(model=Regression(), config=ds, training_data=data())
+    engine, _, loader, scheduler = threed.initialize(
+        model=Regression(), config=ds, training_data=data()
+    )
     assert loader is not None
     assert scheduler is None
     batches = repeat(loader)
-    first, second = ([x[:, 0].tolist() for x, _ in (next(batches) for _ in range(len(loader)))] for _ in range(2))
+    first, second = (
+        [x[:, 0].tolist() for x, _ in (next(batches) for _ in range(len(loader)))] for _ in range(2)
+    )
     losses = [float(engine.train_batch()) for _ in range(40)]
     return first, second, len(loader), losses
 
@@ -291,7 +313,9 @@ def loaded() -> tuple[list[list[float]], list[list[float]], int, list[float]]:
 def test_training_data() -> None:
     results = run_ranks(2, loaded)
     rows = [[v for batch in first for v in batch] for first, _, _, _ in results]
-    assert sorted(rows[0] + rows[1]) == pytest.approx(data().tensors[0][:, 0].tolist())  # every sample once
+    assert sorted(rows[0] + rows[1]) == pytest.approx(
+        data().tensors[0][:, 0].tolist()
+    )  # every sample once
     assert results[0][2] == 5
     assert all(len(batch) == 2 for first, _, _, _ in results for batch in first)
     assert results[0][0] != results[0][1]  # another order in the next epoch
@@ -333,7 +357,11 @@ def test_what_programs_look_up(engine: DeepSpeedEngine, capsys: pytest.CaptureFi
     assert [name for name, _ in engine.named_parameters()] == ["linear.weight", "linear.bias"]
     assert engine.get_global_grad_norm() is None
     assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (2, 2)
-    assert (engine.gradient_accumulation_steps(), engine.zero_optimization_stage(), engine.get_lr()) == (1, 0, [1e-3])
+    assert (
+        engine.gradient_accumulation_steps(),
+        engine.zero_optimization_stage(),
+        engine.get_lr(),
+    ) == (1, 0, [1e-3])
     assert engine.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
     assert engine.eval().train() is engine
     with pytest.raises(AttributeError):
@@ -404,9 +432,13 @@ def test_groups_are_read_only(engine: DeepSpeedEngine, name: str) -> None:
 
 
 def test_names_that_are_missing_do_not_blame_the_module(engine: DeepSpeedEngine) -> None:
-    with pytest.raises(AttributeError, match=r"threed's engine has no save_16bit_model: use engine.full_state_"):
+    with pytest.raises(
+        AttributeError, match=r"threed's engine has no save_16bit_model: use engine.full_state_"
+    ):
         engine.save_16bit_model("folder")
-    with pytest.raises(AttributeError, match=r"neither threed's engine nor its module \(Regression\) .* 'nothing'"):
+    with pytest.raises(
+        AttributeError, match=r"neither threed's engine nor its module \(Regression\) .* 'nothing'"
+    ):
         engine.nothing  # noqa: B018
     assert engine.linear is engine.module.linear
     assert not hasattr(engine, "no_sync")
@@ -428,7 +460,9 @@ def streamed() -> str:
 
 def test_a_stream_is_refused_where_ranks_would_read_the_same() -> None:
     for said in run_ranks(2, streamed):
-        assert said.startswith("training_data: a Stream is iterable, without indices, and each of the 2 data ranks")
+        assert said.startswith(
+            "training_data: a Stream is iterable, without indices, and each of the 2 data ranks"
+        )
     loader = threed.initialize(model=Regression(), config=DS, training_data=Stream())[2]
     assert loader is not None
     assert sum(len(x) for x, _ in loader) == 20
@@ -458,7 +492,9 @@ def one_loss(stage: int, accumulation: int) -> list[dict[str, Tensor]]:
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }  # fmt: skip
     torch.manual_seed(0)
-    first, second = (threed.initialize(model=nn.Linear(4, 4).double(), config=ds)[0] for _ in range(2))
+    first, second = (
+        threed.initialize(model=nn.Linear(4, 4).double(), config=ds)[0] for _ in range(2)
+    )
     for step in range(2):
         x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         for part in x.chunk(first.world_size)[first.global_rank].chunk(accumulation):
@@ -479,7 +515,9 @@ def test_one_loss_through_two_engines() -> None:
         for p in (p for module in modules for p in module.parameters()):
             p.data -= 0.1 * p.grad  # type: ignore[operator]
             p.grad = None
-    for got in run_ranks(2, run_all, [(one_loss, (stage, count)) for stage in range(4) for count in (1, 2)])[0]:
+    for got in run_ranks(
+        2, run_all, [(one_loss, (stage, count)) for stage in range(4) for count in (1, 2)]
+    )[0]:
         for weights, module in zip(got, modules, strict=True):
             same(weights, {name: p.detach() for name, p in module.named_parameters()}, 1e-12)
 
@@ -487,9 +525,15 @@ def test_one_loss_through_two_engines() -> None:
 def test_what_initialize_refuses() -> None:
     for arguments, text in (
         ({}, "model: not given\nconfig: not given"),
-        ({"model": Regression(), "config": DS, "lr_scheduler": object()}, "lr_scheduler: objects are not there"),
+        (
+            {"model": Regression(), "config": DS, "lr_scheduler": object()},
+            "lr_scheduler: objects are not there",
+        ),
         ({"model": Regression(), "config": DS, "model_parameters": []}, "set requires_grad_"),
-        ({"model": Regression(), "config": {**DS, "train_batch_sise": 2}}, "did you mean train_batch_size"),
+        (
+            {"model": Regression(), "config": {**DS, "train_batch_sise": 2}},
+            "did you mean train_batch_size",
+        ),
     ):
         with pytest.raises(ConfigError, match=text):
             threed.initialize(**arguments)
@@ -504,5 +548,9 @@ def test_a_batch_moves_with_its_structure() -> None:
     moved = to_device(batch, torch.device("meta"))
     assert type(moved) is dict
     assert isinstance(moved["pair"], Pair)
-    assert (moved["pair"].ids[0].device.type, moved["pair"].text, moved["flag"]) == ("meta", "kept", True)
+    assert (moved["pair"].ids[0].device.type, moved["pair"].text, moved["flag"]) == (
+        "meta",
+        "kept",
+        True,
+    )
     assert moved["rows"][0].is_meta

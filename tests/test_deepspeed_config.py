@@ -63,12 +63,19 @@ def test_the_batch_triple(total: Any, micro: Any, steps: Any, want: tuple[int, i
     [
         ({}, "train_micro_batch_size_per_gpu: not given"),
         ({"gradient_accumulation_steps": 2}, "train_micro_batch_size_per_gpu: not given"),
-        ({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}, "train_micro_batch_size_per_gpu"),
+        (
+            {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"},
+            "train_micro_batch_size_per_gpu",
+        ),
         ({"train_batch_size": 10}, "train_batch_size: 10 does not fit"),
         ({"train_batch_size": 20, "train_micro_batch_size_per_gpu": 2}, "use 16"),
         ({"train_batch_size": 2, "gradient_accumulation_steps": 2}, "use 8"),
         (
-            {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+            {
+                "train_batch_size": 16,
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 4,
+            },
             "train_micro_batch_size_per_gpu 2 × gradient_accumulation_steps 4 × 4 data-parallel ranks = 32: use 32",
         ),
         ({"train_micro_batch_size_per_gpu": 0}, "must be at least 1"),
@@ -88,31 +95,57 @@ def test_a_batch_that_does_not_add_up(ds: dict[str, Any], text: str) -> None:
 def test_defaults_of_the_optimizer_apply_and_are_named() -> None:
     t = translate(config(optimizer={"type": "Adam"}), 4)
     optim = t.config.optim
-    assert (optim.name, optim.lr, optim.betas, optim.eps, optim.weight_decay) == ("adamw", 1e-3, (0.9, 0.999), 1e-8, 0)
+    assert (optim.name, optim.lr, optim.betas, optim.eps, optim.weight_decay) == (
+        "adamw",
+        1e-3,
+        (0.9, 0.999),
+        1e-8,
+        0,
+    )
     assert (optim.schedule, optim.warmup, t.learning_rate) == ("constant", 0, None)
-    for key, value in (("lr", "0.001"), ("betas", "[0.9, 0.999]"), ("eps", "1e-08"), ("weight_decay", "0.0")):
+    for key, value in (
+        ("lr", "0.001"),
+        ("betas", "[0.9, 0.999]"),
+        ("eps", "1e-08"),
+        ("weight_decay", "0.0"),
+    ):
         assert notes(t, f"optimizer.params.{key}") == [f"not given: DeepSpeed's default, {value}"]
 
 
 def test_given_values_of_the_optimizer() -> None:
-    params = {"lr": 3e-4, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True}
+    params = {
+        "lr": 3e-4,
+        "betas": [0.8, 0.99],
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "torch_adam": True,
+    }
     t = translate(config(optimizer={"type": "adamw", "params": params}), 4)
     optim = t.config.optim
     assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (3e-4, (0.8, 0.99), 1e-6, 0.1)
-    assert [(g.match, g.lr, g.weight_decay) for g in optim.groups] == [("*", None, 0.1)]  # norms and biases too
+    assert [(g.match, g.lr, g.weight_decay) for g in optim.groups] == [
+        ("*", None, 0.1)
+    ]  # norms and biases too
     assert "no effect" in notes(t, "optimizer.params.torch_adam")[0]
 
 
 def test_sgd_and_lion() -> None:
-    sgd = translate(config(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}), 4).config.optim
+    sgd = translate(
+        config(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}), 4
+    ).config.optim
     assert (sgd.name, sgd.lr, sgd.momentum) == ("sgd", 0.1, 0.9)
     lion = translate(config(optimizer={"type": "Lion", "params": {"lr": 1e-4}}), 4).config.optim
     assert (lion.name, lion.lr, lion.betas) == ("lion", 1e-4, (0.9, 0.999))
 
 
-@pytest.mark.parametrize("name", ["Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "Adagrad", "MuSGD"])
+@pytest.mark.parametrize(
+    "name", ["Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Muon", "Adagrad", "MuSGD"]
+)
 def test_other_optimizers_are_refused_by_name(name: str) -> None:
-    assert problem(optimizer={"type": name}) == f'optimizer.type: "{name}" is not there: use AdamW, Adam, SGD or Lion'
+    assert (
+        problem(optimizer={"type": name})
+        == f'optimizer.type: "{name}" is not there: use AdamW, Adam, SGD or Lion'
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,16 +153,40 @@ def test_other_optimizers_are_refused_by_name(name: str) -> None:
     [
         ({"type": "AdanW"}, 'optimizer.type: "AdanW" is not known: use AdamW, Adam, SGD or Lion'),
         ({"params": {}}, "optimizer.type: not given"),
-        ({"type": "AdamW", "params": {"lr": "auto"}}, 'optimizer.params.lr: "auto" is filled in by a trainer'),
+        (
+            {"type": "AdamW", "params": {"lr": "auto"}},
+            'optimizer.params.lr: "auto" is filled in by a trainer',
+        ),
         ({"type": "AdamW", "params": {"lr": 0}}, "optimizer.params.lr: 0 must be more than 0"),
-        ({"type": "AdamW", "params": {"betas": [0.9]}}, "optimizer.params.betas: [0.9] must be two numbers"),
+        (
+            {"type": "AdamW", "params": {"betas": [0.9]}},
+            "optimizer.params.betas: [0.9] must be two numbers",
+        ),
         ({"type": "AdamW", "params": {"betas": [0.9, 1.0]}}, "must be two numbers"),
-        ({"type": "AdamW", "params": {"amsgrad": True}}, "optimizer.params.amsgrad: true is not there (only false)"),
-        ({"type": "AdamW", "params": {"bias_correction": False}}, "optimizer.params.bias_correction"),
-        ({"type": "AdamW", "params": {"weight_decy": 0.1}}, "did you mean optimizer.params.weight_decay?"),
-        ({"type": "AdamW", "params": {"max_grad_norm": 1.0}}, "use the top-level gradient_clipping"),
-        ({"type": "AdamW", "param": {}}, "optimizer.param: no such key (did you mean optimizer.params?)"),
-        ({"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, "use true, or weight_decay 0"),
+        (
+            {"type": "AdamW", "params": {"amsgrad": True}},
+            "optimizer.params.amsgrad: true is not there (only false)",
+        ),
+        (
+            {"type": "AdamW", "params": {"bias_correction": False}},
+            "optimizer.params.bias_correction",
+        ),
+        (
+            {"type": "AdamW", "params": {"weight_decy": 0.1}},
+            "did you mean optimizer.params.weight_decay?",
+        ),
+        (
+            {"type": "AdamW", "params": {"max_grad_norm": 1.0}},
+            "use the top-level gradient_clipping",
+        ),
+        (
+            {"type": "AdamW", "param": {}},
+            "optimizer.param: no such key (did you mean optimizer.params?)",
+        ),
+        (
+            {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}},
+            "use true, or weight_decay 0",
+        ),
         ({"type": "SGD", "params": {"nesterov": True}}, "optimizer.params.nesterov"),
         ({"type": "SGD", "params": {"dampening": 0.1}}, "optimizer.params.dampening"),
         ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas: no such key"),
@@ -166,12 +223,25 @@ def test_formats() -> None:
     p = translate(BASE, 4).config.precision
     assert (p.dtype, p.grad_dtype, p.reduce_dtype) == ("fp32", "fp32", "fp32")
     t = translate(config(bf16={"enabled": True}), 4)
-    assert (t.config.precision.dtype, t.config.precision.grad_dtype, t.loss_scale) == ("bf16", "fp32", None)
-    assert notes(t, "data_types.grad_accum_dtype") == ["not given: fp32, threed's own default (DeepSpeed's is bf16)"]
-    ds = config(bfloat16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}, communication_data_type="bf16")
+    assert (t.config.precision.dtype, t.config.precision.grad_dtype, t.loss_scale) == (
+        "bf16",
+        "fp32",
+        None,
+    )
+    assert notes(t, "data_types.grad_accum_dtype") == [
+        "not given: fp32, threed's own default (DeepSpeed's is bf16)"
+    ]
+    ds = config(
+        bfloat16={"enabled": True},
+        data_types={"grad_accum_dtype": "bf16"},
+        communication_data_type="bf16",
+    )
     p = translate(ds, 4).config.precision
     assert (p.dtype, p.grad_dtype, p.reduce_dtype) == ("bf16", "bf16", "bf16")
-    assert translate(config(communication_data_type=torch.bfloat16), 4).config.precision.reduce_dtype == "bf16"
+    assert (
+        translate(config(communication_data_type=torch.bfloat16), 4).config.precision.reduce_dtype
+        == "bf16"
+    )
     p = translate(BASE, 4, ModelFacts(dtype="fp64")).config.precision
     assert (p.dtype, p.grad_dtype, p.reduce_dtype) == ("fp64", "fp64", "fp64")
 
@@ -188,7 +258,11 @@ def test_fp16_and_its_loss_scale() -> None:
     assert translate(config(fp16=fp16), 4).loss_scale == LossScale(256.0, 50, 3, True, 4.0, True)
     t = translate(config(fp16={"enabled": True, "loss_scale": 128}), 4)
     assert t.loss_scale is not None
-    assert (t.loss_scale.initial, t.loss_scale.dynamic, t.config.precision.loss_scale) == (128.0, False, 128.0)
+    assert (t.loss_scale.initial, t.loss_scale.dynamic, t.config.precision.loss_scale) == (
+        128.0,
+        False,
+        128.0,
+    )
     assert translate(config(fp16={"enabled": False, "loss_scale": 128}), 4).loss_scale is None
 
 
@@ -205,17 +279,29 @@ def test_auto_formats_are_the_models() -> None:
     ("more", "text"),
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
-        ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast: true is not there (only false)"),
+        (
+            {"fp16": {"enabled": True, "auto_cast": True}},
+            "fp16.auto_cast: true is not there (only false)",
+        ),
         ({"fp16": {"enable": True}}, "fp16.enable: no such key (did you mean fp16.enabled?)"),
         ({"fp16": {"enabled": 1}}, "fp16.enabled: 1 must be true or false"),
         ({"fp16": {"hysteresis": 0}}, "fp16.hysteresis: 0 must be at least 1"),
         ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale: -1 must be at least 0"),
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
-        ({"data_types": {"grad_accum_dtype": "fp8"}}, 'data_types.grad_accum_dtype: "fp8" is not known'),
-        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype: bf16, but weights are fp32"),
+        (
+            {"data_types": {"grad_accum_dtype": "fp8"}},
+            'data_types.grad_accum_dtype: "fp8" is not known',
+        ),
+        (
+            {"data_types": {"param_dtype": "bf16"}},
+            "data_types.param_dtype: bf16, but weights are fp32",
+        ),
         ({"communication_data_type": "int8"}, "communication_data_type"),
         ({"amp": {"enabled": True}}, "amp: is not there: use bf16 or fp16"),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast: is not there"),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            "torch_autocast: is not there",
+        ),
     ],
 )
 def test_formats_that_are_refused(more: dict[str, Any], text: str) -> None:
@@ -237,7 +323,9 @@ def test_zero() -> None:
     t = translate(config(zero_optimization={"stage": 0, "mics_shard_size": 2}), 4)
     assert t.config.zero.shard_size == "all"
     assert notes(t, "zero_optimization.mics_shard_size") == ["no effect: stage 0 slices nothing"]
-    ds = config(zero_optimization=zero, bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"})
+    ds = config(
+        zero_optimization=zero, bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}
+    )
     assert translate(ds, 4).config.zero.bucket_mib == 5e8 * 2 / 2**20
 
 
@@ -270,9 +358,15 @@ def test_auto_sizes_come_from_the_hidden_size() -> None:
     [
         ({"stage": 4}, "zero_optimization.stage: 4 must be less than 4"),
         ({"stage": "2"}, "is no number"),
-        ({"stage": 3, "mics_shard_size": 3}, "mics_shard_size: 3 does not divide 4 data-parallel ranks"),
+        (
+            {"stage": 3, "mics_shard_size": 3},
+            "mics_shard_size: 3 does not divide 4 data-parallel ranks",
+        ),
         ({"reduce_bucket_size": 0}, "must be at least 1"),
-        ({"stage3_param_persistance_threshold": 5}, "mean zero_optimization.stage3_param_persistence_threshold?"),
+        (
+            {"stage3_param_persistance_threshold": 5},
+            "mean zero_optimization.stage3_param_persistence_threshold?",
+        ),
         (True, 'zero_optimization: a switch is the old form: write {"stage": 1}'),
         ({"zenflow": {"topk_ratio": 0.1}}, "every update has the whole gradient of its step"),
         ({"zero_hpz_partition_size": 8}, "use mics_shard_size"),
@@ -302,16 +396,23 @@ def at(place: tuple[str, ...], key: str, value: Any) -> dict[str, Any]:
 def test_every_key_of_the_tables_is_named(place: tuple[str, ...]) -> None:
     table = PLACES[place]
     for key, why in table.ignored.items():
-        assert notes(translate(at(place, key, 1), 4), ".".join((*place, key))) == [f"no effect: {why}"]
+        assert notes(translate(at(place, key, 1), 4), ".".join((*place, key))) == [
+            f"no effect: {why}"
+        ]
     for key, (off, _) in table.refused.items():
         (text,) = problems(at(place, key, "something"))
         assert text.startswith(f'{".".join((*place, key))}: "something" is not there')
         for value in off:
-            assert "as it always is here" in notes(translate(at(place, key, value), 4), ".".join((*place, key)))[0]
+            assert (
+                "as it always is here"
+                in notes(translate(at(place, key, value), 4), ".".join((*place, key)))[0]
+            )
     for key in table.blocks:
         (text,) = problems(at(place, key, {"enabled": True}))
         assert text.startswith(f"{key}: is not there: ")
-        assert notes(translate(at(place, key, {"enabled": False}), 4), key) == ["off, as it always is here"]
+        assert notes(translate(at(place, key, {"enabled": False}), 4), key) == [
+            "off, as it always is here"
+        ]
 
 
 def misspelt(ds: dict[str, Any]) -> bool:
@@ -391,9 +492,28 @@ def test_a_configuration_in_the_wild() -> None:
     }  # fmt: skip
     t = translate(ds, 8, ModelFacts(hidden=1024, dtype="bf16"))
     assert (t.accumulation, t.config.precision.dtype, t.config.zero.stage) == (2, "bf16", 3)
-    acted = ("type", "lr", "warmup_num_steps", "total_num_steps", "stage", "device", "sub_group_size")
+    acted = (
+        "type",
+        "lr",
+        "warmup_num_steps",
+        "total_num_steps",
+        "stage",
+        "device",
+        "sub_group_size",
+    )
     for key in json.dumps(ds).split('"')[1::2]:
-        known = key in acted or key.startswith("train_") or key in ("params", "AdamW", "WarmupDecayLR", "auto", "none")
-        groups = ("bf16", "optimizer", "scheduler", "zero_optimization", "offload_optimizer", "offload_param")
+        known = (
+            key in acted
+            or key.startswith("train_")
+            or key in ("params", "AdamW", "WarmupDecayLR", "auto", "none")
+        )
+        groups = (
+            "bf16",
+            "optimizer",
+            "scheduler",
+            "zero_optimization",
+            "offload_optimizer",
+            "offload_param",
+        )
         known = known or key in groups or key == "gradient_accumulation_steps"
         assert known or any(note.split(":")[0].endswith(key) for note in t.notes), key

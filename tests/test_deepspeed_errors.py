@@ -43,7 +43,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 4)]).double()
+        self.blocks = nn.ModuleList(
+            [nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 4)]
+        ).double()
         self.fails: dict[int, str] = {}
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -54,7 +56,10 @@ class Net(nn.Module):
 
 def batch(step: int, parts: int = 1, index: int = 0) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(step)
-    full = {key: torch.randn(ROWS, n, generator=draw, dtype=torch.float64) for key, n in (("x", 6), ("y", 4))}
+    full = {
+        key: torch.randn(ROWS, n, generator=draw, dtype=torch.float64)
+        for key, n in (("x", 6), ("y", 4))
+    }
     return {key: value.chunk(parts)[index] for key, value in full.items()}
 
 
@@ -82,7 +87,9 @@ def micros(step: int, accumulation: int) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step."""
     topology = Topology()
     parts = topology.dp * accumulation
-    return [batch(step, parts, topology.rank * accumulation + number) for number in range(accumulation)]
+    return [
+        batch(step, parts, topology.rank * accumulation + number) for number in range(accumulation)
+    ]
 
 
 def by_hand(stage: int, accumulation: int, how: str, deep: dict[int, str]) -> Weights:
@@ -109,7 +116,11 @@ def fail(engine: DeepSpeedEngine, parts: list[dict[str, Tensor]], deep: dict[int
     with pytest.raises(RuntimeError, match="made-up trouble") as caught:
         engine.backward(engine(**last))
     engine.module.fails = {}
-    lost = [note for note in getattr(caught.value, "__notes__", ()) if "1 earlier micro-batches of 2" in note]
+    lost = [
+        note
+        for note in getattr(caught.value, "__notes__", ())
+        if "1 earlier micro-batches of 2" in note
+    ]
     assert len(lost) == len(done)
 
 
@@ -154,8 +165,13 @@ def all_of_a_stage(stage: int) -> dict[str, Weights]:
         for how in ("zero_grad", "nothing")
         for count in (1, 2)
     }
-    results |= {f"train_batch, {where}": by_train_batch(stage, 2, where) for where in ("forward", "backward")}
-    return results | {f"Engine.step, accumulation {count}": by_step(stage, count, deep) for count in (1, 2)}
+    results |= {
+        f"train_batch, {where}": by_train_batch(stage, 2, where)
+        for where in ("forward", "backward")
+    }
+    return results | {
+        f"Engine.step, accumulation {count}": by_step(stage, count, deep) for count in (1, 2)
+    }
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -31,14 +31,22 @@ def places(z: ZeroConfig) -> tuple[str, str, str | None]:
 @pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("params", ["none", "cpu", "nvme"])
 def test_where_state_lives(stage: int, optimizer: str, params: str) -> None:
-    ds = zero(stage=stage, offload_optimizer={**NVME, "device": optimizer}, offload_param={**NVME, "device": params})
+    ds = zero(
+        stage=stage,
+        offload_optimizer={**NVME, "device": optimizer},
+        offload_param={**NVME, "device": params},
+    )
     if stage < 3 and params != "none":
         (text,) = problems(ds)
         what = f"zero_optimization.offload_param: {params} with stage {stage}"
         assert text == f"{what}: parameters are whole there; use stage 3"
         return
     t = translate(ds, 4)
-    assert places(t.config.zero) == (optimizer, params, "/nvme" if "nvme" in (optimizer, params) else None)
+    assert places(t.config.zero) == (
+        optimizer,
+        params,
+        "/nvme" if "nvme" in (optimizer, params) else None,
+    )
     assert not find_problems(t.config, 4)  # what comes out is what threed itself takes
     for key, device in (("offload_optimizer", optimizer), ("offload_param", params)):
         want = [] if device == "nvme" else ["no effect: nothing is offloaded to NVMe"]
@@ -48,21 +56,32 @@ def test_where_state_lives(stage: int, optimizer: str, params: str) -> None:
 def test_a_device_that_is_not_given() -> None:
     t = translate(zero(offload_optimizer={"pin_memory": True}, offload_param={}), 4)
     assert places(t.config.zero) == ("none", "none", None)
-    assert notes(t, "zero_optimization.offload_optimizer.device") == ['not given: DeepSpeed\'s default, "none"']
+    assert notes(t, "zero_optimization.offload_optimizer.device") == [
+        'not given: DeepSpeed\'s default, "none"'
+    ]
     assert not notes(t, "zero_optimization.offload_param.device")
 
 
 def test_one_folder() -> None:
     home = {**NVME, "nvme_path": "~/swap"}
-    told = translate(zero(offload_optimizer=home, offload_param={**NVME, "nvme_path": Path.home() / "swap"}), 4)
+    told = translate(
+        zero(offload_optimizer=home, offload_param={**NVME, "nvme_path": Path.home() / "swap"}), 4
+    )
     assert told.config.zero.nvme_path == str(Path.home() / "swap")
-    one = translate(zero(offload_optimizer=NVME, offload_param={**NVME, "nvme_path": Path("/nvme/")}), 4)
+    one = translate(
+        zero(offload_optimizer=NVME, offload_param={**NVME, "nvme_path": Path("/nvme/")}), 4
+    )
     assert places(one.config.zero) == ("nvme", "nvme", "/nvme")
     (text,) = problems(zero(offload_optimizer=NVME, offload_param={**NVME, "nvme_path": "/other"}))
-    assert text.startswith('zero_optimization.offload_param.nvme_path: "/other", but offload_optimizer.nvme_path is')
+    assert text.startswith(
+        'zero_optimization.offload_param.nvme_path: "/other", but offload_optimizer.nvme_path is'
+    )
     assert "write one folder for both" in text
     other = {"device": "cpu", "nvme_path": "/other"}  # a folder that is not used
-    assert places(translate(zero(offload_optimizer=NVME, offload_param=other), 4).config.zero)[2] == "/nvme"
+    assert (
+        places(translate(zero(offload_optimizer=NVME, offload_param=other), 4).config.zero)[2]
+        == "/nvme"
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,9 +141,9 @@ def test_every_key_of_offload_is_named(key: str) -> None:
 
 def test_aio() -> None:
     for name, why in keys.AIO.ignored.items():
-        assert notes(translate({**zero(offload_param=NVME), "aio": {name: 1}}, 4), f"aio.{name}") == [
-            f"no effect: {why}"
-        ]
+        assert notes(
+            translate({**zero(offload_param=NVME), "aio": {name: 1}}, 4), f"aio.{name}"
+        ) == [f"no effect: {why}"]
     (text,) = problems({**zero(offload_param=NVME), "aio": {"block_sise": 1}})
     assert text == "aio.block_sise: no such key (did you mean aio.block_size?)"
     t = translate({**zero(offload_param={"device": "cpu"}), "aio": {"block_size": 1}}, 4)
@@ -180,7 +199,13 @@ ACTED = (
     "stage3_param_persistence_threshold", "loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale",
     "initial_scale_power", "warmup_num_steps", "total_num_steps",
 )  # fmt: skip
-FP16 = {"enabled": True, "loss_scale": 1024, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+FP16 = {
+    "enabled": True,
+    "loss_scale": 1024,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
 
 
 def test_zero_infinity_of_deepspeeds_examples() -> None:

@@ -39,7 +39,11 @@ NVME: Place = ("nvme", "nvme")
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 SAVED = [Case("llama", 3, NVME, "fp64"), Case("llama", 2, ("nvme", "none"), "fp64")]
-LOADED = [Case("llama", 3, NVME, "fp64"), Case("llama", 3, ("cpu", "nvme"), "fp64"), Case("llama", 1, HOME, "fp64")]
+LOADED = [
+    Case("llama", 3, NVME, "fp64"),
+    Case("llama", 3, ("cpu", "nvme"), "fp64"),
+    Case("llama", 1, HOME, "fp64"),
+]
 
 
 def state(engine: DeepSpeedEngine) -> Result:
@@ -86,7 +90,10 @@ def test_checkpoints_know_no_places(tmp_path: Path) -> None:
     want, by_two = run_ranks(2, save_and_load, str(tmp_path))[0]
     by_one = run_ranks(1, load, same(1), str(tmp_path))[0]
     for case, got in zip((*same(2), *same(1)), (*by_two, *by_one), strict=True):
-        assert [difference(a, b) <= 1e-12 for a, b in zip(got, want, strict=True)] == [True, True], case
+        assert [difference(a, b) <= 1e-12 for a, b in zip(got, want, strict=True)] == [
+            True,
+            True,
+        ], case
 
 
 # ---------------------------------------------------------------------------------------------------------- a program
@@ -96,7 +103,10 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
     """Biases and norms without decay."""
     params = list(model.parameters())
     bare = [param for param in params if param.dim() < 2]
-    return [{"params": [p for p in params if p.dim() > 1]}, {"params": bare, "weight_decay": 0.0, "lr": 1e-3}]
+    return [
+        {"params": [p for p in params if p.dim() > 1]},
+        {"params": bare, "weight_decay": 0.0, "lr": 1e-3},
+    ]
 
 
 def program(places: list[Place], stage: int) -> list[tuple[list[float], dict[str, Tensor]]]:
@@ -106,7 +116,12 @@ def program(places: list[Place], stage: int) -> list[tuple[list[float], dict[str
         case = Case("llama", stage, place, "bf16")
         model, ds = prepared(case), ds_config(case)
         own = torch.optim.AdamW(grouped(model), lr=3e-3, weight_decay=0.1, eps=1e-5)
-        params = {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_type": "linear", "warmup_max_lr": 3e-3}
+        params = {
+            "warmup_num_steps": 3,
+            "total_num_steps": 9,
+            "warmup_type": "linear",
+            "warmup_max_lr": 3e-3,
+        }
         ds |= {"scheduler": {"type": "WarmupDecayLR", "params": params}}
         engine, _, _, _ = threed.initialize(model=model, config=ds, optimizer=own)
         losses = []
@@ -123,7 +138,9 @@ def program(places: list[Place], stage: int) -> list[tuple[list[float], dict[str
 
 
 def test_a_program_with_everything_in_it() -> None:
-    (losses, weights), *others = run_ranks(2, program, [HOME, ("cpu", "cpu"), NVME, ("nvme", "none")], 3)[0]
+    (losses, weights), *others = run_ranks(
+        2, program, [HOME, ("cpu", "cpu"), NVME, ("nvme", "none")], 3
+    )[0]
     assert losses[-1] < losses[0]
     for other_losses, other_weights in others:
         assert other_losses == losses
@@ -231,6 +248,13 @@ def test_what_is_said_at_start(capsys: pytest.CaptureFixture[str]) -> None:
     engine = start(replace(Case("llama"), place=("nvme", "cpu")))
     said = capsys.readouterr().err
     assert said.count("\n") == len(engine.notes)
-    assert "threed: zero_optimization.offload_param.nvme_path: no effect: nothing is offloaded to NVMe" in said
+    assert (
+        "threed: zero_optimization.offload_param.nvme_path: no effect: nothing is offloaded to NVMe"
+        in said
+    )
     zero = engine.engine.config.zero
-    assert (zero.offload_optimizer, zero.offload_params, zero.nvme_path) == ("nvme", "cpu", tempfile.gettempdir())
+    assert (zero.offload_optimizer, zero.offload_params, zero.nvme_path) == (
+        "nvme",
+        "cpu",
+        tempfile.gettempdir(),
+    )

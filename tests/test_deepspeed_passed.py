@@ -12,7 +12,15 @@ from torch import nn
 
 from tests.test_deepspeed_config import BASE, config, notes, problem
 from threed.config import ConfigError
-from threed.ds_config import Group, ModelFacts, PassedOptimizer, find_groups, read, read_optimizer, translate
+from threed.ds_config import (
+    Group,
+    ModelFacts,
+    PassedOptimizer,
+    find_groups,
+    read,
+    read_optimizer,
+    translate,
+)
 
 
 def test_reading(tmp_path: Path) -> None:
@@ -35,9 +43,16 @@ def small() -> nn.Module:
 
 def test_a_torch_optimizer_is_read() -> None:
     model = small()
-    section, note = read_optimizer(torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.8, 0.9), weight_decay=0.3))
+    section, note = read_optimizer(
+        torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.8, 0.9), weight_decay=0.3)
+    )
     optim = translate(config(optimizer=section), 4).config.optim
-    assert (optim.name, optim.lr, optim.betas, optim.weight_decay) == ("adamw", 2e-4, (0.8, 0.9), 0.3)
+    assert (optim.name, optim.lr, optim.betas, optim.weight_decay) == (
+        "adamw",
+        2e-4,
+        (0.8, 0.9),
+        0.3,
+    )
     assert note == (
         "optimizer: torch.optim.AdamW as passed, with betas (0.8, 0.9), eps 1e-08, lr 0.0002, weight_decay 0.3"
     )
@@ -46,9 +61,14 @@ def test_a_torch_optimizer_is_read() -> None:
     assert (optim.name, optim.lr, optim.momentum) == ("sgd", 0.1, 0.5)
     section, _ = read_optimizer(torch.optim.Adam(model.parameters(), weight_decay=0.1))
     assert "weight_decay 0" in problem(optimizer=section)
-    section, _ = read_optimizer(torch.optim.Adam(model.parameters(), weight_decay=0.1, decoupled_weight_decay=True))
+    section, _ = read_optimizer(
+        torch.optim.Adam(model.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
+    )
     assert translate(config(optimizer=section), 4).config.optim.weight_decay == 0.1
-    frozen = [{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), (0.0, 0.1, 0.1, 0.2), strict=True)]
+    frozen = [
+        {"params": [p], "lr": lr}
+        for p, lr in zip(model.parameters(), (0.0, 0.1, 0.1, 0.2), strict=True)
+    ]
     optimizer = torch.optim.SGD(frozen, momentum=0.5)
     section, _ = read_optimizer(optimizer)
     groups = find_groups(model, optimizer.param_groups, section["params"])
@@ -80,10 +100,14 @@ def linear(optimizer: torch.optim.Optimizer) -> Any:
 
 SCHEDULERS = {
     "torch's": linear,
-    "warm-up from 0": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10),
+    "warm-up from 0": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: step / 10
+    ),
     "by metrics": torch.optim.lr_scheduler.ReduceLROnPlateau,
     "several": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
-        optimizer, [linear(optimizer), torch.optim.lr_scheduler.ConstantLR(optimizer)], milestones=[3]
+        optimizer,
+        [linear(optimizer), torch.optim.lr_scheduler.ConstantLR(optimizer)],
+        milestones=[3],
     ),
 }
 
@@ -93,9 +117,14 @@ def test_an_optimizer_that_a_scheduler_drives_is_refused(name: str) -> None:
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     SCHEDULERS[name](optimizer)
-    with pytest.raises(ConfigError, match=r'a learning rate scheduler drives it: .* write the config\'s "scheduler"'):
+    with pytest.raises(
+        ConfigError,
+        match=r'a learning rate scheduler drives it: .* write the config\'s "scheduler"',
+    ):
         read_optimizer(optimizer)
-    with pytest.raises(ConfigError, match=r"model_parameters\[0\]: initial_lr, so a learning rate scheduler"):
+    with pytest.raises(
+        ConfigError, match=r"model_parameters\[0\]: initial_lr, so a learning rate scheduler"
+    ):
         find_groups(model, optimizer.param_groups)
 
 
@@ -118,11 +147,15 @@ def test_hooks_of_a_passed_optimizer_are_refused(register: str) -> None:
     passed = PassedOptimizer(optimizer)
     passed.check()
     getattr(optimizer, register)(lambda *_: None)
-    with pytest.raises(RuntimeError, match=r"hooks for its steps.* call engine\.step\(\) and your function"):
+    with pytest.raises(
+        RuntimeError, match=r"hooks for its steps.* call engine\.step\(\) and your function"
+    ):
         passed.check()
     fresh = torch.optim.AdamW(small().parameters())
     getattr(fresh, register)(lambda *_: None)
-    with pytest.raises(ConfigError, match=r"hooks for its steps.* call engine\.step\(\) and your function"):
+    with pytest.raises(
+        ConfigError, match=r"hooks for its steps.* call engine\.step\(\) and your function"
+    ):
         read_optimizer(fresh)
 
 
@@ -133,7 +166,8 @@ def test_other_changes_of_a_passed_optimizer_are_refused() -> None:
         optimizer.step()
     optimizer.param_groups[0]["weight_decay"] = 0.5
     with pytest.raises(
-        RuntimeError, match=r"param_groups\[0\] of the passed optimizer changed weight_decay from 0 to 0.5"
+        RuntimeError,
+        match=r"param_groups\[0\] of the passed optimizer changed weight_decay from 0 to 0.5",
     ):
         passed.check()
     optimizer.param_groups[0]["weight_decay"] = 0
@@ -144,13 +178,17 @@ def test_other_changes_of_a_passed_optimizer_are_refused() -> None:
 
 @pytest.mark.parametrize(("lr", "decay"), [(5e-4, 0.1), (None, 0.1), (5e-4, None), (None, None)])
 @pytest.mark.parametrize("count", [1, 2])
-def test_groups_that_are_alike_keep_their_values(lr: float | None, decay: float | None, count: int) -> None:
+def test_groups_that_are_alike_keep_their_values(
+    lr: float | None, decay: float | None, count: int
+) -> None:
     model = small()
     params, own = list(model.parameters()), {"lr": lr, "weight_decay": decay}
     some = {key: value for key, value in own.items() if value is not None}
     groups = [{"params": params[number::count], **some} for number in range(count)]
     found = find_groups(model, groups)
-    optim = translate(config(optimizer={"type": "AdamW", "params": {"lr": 0.1}}), 4, groups=found).config.optim
+    optim = translate(
+        config(optimizer={"type": "AdamW", "params": {"lr": 0.1}}), 4, groups=found
+    ).config.optim
     for name, _ in model.named_parameters():
         of = next((group for group in optim.groups if group.match == name), None)
         assert (of and of.lr, of and of.weight_decay) == (lr, decay)
@@ -170,7 +208,12 @@ def test_values_of_groups_that_cannot_apply_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             find_groups(model, groups, {"betas": [0.9, 0.95]})
-    assert find_groups(model, [{"params": params, "betas": (0.9, 0.95), "name": "all"}], {"betas": [0.9, 0.95]}) == ()
+    assert (
+        find_groups(
+            model, [{"params": params, "betas": (0.9, 0.95), "name": "all"}], {"betas": [0.9, 0.95]}
+        )
+        == ()
+    )
     groups = find_groups(model, [{"params": params, "weight_decay": 0.1}])
     coupled = {"type": "Adam", "params": {"lr": 0.1, "adam_w_mode": False}}
     with pytest.raises(ConfigError, match="decay as part of the gradient is not there"):
@@ -180,9 +223,15 @@ def test_values_of_groups_that_cannot_apply_are_refused() -> None:
 def test_parameter_groups() -> None:
     model = small()
     first, second = model.children()
-    dicts = [{"params": first.parameters(), "lr": 0.1}, {"params": list(second.parameters()), "weight_decay": 0.2}]
+    dicts = [
+        {"params": first.parameters(), "lr": 0.1},
+        {"params": list(second.parameters()), "weight_decay": 0.2},
+    ]
     groups = find_groups(model, dicts)
-    assert groups == (Group(("0.weight", "0.bias"), 0.1, None), Group(("1.weight", "1.bias"), None, 0.2))
+    assert groups == (
+        Group(("0.weight", "0.bias"), 0.1, None),
+        Group(("1.weight", "1.bias"), None, 0.2),
+    )
     optim = translate(BASE, 4, ModelFacts(), groups).config.optim
     assert [(g.match, g.lr, g.weight_decay) for g in optim.groups] == [
         ("0.weight", 0.1, None), ("0.bias", 0.1, None), ("1.weight", None, 0.2), ("1.bias", None, 0.2), ("*", None, 0),
@@ -200,11 +249,15 @@ def test_parameter_groups() -> None:
 def test_a_schedule_of_its_own_rates_sets_all_groups() -> None:
     model = small()
     first, second = model.children()
-    groups = find_groups(model, [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters(), "lr": 0.2}])
+    groups = find_groups(
+        model,
+        [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters(), "lr": 0.2}],
+    )
     t = translate(config(scheduler={"type": "WarmupLR"}), 4, ModelFacts(), groups)
     assert not {g.lr for g in t.config.optim.groups} - {None}
     assert (
-        notes(t, "scheduler.params.warmup_max_lr")[-1] == "one learning rate for all parameter groups, as in DeepSpeed"
+        notes(t, "scheduler.params.warmup_max_lr")[-1]
+        == "one learning rate for all parameter groups, as in DeepSpeed"
     )
     cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}
     t = translate(config(scheduler=cosine), 4, ModelFacts(), groups)

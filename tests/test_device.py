@@ -47,12 +47,16 @@ class Stream:
         self.told.append(f"{self.name} waits for {other.name}")
 
 
-def test_work_beside_waits_for_what_was_told_and_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_beside_waits_for_what_was_told_and_leaves_the_stream_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[str] = []
     compute, copies = Stream("compute", told), Stream("copies", told)
     current = [compute]
     monkeypatch.setattr(device, "current_stream", lambda _: current[0])
-    monkeypatch.setattr(torch.accelerator, "set_stream", lambda s: (current.__setitem__(0, s), told.append(s.name)))
+    monkeypatch.setattr(
+        torch.accelerator, "set_stream", lambda s: (current.__setitem__(0, s), told.append(s.name))
+    )
 
     def work() -> None:
         with device.beside(copies):  # type: ignore[arg-type]
@@ -64,4 +68,11 @@ def test_work_beside_waits_for_what_was_told_and_leaves_the_stream_as_it_was(mon
     with pytest.raises(RuntimeError, match="mine"):
         work()
     assert current == [compute]
-    assert told == ["copies waits for compute", "copies", "copies waits for copies", "copies", "copies", "compute"]
+    assert told == [
+        "copies waits for compute",
+        "copies",
+        "copies waits for copies",
+        "copies",
+        "copies",
+        "compute",
+    ]

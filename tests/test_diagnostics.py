@@ -26,12 +26,16 @@ def changed(case: Case, **sections: dict[str, Any]) -> Config:
     """The configuration of a case with some keys set."""
     config = config_of(case)
     return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+        update={
+            name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()
+        }
     )
 
 
 def delayed(**keys: Any) -> Config:
-    return changed(Case(dp=2, offload_optimizer="cpu", bucket_mib=0.02, **keys), zero={"delayed_update": True})
+    return changed(
+        Case(dp=2, offload_optimizer="cpu", bucket_mib=0.02, **keys), zero={"delayed_update": True}
+    )
 
 
 def optimistic(clip: float = 1e9, **keys: Any) -> Config:
@@ -39,12 +43,19 @@ def optimistic(clip: float = 1e9, **keys: Any) -> Config:
     return changed(Case(**keys), parallel={"optimistic_step": True}, train={"grad_clip": clip})
 
 
-DRIVE: dict[str, Any] = {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "bucket_mib": 0.02}
+DRIVE: dict[str, Any] = {
+    "zero": 3,
+    "offload_optimizer": "nvme",
+    "offload_params": "nvme",
+    "bucket_mib": 0.02,
+}
 MODES = {
     "delayed, ZeRO 1": delayed(zero=1),
     "delayed, ZeRO 2, bf16": delayed(zero=2, dtype="bf16"),
     "delayed, ZeRO 3, parameters on the device": delayed(zero=3),
-    "delayed, ZeRO 3, parameters on the host, bf16": delayed(zero=3, offload_params="cpu", dtype="bf16"),
+    "delayed, ZeRO 3, parameters on the host, bf16": delayed(
+        zero=3, offload_params="cpu", dtype="bf16"
+    ),
     "delayed, ZeRO 3, parameters on a drive": delayed(zero=3, offload_params="nvme"),
     "2bw, ZeRO 0": changed(Case(pp=2, zero=0, schedule="2bw", microbatches=4)),
     "2bw, ZeRO 1, data ranks, bf16": changed(Case(dp=2, zero=1, schedule="2bw", dtype="bf16")),
@@ -55,7 +66,9 @@ MODES = {
     "ZeRO 1": changed(Case(dp=2, zero=1)),
     "ZeRO 2 on a drive": changed(Case(dp=2, zero=2, offload_optimizer="nvme", bucket_mib=0.02)),
     "ZeRO 3 on a drive": changed(Case(dp=2, **DRIVE)),
-    "ZeRO 3, updated in the backward": changed(Case(dp=2, **DRIVE, order="layer"), train={"grad_clip": 1e9}),
+    "ZeRO 3, updated in the backward": changed(
+        Case(dp=2, **DRIVE, order="layer"), train={"grad_clip": 1e9}
+    ),
 }
 Diagnostic = Callable[[Engine, StepMetrics, Path], object]
 
@@ -73,9 +86,16 @@ def save_in_background(engine: Engine, metrics: StepMetrics, folder: Path) -> ob
 
 
 DIAGNOSTICS: dict[str, Diagnostic] = {
-    "metrics": lambda engine, metrics, folder: (metrics.loss, metrics.grad_norm, metrics.skipped, repr(metrics)),
+    "metrics": lambda engine, metrics, folder: (
+        metrics.loss,
+        metrics.grad_norm,
+        metrics.skipped,
+        repr(metrics),
+    ),
     "compare_replicas": lambda engine, metrics, folder: engine.compare_replicas(),
-    "replicas.compared": lambda engine, metrics, folder: replicas.compared(engine.optimizer, engine.topology),
+    "replicas.compared": lambda engine, metrics, folder: replicas.compared(
+        engine.optimizer, engine.topology
+    ),
     "evaluate": evaluate,
     "logits": logits,
     "full_state_dict": lambda engine, metrics, folder: engine.full_state_dict(),
@@ -121,7 +141,11 @@ def disturbed(place: Path, names: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_nothing_that_looks_at_a_run_changes_it(world: int, tmp_path: Path) -> None:
-    names = [name for name, config in MODES.items() if config.parallel.pp * (config.parallel.dp or 1) == world]
+    names = [
+        name
+        for name, config in MODES.items()
+        if config.parallel.pp * (config.parallel.dp or 1) == world
+    ]
     assert names
     for rank, wrong in enumerate(run_ranks(world, disturbed, tmp_path, names)):
         assert not wrong, (rank, wrong)
@@ -129,7 +153,10 @@ def test_nothing_that_looks_at_a_run_changes_it(world: int, tmp_path: Path) -> N
 
 def resumed_elsewhere(place: Path) -> list[list[tuple[list[float], list[Tensor]]]]:
     """Losses and weights after a checkpoint of each of two modes, resumed in both: delayed updates, and 2bw."""
-    modes, found = [delayed(zero=1), changed(Case(dp=2, zero=1, schedule="2bw", bucket_mib=0.02))], []
+    modes, found = (
+        [delayed(zero=1), changed(Case(dp=2, zero=1, schedule="2bw", bucket_mib=0.02))],
+        [],
+    )
     for number, config in enumerate(modes):
         engine = engine_of(config)
         for step in range(AT):

@@ -26,18 +26,24 @@ def test_a_full_disk_has_bytes_needed_and_free_and_what_to_do(tmp_path: Path) ->
 
 def test_what_ran_out_may_be_files_or_a_quota(tmp_path: Path) -> None:
     with mock.patch("os.statvfs", return_value=SimpleNamespace(f_files=100, f_favail=0)):
-        assert f"no more files can be made at {tmp_path} (inodes)" in why(error(errno.ENOSPC), tmp_path)
+        assert f"no more files can be made at {tmp_path} (inodes)" in why(
+            error(errno.ENOSPC), tmp_path
+        )
     assert f"the quota on {tmp_path} is used up" in why(error(errno.EDQUOT), tmp_path)
 
 
 def test_a_read_only_disk_and_other_errors(tmp_path: Path) -> None:
     said = why(error(errno.EROFS), tmp_path, elsewhere="use another folder")
-    assert said.startswith("Read-only file system: its file system was mounted so, or found an error")
+    assert said.startswith(
+        "Read-only file system: its file system was mounted so, or found an error"
+    )
     assert said.endswith("mount it again, or use another folder")
     assert why(error(errno.EIO), tmp_path) == "[Errno 5] Input/output error"
 
 
-@pytest.mark.parametrize(("number", "is_disk"), [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EIO, False)])
+@pytest.mark.parametrize(
+    ("number", "is_disk"), [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EIO, False)]
+)
 def test_which_errors_are_of_a_disk(number: int, is_disk: bool) -> None:
     assert is_unwritable(error(number)) == is_disk
     assert not is_unwritable(ValueError("full"))

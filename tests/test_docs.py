@@ -27,8 +27,16 @@ from threed.arguments import GROUPS, format_problems, load_checked
 from threed.config import ConfigError, key_name
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLE, WRAPPING = ROOT / "examples" / "custom_model.py", ROOT / "examples" / "wrap_transformers.py"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+EXAMPLE, WRAPPING = (
+    ROOT / "examples" / "custom_model.py",
+    ROOT / "examples" / "wrap_transformers.py",
+)
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FOLDERS = ("threed/", "pretrain/", "examples/", "benchmarks/", "tests/", "docs/", "csrc/", ".ci/")
 PICTURES = (
@@ -36,7 +44,9 @@ PICTURES = (
     "dualpipev", "2bw",
 )  # fmt: skip
 SHIPPED = set(get_args(schedules.ScheduleName))
-KEYS = {f"--{group}.{key_name(name)}" for group, model in GROUPS.items() for name in model.model_fields}
+KEYS = {
+    f"--{group}.{key_name(name)}" for group, model in GROUPS.items() for name in model.model_fields
+}
 
 page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 
@@ -102,7 +112,9 @@ def test_the_file_map_is_right_and_complete() -> None:
                 assert (ROOT / places[0] / word).is_file(), f"{places[0]}{word}: no such file"
     assert all((ROOT / name).exists() for name in named)
     rooms = {
-        f"threed/{p.name}" for p in (ROOT / "threed").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+        f"threed/{p.name}"
+        for p in (ROOT / "threed").iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").exists()
     }
     assert rooms - named == {"threed/__init__.py", "threed/__main__.py"}
 
@@ -129,7 +141,9 @@ def resolves(name: str) -> bool:
 @page
 def test_every_flag_is_a_key(path: Path) -> None:
     flags = re.findall(r"(?<![\w-])--[a-z]+\.[a-z][\w-]*", path.read_text())
-    assert not set(flags) - KEYS - {"--group.key", "--optim.lrr"}  # a pattern, and one misspelt on purpose
+    assert (
+        not set(flags) - KEYS - {"--group.key", "--optim.lrr"}
+    )  # a pattern, and one misspelt on purpose
 
 
 @page
@@ -180,18 +194,30 @@ def check_command(words: list[str]) -> None:
 
 def make_targets() -> set[str]:
     """What the Makefile says can be made."""
-    return set(re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
+    return set(
+        re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+    )  # type: ignore[index]
 
 
 def check_launch(flags: list[str]) -> None:
-    known = {"--standalone", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
+    known = {
+        "--standalone",
+        "--nnodes",
+        "--nproc-per-node",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+    }
     known |= {"--max-restarts"}
     assert {flag for flag in flags if flag.startswith("--")} <= known, flags
 
 
 def world_of(flags: list[str]) -> int:
     """The world size that torchrun's flags make, the largest one of an elastic job."""
-    asked = {key: flags[flags.index(key) + 1] if key in flags else "1" for key in ("--nnodes", "--nproc-per-node")}
+    asked = {
+        key: flags[flags.index(key) + 1] if key in flags else "1"
+        for key in ("--nnodes", "--nproc-per-node")
+    }
     sizes = {key: int(value.rpartition(":")[2]) for key, value in asked.items()}
     return sizes["--nnodes"] * sizes["--nproc-per-node"]
 
@@ -214,7 +240,9 @@ def check_tool(words: list[str], world: int = 1) -> None:
 
 def test_make_train_runs_the_command_of_the_readme() -> None:
     recipe = re.search(
-        r"^train:.*\n\t\$\(BIN\)/(torchrun .*) \$\(ARGS\)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+        r"^train:.*\n\t\$\(BIN\)/(torchrun .*) \$\(ARGS\)$",
+        (ROOT / "Makefile").read_text(),
+        re.MULTILINE,
     )
     assert recipe is not None
     assert f"```sh\n{recipe[1]}\n```" in (ROOT / "README.md").read_text()
@@ -224,7 +252,10 @@ def test_the_report_of_problems_is_a_real_one() -> None:
     flags = "--preset tiny --optim.lrr 1e-3 --parallel.tp 3 --parallel.sequence false".split()
     with pytest.raises(ConfigError) as caught:
         load_checked(flags, world_size=3)
-    assert f"```text\n{format_problems(caught.value.problems)}\n```" in (ROOT / "README.md").read_text()
+    assert (
+        f"```text\n{format_problems(caught.value.problems)}\n```"
+        in (ROOT / "README.md").read_text()
+    )
 
 
 def test_the_page_of_keys_is_new_and_has_them_all() -> None:
@@ -236,8 +267,12 @@ def test_the_page_of_keys_is_new_and_has_them_all() -> None:
 
 
 @page
-def test_python_code_runs_or_is_part_of_an_example(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))  # what a page registers goes with it
+def test_python_code_runs_or_is_part_of_an_example(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        schedules, "_SCHEDULES", dict(schedules._SCHEDULES)
+    )  # what a page registers goes with it
     for block in blocks(path, "python"):
         if not any(block in example.read_text() for example in EXAMPLES):
             code = compile(textwrap.dedent(block), str(path), "exec")
@@ -250,7 +285,11 @@ def test_python_code_runs_or_is_part_of_an_example(path: Path, monkeypatch: pyte
 def run_beside_a_model(block: str, folder: str) -> None:
     """Runs code of a page where there are what it takes for granted: model, data, and a ds_config.json."""
     os.chdir(folder)
-    ds = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    ds = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 3},
+    }
     Path("ds_config.json").write_text(json.dumps(ds))
     rows = hf_models.batch(0, 4)
     data = [{key: value[i] for key, value in rows.items()} for i in range(4)]
@@ -260,7 +299,10 @@ def run_beside_a_model(block: str, folder: str) -> None:
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures_of_plans_are_what_the_tool_draws(name: str, tmp_path: Path) -> None:
     drawn = tmp_path / "plan.svg"
-    assert cli.main(["schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(drawn)]) == 0
+    assert (
+        cli.main(["schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(drawn)])
+        == 0
+    )
     assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == drawn.read_text()
 
 
@@ -269,8 +311,14 @@ def test_the_page_of_schedules_has_each_with_its_simulated_figures() -> None:
     assert set(PICTURES) == SHIPPED
     for name in PICTURES:
         timeline = schedules.simulate(schedules.build(name, 4, 8), schedules.Costs(1, 1, 1))
-        held, sent = (" · ".join(f"{n:g}" for n in of) for of in (timeline.peak_activations, timeline.messages))
-        assert f"| `{name}` | {timeline.makespan:g} | {timeline.bubble * 100:.1f} % | {held} | {sent} |" in page
+        held, sent = (
+            " · ".join(f"{n:g}" for n in of)
+            for of in (timeline.peak_activations, timeline.messages)
+        )
+        assert (
+            f"| `{name}` | {timeline.makespan:g} | {timeline.bubble * 100:.1f} % | {held} | {sent} |"
+            in page
+        )
         assert f"(images/{name}.svg)" in page
 
 
@@ -278,27 +326,46 @@ def test_the_picture_of_the_house_is_new_and_shows_every_room() -> None:
     drawn = house.draw()
     assert house.PICTURE.read_text() == drawn, "stale: python -m tests.house"
     rooms = {
-        path.stem for path in (ROOT / "threed").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+        path.stem
+        for path in (ROOT / "threed").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     for room in rooms - {"__init__", "__main__"}:
         assert f">{room}</text>" in drawn
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "images").iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs" / "images").iterdir()), ids=lambda path: path.name
+)
 def test_pictures_are_plain_svg_and_used(path: Path) -> None:
     root = ElementTree.parse(path).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert "viewBox" in root.attrib
     for element in root.iter():
-        assert element.tag.rpartition("}")[2] in {"svg", "title", "g", "rect", "text", "line", "path", "circle"}
-        assert not [name for name in element.attrib if name.startswith("on") or name.endswith("href")]
+        assert element.tag.rpartition("}")[2] in {
+            "svg",
+            "title",
+            "g",
+            "rect",
+            "text",
+            "line",
+            "path",
+            "circle",
+        }
+        assert not [
+            name for name in element.attrib if name.startswith("on") or name.endswith("href")
+        ]
     assert any(f"images/{path.name}" in other.read_text() for other in PAGES)
 
 
 @page
 def test_lines_of_prose_fit_a_screen(path: Path) -> None:
     if path.name != "CHANGELOG.md":  # written as it comes, an entry a line
-        assert [line for line in prose(path).splitlines() if len(line) > 160 and not line.startswith("|")] == []
+        assert [
+            line
+            for line in prose(path).splitlines()
+            if len(line) > 160 and not line.startswith("|")
+        ] == []
 
 
 def test_the_index_has_every_page() -> None:
@@ -319,9 +386,13 @@ def test_the_changelog_keeps_its_form() -> None:
 
 def run_example(folder: Path, *flags: str, ranks: int = 1, example: Path = EXAMPLE) -> list[str]:
     """The lines that an example prints."""
-    (folder / "text.txt").write_text("".join(f"the square of {n} is {n * n}\n" for n in range(2000)))
+    (folder / "text.txt").write_text(
+        "".join(f"the square of {n} is {n * n}\n" for n in range(2000))
+    )
     small = "--data.path text.txt --train.steps 3 --train.global-batch 8 --model.hidden 32 --model.seq 32".split()
-    done = run_script(ranks, [str(example), *small, *flags], folder, {**os.environ, "THREED_CACHE": str(folder)})
+    done = run_script(
+        ranks, [str(example), *small, *flags], folder, {**os.environ, "THREED_CACHE": str(folder)}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if line]
 
@@ -343,7 +414,9 @@ def test_a_transformers_model_trains_the_same_on_one_rank_and_on_two(tmp_path: P
     assert alone[0].startswith("step 1 loss 5.")
     sliced = run_example(tmp_path, "--train.micro-batch", "4", ranks=2, example=WRAPPING)
     assert [line.split()[:2] for line in sliced] == [line.split()[:2] for line in alone]
-    assert numbers(sliced[:3]) == pytest.approx(numbers(alone[:3]), abs=2e-5)  # fp32, printed with five decimals
+    assert numbers(sliced[:3]) == pytest.approx(
+        numbers(alone[:3]), abs=2e-5
+    )  # fp32, printed with five decimals
     assert sliced[3] == alone[3]
 
 

@@ -47,8 +47,17 @@ NEIGHBOUR: Keys = {"run_keys": {"replicate": "neighbour"}}
 
 
 def keys_of(folder: Path, keys: Keys, world: int) -> Keys:
-    said = {"train": {"stop_after": STEPS, "global_batch": 8}, "checkpoint": {"every": 4, "async_": False}, **keys}
-    said["checkpoint"] = {"memory_every": 1, "every": 4, "async_": False, **keys.get("checkpoint", {})}
+    said = {
+        "train": {"stop_after": STEPS, "global_batch": 8},
+        "checkpoint": {"every": 4, "async_": False},
+        **keys,
+    }
+    said["checkpoint"] = {
+        "memory_every": 1,
+        "every": 4,
+        "async_": False,
+        **keys.get("checkpoint", {}),
+    }
     said["run"] = {"dir": str(folder / "run"), "name": "run", **said.pop("run_keys", {})}
     return said
 
@@ -100,7 +109,14 @@ def losses(folder: Path) -> list[float]:
 
 
 def resumed(text: str) -> str:
-    return next((line.removeprefix("resumed    ") for line in text.splitlines() if line.startswith("resumed ")), "")
+    return next(
+        (
+            line.removeprefix("resumed    ")
+            for line in text.splitlines()
+            if line.startswith("resumed ")
+        ),
+        "",
+    )
 
 
 def checkpoint(folder: Path, step: int) -> str:
@@ -118,8 +134,14 @@ FEWER: dict[str, tuple[Keys, str]] = {
     "slices, a neighbour": ({**SLICED, **NEIGHBOUR}, FROM_ONE),
     "slices alone": (SLICED, "step-4"),
     "whole states": ({"zero": {"stage": 0}}, FROM_ONE),
-    "tensor ranks, ZeRO 3": ({"zero": {"stage": 3, "resident": 0}, "parallel": {"tp": 2}, **NEIGHBOUR}, FROM_ONE),
-    "slices in groups of a machine": ({"zero": {"stage": 2, "shard_size": 2, "bucket_mib": 0.01}}, FROM_ONE),
+    "tensor ranks, ZeRO 3": (
+        {"zero": {"stage": 3, "resident": 0}, "parallel": {"tp": 2}, **NEIGHBOUR},
+        FROM_ONE,
+    ),
+    "slices in groups of a machine": (
+        {"zero": {"stage": 2, "shard_size": 2, "bucket_mib": 0.01}},
+        FROM_ONE,
+    ),
     "stages": ({"parallel": {"pp": 2}, "model": TWO_LAYERS, **NEIGHBOUR}, FROM_ONE),
     "every third step": (
         {**SLICED, **NEIGHBOUR, "checkpoint": {"memory_every": 3, "every": 0}},
@@ -133,7 +155,14 @@ def straight(folder: Path) -> dict[str, list[float]]:
     data = open_text(folder)
     found = {}
     for name, model in (("one", {}), ("two", {"model": TWO_LAYERS})):
-        run(folder, data, 1, train={"stop_after": STEPS, "global_batch": 8}, run={"dir": str(folder / name)}, **model)
+        run(
+            folder,
+            data,
+            1,
+            train={"stop_after": STEPS, "global_batch": 8},
+            run={"dir": str(folder / name)},
+            **model,
+        )
         found[name] = [row["train/loss"] for row in metrics.read(folder / name / "metrics.jsonl")]
     return found
 
@@ -152,7 +181,10 @@ def went_on(folder: Path, said: str, expected: str, truth: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(list(FEWER)[:4], id="some"), pytest.param(list(FEWER)[4:], id="others", marks=pytest.mark.grid)],
+    [
+        pytest.param(list(FEWER)[:4], id="some"),
+        pytest.param(list(FEWER)[4:], id="others", marks=pytest.mark.grid),
+    ],
 )
 def test_fewer_machines_go_on_from_the_memory_that_is_left(
     names: list[str], tmp_path: Path, truth: dict[str, list[float]]
@@ -179,14 +211,22 @@ def flip(file: Path) -> None:
 def newest(folder: Path, step: int, machine: int = 0) -> Path:
     """The slot of a step on a machine."""
     slots = folder.glob(f"memory-{machine}/threed-*/*/*/slot-*")
-    return next(slot for slot in slots for file in slot.glob("entry-*") if f'"step": {step},' in file.read_text())
+    return next(
+        slot
+        for slot in slots
+        for file in slot.glob("entry-*")
+        if f'"step": {step},' in file.read_text()
+    )
 
 
 def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]]) -> None:
     """Two machines with their memory; one of them with damage there; and one that gets a second beside it."""
     same = ("same", "twice", "tensor ranks", "damaged", "a file is gone", "all damaged")
     keys = {**SLICED, "checkpoint": {"every": 5}}
-    cases: dict[str, Keys] = {**dict.fromkeys(same, keys), "tensor ranks": {**keys, "parallel": {"tp": 2}}}
+    cases: dict[str, Keys] = {
+        **dict.fromkeys(same, keys),
+        "tensor ranks": {**keys, "parallel": {"tp": 2}},
+    }
     run_ranks(4, runs, tmp_path, cases, 4, BROKEN)
     run_ranks(4, runs, tmp_path, {"twice": keys}, 4, BROKEN)  # again, before there was a copy
     run_ranks(2, runs, tmp_path, {"more": keys}, 2, BROKEN, 1)
@@ -204,7 +244,11 @@ def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]])
         "step 6 from the memory of 1 machine; the newest checkpoint is step 5",
         truth["one"],
     )
-    for name, problem in (("damaged", "is damaged"), ("a file is gone", "No such file"), ("all damaged", "is damaged")):
+    for name, problem in (
+        ("damaged", "is damaged"),
+        ("a file is gone", "No such file"),
+        ("all damaged", "is damaged"),
+    ):
         went_on(tmp_path / name, said[name], "step-5", truth["one"])  # memory of step 5 is no newer
         assert re.search(f"skipped a checkpoint: .*{problem}", said[name]), said[name]
 
@@ -250,7 +294,9 @@ def test_training_goes_on_where_copies_fail(tmp_path: Path) -> None:
         "full": "5: rank 1: OSError: [Errno 28] No space left on device",
         "no slot": "7: rank 1: PermissionError: [Errno 13] Permission denied",
     }.items():
-        assert re.findall("no copies in memory of the step before (.*); training goes on", ranks[0][name]) == [what]
+        assert re.findall(
+            "no copies in memory of the step before (.*); training goes on", ranks[0][name]
+        ) == [what]
     assert ranks[0]["no folder"] == ranks[1]["no folder"]
     line = ranks[0]["no folder"]
     assert line.startswith("RunFolderError: copies in memory cannot be begun in "), line
@@ -258,7 +304,9 @@ def test_training_goes_on_where_copies_fail(tmp_path: Path) -> None:
     assert f"name another folder in memory by {node_memory.FOLDER}" in line
 
 
-def test_a_place_in_memory_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_in_memory_that_will_not_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(node_memory.FOLDER, str(tmp_path / "none"))
     with pytest.raises(RunFolderError, match="is no folder"):
         node_memory.Place("a" * 32)
@@ -312,8 +360,14 @@ def test_ranks_of_one_start_meet_whatever_is_in_the_store() -> None:
 
 def test_keys_that_copies_do_not_go_with() -> None:
     for keys, said in (
-        ({"run": {"replicate": "neighbour"}, "checkpoint": {"memory_every": 0}}, "there is nothing to copy"),
-        ({"checkpoint": {"memory_every": 2}, "parallel": {"pp": 2, "schedule": "2bw"}}, "updates are a step late"),
+        (
+            {"run": {"replicate": "neighbour"}, "checkpoint": {"memory_every": 0}},
+            "there is nothing to copy",
+        ),
+        (
+            {"checkpoint": {"memory_every": 2}, "parallel": {"pp": 2, "schedule": "2bw"}},
+            "updates are a step late",
+        ),
     ):
         found = find_problems(Config.model_validate(keys), 2)
         assert [line for line in found if said in line], found
@@ -404,7 +458,12 @@ class Starts:
         self.folder, self.world, self.data = folder, world, open_text(folder)
 
     def __call__(
-        self, name: str, before: int | None = None, job: bool = False, launcher: int | None = None, **groups: Any
+        self,
+        name: str,
+        before: int | None = None,
+        job: bool = False,
+        launcher: int | None = None,
+        **groups: Any,
     ) -> str:
         keys = keys_of(self.folder / name, groups, self.world)
         about = {"TORCHELASTIC_RUN_ID": "job"} if job else {}
@@ -413,7 +472,9 @@ class Starts:
             stack.enter_context(on_machine(self.folder, 0))  # one for all runs
             stack.enter_context(broken_off(before))
             if launcher is not None:
-                stack.enter_context(mock.patch.object(node_memory, "launcher", return_value=[launcher, "1", "here"]))
+                stack.enter_context(
+                    mock.patch.object(node_memory, "launcher", return_value=[launcher, "1", "here"])
+                )
             try:
                 return run(self.folder / name, self.data, self.world, **keys)
             except (RuntimeError, RunFolderError, CheckpointError) as error:
@@ -425,7 +486,11 @@ def other_ways(folder: Path) -> None:
     start = Starts(folder, 1)
     alone: Keys = {"checkpoint": {"every": 0}}
 
-    start("origin", checkpoint={"every": 5, "memory_every": 0}, train={"stop_after": 5, "global_batch": 8})
+    start(
+        "origin",
+        checkpoint={"every": 5, "memory_every": 0},
+        train={"stop_after": 5, "global_batch": 8},
+    )
     origin = checkpoint(folder / "origin", 5)
     keys: Keys = {"checkpoint": {"every": 0, "resume": origin}}
 
@@ -460,13 +525,22 @@ def other_ways(folder: Path) -> None:
         assert said.startswith("RunFolderError: step 3 of this run is in memory, and "), said
     shutil.copytree(folder / "model" / "run", folder / "copied" / "run")
     assert start("copied", 6, **alone).endswith("planted")
-    assert resumed(start("model", **alone)) == "step 3 from the memory of 1 machine; there is no checkpoint"
-    assert resumed(start("copied", **alone)) == "step 5 from the memory of 1 machine; there is no checkpoint"
+    assert (
+        resumed(start("model", **alone))
+        == "step 3 from the memory of 1 machine; there is no checkpoint"
+    )
+    assert (
+        resumed(start("copied", **alone))
+        == "step 5 from the memory of 1 machine; there is no checkpoint"
+    )
 
     keys = {"checkpoint": {"every": 2, "memory_every": 5}}
     assert start("damaged", 7, **keys).endswith("planted")
     flip(next(Path(checkpoint(folder / "damaged", 6)).glob("*.safetensors")))
-    assert resumed(start("damaged", **keys)) == "step 5 from the memory of 1 machine; the newest checkpoint is step 4"
+    assert (
+        resumed(start("damaged", **keys))
+        == "step 5 from the memory of 1 machine; the newest checkpoint is step 4"
+    )
     assert in_memory(folder) == []
 
 
@@ -488,7 +562,10 @@ def skipped_steps(folder: Path) -> None:
 
     save = copies.Copies.save
     bad: Keys = {"train": {"stop_after": STEPS, "global_batch": 8, "max_bad_steps": 3}}
-    with mock.patch.object(Trainer, "_one_step", planted), mock.patch.object(copies.Copies, "save", seen):
+    with (
+        mock.patch.object(Trainer, "_one_step", planted),
+        mock.patch.object(copies.Copies, "save", seen),
+    ):
         assert start("bad", **bad).startswith("BadStepsError: ")
     assert copied == [1, 2, 3, 4, 5]
     assert in_memory(folder) == []
@@ -501,8 +578,13 @@ def skipped_steps(folder: Path) -> None:
     save_checkpoint = Trainer._save
     bad_at = mock.patch.object(Engine, "bad_steps", lambda self: int(self.steps == 4))
     with bad_at, mock.patch.object(Trainer, "_save", asking):
-        start("put off", checkpoint={"every": 2, "keep": 1, "keep_every": 4}, train={"stop_after": 7})
-    kept = {path.name: path / "manifest.json" for path in (folder / "put off" / "run" / "checkpoints").iterdir()}
+        start(
+            "put off", checkpoint={"every": 2, "keep": 1, "keep_every": 4}, train={"stop_after": 7}
+        )
+    kept = {
+        path.name: path / "manifest.json"
+        for path in (folder / "put off" / "run" / "checkpoints").iterdir()
+    }
     assert json.loads(kept["step-5"].read_text())["state"]["extra"]["put_off"] == [4]
 
 
@@ -523,7 +605,9 @@ def replicas_differ(folder: Path) -> None:
     keys: Keys = {"zero": {"stage": 0}, "run_keys": {"check_replicas": 4}}
     with mock.patch.object(Trainer, "_one_step", planted):
         assert start("run", **keys).startswith("ReplicaError: step 8")
-    collectives.barrier(Topology().axis("world"))  # files of a rank that was late may be left, but no step
+    collectives.barrier(
+        Topology().axis("world")
+    )  # files of a rank that was late may be left, but no step
     said = start("run", **keys)
     assert Topology().rank or "/step-4" in resumed(said), said
 

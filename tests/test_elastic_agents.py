@@ -93,9 +93,7 @@ class Agents:
         hosts = "false" if self.known or self.store else "true"
         # A busy machine is late with its beats; whom others give up for that goes on beside them, as a job of its own.
         beats = 8 if self.story.lost else 60
-        beating = (
-            f"join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt={beats},is_host={hosts}"
-        )
+        beating = f"join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt={beats},is_host={hosts}"
         line = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:3", "--nproc-per-node", str(self.story.ranks),
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}", "--rdzv-id", "job",
@@ -128,7 +126,9 @@ class Agents:
     def steps(self) -> int:
         """The newest step that is told of."""
         file = self.folder / "runs" / "tiny" / "metrics.jsonl"
-        return max((int(row["step"]) for row in metrics.read(file)), default=0) if file.exists() else 0
+        return (
+            max((int(row["step"]) for row in metrics.read(file)), default=0) if file.exists() else 0
+        )
 
     def wait_for(self, step: int) -> None:
         end = time.monotonic() + 120
@@ -159,7 +159,11 @@ def wait_until(true: Callable[[], bool], agents: Agents) -> None:
 def whole(story: Story, folder: Path, step: int) -> bool:
     """Whether a step is in the memory of all machines, and of their neighbours where they keep copies."""
     copied = len(story.begin) > 1 and story.flags[:2] == NEXT_ONE
-    files = [file for file in folder.glob("memory-*/threed-*/*/*/slot-*/*.json") if f'"step": {step},' in text_of(file)]
+    files = [
+        file
+        for file in folder.glob("memory-*/threed-*/*/*/slot-*/*.json")
+        if f'"step": {step},' in text_of(file)
+    ]
     return len(files) == len(story.begin) * story.ranks * (1 + copied)
 
 
@@ -198,7 +202,12 @@ def tell(story: Story, folder: Path) -> dict[str, Any]:
         agents.end()
     said = agents.said()
     assert len(re.findall(story.says, said)) >= 1, said
-    return {"exit": story.code, "seconds": round(time.monotonic() - began, 1), **seen, "steps": saved(folder)}
+    return {
+        "exit": story.code,
+        "seconds": round(time.monotonic() - began, 1),
+        **seen,
+        "steps": saved(folder),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -218,12 +227,16 @@ def played(story: Story, folder: Path, undisturbed: dict[Any, Any]) -> dict[str,
         undisturbed[key] = losses(straight)
     seen = tell(story, folder / "run")
     if story.code:  # the same command, once more
-        done = run_script(story.ranks, [SCRIPT, *FLAGS, *story.flags], folder / "run", quick(folder / "run"))
+        done = run_script(
+            story.ranks, [SCRIPT, *FLAGS, *story.flags], folder / "run", quick(folder / "run")
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     got = losses(folder / "run")
     assert [step for step, _ in got] == [step for step, _ in undisturbed[key]]
     tolerance = 0.0 if story.exact else 1e-9
-    assert [loss for _, loss in got] == pytest.approx([loss for _, loss in undisturbed[key]], abs=tolerance, rel=0)
+    assert [loss for _, loss in got] == pytest.approx(
+        [loss for _, loss in undisturbed[key]], abs=tolerance, rel=0
+    )
     return seen
 
 

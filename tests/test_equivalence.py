@@ -32,7 +32,12 @@ SETTINGS: dict[str, list[object]] = {
     "model": list(MODELS),
     "sequence": [True, False],
     "zero": [0, 1, 2, 3],
-    "schedule": ["1f1b", "gpipe", "interleaved", "zb-v"],  # all of them: tests/test_schedules_training.py
+    "schedule": [
+        "1f1b",
+        "gpipe",
+        "interleaved",
+        "zb-v",
+    ],  # all of them: tests/test_schedules_training.py
     "microbatches": [1, 3, 8],
     "dropout": [0.0, 0.1],
     "dtype": ["fp64", "fp32"],
@@ -59,8 +64,12 @@ def make(values: Values) -> Case | None:
         return None
     v = dict(values)
     v["sequence"] = v["sequence"] and tp > 1
-    v["schedule"], v["partition"] = (v["schedule"], v["partition"]) if pp > 1 else ("1f1b", "balanced")
-    v["layers"] = 6 if v["schedule"] in CHUNKS else 3  # with the ends of the model, two chunks on each of four ranks
+    v["schedule"], v["partition"] = (
+        (v["schedule"], v["partition"]) if pp > 1 else ("1f1b", "balanced")
+    )
+    v["layers"] = (
+        6 if v["schedule"] in CHUNKS else 3
+    )  # with the ends of the model, two chunks on each of four ranks
     offload = v["zero"] == 3 and v["offload_params"] != "none"
     v["offload_params"] = v["offload_params"] if offload else "none"
     v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
@@ -82,7 +91,10 @@ def grid() -> list[Case]:
 
 
 SPACE = Space(
-    SETTINGS, make, cost=lambda case: case.world * case.microbatches, shape=lambda case: (case.pp, case.dp, case.tp)
+    SETTINGS,
+    make,
+    cost=lambda case: case.world * case.microbatches,
+    shape=lambda case: (case.pp, case.dp, case.tp),
 )
 
 
@@ -117,9 +129,13 @@ def run_all(cases: Sequence[Case], work: Work = trained) -> None:
     for case in cases:
         worlds[case.pp, case.dp, case.tp].append(case)
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(1, write_truths, list(dict.fromkeys(case.truth for case in cases)), folder, timeout=1200)
+        run_ranks(
+            1, write_truths, list(dict.fromkeys(case.truth for case in cases)), folder, timeout=1200
+        )
         for (pp, dp, tp), mine in worlds.items():
-            wrong += itertools.chain(*run_ranks(pp * dp * tp, run_cases, mine, folder, work, timeout=3600))
+            wrong += itertools.chain(
+                *run_ranks(pp * dp * tp, run_cases, mine, folder, work, timeout=3600)
+            )
     assert not wrong, f"{len(wrong)} differences in {len(cases)} cases:\n" + "\n\n".join(wrong[:20])
 
 
@@ -139,7 +155,10 @@ def test_the_covering_set_covers_what_any_case_does() -> None:
     assert set().union(*map(SPACE.pairs, cases)) == set(SPACE.attained(random.Random(99), 24))
     shapes = {s for s in itertools.product((1, 2, 4), repeat=3) if s[0] * s[1] * s[2] <= RANKS}
     assert {(case.pp, case.dp, case.tp) for case in cases} == shapes
-    assert all({getattr(case, name) for case in cases} == set(options) for name, options in SETTINGS.items())
+    assert all(
+        {getattr(case, name) for case in cases} == set(options)
+        for name, options in SETTINGS.items()
+    )
 
 
 @pytest.mark.grid

@@ -166,7 +166,9 @@ class Vanishing:
         self._fill(unit, None)
 
 
-def run_plan(plan: Plan, transport: Transport, rank: int, prefetch: int = 1) -> tuple[Executor, Vanishing]:
+def run_plan(
+    plan: Plan, transport: Transport, rank: int, prefetch: int = 1
+) -> tuple[Executor, Vanishing]:
     """Runs a lowered plan on this rank and compares everything it gives with one process, bit for bit.
 
     Weights are there only while they are gathered, and no more layers than may be.
@@ -200,7 +202,11 @@ def run_plan(plan: Plan, transport: Transport, rank: int, prefetch: int = 1) -> 
 def plans(stages: int) -> list[Plan]:
     """Every other one has GATHER in it."""
     builders = (schedules.gpipe, schedules.one_f_one_b, schedules.forward_only)
-    return [schedules.lower(build(stages, count), count % 2 == 0) for build in builders for count in range(1, 10)]
+    return [
+        schedules.lower(build(stages, count), count % 2 == 0)
+        for build in builders
+        for count in range(1, 10)
+    ]
 
 
 def check_plans(stages: int, transport: str) -> None:
@@ -236,7 +242,9 @@ def check_vee(transport: str) -> None:
     topology = Topology(pp=2)
     for count in (1, 2, 5):
         for gathers in (False, True):
-            run_plan(schedules.lower(vee(count), gathers), TRANSPORTS[transport](topology), topology.rank)
+            run_plan(
+                schedules.lower(vee(count), gathers), TRANSPORTS[transport](topology), topology.rank
+            )
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -294,13 +302,17 @@ def late_receives(plan: Plan) -> Plan:
 def check_late(transport: str) -> None:
     topology = Topology(pp=2)
     run_plan(
-        late_receives(schedules.lower(schedules.one_f_one_b(2, 4))), TRANSPORTS[transport](topology), topology.rank
+        late_receives(schedules.lower(schedules.one_f_one_b(2, 4))),
+        TRANSPORTS[transport](topology),
+        topology.rank,
     )
 
 
 def test_a_receive_just_before_its_use_deadlocks_where_sends_block() -> None:
     """So the strict transport bites where gloo does not, and says what the check on paper says."""
-    with pytest.raises(ValueError, match=r"deadlocks: rank 0 at SF0\.1 with rank 1; rank 1 at SB0\.0 with rank 0"):
+    with pytest.raises(
+        ValueError, match=r"deadlocks: rank 0 at SF0\.1 with rank 1; rank 1 at SB0\.0 with rank 0"
+    ):
         schedules.check_rendezvous(late_receives(schedules.lower(schedules.one_f_one_b(2, 4))))
     run_ranks(2, check_late, "gloo")
     with pytest.raises(RanksFailed, match=r"ranks still running: \[0, 1\]") as caught:
@@ -309,7 +321,10 @@ def test_a_receive_just_before_its_use_deadlocks_where_sends_block() -> None:
 
 
 def test_a_message_to_nobody_is_refused_by_rank_and_action() -> None:
-    for text, complaint in (("F0.0 SF0.0", "SF0.0 has nobody to send to"), ("RF0.0", "RF0.0 has nobody to receive")):
+    for text, complaint in (
+        ("F0.0 SF0.0", "SF0.0 has nobody to send to"),
+        ("RF0.0", "RF0.0 has nobody to receive"),
+    ):
         plan = Plan("wrong", 1, 1, 1, (tuple(Action.parse(word) for word in text.split()),))
         with pytest.raises(ValueError, match=f"plan wrong: rank 0: {complaint}"):
             Executor([Stage(model(), AlwaysWhole())], Links(Topology()), 0).run(plan, micros(1))
@@ -352,7 +367,9 @@ class Doubling(nn.Module):
 
 
 @pytest.mark.parametrize("apart", [None, 1])
-def test_an_input_changed_in_place_ends_the_step_whether_graphs_are_shared_or_not(apart: int | None) -> None:
+def test_an_input_changed_in_place_ends_the_step_whether_graphs_are_shared_or_not(
+    apart: int | None,
+) -> None:
     first, second, *_ = model()
     layers = [first, Doubling(), second]
     stage = Stage(layers, AlwaysWhole() if apart is None else ComesAndGoes(apart))
@@ -380,7 +397,9 @@ def test_a_loss_without_a_gradient_is_refused(apart: int | None, recomputed: boo
     stage = Stage(detached(), gatherer, recomputed=Recomputed(frozenset({LAYERS - 1}), store))
     (micro,) = micros(1)
     stage.forward(0, None, micro)
-    with pytest.raises(RuntimeError, match=f"the loss that layer {LAYERS - 1} .Detached. returned has no gradient"):
+    with pytest.raises(
+        RuntimeError, match=f"the loss that layer {LAYERS - 1} .Detached. returned has no gradient"
+    ):
         stage.backward(0, None)
 
 
@@ -463,7 +482,9 @@ def check_freed(schedule: str) -> None:
         inner, refs = getattr(stage, name), []
 
         def watched(*args, inner=inner, refs=refs, name=name):  # type: ignore[no-untyped-def]
-            assert count_alive(refs) <= 3 or (last and name == "forward"), f"{name}s kept: {count_alive(refs)}"
+            assert count_alive(refs) <= 3 or (last and name == "forward"), (
+                f"{name}s kept: {count_alive(refs)}"
+            )
             out = inner(*args)
             if out is not None:
                 assert out._base is None
@@ -501,10 +522,17 @@ def check_posted_ahead() -> None:
     transport = Noted(topology)
     executor, _ = run_plan(plan, transport, topology.rank)
     check_spans(executor.spans, plan, topology.rank)
-    receives = [number for number, action in enumerate(plan.ranks[topology.rank]) if action.kind in RECEIVES]
-    before = [[start for action, start, _ in executor.spans[:number] if action.kind in COMPUTE] for number in receives]
+    receives = [
+        number for number, action in enumerate(plan.ranks[topology.rank]) if action.kind in RECEIVES
+    ]
+    before = [
+        [start for action, start, _ in executor.spans[:number] if action.kind in COMPUTE]
+        for number in receives
+    ]
     assert [bool(starts) for starts in before] == [topology.rank == 0, True, True, True]
-    for posted, starts in zip(transport.posted[-4:], before, strict=True):  # those before them were for the form
+    for posted, starts in zip(
+        transport.posted[-4:], before, strict=True
+    ):  # those before them were for the form
         assert not starts or posted < starts[-1]
 
 

@@ -18,14 +18,15 @@ from tests.fault_runs import FOUR, SLICED, STEPS, TWO, Case, Truth, params, repe
 
 ASYNCHRONOUS = (*TWO, "--parallel.schedule", "2bw")
 HANG_S = 6
-PREEMPTED = (
-    r"preempted by {} after step \d+, which is saved; the same command resumes from runs/tiny/checkpoints/step-\d+"
-)
+PREEMPTED = r"preempted by {} after step \d+, which is saved; the same command resumes from runs/tiny/checkpoints/step-\d+"
 
 
 def killed(at: str, rank: int, restarts: int = 1, always: bool = False) -> Case:
     says = rf"rank {rank} on \S+ \(stage {rank}, dp 0, tp 0\) was killed: process \d+ has ended in step 6, phase step"
-    name, fault = f"killed-{at}-{rank}" + "-for-good" * (not restarts), f"rank={rank} step=6 at={at} do=SIGKILL"
+    name, fault = (
+        f"killed-{at}-{rank}" + "-for-good" * (not restarts),
+        f"rank={rank} step=6 at={at} do=SIGKILL",
+    )
     if restarts:
         return Case(name, fault, says, 0, (12, 12), restarts)
     return Case(name, fault, says, always=always)
@@ -35,15 +36,24 @@ def beside_one_that_waits(do: str, says: str, always: bool = False) -> Case:
     """A rank fails while the other one sits where it notices nothing, as in NCCL: torchrun's SIGTERM must end it."""
     fault = f"rank=1 step=6 at=forward do={do};rank=0 step=6 at=step do=sleep"
     return Case(
-        f"{do}-beside-sleep", fault, rf"rank 1 on \S+ \(stage 1, dp 0, tp 0\) {says}", rank_code=143, always=always
+        f"{do}-beside-sleep",
+        fault,
+        rf"rank 1 on \S+ \(stage 1, dp 0, tp 0\) {says}",
+        rank_code=143,
+        always=always,
     )
 
 
 def stopped(rank: int, topology: tuple[str, ...] = FOUR, always: bool = False) -> Case:
     stage, tp = (rank // 2, rank % 2) if topology == FOUR else (rank, 0)
-    says = rf"hang: no progress for .* rank {rank} on \S+ \(stage {stage}, dp 0, tp {tp}\) is stopped"
+    says = (
+        rf"hang: no progress for .* rank {rank} on \S+ \(stage {stage}, dp 0, tp {tp}\) is stopped"
+    )
     flags = ("--run.hang-timeout", f"{HANG_S}s")
-    name, fault = f"stopped-{rank}" + "-of-2" * (topology == TWO), f"rank={rank} step=6 at=forward do=SIGSTOP"
+    name, fault = (
+        f"stopped-{rank}" + "-of-2" * (topology == TWO),
+        f"rank={rank} step=6 at=forward do=SIGSTOP",
+    )
     return Case(name, fault, says, 0, (12, 12), 1, topology, flags, always=always)
 
 

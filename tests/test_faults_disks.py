@@ -181,7 +181,9 @@ def go_on(one: OnDisk, folder: Path, expected: list[tuple[int, float]]) -> None:
     again(one.case, folder / "run", *(EXPORT if "export" in one.case.name else ()))
     assert losses(folder / "run") == expected  # exactly
     assert saved(folder / "run")[-1] == 12
-    assert ("export" in one.case.name) == (folder / "run" / "runs" / "tiny" / "hf" / "config.json").exists()
+    assert ("export" in one.case.name) == (
+        folder / "run" / "runs" / "tiny" / "hf" / "config.json"
+    ).exists()
 
 
 @pytest.mark.parametrize("one", params(CASES))

@@ -42,20 +42,61 @@ from tests.fault_runs import (
 from threed.monitor import heartbeat, metrics
 
 HANG_S = 6
-OTHER = ["unshare", "--uts", "--mount", "--time", "--monotonic", "7200", "--boottime", "7200", "--fork"]
+OTHER = [
+    "unshare",
+    "--uts",
+    "--mount",
+    "--time",
+    "--monotonic",
+    "7200",
+    "--boottime",
+    "7200",
+    "--fork",
+]
 
 
-def machine(number: int, port: int, folder: Path, fault: str, flags: Sequence[str], prelude: str = "") -> Any:
+def machine(
+    number: int, port: int, folder: Path, fault: str, flags: Sequence[str], prelude: str = ""
+) -> Any:
     """A launcher with one rank, on this machine or on the other one. prelude: of the shell there, before it starts."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(number)]
-    line += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port), SCRIPT]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--node-rank",
+        str(number),
+    ]
+    line += [
+        "--nproc-per-node",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+        SCRIPT,
+    ]
     line += [*FLAGS, *TWO, *flags]
     if number:
-        line = [*OTHER, "sh", "-c", f'hostname node-b && {prelude or "true"} && exec "$@"', "sh", *line]
+        line = [
+            *OTHER,
+            "sh",
+            "-c",
+            f'hostname node-b && {prelude or "true"} && exec "$@"',
+            "sh",
+            *line,
+        ]
     known = environment(folder, fault) | {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     known |= {"CLOCK": f"1:{-7200 if number and 'back' in folder.parts[-2] else 7200}"}
     return subprocess.Popen(
-        line, cwd=folder, env=known, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        line,
+        cwd=folder,
+        env=known,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -68,7 +109,9 @@ def allowed() -> str:
     return done.stderr.strip()
 
 
-def together(folder: Path, fault: str, flags: Sequence[str] = (), prelude: str = "") -> tuple[list[int], list[str]]:
+def together(
+    folder: Path, fault: str, flags: Sequence[str] = (), prelude: str = ""
+) -> tuple[list[int], list[str]]:
     """Runs both; exit codes and what they said. The second is ended when the first has: nobody else is there to."""
     port = random.SystemRandom().randrange(10_000, 30_000)
     both = [machine(number, port, folder, fault, flags, prelude) for number in range(2)]
@@ -81,7 +124,9 @@ def together(folder: Path, fault: str, flags: Sequence[str] = (), prelude: str =
         for one in both:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.pid, signal.SIGKILL)
-        for beat in heartbeat.read_all(folder / "runs" / "tiny" / "heartbeat"):  # one that is stopped
+        for beat in heartbeat.read_all(
+            folder / "runs" / "tiny" / "heartbeat"
+        ):  # one that is stopped
             if heartbeat.process_state({**beat, "host": os.uname().nodename}) != "ended":
                 os.kill(beat["pid"], signal.SIGKILL)
     said[1], _ = both[1].communicate(timeout=60)
@@ -102,10 +147,11 @@ def apart(folder: Path) -> dict[str, Any]:
     codes, said = together(place, "", prelude=f"mount -t tmpfs tmpfs {place / 'runs'}")
     seconds = time.monotonic() - began
     assert codes == [1, 1], said
-    pattern = (
-        r"^threed: rank 0 on \S+ does not see in runs/tiny what rank 1 wrote there .*rank 1 on node-b does not see "
+    pattern = r"^threed: rank 0 on \S+ does not see in runs/tiny what rank 1 wrote there .*rank 1 on node-b does not see "
+    says = line_of(
+        said[0],
+        pattern + r"in runs/tiny what rank 0 wrote there .*all machines must share the folder",
     )
-    says = line_of(said[0], pattern + r"in runs/tiny what rank 0 wrote there .*all machines must share the folder")
     assert "exitcode  : 2 " in said[0], said
     assert saved(place) == []
     assert not list((place / "runs" / "tiny").glob(".probe-*"))
@@ -119,7 +165,10 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
 def clocks(name: str, folder: Path, truth: Truth) -> dict[str, Any]:
     """Nothing happens but that the clocks are apart."""
     case = Case(name, "", "")
-    expected, place = uninterrupted(truth, case, folder / "straight"), prepare(folder / name / "run")
+    expected, place = (
+        uninterrupted(truth, case, folder / "straight"),
+        prepare(folder / name / "run"),
+    )
     began = time.monotonic()
     codes, said = together(place, "", ("--train.time-limit", "30m", "--run.hang-timeout", "1m"))
     seconds = time.monotonic() - began
@@ -154,7 +203,9 @@ def elsewhere(do: str, folder: Path, truth: Truth) -> dict[str, Any]:
     case = Case(do, "", "")
     expected, place = uninterrupted(truth, case, folder / "straight"), prepare(folder / "run")
     began = time.monotonic()
-    codes, said = together(place, f"rank=1 step=6 at=forward do={do}", ("--run.hang-timeout", f"{HANG_S}s"))
+    codes, said = together(
+        place, f"rank=1 step=6 at=forward do={do}", ("--run.hang-timeout", f"{HANG_S}s")
+    )
     seconds = time.monotonic() - began
     assert codes[0] == 1, said
     says = line_of(said[1] if do == "raise" else said[0], SAYS[do])
@@ -179,7 +230,9 @@ def taken(folder: Path) -> dict[str, Any]:
     case = Case("taken", "rank=all step=5 at=step do=slow each=yes", "")
     place = prepare(folder / "run")
     alone = [sys.executable, SCRIPT, *FLAGS, "--model.layers", "1"]
-    with subprocess.Popen(alone, cwd=place, env=environment(place, case.fault), stdout=subprocess.DEVNULL) as first:
+    with subprocess.Popen(
+        alone, cwd=place, env=environment(place, case.fault), stdout=subprocess.DEVNULL
+    ) as first:
         try:
             end = time.monotonic() + 120
             while not (place / "fired-0").exists():
@@ -188,11 +241,16 @@ def taken(folder: Path) -> dict[str, Any]:
             began = time.monotonic()
             known = environment(place) | {"CLOCK": "0:7200"}
             line = [*OTHER, "sh", "-c", 'hostname node-b && exec "$@"', "sh", *alone]
-            done = subprocess.run(line, cwd=place, env=known, capture_output=True, text=True, timeout=200)
+            done = subprocess.run(
+                line, cwd=place, env=known, capture_output=True, text=True, timeout=200
+            )
             seconds = time.monotonic() - began
         finally:
             first.kill()
-    says = line_of(done.stdout + done.stderr, r"^threed: runs/tiny is in use by another run: process \d+ on \S+, since")
+    says = line_of(
+        done.stdout + done.stderr,
+        r"^threed: runs/tiny is in use by another run: process \d+ on \S+, since",
+    )
     assert done.returncode == 2
     return row(done.returncode, says, seconds, saved(place))
 

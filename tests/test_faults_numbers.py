@@ -42,7 +42,9 @@ ROW = r"^threed: 3 steps in a row up to step \d+ were skipped \(loss .*, gradien
 PAIR = ("--parallel.dp", "2", "--zero.stage", "0")
 
 
-def damaged(name: str, do: str, says: str, *flags: str, step: int = 6, more: str = "", **about: Any) -> Case:
+def damaged(
+    name: str, do: str, says: str, *flags: str, step: int = 6, more: str = "", **about: Any
+) -> Case:
     fault = f"rank=all step={step} at=step do={do}{more}"
     return Case(name, fault, says, flags=flags, **{"rank_code": 2, **about})
 
@@ -100,20 +102,30 @@ def second(folder: Path, truth: Truth) -> dict[str, Any]:
     expected, place = uninterrupted(truth, case, folder / "straight"), prepare(folder / "run")
     line = torchrun(2, SCRIPT, *FLAGS, *case.topology)
     with subprocess.Popen(
-        line, cwd=place, env=environment(place, case.fault), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        line,
+        cwd=place,
+        env=environment(place, case.fault),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as first:
         end = time.monotonic() + 120
         while not (place / "fired-0").exists():
             assert time.monotonic() < end
             time.sleep(0.1)
         began = time.monotonic()
-        done = subprocess.run(line, cwd=place, env=environment(place), capture_output=True, text=True, timeout=200)
+        done = subprocess.run(
+            line, cwd=place, env=environment(place), capture_output=True, text=True, timeout=200
+        )
         seconds = time.monotonic() - began
         (place / "refused").touch()
         said, _ = first.communicate(timeout=200)
     assert first.returncode == 0, said
     assert done.returncode == 1, done.stdout + done.stderr
-    says = line_of(done.stdout + done.stderr, r"^threed: runs/tiny is in use by another run: process \d+ on \S+, since")
+    says = line_of(
+        done.stdout + done.stderr,
+        r"^threed: runs/tiny is in use by another run: process \d+ on \S+, since",
+    )
     assert "exitcode  : 2 " in done.stdout + done.stderr
     assert losses(place) == expected
     check_nothing_lives(place)

@@ -37,7 +37,11 @@ from tests.fault_runs import (
 )
 
 PREEMPTED = r"preempted by SIGTERM.* after step \d+, which is saved; the same command resumes from \S+/step-\d+"
-BEFORE, AFTER, EITHER = (4, 4), (8, 8), (4, 8)  # the newest checkpoint, when the save of step 8 was killed
+BEFORE, AFTER, EITHER = (
+    (4, 4),
+    (8, 8),
+    (4, 8),
+)  # the newest checkpoint, when the save of step 8 was killed
 
 
 def killed(at: str, rank: int, saved: tuple[int, int], beside: bool = False, **more: Any) -> Case:
@@ -45,7 +49,9 @@ def killed(at: str, rank: int, saved: tuple[int, int], beside: bool = False, **m
     says = rf"rank {rank} on \S+ \(stage {rank}, dp 0, tp 0\) was killed: process \d+ has ended in {when}"
     flags = (BESIDE if beside else ()) + (("--checkpoint.keep", "1") if at == "prune" else ())
     name = f"killed-{at}-{rank}" + "-beside" * beside + "-restarted" * bool(more.get("restarts"))
-    return Case(name, f"rank={rank} step=8 at={at} do=SIGKILL", says, saved=saved, flags=flags, **more)
+    return Case(
+        name, f"rank={rank} step=8 at={at} do=SIGKILL", says, saved=saved, flags=flags, **more
+    )
 
 
 def asked(do: str, at: str, step: int, **more: Any) -> Case:
@@ -153,9 +159,16 @@ def looping(do: str, folder: Path, truth: Truth) -> dict[str, Any]:
     done = launched(case, prepare(folder / "run"))
     seconds, said = time.monotonic() - began, done.stdout + done.stderr
     assert done.returncode == 1, said
-    what = "failed in step 6, phase step: RuntimeError: planted" if do == "raise" else "was killed: process"
+    what = (
+        "failed in step 6, phase step: RuntimeError: planted"
+        if do == "raise"
+        else "was killed: process"
+    )
     for attempt in range(3):
-        says = line_of(said, rf"^threed: rank 1 on \S+ \(stage 1, dp 0, tp 0\) {what}.*; attempt {attempt + 1} of 3")
+        says = line_of(
+            said,
+            rf"^threed: rank 1 on \S+ \(stage 1, dp 0, tp 0\) {what}.*; attempt {attempt + 1} of 3",
+        )
     assert says.endswith("attempt 3 of 3: torchrun restarts it no more")
     assert saved(folder / "run") == [4]
     assert os.listdir(folder / "run" / "runs" / "tiny" / "checkpoints") == ["step-4"]

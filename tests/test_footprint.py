@@ -19,13 +19,32 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (1, {"precision": {"dtype": "fp64"}}),
     (1, {"recompute": {"mode": "full"}}),
     (1, {"recompute": {"mode": "full", "every": 2, "arena": True}}),
-    (1, {"recompute": {"mode": "selective", "ops": ("attention", "activation", "norm")}, "model": {"arch": "llama"}}),
+    (
+        1,
+        {
+            "recompute": {"mode": "selective", "ops": ("attention", "activation", "norm")},
+            "model": {"arch": "llama"},
+        },
+    ),
     (1, {"model": {"arch": "llama", "kv_heads": 2, "qk_norm": True}, "m": 1}),
     (1, {"optim": {"name": "sgd"}, "model": {"tied": False}}),
     (1, {"optim": {"name": "lion"}, "precision": {"dtype": "bf16"}}),
     (1, {"model": {"arch": "mistral", "kv_heads": 4, "window": 16}}),
-    (1, {"model": {"arch": "gemma2", "window": 16}, "precision": {"dtype": "bf16"}, "recompute": {"loss_chunks": 4}}),
-    (1, {"model": {"arch": "phi3", "partial_rotary_factor": 0.5}, "recompute": {"mode": "selective"}}),
+    (
+        1,
+        {
+            "model": {"arch": "gemma2", "window": 16},
+            "precision": {"dtype": "bf16"},
+            "recompute": {"loss_chunks": 4},
+        },
+    ),
+    (
+        1,
+        {
+            "model": {"arch": "phi3", "partial_rotary_factor": 0.5},
+            "recompute": {"mode": "selective"},
+        },
+    ),
     (2, {"parallel": {"tp": 2}, "model": {"arch": "gemma3", "kv_heads": 2, "window": 16}}),
     (2, {"parallel": {"pp": 2}, "model": {"arch": "gemma2", "kv_heads": 2, "window": 16}}),
     (2, {"zero": {"stage": 0}}),
@@ -39,14 +58,40 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"zero": {"stage": 3}}),
     (2, {"zero": {"stage": 3, "bucket_mib": 64.0}, "model": {"arch": "llama"}}),
     (2, {"zero": {"stage": 3, "prefetch": 2, "resident": 0}, "recompute": {"mode": "full"}}),
-    (1, {"zero": {"stage": 3, "offload_params": "cpu", "order": "layer"}, "recompute": {"mode": "full"}}),
+    (
+        1,
+        {
+            "zero": {"stage": 3, "offload_params": "cpu", "order": "layer"},
+            "recompute": {"mode": "full"},
+        },
+    ),
     (2, {"zero": {"stage": 3, "order": "layer"}}),
-    (2, {"zero": {"stage": 3, "order": "layer", "resident": 0}, "recompute": {"mode": "full"}, "m": 8}),
-    (2, {"zero": {"stage": 3, "order": "layer"}, "precision": {"dtype": "bf16"}, "recompute": {"mode": "selective"}}),
+    (
+        2,
+        {
+            "zero": {"stage": 3, "order": "layer", "resident": 0},
+            "recompute": {"mode": "full"},
+            "m": 8,
+        },
+    ),
+    (
+        2,
+        {
+            "zero": {"stage": 3, "order": "layer"},
+            "precision": {"dtype": "bf16"},
+            "recompute": {"mode": "selective"},
+        },
+    ),
     (2, {"zero": {"stage": 2, "order": "layer"}}),
     (2, {"parallel": {"tp": 2}}),
     (2, {"parallel": {"tp": 2, "sequence": False}, "model": {"dropout": 0.1}}),
-    (2, {"parallel": {"tp": 2, "sequence": False}, "recompute": {"mode": "full", "partition": True}}),
+    (
+        2,
+        {
+            "parallel": {"tp": 2, "sequence": False},
+            "recompute": {"mode": "full", "partition": True},
+        },
+    ),
     (2, {"parallel": {"tp": 2}, "recompute": {"mode": "selective", "ops": ("norm",)}}),
     (2, {"parallel": {"pp": 2}}),
     (2, {"parallel": {"pp": 2, "schedule": "gpipe"}}),
@@ -55,7 +100,14 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"parallel": {"pp": 2}, "recompute": {"mode": "full"}}),
     (2, {"parallel": {"pp": 2, "schedule": "chimera"}, "precision": {"dtype": "bf16"}}),
     (2, {"parallel": {"pp": 2, "schedule": "2bw"}}),
-    (2, {"parallel": {"pp": 2, "schedule": "2bw"}, "precision": {"dtype": "bf16"}, "model": {"tied": False}}),
+    (
+        2,
+        {
+            "parallel": {"pp": 2, "schedule": "2bw"},
+            "precision": {"dtype": "bf16"},
+            "model": {"tied": False},
+        },
+    ),
     (4, {"parallel": {"pp": 2, "schedule": "2bw"}}),
     (4, {"parallel": {"pp": 4, "schedule": "2bw"}, "recompute": {"mode": "full"}}),
     (4, {"zero": {"stage": 0}}),
@@ -71,7 +123,14 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (4, {"parallel": {"tp": 2}, "zero": {"stage": 2}}),
     (4, {"parallel": {"pp": 2, "schedule": "dualpipe"}, "zero": {"stage": 2}}),
     (4, {"parallel": {"pp": 4}}),
-    (4, {"parallel": {"pp": 4}, "model": {"arch": "llama", "tied": True}, "precision": {"dtype": "bf16"}}),
+    (
+        4,
+        {
+            "parallel": {"pp": 4},
+            "model": {"arch": "llama", "tied": True},
+            "precision": {"dtype": "bf16"},
+        },
+    ),
 ]
 
 
@@ -91,7 +150,9 @@ def configs(world: int, size: dict[str, int]) -> list[tuple[str, Config]]:
 
 def off(cases: list[tuple[str, Config]], world: int) -> list[tuple[str, float]]:
     """By how much of the measured peak each case's forecast is off on the rank where that is most, worst last."""
-    measured = zip(*run_ranks(world, measure_all, [config for _, config in cases], timeout=1800), strict=True)
+    measured = zip(
+        *run_ranks(world, measure_all, [config for _, config in cases], timeout=1800), strict=True
+    )
     found = []
     for (name, config), peaks in zip(cases, measured, strict=True):
         said = [rank.bytes for rank in Forecast.of(config, world).ranks]
@@ -111,7 +172,12 @@ def check(cases: list[tuple[str, Config]], world: int, under: float) -> None:
     assert [both for both in found if not -under <= both[1] <= 0.05] == []
 
 
-SMALL = {"layers": 4, "hidden": 128, "seq": 64, "vocab": 1000}  # 1.0 M: a few tens of kilobytes are a percent
+SMALL = {
+    "layers": 4,
+    "hidden": 128,
+    "seq": 64,
+    "vocab": 1000,
+}  # 1.0 M: a few tens of kilobytes are a percent
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -130,7 +196,9 @@ def test_the_peak_in_the_other_cases(world: int) -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_peak_of_a_larger_model(world: int) -> None:
     """20.9 M parameters."""
-    check(configs(world, {"layers": 6, "hidden": 512, "seq": 128, "vocab": 4000}), world, under=0.02)
+    check(
+        configs(world, {"layers": 6, "hidden": 512, "seq": 128, "vocab": 4000}), world, under=0.02
+    )
 
 
 def test_there_are_forty_cases() -> None:

@@ -79,7 +79,9 @@ class Case:
 
 def config_of(case: Case) -> Config:
     (pp, dp, tp), own = case.grid, case.model in USERS_MODELS
-    sizes = {"hidden": 24, "heads": users_truths.HEADS, "seq": 8} if own else {"hidden": 32, "seq": 16}
+    sizes = (
+        {"hidden": 24, "heads": users_truths.HEADS, "seq": 8} if own else {"hidden": 32, "seq": 16}
+    )
     config = Config.model_validate({
         "parallel": {"pp": pp, "tp": tp, "schedule": "1f1b" if case.schedule in OWN else case.schedule},
         "zero": {
@@ -106,7 +108,9 @@ def case_of(values: Mapping[str, Any]) -> Case | None:
     case = Case(**values)
     pp, dp, _ = case.grid
     idle = (
-        (case.zero < 2 and case.resident) or (pp == 1 and case.schedule != "1f1b") or (dp == 1 and case.shard != "all")
+        (case.zero < 2 and case.resident)
+        or (pp == 1 and case.schedule != "1f1b")
+        or (dp == 1 and case.shard != "all")
     )
     if idle or (pp == 3 and case.schedule in OWN):  # not so many layers
         return None
@@ -126,7 +130,9 @@ def builder(case: Case, config: Config) -> Callable[[Slicing], Model]:
 def engine_of(case: Case) -> Engine:
     config = config_of(case)
     topology = topology_of(*case.grid[::2])
-    slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    slicing = Slicing(
+        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
+    )
     return Engine(builder(case, config)(slicing), topology, config)
 
 
@@ -147,7 +153,9 @@ def held_by_engines(cases: list[Case]) -> list[dict[str, int]]:
 
 @functools.cache
 def covering() -> list[Case]:
-    return Space(SETTINGS, case_of, lambda case: case.world + 1.0).covering(seed=0, count=4, sample=30)
+    return Space(SETTINGS, case_of, lambda case: case.world + 1.0).covering(
+        seed=0, count=4, sample=30
+    )
 
 
 def test_the_cases_are_many_and_differ() -> None:
@@ -168,7 +176,9 @@ def test_a_forecast_holds_what_engines_hold(world: int) -> None:
         config = config_of(case)
         said = Forecast.of(config, world, builder(case, config)).ranks
         for rank, found in enumerate(everyone):
-            assert {part: said[rank].bytes.get(part, 0) for part in HELD} == found[number], f"{case}: rank {rank}"
+            assert {part: said[rank].bytes.get(part, 0) for part in HELD} == found[number], (
+                f"{case}: rank {rank}"
+            )
 
 
 def live_and_held(cases: list[Case]) -> list[tuple[int, int, int]]:
@@ -191,7 +201,10 @@ def live_and_held(cases: list[Case]) -> list[tuple[int, int, int]]:
     return found
 
 
-PLAIN = {name: values[0] for name, values in SETTINGS.items()} | {"grid": (1, 2, 1), "dtypes": ("bf16", None)}
+PLAIN = {name: values[0] for name, values in SETTINGS.items()} | {
+    "grid": (1, 2, 1),
+    "dtypes": ("bf16", None),
+}
 
 
 def test_what_is_held_are_the_live_storages() -> None:
@@ -246,9 +259,14 @@ def test_flops_a_token_are_counted_whatever_a_model_says_that_it_costs() -> None
         def costs(self, micro_batch: int) -> list[float]:
             return [1.0] * (self.config.layers + 2)
 
-    config = resolve(Config.model_validate({"model": {"layers": 2, "hidden": 32, "heads": 4, "seq": 16}}), 64, 8)
+    config = resolve(
+        Config.model_validate({"model": {"layers": 2, "hidden": 32, "heads": 4, "seq": 16}}), 64, 8
+    )
     plain = Forecast.of(config, 8)
-    assert Forecast.of(config, 8, lambda slicing: Says(config.model, slicing)).flops_per_token == plain.flops_per_token
+    assert (
+        Forecast.of(config, 8, lambda slicing: Says(config.model, slicing)).flops_per_token
+        == plain.flops_per_token
+    )
 
 
 def test_buffers_of_modules_are_counted_and_the_model_has_its_name() -> None:
@@ -259,8 +277,13 @@ def test_buffers_of_modules_are_counted_and_the_model_has_its_name() -> None:
             layers[2].register_buffer("mask", layers[1].mask)  # the same tensor: once
             return layers
 
-    config = resolve(Config.model_validate({"model": {"layers": 2, "hidden": 32, "heads": 4, "seq": 16}}), 64, 8)
-    plain, found = Forecast.of(config, 8), Forecast.of(config, 8, lambda slicing: Masked(config.model, slicing))
+    config = resolve(
+        Config.model_validate({"model": {"layers": 2, "hidden": 32, "heads": 4, "seq": 16}}), 64, 8
+    )
+    plain, found = (
+        Forecast.of(config, 8),
+        Forecast.of(config, 8, lambda slicing: Masked(config.model, slicing)),
+    )
     assert found.ranks[0].bytes["buffers"] == plain.ranks[0].bytes["buffers"] + 4000
     assert (plain.text().split()[1], found.text().split()[1]) == ("gpt,", "Masked,")
 
@@ -294,7 +317,9 @@ def test_ranks_that_hold_the_same_are_told_of_once_and_every_stage_is_there(
     assert [line[2 : 2 + len(head)] for line, head in zip(lines, wanted, strict=True)] == wanted
     for line in lines:
         peak, parts = re.search(r" ([\d.]+) GiB = (.*)$", line).groups()  # type: ignore[union-attr]
-        assert float(peak) == pytest.approx(sum(float(part.split()[1]) for part in parts.split(" + ")), abs=3e-4)
+        assert float(peak) == pytest.approx(
+            sum(float(part.split()[1]) for part in parts.split(" + ")), abs=3e-4
+        )
     held = [rank for rank in found.ranks if f"rank {rank.rank} " in found.text() or rank.rank == 0]
     assert {rank.layers[0].start for rank in held} == {rank.layers[0].start for rank in found.ranks}
     assert "MiB" not in found.text()
@@ -302,7 +327,9 @@ def test_ranks_that_hold_the_same_are_told_of_once_and_every_stage_is_there(
 
 def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
     config = vision(1)
-    with pytest.raises(TraceError, match=r"patches \(Patches\) could not be run on the meta device"):
+    with pytest.raises(
+        TraceError, match=r"patches \(Patches\) could not be run on the meta device"
+    ):
         Forecast.of(config, 1, lambda slicing: Vision(config.model, slicing))
 
 
@@ -314,10 +341,15 @@ def test_a_users_model_is_forecast_whole_and_cut(name: str) -> None:
         "model": {"layers": 3, "hidden": 32, "heads": 4, "seq": 8},
         "train": {"global_batch": 4, "micro_batch": 2, "steps": 10},
     }), VOCAB, pp) for pp in (1, 2)}  # fmt: skip
-    alone, cut = (Forecast.of(c, pp, lambda s, c=c: USERS_MODELS[name](c.model, s)) for pp, c in config.items())
+    alone, cut = (
+        Forecast.of(c, pp, lambda s, c=c: USERS_MODELS[name](c.model, s))
+        for pp, c in config.items()
+    )
     assert alone.parameters == cut.parameters
     assert [rank.layers for rank in alone.ranks] == [(range(len(alone.ranks[0].layers[0])),)]
-    assert [part.start for rank in cut.ranks for part in rank.layers][1:] == [cut.ranks[0].layers[0].stop]
+    assert [part.start for rank in cut.ranks for part in rank.layers][1:] == [
+        cut.ranks[0].layers[0].stop
+    ]
     both = sum(rank.bytes["parameters"] for rank in cut.ranks)
     assert alone.ranks[0].bytes["parameters"] <= both
     assert cut.ranks[0].sends["pp"] > 0 == alone.ranks[0].sends["pp"]

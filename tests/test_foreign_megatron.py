@@ -73,7 +73,10 @@ def test_an_iteration_may_be_given_itself_and_only_where_somebody_says_so(
     written.write_legacy(tmp_path / "theirs", LLAMA, weights)
     words = ["convert", str(tmp_path / "theirs/iter_0000100"), str(tmp_path / "native")]
     assert cli.main(words) == 2
-    assert "a checkpoint of Megatron-LM's, which is made of pickles: --allow-pickle" in capsys.readouterr().err
+    assert (
+        "a checkpoint of Megatron-LM's, which is made of pickles: --allow-pickle"
+        in capsys.readouterr().err
+    )
     assert cli.main([*words, "--allow-pickle"]) == 0
     assert (
         "masters and moments are left out, weights alone are read: it was saved without its optimizer"
@@ -84,7 +87,9 @@ def test_an_iteration_may_be_given_itself_and_only_where_somebody_says_so(
 
 def test_scaled_rotary_angles_are_llama_3s(tmp_path: Path) -> None:
     args = LLAMA | {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
-    folder = written.write_legacy(tmp_path / "theirs", args, written.weights_of(written.model_of(LLAMA)))
+    folder = written.write_legacy(
+        tmp_path / "theirs", args, written.weights_of(written.model_of(LLAMA))
+    )
     with pytest.warns(UserWarning, match="weights alone"):
         out = convert(folder, tmp_path / "native", allow_pickle=True)
     model = ModelConfig.model_validate(native.read_manifest(out)["config"]["model"])
@@ -119,7 +124,9 @@ REFUSED = {
 @pytest.mark.parametrize("problem", REFUSED)
 def test_other_models_are_refused_by_name(problem: str, tmp_path: Path) -> None:
     args = LLAMA | REFUSED[problem]
-    folder = written.write_legacy(tmp_path / "theirs", LLAMA, written.weights_of(written.model_of(LLAMA)))
+    folder = written.write_legacy(
+        tmp_path / "theirs", LLAMA, written.weights_of(written.model_of(LLAMA))
+    )
     file = folder / "iter_0000100/mp_rank_00/model_optim_rng.pt"
     state = torch.load(file, weights_only=False)
     state["args"].__dict__.clear()
@@ -133,13 +140,18 @@ def test_other_models_are_refused_by_name(problem: str, tmp_path: Path) -> None:
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 TENSORS: dict[str, tuple[dict[str, Tensor], str]] = {
     "a scalar": ({QKV: torch.tensor(1.0)}, r"linear_qkv.weight is \[\], and needs 40 rows"),
-    "a layer number of many digits": ({f"decoder.layers.{'9' * 5000}.mlp": torch.ones(3)}, "does not fit its args"),
+    "a layer number of many digits": (
+        {f"decoder.layers.{'9' * 5000}.mlp": torch.ones(3)},
+        "does not fit its args",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", TENSORS)
 def test_tensors_that_no_model_has_are_refused(kind: str, tmp_path: Path) -> None:
-    folder = written.write_legacy(tmp_path / "theirs", LLAMA, written.weights_of(written.model_of(LLAMA)))
+    folder = written.write_legacy(
+        tmp_path / "theirs", LLAMA, written.weights_of(written.model_of(LLAMA))
+    )
     file = folder / "iter_0000100/mp_rank_00/model_optim_rng.pt"
     state, (tensors, problem) = torch.load(file, weights_only=False), TENSORS[kind]
     state["model"].update(tensors)
@@ -160,7 +172,12 @@ def write_all(place: Path, cases: list[tuple[str, dict[str, Any], bool]]) -> Non
 def dists(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of torch_dist, which two ranks wrote."""
     place = tmp_path_factory.mktemp("dist")
-    run_ranks(2, write_all, place, [("llama", LLAMA, False), ("gpt", GPT, False), ("numbered", LLAMA, True)])
+    run_ranks(
+        2,
+        write_all,
+        place,
+        [("llama", LLAMA, False), ("gpt", GPT, False), ("numbered", LLAMA, True)],
+    )
     return place
 
 
@@ -174,14 +191,18 @@ def test_torch_dist_is_the_same_bit_for_bit(name: str, dists: Path, tmp_path: Pa
 
 
 DIST_DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "is of kind zarr: torch_dist and the legacy one": lambda folder: (folder / "metadata.json").write_text(
-        '{"sharded_backend": "zarr"}'
-    ),
+    "is of kind zarr: torch_dist and the legacy one": lambda folder: (
+        folder / "metadata.json"
+    ).write_text('{"sharded_backend": "zarr"}'),
     "says there of which kind": lambda folder: (folder / "metadata.json").unlink(),
     "has no args": lambda folder: (folder / "common.pt").unlink(),
     "__1_0.distcp": lambda folder: (folder / "__1_0.distcp").unlink(),
-    "is cut off": lambda folder: (folder / "__1_0.distcp").write_bytes((folder / "__1_0.distcp").read_bytes()[:900]),
-    "which no checkpoint needs": lambda folder: (folder / ".metadata").write_bytes(b"cposix\nsystem\n(S'true'\ntR."),
+    "is cut off": lambda folder: (folder / "__1_0.distcp").write_bytes(
+        (folder / "__1_0.distcp").read_bytes()[:900]
+    ),
+    "which no checkpoint needs": lambda folder: (folder / ".metadata").write_bytes(
+        b"cposix\nsystem\n(S'true'\ntR."
+    ),
 }
 
 
@@ -247,14 +268,19 @@ def mutants(data: bytes, count: int) -> Iterator[bytes]:
         mutant = bytearray(data)
         for _ in range(draw.choice([1, 1, 2, 5, 30])):
             at = draw.randrange(first, first + info.file_size)
-            mutant[at] = draw.choice([draw.randrange(256), draw.choice(b"\x80()]}.0Nc\x81\x85Rbqrtsuehjk\xff"), 1])
+            mutant[at] = draw.choice(
+                [draw.randrange(256), draw.choice(b"\x80()]}.0Nc\x81\x85Rbqrtsuehjk\xff"), 1]
+            )
         crc = zlib.crc32(mutant[first : first + info.file_size])
         yield bytes(mutant).replace(struct.pack("<I", info.CRC), struct.pack("<I", crc))
 
 
 def test_mutants_of_a_pickle_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     weights = written.weights_of(written.model_of(LLAMA))
-    file = written.write_legacy(tmp_path / "theirs", LLAMA, weights) / "iter_0000100/mp_rank_00/model_optim_rng.pt"
+    file = (
+        written.write_legacy(tmp_path / "theirs", LLAMA, weights)
+        / "iter_0000100/mp_rank_00/model_optim_rng.pt"
+    )
     problems = []
     for number, mutant in enumerate(mutants(file.read_bytes(), 40)):
         file.write_bytes(mutant)
@@ -279,14 +305,22 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "names iter_0000100, which is not there: give": lambda folder: folder.rename(folder.parent / "iter_0000200"),
+    "names iter_0000100, which is not there: give": lambda folder: folder.rename(
+        folder.parent / "iter_0000200"
+    ),
     "has 3 of 4 files of tp 2 and pp 2": lambda folder: shutil.rmtree(folder / "mp_rank_01_001"),
-    "expert parallelism is not read": lambda folder: (folder / "mp_rank_00_001").rename(folder / "mp_rank_00_001_000"),
+    "expert parallelism is not read": lambda folder: (folder / "mp_rank_00_001").rename(
+        folder / "mp_rank_00_001_000"
+    ),
     "no file of the first rank": lambda folder: shutil.rmtree(folder / "mp_rank_00_000"),
-    "tensor ranks have different tensors": edited(lambda state: state["model"].pop("output_layer.weight")),
+    "tensor ranks have different tensors": edited(
+        lambda state: state["model"].pop("output_layer.weight")
+    ),
     "from before megatron-core": edited(lambda state: state.update(model={"language_model": {}})),
     "other virtual stages": edited(lambda state: state.pop("model")),
-    "does not fit together": edited(lambda state: state["model"].update({"output_layer.weight": torch.ones(26, 23)})),
+    "does not fit together": edited(
+        lambda state: state["model"].update({"output_layer.weight": torch.ones(26, 23)})
+    ),
 }
 
 

@@ -43,7 +43,11 @@ LEGACY: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
     "buckets": (LLAMA, {"tp": 2, "layers": EVEN}, lambda states: Distributed(states, 700)),
     "small buckets": (GPT, {"tp": 2}, lambda states: Distributed(states, 1)),
     "tied, buckets": (TIED, {"tp": 2, "layers": EVEN}, lambda states: Distributed(states, 1000)),
-    "virtual stages": (LLAMA, {"tp": 2, "layers": FOUR, "virtual": 2}, lambda states: Distributed(states, 500)),
+    "virtual stages": (
+        LLAMA,
+        {"tp": 2, "layers": FOUR, "virtual": 2},
+        lambda states: Distributed(states, 500),
+    ),
     "not Transformer Engine": (GPT, {"tp": 2, "layers": EVEN, "engine": False}, Distributed),
     "not distributed": (LLAMA, {"tp": 2, "layers": EVEN}, Whole),
     "not distributed, tied": (GPT, {"tp": 2, "layers": EVEN}, Whole),
@@ -56,7 +60,12 @@ def check(out: Path, states: dict[str, dict[str, Tensor]], scale: bool = True) -
     manifest = native.read_manifest(out)
     assert native.verify(out, manifest) == []
     state = manifest["state"]
-    assert [state[key] for key in ("steps", "consumed", "updates", "skips")] == [100, 3200, STEP, 100 - STEP]
+    assert [state[key] for key in ("steps", "consumed", "updates", "skips")] == [
+        100,
+        3200,
+        STEP,
+        100 - STEP,
+    ]
     assert (state.get("loss_scale"), state.get("good_steps"), state.get("hysteresis_left")) == (
         (2.0**14, 7.0, 1.0) if scale else (None, None, None)
     )
@@ -71,8 +80,12 @@ def test_legacy_states_are_the_same_bit_for_bit(case: str, tmp_path: Path) -> No
     args, layout, optimizer = LEGACY[case]
     states = written.states_of(written.model_of(args))
     fp32 = case == "fp32"
-    weights = {name: tensor if fp32 else tensor.bfloat16() for name, tensor in states["weight"].items()}
-    folder = written.write_legacy(tmp_path / "theirs", args, weights, **layout, optimizer=optimizer(states))
+    weights = {
+        name: tensor if fp32 else tensor.bfloat16() for name, tensor in states["weight"].items()
+    }
+    folder = written.write_legacy(
+        tmp_path / "theirs", args, weights, **layout, optimizer=optimizer(states)
+    )
     check(convert(folder, tmp_path / "native", allow_pickle=True), states, scale=not fp32)
 
 
@@ -87,10 +100,16 @@ def buffers(state: Any) -> dict[str, Tensor]:
 
 
 LEFT_OUT: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "other parts of the optimizer": ("distrib_optim.pt", lambda state: buffers(state).pop("exp_avg_sq")),
+    "other parts of the optimizer": (
+        "distrib_optim.pt",
+        lambda state: buffers(state).pop("exp_avg_sq"),
+    ),
     "do not fit its weights": ("distrib_optim.pt", lambda state: buffers(state)["param"].mul_(2)),
     "older than core": ("distrib_optim.pt", lambda state: state.pop("buckets_coalesced")),
-    "how many updates": ("model_optim_rng.pt", lambda state: state["optimizer"]["optimizer"]["param_groups"].clear()),
+    "how many updates": (
+        "model_optim_rng.pt",
+        lambda state: state["optimizer"]["optimizer"]["param_groups"].clear(),
+    ),
 }
 
 
@@ -98,7 +117,9 @@ LEFT_OUT: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def test_states_that_are_not_certain_are_left_out_and_said(why: str, tmp_path: Path) -> None:
     states = written.states_of(written.model_of(LLAMA))
     weights = {name: tensor.bfloat16() for name, tensor in states["weight"].items()}
-    folder = written.write_legacy(tmp_path / "theirs", LLAMA, weights, 2, EVEN, optimizer=Distributed(states))
+    folder = written.write_legacy(
+        tmp_path / "theirs", LLAMA, weights, 2, EVEN, optimizer=Distributed(states)
+    )
     name, change = LEFT_OUT[why]
     for rank in ("00", "01"):
         edited(folder / f"iter_0000100/mp_rank_{rank}_000/{name}", change)
@@ -113,15 +134,19 @@ def test_states_that_are_not_certain_are_left_out_and_said(why: str, tmp_path: P
 
 
 MISSING: dict[str, Callable[[Path], Any]] = {
-    "has 3 of 4 files distrib_optim.pt": lambda folder: (folder / "mp_rank_01_001/distrib_optim.pt").unlink(),
+    "has 3 of 4 files distrib_optim.pt": lambda folder: (
+        folder / "mp_rank_01_001/distrib_optim.pt"
+    ).unlink(),
     "are of several iterations": lambda folder: edited(
         folder / "mp_rank_01_001/model_optim_rng.pt", lambda state: state.update(iteration=200)
     ),
     "exp_avg_sq of .* below zero": lambda folder: edited(
-        folder / "mp_rank_00_000/distrib_optim.pt", lambda state: buffers(state)["exp_avg_sq"].neg_()
+        folder / "mp_rank_00_000/distrib_optim.pt",
+        lambda state: buffers(state)["exp_avg_sq"].neg_(),
     ),
     "exp_avg of .* not finite": lambda folder: edited(
-        folder / "mp_rank_00_000/distrib_optim.pt", lambda state: buffers(state)["exp_avg"].fill_(math.nan)
+        folder / "mp_rank_00_000/distrib_optim.pt",
+        lambda state: buffers(state)["exp_avg"].fill_(math.nan),
     ),
 }
 
@@ -130,7 +155,9 @@ MISSING: dict[str, Callable[[Path], Any]] = {
 def test_states_that_are_not_whole_are_refused(problem: str, tmp_path: Path) -> None:
     states = written.states_of(written.model_of(LLAMA))
     weights = {name: tensor.bfloat16() for name, tensor in states["weight"].items()}
-    folder = written.write_legacy(tmp_path / "theirs", LLAMA, weights, 2, EVEN, optimizer=Distributed(states))
+    folder = written.write_legacy(
+        tmp_path / "theirs", LLAMA, weights, 2, EVEN, optimizer=Distributed(states)
+    )
     MISSING[problem](folder / "iter_0000100")
     with pytest.raises(CheckpointError, match=problem):
         convert(folder, tmp_path / "native", allow_pickle=True)
@@ -178,12 +205,16 @@ def test_torch_dist_states_are_the_same_bit_for_bit(case: str, dists: Path, tmp_
 
 
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq", "param", ""])
-def test_torch_dist_states_of_some_parameters_are_left_out_and_said(kind: str, dists: Path, tmp_path: Path) -> None:
+def test_torch_dist_states_of_some_parameters_are_left_out_and_said(
+    kind: str, dists: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "theirs"
     shutil.copytree(dists / "fully reshardable", folder)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     tensors = metadata.state_dict_metadata
-    for key in [key for key in tensors if key.startswith(f"optimizer.state.{kind}") and "linear_fc2" in key]:
+    for key in [
+        key for key in tensors if key.startswith(f"optimizer.state.{kind}") and "linear_fc2" in key
+    ]:
         del tensors[key]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.warns(UserWarning, match="it has other states of .*linear_fc2.* than of "):
@@ -238,7 +269,9 @@ def go_on(folder: Path) -> dict[str, Tensor]:
     engine.load(folder)
     assert (engine.steps, engine.consumed, float(engine.optimizer.updates)) == (100, 3200, STEP)
     rows = tokens()
-    engine.step({"tokens": rows, "labels": torch.cat([rows[:, 1:], torch.full_like(rows[:, :1], -100)], 1)})
+    engine.step(
+        {"tokens": rows, "labels": torch.cat([rows[:, 1:], torch.full_like(rows[:, :1], -100)], 1)}
+    )
     return engine.full_state_dict()
 
 
@@ -261,7 +294,9 @@ def next_step(states: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
         moments = {part: states[part][name].clone() for part in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.tensor(float(STEP)), **moments}
     rows = tokens()
-    torch.nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).backward()
+    torch.nn.functional.cross_entropy(
+        model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()
+    ).backward()
     optimizer.step()
     return {name: parameter.detach() for name, parameter in named.items()}
 
@@ -271,15 +306,21 @@ def test_the_next_step_is_the_one_that_the_states_say(dists: Path, tmp_path: Pat
     weights = {name: tensor.bfloat16() for name, tensor in states["weight"].items()}
     sources = [dists / name for name in ("fully reshardable", "model space", "buckets")]
     for name, optimizer in (("distributed", Distributed(states, 700)), ("whole", Whole(states))):
-        sources.append(written.write_legacy(tmp_path / name, LLAMA, weights, 2, EVEN, optimizer=optimizer))
-    folders = [convert(source, tmp_path / "native" / source.name, allow_pickle=True) for source in sources]
+        sources.append(
+            written.write_legacy(tmp_path / name, LLAMA, weights, 2, EVEN, optimizer=optimizer)
+        )
+    folders = [
+        convert(source, tmp_path / "native" / source.name, allow_pickle=True) for source in sources
+    ]
     want = next_step(states)
     moved = max(float((want[name] - states["weight"][name]).abs().max()) for name in want)
     assert moved > LR  # so the tolerance is a small part of what is compared
     for folder, found in zip(folders, run_ranks(4, go_on_all, folders)[0], strict=True):
         for name, tensor in want.items():
             # An update is 1e-3 times moments' ratio, whose gradients are summed in another order, in fp32.
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-6, msg=f"{folder.name}: {name}")
+            torch.testing.assert_close(
+                found[name], tensor, rtol=0, atol=2e-6, msg=f"{folder.name}: {name}"
+            )
 
 
 # ------------------------------------------------------------------------------------------------------------- fuzz
@@ -288,7 +329,9 @@ MOST_S = 10.0
 FUZZ = int(os.environ.get("FUZZ", "6"))  # mutants of each folder
 
 
-def fuzzed(folder: Path, files: list[Path], place: Path, draw: random.Random, count: int) -> list[str]:
+def fuzzed(
+    folder: Path, files: list[Path], place: Path, draw: random.Random, count: int
+) -> list[str]:
     """Converts with one of the files damaged, so many times: what refused it, or "" where nothing did."""
     said = []
     for number in range(count):
@@ -310,14 +353,19 @@ def fuzzed(folder: Path, files: list[Path], place: Path, draw: random.Random, co
             said.append(str(error))
         finally:
             file.write_bytes(kept)
-        assert time.monotonic() - start < 10 * MOST_S  # the limit of a quiet machine, and room for others
+        assert (
+            time.monotonic() - start < 10 * MOST_S
+        )  # the limit of a quiet machine, and room for others
     return said
 
 
 def pickle_of(data: bytearray, draw: random.Random) -> tuple[int, int]:
     """The bytes of one of the pickles in files of torch.save that are one behind the other."""
     firsts = [
-        match.end() for match in re.finditer(rb"PK\x03\x04.{26}[^/]*/data\.pkl(FB.{2}Z*)?", bytes(data), re.DOTALL)
+        match.end()
+        for match in re.finditer(
+            rb"PK\x03\x04.{26}[^/]*/data\.pkl(FB.{2}Z*)?", bytes(data), re.DOTALL
+        )
     ]
     first = draw.choice(firsts)
     return first, data.index(b"PK\x07\x08", first)
@@ -339,7 +387,9 @@ def test_damaged_states_are_refused_in_one_line_or_left_out(dists: Path, tmp_pat
               for o in (Distributed(states, 700), Whole(states))]  # fmt: skip
     draw, said = random.Random(4), []
     for folder in legacy:
-        said += fuzzed(folder, sorted(folder.rglob("*.pt")), tmp_path / "native" / folder.name, draw, FUZZ)
+        said += fuzzed(
+            folder, sorted(folder.rglob("*.pt")), tmp_path / "native" / folder.name, draw, FUZZ
+        )
     for name in ("buckets", "model space", "gathered"):
         folder = tmp_path / name
         shutil.copytree(dists / name, folder)

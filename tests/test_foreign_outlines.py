@@ -66,7 +66,10 @@ def test_values_are_those_that_were_saved(tmp_path: Path) -> None:
     assert found["settings"].name.endswith("test_foreign_outlines.Settings")
     assert found["settings"].state == {"layers": 3, "nested": {"a": [1, 2.5, None, float("inf")]}}
     assert (found["names"].state, found["more"].state) == ({"tp": 2}, {"x": [1, 2]})
-    assert (found["names"].name, found["more"].name) == ("argparse.Namespace", "types.SimpleNamespace")
+    assert (found["names"].name, found["more"].name) == (
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+    )
 
 
 TENSORS = {
@@ -84,7 +87,10 @@ TENSORS = {
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 )
 def test_tensors_are_read_as_torch_reads_them(dtype: torch.dtype, tmp_path: Path) -> None:
-    value = {name: tensor.to(dtype) if name != "parameter" else tensor for name, tensor in TENSORS.items()}
+    value = {
+        name: tensor.to(dtype) if name != "parameter" else tensor
+        for name, tensor in TENSORS.items()
+    }
     found = look(value, tmp_path / "x.pt")
     for name, want in value.items():
         assert torch.equal(found[name].whole(), want), name
@@ -116,7 +122,9 @@ HARM: dict[str, Any] = {
     "exec": lambda mark: Call(exec, f"open({str(mark)!r}, 'w')"),
     "import": lambda mark: Call(__import__, "antigravity"),
     "getattr": lambda mark: Call(getattr, "text", "upper"),
-    "in a tensor": lambda mark: {"module": {"w": torch.ones(2), "x": Call(os.system, f"touch {mark}")}},
+    "in a tensor": lambda mark: {
+        "module": {"w": torch.ones(2), "x": Call(os.system, f"touch {mark}")}
+    },
 }
 
 
@@ -125,7 +133,11 @@ def test_what_would_do_harm_is_refused_by_name_and_not_run(kind: str, tmp_path: 
     torch.save(HARM[kind](tmp_path / "mark"), tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"it names [\w.]+, which no checkpoint needs"):
         outline([Job(tmp_path / "x.pt")])
-    bare = pickle.dumps(HARM[kind](tmp_path / "mark")) if kind != "in a tensor" else b"cposix\nsystem\n(S'true'\ntR."
+    bare = (
+        pickle.dumps(HARM[kind](tmp_path / "mark"))
+        if kind != "in a tensor"
+        else b"cposix\nsystem\n(S'true'\ntR."
+    )
     (tmp_path / "bare").write_bytes(bare)
     with pytest.raises(CheckpointError, match=r"it names [\w.]+, which no checkpoint needs"):
         outline([Job(tmp_path / "bare", kind="pickle")])
@@ -174,7 +186,10 @@ def test_files_that_are_not_torchs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.pt").write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match=r"cut\.pt cannot be read"):
         outline([Job(tmp_path / "cut.pt")])
-    with zipfile.ZipFile(tmp_path / "new.pt") as old, zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as packed:
+    with (
+        zipfile.ZipFile(tmp_path / "new.pt") as old,
+        zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as packed,
+    ):
         for name in old.namelist():
             packed.writestr(name, old.read(name))
     with pytest.raises(CheckpointError, match="compressed"):
@@ -198,9 +213,13 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [2**11, 2**40])
-def test_a_tensor_whose_values_lie_on_one_another_takes_no_memory(rows: int, tmp_path: Path) -> None:
+def test_a_tensor_whose_values_lie_on_one_another_takes_no_memory(
+    rows: int, tmp_path: Path
+) -> None:
     torch.save(torch.zeros(1, 1024, dtype=torch.bfloat16).expand(rows, 1024), tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=rf"x\.pt: a tensor of \[{rows}, 1024\] has only 1024 values"):
+    with pytest.raises(
+        CheckpointError, match=rf"x\.pt: a tensor of \[{rows}, 1024\] has only 1024 values"
+    ):
         outline([Job(tmp_path / "x.pt")])
 
 
@@ -237,7 +256,9 @@ def test_the_process_can_do_nothing_but_read_its_files(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         folder, port = str(Path(outliner.__file__).parent), server.getsockname()[1]
         program = PROBE.format(folder=folder, mark=str(tmp_path / "mark"), port=port)
-        done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, timeout=100)
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", program], capture_output=True, timeout=100
+        )
     assert done.returncode == 0, done.stderr.decode()
     left, said = json.loads(done.stdout)
     assert (tmp_path / "mark").read_bytes() == b""

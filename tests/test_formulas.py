@@ -29,7 +29,9 @@ from threed.layers.norm import LayerNorm, RMSNorm
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.topology import Axis
 
-GPT3 = Decoder(hidden=12288, heads=96, ffn=4 * 12288, vocab=51200, seq=2048, positions=2048, element_bytes=2)
+GPT3 = Decoder(
+    hidden=12288, heads=96, ffn=4 * 12288, vocab=51200, seq=2048, positions=2048, element_bytes=2
+)
 
 
 def gpt(layers: int, hidden: int, heads: int, **more: int | bool) -> tuple[Decoder, list[Cost]]:
@@ -43,9 +45,17 @@ def gpt(layers: int, hidden: int, heads: int, **more: int | bool) -> tuple[Decod
 
 @pytest.mark.parametrize(
     ("layers", "h", "heads", "billions"),
-    [(24, 2304, 24, 1.7), (36, 4096, 32, 7.5), (48, 8192, 64, 39.1), (80, 12288, 96, 145.6), (128, 25600, 160, 1008.0)],
+    [
+        (24, 2304, 24, 1.7),
+        (36, 4096, 32, 7.5),
+        (48, 8192, 64, 39.1),
+        (80, 12288, 96, 145.6),
+        (128, 25600, 160, 1008.0),
+    ],
 )
-def test_parameters_are_those_of_2104_04473_equation_2(layers: int, h: int, heads: int, billions: float) -> None:
+def test_parameters_are_those_of_2104_04473_equation_2(
+    layers: int, h: int, heads: int, billions: float
+) -> None:
     """P = 12 l h^2 (1 + 13/(12h) + (V+s)/(12 l h)), which leaves out the final norm's 2h."""
     count = stage_parameters(gpt(layers, h, heads)[1])
     assert count == 12 * layers * h * h + 13 * layers * h + (51200 + 2048) * h + 2 * h
@@ -61,7 +71,9 @@ def test_flops_are_those_of_2104_04473_equation_3(micro_batch: int) -> None:
     assert sum(cost.flops for cost in costs) == pytest.approx(
         72 * unit * (1 + s / (6 * h) + v / (12 * l * h)), rel=1e-12
     )
-    recomputed = [fully_recomputed(cost) if cost.name.startswith("blocks") else cost for cost in costs]
+    recomputed = [
+        fully_recomputed(cost) if cost.name.startswith("blocks") else cost for cost in costs
+    ]
     expected = 96 * unit * (1 + s / (6 * h) + v / (16 * l * h))
     assert sum(cost.flops for cost in recomputed) == pytest.approx(expected, rel=1e-12)
 
@@ -71,9 +83,17 @@ def test_gpt3_takes_34_days_as_in_2104_04473_section_5_1() -> None:
     dims, costs = gpt(96, 12288, 96)
     days = 8 * stage_parameters(costs) * 300e9 / (1024 * 140e12) / 86400
     assert round(days) == 34
-    flops = sum((fully_recomputed(cost) if cost.name.startswith("blocks") else cost).flops for cost in costs) / dims.seq
+    flops = (
+        sum(
+            (fully_recomputed(cost) if cost.name.startswith("blocks") else cost).flops
+            for cost in costs
+        )
+        / dims.seq
+    )
     layers, h, s, v = 96, 12288, 2048, 51200
-    assert flops / (96 * layers * h * h) == pytest.approx(1 + s / (6 * h) + v / (16 * layers * h), rel=1e-12)
+    assert flops / (96 * layers * h * h) == pytest.approx(
+        1 + s / (6 * h) + v / (16 * layers * h), rel=1e-12
+    )
     assert 1.02 < flops / (8 * stage_parameters(costs)) < 1.03
 
 
@@ -94,7 +114,17 @@ def test_mfu_is_that_of_2205_05198_table_5(
 
 
 def test_flops_per_token_are_6n_plus_12lads_as_in_2204_02311_appendix_b() -> None:
-    dims = Decoder(hidden=64, heads=8, kv_heads=2, head_dim=16, ffn=96, vocab=100, seq=32, gated=True, bias=False)
+    dims = Decoder(
+        hidden=64,
+        heads=8,
+        kv_heads=2,
+        head_dim=16,
+        ffn=96,
+        vocab=100,
+        seq=32,
+        gated=True,
+        bias=False,
+    )
     matmul_weights = 3 * (64 * 16 * (2 * 8 + 2 * 2) + 3 * 64 * 96) + 64 * 100
     assert train_flops_per_token(dims, 3) == 6 * matmul_weights + 12 * 3 * 8 * 16 * 32
     sliced = dataclasses.replace(dims, tensor=4, tensor_rank=3, sequence=True, micro_batch=2)
@@ -105,7 +135,17 @@ def test_flops_per_token_are_6n_plus_12lads_as_in_2204_02311_appendix_b() -> Non
 def test_activations_are_those_of_2205_05198_less_the_attention_scores(t: int) -> None:
     """sbh(10 + 24/t) without 5as/h: 16 bit, masks of one byte; statistics and row sums of 4 bytes come on top."""
     s, b, h, a = 2048, 4, 6144, 64
-    dims = Decoder(hidden=h, heads=a, ffn=4 * h, vocab=1, seq=s, micro_batch=b, tensor=t, dropout=True, element_bytes=2)
+    dims = Decoder(
+        hidden=h,
+        heads=a,
+        ffn=4 * h,
+        vocab=1,
+        seq=s,
+        micro_batch=b,
+        tensor=t,
+        dropout=True,
+        element_bytes=2,
+    )
     extra = s * b * (4 * 4 + 4 * a // t)
     assert block_cost(dims).activation_bytes == s * b * h * 10 + s * b * h * 24 // t + extra
     assert fully_recomputed(block_cost(dims)).activation_bytes == 2 * s * b * h
@@ -119,15 +159,22 @@ def test_sequence_parallelism_slices_norms_and_masks_but_keeps_gathered_inputs()
         element_bytes=2,
     )  # fmt: skip
     extra = s * b * (4 * 4 // t + 4 * a // t)
-    assert block_cost(dims).activation_bytes == s * b * h * 34 // t + s * b * h * 4 * (t - 1) // t + extra
+    assert (
+        block_cost(dims).activation_bytes
+        == s * b * h * 34 // t + s * b * h * 4 * (t - 1) // t + extra
+    )
     assert block_cost(dims).output_bytes == 2 * s * b * h // t
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_parallel_bytes_are_8bsh_per_layer_as_in_2104_04473_section_3_2(sequence: bool) -> None:
+def test_tensor_parallel_bytes_are_8bsh_per_layer_as_in_2104_04473_section_3_2(
+    sequence: bool,
+) -> None:
     """8 b s h (t-1)/t elements per layer; embedding and head one all-reduce each, and 3 numbers per token."""
     s, b, h, t = 128, 4, 64, 4
-    dims = Decoder(hidden=h, heads=8, ffn=256, vocab=1000, seq=s, micro_batch=b, tensor=t, sequence=sequence)
+    dims = Decoder(
+        hidden=h, heads=8, ffn=256, vocab=1000, seq=s, micro_batch=b, tensor=t, sequence=sequence
+    )
     assert block_cost(dims).tp_bytes == 8 * b * s * h * (t - 1) // t * 4
     assert embedding_cost(dims).tp_bytes == 2 * b * s * h * (t - 1) // t * 4
     assert head_cost(dims).tp_bytes == 2 * b * s * h * (t - 1) // t * 4 + 3 * 4 * s * b * (t - 1)
@@ -137,8 +184,20 @@ def test_tensor_parallel_bytes_are_8bsh_per_layer_as_in_2104_04473_section_3_2(s
 
 
 def test_partial_gradients_of_tensor_ranks() -> None:
-    dims = Decoder(hidden=64, heads=8, kv_heads=2, ffn=128, vocab=100, seq=16, positions=16, tensor=4, qk_norm=True)
-    shared_kv = 2 * 8 * (64 + 1)  # one kv head with its bias, on two ranks: an all-reduce sends 2n (2-1)/2 elements
+    dims = Decoder(
+        hidden=64,
+        heads=8,
+        kv_heads=2,
+        ffn=128,
+        vocab=100,
+        seq=16,
+        positions=16,
+        tensor=4,
+        qk_norm=True,
+    )
+    shared_kv = (
+        2 * 8 * (64 + 1)
+    )  # one kv head with its bias, on two ranks: an all-reduce sends 2n (2-1)/2 elements
     assert block_cost(dims).partial_elements == 2 * (2 * 8) * 3 // 4 + shared_kv
     assert embedding_cost(dims).partial_elements == head_cost(dims).partial_elements == 0
     cut = dataclasses.replace(dims, sequence=True)
@@ -150,12 +209,27 @@ def test_partial_gradients_of_tensor_ranks() -> None:
 @pytest.mark.parametrize("t", [1, 2, 3, 4])
 def test_tensor_ranks_together_hold_the_model_and_do_its_work(t: int) -> None:
     """Also where t divides neither the vocabulary nor f; what every rank holds whole is counted once."""
-    whole = Decoder(hidden=48, heads=12, ffn=130, vocab=257, seq=8, tied=False, bias=False, norm="rmsnorm", gated=True)
-    ranks = [transformer_costs(dataclasses.replace(whole, tensor=t, tensor_rank=rank), 2) for rank in range(t)]
+    whole = Decoder(
+        hidden=48,
+        heads=12,
+        ffn=130,
+        vocab=257,
+        seq=8,
+        tied=False,
+        bias=False,
+        norm="rmsnorm",
+        gated=True,
+    )
+    ranks = [
+        transformer_costs(dataclasses.replace(whole, tensor=t, tensor_rank=rank), 2)
+        for rank in range(t)
+    ]
     replicated = 5 * 48
     total = stage_parameters(transformer_costs(whole, 2))
     assert sum(stage_parameters(rank) - replicated for rank in ranks) + replicated == total
-    assert sum(cost.flops for rank in ranks for cost in rank) == sum(cost.flops for cost in transformer_costs(whole, 2))
+    assert sum(cost.flops for rank in ranks for cost in rank) == sum(
+        cost.flops for cost in transformer_costs(whole, 2)
+    )
 
 
 def test_tied_parameters_count_once_on_a_stage_and_in_the_model() -> None:
@@ -172,7 +246,17 @@ def test_tied_parameters_count_once_on_a_stage_and_in_the_model() -> None:
 def test_operations_that_are_computed_again(gated: bool, t: int) -> None:
     """In elements: attention gives back its output, the activation f (2 f gated), a norm what follows it."""
     s, b, h, f = 128, 4, 64, 256
-    dims = Decoder(hidden=h, heads=8, ffn=f, vocab=100, seq=s, micro_batch=b, tensor=t, gated=gated, sequence=True)
+    dims = Decoder(
+        hidden=h,
+        heads=8,
+        ffn=f,
+        vocab=100,
+        seq=s,
+        micro_batch=b,
+        tensor=t,
+        gated=gated,
+        sequence=True,
+    )
     plain, tokens = block_cost(dims), s * b
     saved = {
         "attention": tokens * (h // t + 8 // t),
@@ -182,8 +266,12 @@ def test_operations_that_are_computed_again(gated: bool, t: int) -> None:
     for op, elements in saved.items():
         again = block_cost(dataclasses.replace(dims, recompute=(op,)))
         assert plain.activation_bytes - again.activation_bytes == 4 * elements, op
-        assert again.flops_backward - plain.flops_backward == (4 * tokens * s * h // t if op == "attention" else 0)
-        assert again.tp_bytes - plain.tp_bytes == (2 * tokens * h * 4 * (t - 1) // t if op == "norm" else 0)
+        assert again.flops_backward - plain.flops_backward == (
+            4 * tokens * s * h // t if op == "attention" else 0
+        )
+        assert again.tp_bytes - plain.tp_bytes == (
+            2 * tokens * h * 4 * (t - 1) // t if op == "norm" else 0
+        )
     both = block_cost(dataclasses.replace(dims, recompute=tuple(saved)))
     assert plain.activation_bytes - both.activation_bytes == 4 * sum(saved.values())
 
@@ -216,8 +304,17 @@ def build_layers(dims: Decoder) -> dict[str, nn.Module]:
     mlp = (GatedMLP if dims.gated else MLP)("m", h, dims.ffn, slicing, bias=dims.bias)
     dropout = 0.1 * dims.dropout
     layers = {
-        "embedding": Embedding("e", dims.vocab, h, slicing, positions=dims.positions or None, dropout=dropout),
-        "block": Block("b", (norm("n1", h, slicing), norm("n2", h, slicing)), attention, mlp, slicing, dropout=dropout),
+        "embedding": Embedding(
+            "e", dims.vocab, h, slicing, positions=dims.positions or None, dropout=dropout
+        ),
+        "block": Block(
+            "b",
+            (norm("n1", h, slicing), norm("n2", h, slicing)),
+            attention,
+            mlp,
+            slicing,
+            dropout=dropout,
+        ),
         "head": LanguageModelHead("h", "w", norm("n", h, slicing), dims.vocab, h, slicing),
     }
     for layer in layers.values():
@@ -260,14 +357,20 @@ def test_sizes_are_those_of_the_layers_parameters(name: str, tensor: int) -> Non
     """On every tensor rank, where 4 share 2 kv heads, and where the vocabulary of 50 is cut unevenly."""
     for rank in range(tensor):
         dims = dataclasses.replace(MODELS[name], tensor=tensor, tensor_rank=rank)
-        costs = {"embedding": embedding_cost(dims), "block": block_cost(dims), "head": head_cost(dims)}
+        costs = {
+            "embedding": embedding_cost(dims),
+            "block": block_cost(dims),
+            "head": head_cost(dims),
+        }
         for part, layer in build_layers(dims).items():
             sizes = sorted(param.numel() for param in layer.parameters())
             assert sorted(costs[part].sizes) == sizes, part
             assert costs[part].largest == sizes[-1]
             assert costs[part].backward_reads == getattr(layer, "backward_reads_weights", True)
             for resident in (0, sizes[0] + 1, sizes[-1], sizes[-1] + 1):
-                assert costs[part].sliced(resident) == sum(size for size in sizes if size >= resident)
+                assert costs[part].sliced(resident) == sum(
+                    size for size in sizes if size >= resident
+                )
 
 
 def test_sliced_parameters_count_a_shared_table_once() -> None:
@@ -299,7 +402,8 @@ def test_activation_bytes_equal_what_autograd_keeps(name: str, element_bytes: in
     }
     for part, layer in layers.items():
         kept = bytes_kept(
-            lambda layer=layer, part=part: layer(None if part == "embedding" else x, micro), layer.parameters()
+            lambda layer=layer, part=part: layer(None if part == "embedding" else x, micro),
+            layer.parameters(),
         )
         # LayerNorm's statistics of 16-bit inputs are 16-bit on the CPU and fp32 on GPUs, as planned.
         narrower = 2 * s * b * 2 * {"embedding": 0, "block": 2, "head": 1}[part]
@@ -308,7 +412,9 @@ def test_activation_bytes_equal_what_autograd_keeps(name: str, element_bytes: in
 
 
 def test_a_fused_rms_norm_keeps_its_input_and_one_number_per_row() -> None:
-    composed, fused = (dataclasses.replace(LLAMA, element_bytes=2, fused_norm=fused) for fused in (False, True))
+    composed, fused = (
+        dataclasses.replace(LLAMA, element_bytes=2, fused_norm=fused) for fused in (False, True)
+    )
     saved = block_cost(composed).activation_bytes - block_cost(fused).activation_bytes
     assert saved == 2 * 16 * 3 * 32 * (
         4 + 4 - 2

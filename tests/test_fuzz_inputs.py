@@ -66,9 +66,9 @@ def damage(draw: random.Random, file: Path) -> None:
     elif action == 2:
         data[at:at] = draw.randbytes(length)
     elif action == 3:
-        data[at:at] = draw.choice([b"[", b'{"a":', b"9", b"\xff", b"a.", b"[[a]]\n", b"\0", b'"']) * draw.choice(
-            [1, 60_000]
-        )
+        data[at:at] = draw.choice(
+            [b"[", b'{"a":', b"9", b"\xff", b"a.", b"[[a]]\n", b"\0", b'"']
+        ) * draw.choice([1, 60_000])
     elif action == 4:
         data = bytearray(draw.choice([b"[", b'{"a":', b"9", b"\xff", b"", b"\0"]) * 60_000)
     else:
@@ -81,7 +81,9 @@ def forge(draw: random.Random, file: Path) -> None:
     tree = json.loads(file.read_text())
     if draw.random() < 0.1:
         key = draw.choice(list(tree))
-        file.write_text(f"{json.dumps(tree)[:-1]}, {json.dumps(key)}: {json.dumps(draw.choice(VALUES))}}}")
+        file.write_text(
+            f"{json.dumps(tree)[:-1]}, {json.dumps(key)}: {json.dumps(draw.choice(VALUES))}}}"
+        )
         return
     change(draw, tree)
     file.write_text(json.dumps(tree))
@@ -101,7 +103,11 @@ def forge_header(draw: random.Random, file: Path) -> None:
         change(draw, header)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    length = len(text) if draw.random() < 0.9 else draw.choice([0, 1, len(text) - 1, len(text) + 8, 2**63, 2**64 - 1])
+    length = (
+        len(text)
+        if draw.random() < 0.9
+        else draw.choice([0, 1, len(text) - 1, len(text) + 8, 2**63, 2**64 - 1])
+    )
     file.write_bytes(length.to_bytes(8, "little") + text + data[end:])
 
 
@@ -134,10 +140,14 @@ def forge_toml(draw: random.Random, file: Path) -> None:
     """Gives a key another value, or a line another place."""
     lines = file.read_text().splitlines()
     at = draw.randrange(len(lines))
-    value = draw.choice([*VALUES, "nan", "-inf", "1979-05-27", "{a = 1}", "[1, [2]]", '"\\u0000"', "0x" + "f" * 400])
+    value = draw.choice(
+        [*VALUES, "nan", "-inf", "1979-05-27", "{a = 1}", "[1, [2]]", '"\\u0000"', "0x" + "f" * 400]
+    )
     text = value if isinstance(value, str) and draw.random() < 0.5 else json.dumps(value)
     key = lines[at].partition("=")[0]
-    lines[at] = draw.choice([f"{key}= {text}", lines[draw.randrange(len(lines))], f"[{key.strip() or 'a'}]", text])
+    lines[at] = draw.choice(
+        [f"{key}= {text}", lines[draw.randrange(len(lines))], f"[{key.strip() or 'a'}]", text]
+    )
     file.write_text("\n".join(lines), encoding="utf-8", errors="replace")
 
 
@@ -191,14 +201,19 @@ def twin(folder: Path) -> dict[str, Tensor]:
         for name, about in json.loads(data[8:end]).items():
             if name != "__metadata__":
                 first, last = about["data_offsets"]
-                flat = torch.frombuffer(bytearray(data[end + first : end + last]), dtype=DTYPES[about["dtype"]])
+                flat = torch.frombuffer(
+                    bytearray(data[end + first : end + last]), dtype=DTYPES[about["dtype"]]
+                )
                 found[name] = flat.view(about["shape"])
     return found
 
 
 def judge_folder(folder: Path, to: str) -> str:
     """Converts a folder: refused, or the same tensors, but for a tied head."""
-    if tool("convert", str(folder / "in"), str(folder / "out"), "--to", to, "--tokenizer", "none") == 2:
+    if (
+        tool("convert", str(folder / "in"), str(folder / "out"), "--to", to, "--tokenizer", "none")
+        == 2
+    ):
         assert not list(folder.glob("out*"))
         return "refused"
     out = folder / "out"
@@ -216,7 +231,14 @@ def judge_folder(folder: Path, to: str) -> str:
 def judge_run(folder: Path) -> str:
     """Plans a run that begins from a folder."""
     said = io.StringIO()
-    words = ["--checkpoint.resume", str(folder / "in"), "--data.path", str(folder / "in" / "x.txt"), "--model.seq", "8"]
+    words = [
+        "--checkpoint.resume",
+        str(folder / "in"),
+        "--data.path",
+        str(folder / "in" / "x.txt"),
+        "--model.seq",
+        "8",
+    ]
     words += ["--data.tokenizer", "bytes"]  # the folder has none
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = launch.main([*words, "--dry-run"], prog="threed train")
@@ -252,7 +274,9 @@ def judge_text(folder: Path) -> str:
         assert not list(folder.glob("out*"))
         return "refused"
     lines = (
-        line for line in (folder / "in" / "x.jsonl").read_bytes().split(b"\n") if line.strip(b" \t\r\n\xef\xbb\xbf")
+        line
+        for line in (folder / "in" / "x.jsonl").read_bytes().split(b"\n")
+        if line.strip(b" \t\r\n\xef\xbb\xbf")
     )
     texts = [json.loads(line.decode("utf-8-sig"))["text"] for line in lines]
     wanted = [number for text in texts if text for number in [*text.encode(errors="replace"), 256]]
@@ -313,11 +337,26 @@ def make_inputs(place: Path) -> None:
 Kind = tuple[str, str, Callable[[random.Random, Path], None], Callable[[Path], str]]
 INDEX = "model.safetensors.index.json"
 KINDS: dict[str, Kind] = {
-    "header": ("qwen2", "model.safetensors", forge_header, lambda folder: judge_folder(folder, "native")),
-    "header, re-sharded": ("qwen2", "model.safetensors", forge_header, lambda folder: judge_folder(folder, "hf")),
+    "header": (
+        "qwen2",
+        "model.safetensors",
+        forge_header,
+        lambda folder: judge_folder(folder, "native"),
+    ),
+    "header, re-sharded": (
+        "qwen2",
+        "model.safetensors",
+        forge_header,
+        lambda folder: judge_folder(folder, "hf"),
+    ),
     "file": ("qwen2", "model.safetensors", damage, lambda folder: judge_folder(folder, "native")),
     "configuration": ("qwen2", "config.json", forge, lambda folder: judge_folder(folder, "hf")),
-    "damaged configuration": ("gpt2", "config.json", damage, lambda folder: judge_folder(folder, "native")),
+    "damaged configuration": (
+        "gpt2",
+        "config.json",
+        damage,
+        lambda folder: judge_folder(folder, "native"),
+    ),
     "index": ("gpt2", INDEX, forge_index, lambda folder: judge_folder(folder, "native")),
     "forged index": ("gpt2", INDEX, forge, lambda folder: judge_folder(folder, "hf")),
     "damaged index": ("gpt2", INDEX, damage, lambda folder: judge_folder(folder, "hf")),
@@ -344,7 +383,10 @@ def at_most(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {seconds} s")
 
-    clocks = {signal.SIGPROF: (signal.ITIMER_PROF, seconds), signal.SIGALRM: (signal.ITIMER_REAL, 10 * seconds)}
+    clocks = {
+        signal.SIGPROF: (signal.ITIMER_PROF, seconds),
+        signal.SIGALRM: (signal.ITIMER_REAL, 10 * seconds),
+    }
     before = {name: signal.signal(name, stop) for name in clocks}
     try:
         for clock, time in clocks.values():
@@ -369,7 +411,13 @@ def fuzz(place: Path, seed: int, count: int) -> tuple[Counter[tuple[str, str]], 
             with at_most(MOST_S):
                 end = judge(folder)
             assert {path.name for path in (place / "work").iterdir()} == {"mutant"}
-            assert {path.name for path in folder.iterdir()} <= {"in", "out", "back", "out.bin", "out.idx"}
+            assert {path.name for path in folder.iterdir()} <= {
+                "in",
+                "out",
+                "back",
+                "out.bin",
+                "out.idx",
+            }
         except (Exception, SystemExit) as error:
             end = f"{type(error).__name__}: {error}"
             wrong.append(f"seed {seed}, mutant {number} ({kind}): {end[:600]}")

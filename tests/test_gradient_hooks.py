@@ -27,10 +27,19 @@ CASES: dict[int, dict[str, Groups]] = {
     },
     2: {
         "layer by layer": {"zero": {"stage": 3, "order": "layer", "resident": 0}},
-        **{f"stage {stage}": {"zero": {"stage": stage, "resident": 0, "bucket_mib": 1e-3}} for stage in range(4)},
-        "stage 3, tied, tiles": {"zero": {"stage": 3, "resident": 0, "tile": 2}, "model": {"tied": True}},
+        **{
+            f"stage {stage}": {"zero": {"stage": stage, "resident": 0, "bucket_mib": 1e-3}}
+            for stage in range(4)
+        },
+        "stage 3, tied, tiles": {
+            "zero": {"stage": 3, "resident": 0, "tile": 2},
+            "model": {"tied": True},
+        },
         "tensor ranks": {"parallel": {"tp": 2}},
-        "tensor ranks, whole sequences": {"parallel": {"tp": 2, "sequence": False}, "model": {"tied": True}},
+        "tensor ranks, whole sequences": {
+            "parallel": {"tp": 2, "sequence": False},
+            "model": {"tied": True},
+        },
         "stages, tied": {"parallel": {"pp": 2}, "model": {"tied": True}},
         "stages with chunks": {"parallel": {"pp": 2, "schedule": "interleaved", "chunks": 2}},
         "split backwards": {"parallel": {"pp": 2, "schedule": "zb-h1"}, "model": {"tied": True}},
@@ -39,7 +48,9 @@ CASES: dict[int, dict[str, Groups]] = {
 
 
 def config_of(groups: Groups, lr: float, microbatches: int) -> Config:
-    topology = topology_of(groups.get("parallel", {}).get("pp", 1), groups.get("parallel", {}).get("tp", 1))
+    topology = topology_of(
+        groups.get("parallel", {}).get("pp", 1), groups.get("parallel", {}).get("tp", 1)
+    )
     values = {
         "model": {"arch": "llama", "layers": 2, "hidden": 16, "heads": 2, "seq": SEQ},
         "precision": {"dtype": "fp64"},

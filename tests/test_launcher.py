@@ -19,7 +19,13 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
 def slurm(
-    rank: int, *, local: int, node: int = 0, size: int = 6, tasks: str = "4,2", nodes: str = "n[07-08]"
+    rank: int,
+    *,
+    local: int,
+    node: int = 0,
+    size: int = 6,
+    tasks: str = "4,2",
+    nodes: str = "n[07-08]",
 ) -> Variables:
     return {
         "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(size), "SLURM_STEP_NUM_TASKS": str(size),
@@ -38,8 +44,18 @@ def hydra(rank: int, size: int = 4, local: int = 0, here: int = 4) -> Variables:
     return {name: str(value) for name, value in names.items()}
 
 
-SBATCH = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-INTERACTIVE = {**SBATCH, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}  # a shell of salloc
+SBATCH = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
+INTERACTIVE = {
+    **SBATCH,
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NUM_TASKS": "1",
+}  # a shell of salloc
 CASES: dict[str, tuple[Variables, tuple[object, ...]]] = {
     "srun": (slurm(3, local=3), (3, 6, 3, 4, "n07")),
     "srun, second machine": (slurm(5, local=1, node=1), (5, 6, 1, 2, "n07")),
@@ -107,27 +123,51 @@ def test_one_process_and_torchruns_are_left_alone(given: Variables) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (openmpi(3, local=1, here=2), ["mpirun (Open MPI) started 4", "several machines", "-x MASTER_ADDR=HOST"]),
+        (
+            openmpi(3, local=1, here=2),
+            ["mpirun (Open MPI) started 4", "several machines", "-x MASTER_ADDR=HOST"],
+        ),
         (hydra(3, local=1, here=2), ["mpirun (MPICH or Intel MPI)", "-genv MASTER_ADDR=HOST"]),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, ["started 2 processes", "LOCAL_WORLD_SIZE, LOCAL_RANK", "torchrun"]),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2"},
+            ["started 2 processes", "LOCAL_WORLD_SIZE, LOCAL_RANK", "torchrun"],
+        ),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, ["SLURM_PROCID is 1", "srun", "torchrun"]),
-        ({**slurm(1, local=1), "SLURM_STEP_TASKS_PER_NODE": "1"}, ["srun started 6", "LOCAL_WORLD_SIZE"]),
+        (
+            {**slurm(1, local=1), "SLURM_STEP_TASKS_PER_NODE": "1"},
+            ["srun started 6", "LOCAL_WORLD_SIZE"],
+        ),
         (slurm(1, local=1, size=2, tasks="1,1"), ["srun started 2", "rank 1 (1 of 1 here)"]),
         ({**slurm(1, local=1), "SLURM_NODEID": "x"}, ["SLURM_NODEID='x'", "torchrun"]),
         (
-            {name: value for name, value in slurm(5, local=1, node=1).items() if name != "SLURM_NODEID"},
+            {
+                name: value
+                for name, value in slurm(5, local=1, node=1).items()
+                if name != "SLURM_NODEID"
+            },
             ["srun started 6", "LOCAL_WORLD_SIZE"],
         ),
         ({**slurm(1, local=1), "MASTER_PORT": "70000"}, ["MASTER_PORT=70000 is not a port"]),
         ({"WORLD_SIZE": "four"}, ["WORLD_SIZE='four'", "torchrun"]),
         ({"WORLD_SIZE": ""}, ["WORLD_SIZE=''", "torchrun"]),
-        ({"WORLD_SIZE": "4"}, ["WORLD_SIZE is 4, without RANK, MASTER_ADDR, MASTER_PORT", "unset WORLD_SIZE"]),
-        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "n", "MASTER_PORT": "1"}, ["RANK=2 with WORLD_SIZE=2"]),
+        (
+            {"WORLD_SIZE": "4"},
+            ["WORLD_SIZE is 4, without RANK, MASTER_ADDR, MASTER_PORT", "unset WORLD_SIZE"],
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "n", "MASTER_PORT": "1"},
+            ["RANK=2 with WORLD_SIZE=2"],
+        ),
         ({"RANK": "1"}, ["RANK=1 with no WORLD_SIZE", "unset RANK"]),
-        ({**openmpi(1), "OMPI_COMM_WORLD_SIZE": "many"}, ["OMPI_COMM_WORLD_SIZE='many'", "torchrun"]),
+        (
+            {**openmpi(1), "OMPI_COMM_WORLD_SIZE": "many"},
+            ["OMPI_COMM_WORLD_SIZE='many'", "torchrun"],
+        ),
     ],
 )
-def test_processes_that_cannot_find_each_other_are_refused(given: Variables, words: list[str]) -> None:
+def test_processes_that_cannot_find_each_other_are_refused(
+    given: Variables, words: list[str]
+) -> None:
     found = dict(given)
     with pytest.raises(LauncherError) as refused:
         adopt(found)
@@ -148,13 +188,24 @@ def together(
     words: Sequence[str], folder: Path, several: Sequence[Variables]
 ) -> list[subprocess.CompletedProcess[str]]:
     """Starts a process with each of these variables, as a launcher does; what each printed."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS) and key not in NAMES}
-    clean |= {"PYTHONPATH": str(ROOT), "THREED_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(LAUNCHERS) and key not in NAMES
+    }
+    clean |= {
+        "PYTHONPATH": str(ROOT),
+        "THREED_CACHE": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
     line = [sys.executable, *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": folder}
     started = [subprocess.Popen(line, env={**clean, **own}, **pipes) for own in several]  # type: ignore[call-overload]
     outs = [process.communicate(timeout=120)[0] for process in started]
-    return [subprocess.CompletedProcess(line, p.returncode, out) for p, out in zip(started, outs, strict=True)]
+    return [
+        subprocess.CompletedProcess(line, p.returncode, out)
+        for p, out in zip(started, outs, strict=True)
+    ]
 
 
 PROGRAM = """
@@ -168,7 +219,9 @@ collectives.barrier(topology.axis("world"))
 
 def test_a_program_under_mpirun_has_its_ranks(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    several = [{**openmpi(rank, 2, rank, 2), "PMIX_NAMESPACE": f"job-{os.getpid()}"} for rank in range(2)]
+    several = [
+        {**openmpi(rank, 2, rank, 2), "PMIX_NAMESPACE": f"job-{os.getpid()}"} for rank in range(2)
+    ]
     for rank, done in enumerate(together(["program.py"], tmp_path, several)):
         assert done.stdout == f"{rank} 2 [0, 1]\n"
 
@@ -178,7 +231,10 @@ def test_a_run_under_srun_is_one_run(tmp_path: Path) -> None:
     words = "-m threed train gpt --model.layers 1 --model.hidden 16 --model.heads 2 --model.seq 32 --data.path text.txt"
     words += " --train.global-batch 4 --train.steps 3 --train.sample-tokens 0 --log.wandb off --run.dir run"
     job = str(os.getpid())
-    several = [slurm(rank, local=rank, size=2, tasks="2", nodes="n07") | {"SLURM_JOB_ID": job} for rank in range(2)]
+    several = [
+        slurm(rank, local=rank, size=2, tasks="2", nodes="n07") | {"SLURM_JOB_ID": job}
+        for rank in range(2)
+    ]
     first, second = together(words.split(), tmp_path, several)
     assert (first.returncode, second.returncode) == (0, 0), first.stdout + second.stdout
     assert "rate  " in first.stdout

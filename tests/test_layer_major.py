@@ -55,7 +55,9 @@ def make_users(values: Values) -> users_cases.Case | None:
     return case if case is not None and case.zero > 1 else None
 
 
-SPACE = Space(SETTINGS, make, lambda case: case.world * case.microbatches, lambda case: (case.dp, case.tp))
+SPACE = Space(
+    SETTINGS, make, lambda case: case.world * case.microbatches, lambda case: (case.dp, case.tp)
+)
 USERS_SPACE = Space(USERS, make_users, lambda case: case.world, lambda case: (case.dp, case.tp))
 
 
@@ -87,7 +89,14 @@ def by_both_orders(cases: Sequence[Case]) -> list[float]:
 
 def test_on_one_rank_the_order_changes_no_bit() -> None:
     """Gradients are added up in the order of micro-batches; a tied table's are not, but layer by layer."""
-    plain = Case(model="gpt-untied", zero=3, offload_params="nvme", microbatches=8, order="layer", dropout=0.1)
+    plain = Case(
+        model="gpt-untied",
+        zero=3,
+        offload_params="nvme",
+        microbatches=8,
+        order="layer",
+        dropout=0.1,
+    )
     cases = [
         plain, replace(plain, dtype="bf16", offload_optimizer="nvme"), replace(plain, dtype="fp32", recompute="full"),
         replace(plain, zero=2, offload_params="none", offload_optimizer="cpu", dtype="fp16"),
@@ -101,7 +110,9 @@ def test_on_one_rank_the_order_changes_no_bit() -> None:
 def read_from_drive(order: str) -> tuple[int, int, int, int]:
     """Bytes of parameters that a step reads from its drive by the drive's own count, and of anything; by the kernel's,
     that the process read; and the parameters."""
-    case = Case(model="gpt-untied", zero=3, offload_params="nvme", dtype="bf16", microbatches=8, order=order)
+    case = Case(
+        model="gpt-untied", zero=3, offload_params="nvme", dtype="bf16", microbatches=8, order=order
+    )
     config = config_of(case)
     wide = config.model.model_copy(update={"hidden": 256, "ffn": 1024, "vocab": 4096})
     engine = engine_of(config.model_copy(update={"model": wide}))
@@ -120,7 +131,12 @@ def read_from_drive(order: str) -> tuple[int, int, int, int]:
     engine.optimizer.settle()
     places = {bucket.storage.offset for group in engine.layout.groups for bucket in group.buckets}  # type: ignore[attr-defined]
     params = sum(count for offset, count in read.items() if offset in places)
-    return params, sum(read.values()), drive_bytes()[0] - before, 2 * sum(group.numel for group in engine.layout.groups)
+    return (
+        params,
+        sum(read.values()),
+        drive_bytes()[0] - before,
+        2 * sum(group.numel for group in engine.layout.groups),
+    )
 
 
 def test_a_drive_is_read_once_a_pass() -> None:
@@ -163,8 +179,12 @@ def test_every_layer_runs_all_micro_batches_before_the_next() -> None:
     layers = list(dict.fromkeys(name for name, _ in seen))
     assert len(layers) == case.layers + 2
     assert seen == [(name, micro) for name in layers for micro in range(4)]
-    forwards, backwards = ([f"{kind}0.{micro}" for _ in layers[1:] for micro in range(4)] for kind in "FB")
-    turn = [f"{kind}0.{micro}" for micro in range(4) for kind in "FB"]  # one micro-batch's logits are alive
+    forwards, backwards = (
+        [f"{kind}0.{micro}" for _ in layers[1:] for micro in range(4)] for kind in "FB"
+    )
+    turn = [
+        f"{kind}0.{micro}" for micro in range(4) for kind in "FB"
+    ]  # one micro-batch's logits are alive
     assert spans == [*forwards, *turn, *backwards]
 
 
@@ -194,7 +214,10 @@ def after_a_step_that_broke_off(case: Case, where: str) -> float:
     config = config_of(case)
     whole, engine = engine_of(config), engine_of(config)
     (stage,) = engine.executor.stages
-    kept, stage.layers = stage.layers, [Breaks(n, where) if i == 2 else n for i, n in enumerate(stage.layers)]
+    kept, stage.layers = (
+        stage.layers,
+        [Breaks(n, where) if i == 2 else n for i, n in enumerate(stage.layers)],
+    )
     with pytest.raises(RuntimeError, match="broken off"):
         engine.step(share(batch(0, case.rows), engine.topology))
     stage.layers = kept
@@ -203,7 +226,9 @@ def after_a_step_that_broke_off(case: Case, where: str) -> float:
             one.step(share(batch(number, case.rows), one.topology))
     gc.collect()
     assert not stage._frames  # type: ignore[attr-defined]
-    evaluated = [float(one.evaluate(share(batch(7, case.rows), one.topology))) for one in (whole, engine)]
+    evaluated = [
+        float(one.evaluate(share(batch(7, case.rows), one.topology))) for one in (whole, engine)
+    ]
     assert evaluated[0] == evaluated[1]
     weights = [one.full_state_dict() for one in (whole, engine)]
     return max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0])
@@ -220,12 +245,17 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where: str) -> None:
 
 REFUSED: list[tuple[dict[str, dict[str, object]], str]] = [
     ({"zero": {"stage": 1}}, "--zero.order layer with --zero.stage 1: parameters stay whole"),
-    ({"parallel": {"pp": 2}}, "--zero.order layer with --parallel.pp 2: a stage would have to wait"),
+    (
+        {"parallel": {"pp": 2}},
+        "--zero.order layer with --parallel.pp 2: a stage would have to wait",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_what_it_cannot_do_is_refused_by_name(changes: dict[str, dict[str, object]], message: str) -> None:
+def test_what_it_cannot_do_is_refused_by_name(
+    changes: dict[str, dict[str, object]], message: str
+) -> None:
     groups: dict[str, dict[str, object]] = {"zero": {"stage": 3, "order": "layer"}}
     groups |= {name: groups.get(name, {}) | values for name, values in changes.items()}
     (problem,) = find_problems(Config.model_validate(groups), 2)
@@ -249,7 +279,9 @@ def test_a_wrapped_module_runs_by_itself() -> None:
 
 def test_only_a_plan_of_all_forwards_and_then_all_backwards_is_run_so() -> None:
     check(build("gpipe", 1, 3))
-    with pytest.raises(ValueError, match=r"plan 1f1b: rank 0: B0\.0: layer by layer runs the plan of one stage"):
+    with pytest.raises(
+        ValueError, match=r"plan 1f1b: rank 0: B0\.0: layer by layer runs the plan of one stage"
+    ):
         check(build("1f1b", 1, 3))
     with pytest.raises(ValueError, match=r"plan gpipe: rank 0: F0\.0: layer by layer"):
         check(build("gpipe", 2, 3))
@@ -279,13 +311,20 @@ def auto(changes: dict[str, dict[str, Any]]) -> Config:
         "train": {"global_batch": 16, "micro_batch": 2, "steps": 10},
     }  # fmt: skip
     return resolve(
-        Config.model_validate({n: groups.get(n, {}) | changes.get(n, {}) for n in {*groups, *changes}}), VOCAB, 2
+        Config.model_validate(
+            {n: groups.get(n, {}) | changes.get(n, {}) for n in {*groups, *changes}}
+        ),
+        VOCAB,
+        2,
     )
 
 
 def chosen(configs: Sequence[Config]) -> list[str]:
     engines = (engine_of(config) for config in configs)
-    return ["layer" if isinstance(engine.executor, LayerMajorExecutor) else "micro" for engine in engines]
+    return [
+        "layer" if isinstance(engine.executor, LayerMajorExecutor) else "micro"
+        for engine in engines
+    ]
 
 
 def test_engines_and_forecasts_choose_alike() -> None:
@@ -298,7 +337,9 @@ def order_of_vision() -> str:
     config = users_cases.config_of(users_cases.Case("vision", zero=3, microbatches=3, order="auto"))
     zero = config.zero.model_copy(update={"offload_params": "cpu"})
     config = config.model_copy(update={"zero": zero})
-    return Engine(USERS_MODELS["vision"](config.model, Slicing()), Topology(), config).config.zero.order
+    return Engine(
+        USERS_MODELS["vision"](config.model, Slicing()), Topology(), config
+    ).config.zero.order
 
 
 def test_a_model_that_cannot_be_traced_runs_micro_batch_by_micro_batch() -> None:

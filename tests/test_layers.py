@@ -61,7 +61,10 @@ def linear(w: Weights, name: str, x: Tensor) -> Tensor:
 
 def layer_norm(w: Weights, name: str, x: Tensor) -> Tensor:
     x = x - x.mean(-1, keepdim=True)
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+    return (
+        x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"]
+        + w[f"{name}.bias"]
+    )
 
 
 def rms_norm(w: Weights, name: str, x: Tensor) -> Tensor:
@@ -71,7 +74,9 @@ def rms_norm(w: Weights, name: str, x: Tensor) -> Tensor:
 def rotary(x: Tensor, theta: float) -> Tensor:
     """[s b a d]: pairs (i, i + d/2) turn by position / theta^(2i/d); angles in fp32, as in the layer."""
     half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[0]).float().view(-1, 1, 1, 1) * (1.0 / theta ** (torch.arange(half).float() / half))
+    angle = torch.arange(x.shape[0]).float().view(-1, 1, 1, 1) * (
+        1.0 / theta ** (torch.arange(half).float() / half)
+    )
     cos, sin = angle.cos().double(), angle.sin().double()
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
@@ -116,7 +121,9 @@ def gated(w: Weights, x: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, name: str) -> Tensor:
-    keep = rng.keep_mask(1234, name, 2, torch.tensor([5, 9, 7]), (0, S), (0, x.shape[-1]), x.shape[-1], DROP)
+    keep = rng.keep_mask(
+        1234, name, 2, torch.tensor([5, 9, 7]), (0, S), (0, x.shape[-1]), x.shape[-1], DROP
+    )
     return torch.where(keep, x / (1 - DROP), 0.0)
 
 
@@ -128,7 +135,12 @@ def block(w: Weights, x: Tensor) -> Tensor:
 
 def head(w: Weights, x: Tensor) -> Tensor:
     logits = linear(w, "w", rms_norm(w, "n", x))
-    return F.cross_entropy(logits.flatten(0, 1), labels().t().flatten(), reduction="sum", ignore_index=-100) / 17
+    return (
+        F.cross_entropy(
+            logits.flatten(0, 1), labels().t().flatten(), reduction="sum", ignore_index=-100
+        )
+        / 17
+    )
 
 
 def word(w: Weights, tokens: Tensor) -> Tensor:
@@ -136,7 +148,9 @@ def word(w: Weights, tokens: Tensor) -> Tensor:
 
 
 def embedding(w: Weights, tokens: Tensor) -> Tensor:
-    return dropout(w["e.word.weight"][tokens.t()] + w["e.position.weight"][:S].unsqueeze(1), "e.dropout")
+    return dropout(
+        w["e.word.weight"][tokens.t()] + w["e.position.weight"][:S].unsqueeze(1), "e.dropout"
+    )
 
 
 # ------------------------------------------------------------------------------------------- parts that users bring
@@ -160,7 +174,9 @@ class Slopes(nn.Module):
     def __init__(self, heads: int, slicing: Slicing) -> None:
         super().__init__()
         first, last = slicing.heads(heads)
-        self.slopes = parameter(ShardSpec((vector("a.slopes", heads, (first, last)),), decay=False), (last - first,))
+        self.slopes = parameter(
+            ShardSpec((vector("a.slopes", heads, (first, last)),), decay=False), (last - first,)
+        )
         self.heat = parameter(slicing.shared(vector("a.heat", 1), partial=True), (1,))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -191,7 +207,11 @@ class OfTheWhole(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         total = x.sum(0)
-        return self.out(collectives.reduce_from(total, self.slicing.tp) if self.slicing.sequence_parallel else total)
+        return self.out(
+            collectives.reduce_from(total, self.slicing.tp)
+            if self.slicing.sequence_parallel
+            else total
+        )
 
 
 class Swish(nn.Module):
@@ -206,7 +226,11 @@ class Swish(nn.Module):
 
 
 def over_heads(w: Weights, x: Tensor) -> Tensor:
-    return linear(w, "o.down", torch.cat([linear(w, "o.each", part) for part in linear(w, "o.up", x).split(3, -1)], -1))
+    return linear(
+        w,
+        "o.down",
+        torch.cat([linear(w, "o.each", part) for part in linear(w, "o.up", x).split(3, -1)], -1),
+    )
 
 
 def with_swish(w: Weights, x: Tensor) -> Tensor:
@@ -249,7 +273,9 @@ def make_block(slicing: Slicing) -> nn.Module:
 
 
 def make_head(slicing: Slicing) -> nn.Module:
-    return layers.LanguageModelHead("head", "w.weight", layers.RMSNorm("n", H, slicing), VOCAB, H, slicing)
+    return layers.LanguageModelHead(
+        "head", "w.weight", layers.RMSNorm("n", H, slicing), VOCAB, H, slicing
+    )
 
 
 def attention_case(
@@ -360,7 +386,9 @@ def cut(full: Tensor, piece: Piece) -> Tensor:
 
 def local_weight(param: Tensor) -> Tensor:
     spec = spec_of(param)
-    return torch.cat([cut(full_weight(piece), piece).reshape(-1) for piece in spec.pieces]).view(param.shape)
+    return torch.cat([cut(full_weight(piece), piece).reshape(-1) for piece in spec.pieces]).view(
+        param.shape
+    )
 
 
 def fill_alone(layer: nn.Module) -> None:
@@ -411,7 +439,9 @@ def columns(full: Tensor, layer: nn.Module, case: Case, row: bool) -> Tensor:
     return torch.cat([full[..., first:last] for first, last in spans], -1)
 
 
-def localise(full: Tensor, how: str, layer: nn.Module, case: Case, slicing: Slicing, row: bool) -> Tensor:
+def localise(
+    full: Tensor, how: str, layer: nn.Module, case: Case, slicing: Slicing, row: bool
+) -> Tensor:
     if how == "rows":
         return full[slice(*slicing.sequence_range(S))]
     return columns(full, layer, case, row) if how == "columns" else full
@@ -433,7 +463,11 @@ def check(name: str, tp: int, sequence: bool, sinks: bool) -> None:
     slicing = Slicing(topology.axis("tp"), sequence)
     layer = case.build(slicing)
     topology.prepare(blocks([layer]))
-    weights = {p.name: full_weight(p).requires_grad_() for q in layer.parameters() for p in spec_of(q).pieces}
+    weights = {
+        p.name: full_weight(p).requires_grad_()
+        for q in layer.parameters()
+        for p in spec_of(q).pieces
+    }
     reducer = fill_buffers(layer, topology) if sinks else None
     if reducer is None:
         fill_alone(layer)
@@ -447,18 +481,30 @@ def check(name: str, tp: int, sequence: bool, sinks: bool) -> None:
     x = localise(full_x, case.into, layer, case, slicing, row=True).clone()
     x = x if case.into == "tokens" else x.requires_grad_()
     y = case.call(layer, x)
-    close(y.detach(), localise(want.detach(), case.out, layer, case, slicing, row=False), f"{name}: forward")
+    close(
+        y.detach(),
+        localise(want.detach(), case.out, layer, case, slicing, row=False),
+        f"{name}: forward",
+    )
     y.backward(localise(dy, case.out, layer, case, slicing, row=False))
     if twin_x.grad is not None:
         assert x.grad is not None
-        close(x.grad, localise(twin_x.grad, case.into, layer, case, slicing, row=True), f"{name}: dx")
+        close(
+            x.grad, localise(twin_x.grad, case.into, layer, case, slicing, row=True), f"{name}: dx"
+        )
     seen = set()
     for param, grad in grads_of_buffers(reducer) if reducer else grads_alone(layer, topology):
         for piece in spec_of(param).pieces:
             seen.add(piece.name)
             got = grad.reshape(-1)[piece.offset : piece.offset + piece.numel].view(piece.size)
             full_grad = weights[piece.name].grad
-            close(got, cut(torch.zeros_like(full_weight(piece)) if full_grad is None else full_grad, piece), piece.name)
+            close(
+                got,
+                cut(
+                    torch.zeros_like(full_weight(piece)) if full_grad is None else full_grad, piece
+                ),
+                piece.name,
+            )
     assert seen == set(weights)
 
 
@@ -484,7 +530,9 @@ def test_a_layer_cut_over_ranks_is_its_twin(name: str, tp: int) -> None:
     run_ranks(tp, check_all, name, tp)
 
 
-@pytest.mark.parametrize(("count", "ranks"), [(6, 2), (4, 4), (5, 3), (2, 4), (1, 6), (2, 6), (3, 1)])
+@pytest.mark.parametrize(
+    ("count", "ranks"), [(6, 2), (4, 4), (5, 3), (2, 4), (1, 6), (2, 6), (3, 1)]
+)
 def test_heads_of_a_rank_are_those_that_its_layers_hold(count: int, ranks: int) -> None:
     held = [Slicing(Axis("tp", tuple(range(ranks)), i)).heads(count) for i in range(ranks)]
     assert {n for first, last in held for n in range(first, last)} == set(range(count))
@@ -492,11 +540,15 @@ def test_heads_of_a_rank_are_those_that_its_layers_hold(count: int, ranks: int) 
     if count >= ranks:
         assert [first for first, _ in held[1:]] == [last for _, last in held[:-1]]  # each once
     else:
-        assert [first for first, _ in held] == [i // (ranks // count) for i in range(ranks)]  # shared by neighbours
+        assert [first for first, _ in held] == [
+            i // (ranks // count) for i in range(ranks)
+        ]  # shared by neighbours
 
 
 def test_rotary_positions_refuse_heads_of_odd_size() -> None:
-    with pytest.raises(ValueError, match=r"a: heads of size 7: rotary positions turn pairs; use head_dim=8"):
+    with pytest.raises(
+        ValueError, match=r"a: heads of size 7: rotary positions turn pairs; use head_dim=8"
+    ):
         layers.Attention("a", 42, 6, Slicing(), rotary=10000.0)
 
 
@@ -507,12 +559,16 @@ def test_attention_that_no_kernel_computes_is_said_once_and_one_switched_off_is_
         attention_layer._check_fused(q, q, q, None, None, False)
     q = torch.randn(1, 2, 9, 8)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        with pytest.warns(UserWarning, match=r"without a fused kernel \(torch.float32 heads \[1, 2, 9, 8\]"):
+        with pytest.warns(
+            UserWarning, match=r"without a fused kernel \(torch.float32 heads \[1, 2, 9, 8\]"
+        ):
             attention_layer._check_fused(q, q, q, None, None, False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             attention_layer._check_fused(q, q, q, None, None, False)
         q = q.to(torch.bfloat16)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"\(torch.bfloat16 heads .* there is one for these"):
+            with pytest.raises(
+                RuntimeError, match=r"\(torch.bfloat16 heads .* there is one for these"
+            ):
                 attention_layer._check_fused(q, q, q, None, None, False)

@@ -38,7 +38,9 @@ NAMES = (
     "column", "column of heads", "row", "row without bias", "attention", "attention, grouped",
     "attention, 1 kv head, bias, normed", "mlp", "gated mlp", "gated mlp with bias", "block",
 )  # fmt: skip
-TILED = LayerCase(lambda slicing: TiledLinear("t", H, 37, slicing), lambda w, x: x)  # its twin is below
+TILED = LayerCase(
+    lambda slicing: TiledLinear("t", H, 37, slicing), lambda w, x: x
+)  # its twin is below
 
 # ------------------------------------------------------------------------------------------------- gates and gradients
 
@@ -77,7 +79,9 @@ class StorageGate:
         self.board.note("open", self.name)
 
     def close(self) -> None:
-        assert torch.equal(self.weight.data, self.values), f"{self.name}: closed before it was whole, or written to"
+        assert torch.equal(self.weight.data, self.values), (
+            f"{self.name}: closed before it was whole, or written to"
+        )
         self.weight.untyped_storage().resize_(0)
         self.board.open.remove(self.name)
         self.board.note("close", self.name)
@@ -155,13 +159,17 @@ def close(got: Tensor | None, want: Tensor | None, what: str, scale: float = 0.0
     """
     assert want is not None
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-6}[want.dtype] * (scale or largest(want))
-    torch.testing.assert_close(got, want, rtol=0, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        got, want, rtol=0, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}: {m}"
+    )
 
 
 # ------------------------------------------------------------------------------------------------ tiled against whole
 
 
-def pair(build: Callable[[Slicing], nn.Module], slicing: Slicing, tiles: int) -> tuple[nn.Module, nn.Module]:
+def pair(
+    build: Callable[[Slicing], nn.Module], slicing: Slicing, tiles: int
+) -> tuple[nn.Module, nn.Module]:
     """The layer whole, and in tiles; axes prepared."""
     whole, tiled = build(slicing), build(replace(slicing, tile=tiles))
     topology_of(1, slicing.tp.size).prepare(blocks([whole]))
@@ -176,13 +184,19 @@ def check(name: str, tp: int, sequence: bool, tiles: int, dtype: torch.dtype, si
     fill(tiled, dtype)
     board, count = install(tiled, sinks), len(tiles_in(tiled))
     full = inputs(case).to(dtype)
-    x = full[slice(*slicing.sequence_range(len(full)))] if case.into == "rows" else columns(full, whole, case, row=True)
+    x = (
+        full[slice(*slicing.sequence_range(len(full)))]
+        if case.into == "rows"
+        else columns(full, whole, case, row=True)
+    )
     x0, x1 = x.clone().requires_grad_(), x.clone().requires_grad_()
     what = f"{name}, tp {tp}, {tiles} tiles, {dtype}"
     want, got = case.call(whole, x0), case.call(tiled, x1)
     close(got, want, f"{what}: forward")
     assert not board.open
-    dy = torch.randn(want.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    dy = torch.randn(
+        want.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    ).to(dtype)
     want.backward(dy)
     got.backward(dy)
     close(x1.grad, x0.grad, f"{what}: dx")
@@ -197,7 +211,11 @@ def check(name: str, tp: int, sequence: bool, tiles: int, dtype: torch.dtype, si
 
 def check_all(name: str, tp: int) -> None:
     for sequence in (False, True) if tp > 1 else (False,):
-        for tiles, dtype, sinks in ((2, torch.float64, True), (3, torch.float32, True), (100, torch.float64, False)):
+        for tiles, dtype, sinks in (
+            (2, torch.float64, True),
+            (3, torch.float32, True),
+            (100, torch.float64, False),
+        ):
             check(name, tp, sequence, tiles, dtype, sinks)
 
 
@@ -248,12 +266,18 @@ def test_narrow_gradients_of_the_input_are_as_good_as_those_of_the_whole_layer()
     for tiles in (1, 16):
         layer = layers.ColumnLinear("c", 64, [("one", 1024)], Slicing(tile=tiles), bias=False)
         fill(layer, torch.bfloat16)
-        x = torch.randn(32, 1, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        x = (
+            torch.randn(32, 1, 64, generator=torch.Generator().manual_seed(1))
+            .bfloat16()
+            .requires_grad_()
+        )
         dy = torch.randn(32, 1, 1024, generator=torch.Generator().manual_seed(2)).bfloat16()
         layer(x).backward(dy)
         exact = dy.double() @ torch.cat([weight.detach().double() for weight in layer.parameters()])
         assert x.grad is not None
-        errors[tiles] = ((x.grad.double() - exact).square().mean() / exact.square().mean()).sqrt().item()
+        errors[tiles] = (
+            ((x.grad.double() - exact).square().mean() / exact.square().mean()).sqrt().item()
+        )
     assert errors[16] < 1.5 * errors[1] < 1.5 * 2**-8
 
 
@@ -283,7 +307,9 @@ def check_order(tp: int) -> None:
     y.sum().backward()
     after = [("gradient", name) for name in names[::-1]]  # buckets lie in backward order
     # With a sum over ranks to hide, gradients wait until it has left.
-    assert board.log == (walk(names[::-1], gradients=True) if tp == 1 else walk(names[::-1]) + after)
+    assert board.log == (
+        walk(names[::-1], gradients=True) if tp == 1 else walk(names[::-1]) + after
+    )
     board.log.clear()
     with torch.no_grad():
         layer(x)
@@ -323,13 +349,16 @@ def check_hooks(tiles: int, frozen: bool, gates: int) -> None:
         y = layer(x)
     y.sum().backward()
     assert x.grad is not None
-    assert [(weight.grad, len(weight.sink.grads)) for weight in weights] == [(None, not frozen)] * tiles  # type: ignore[attr-defined]
+    assert [(weight.grad, len(weight.sink.grads)) for weight in weights] == [
+        (None, not frozen)
+    ] * tiles  # type: ignore[attr-defined]
     assert saved[0].shape == (4, 2, H)
     assert len(saved) == (1 if gates else 1 + tiles)
 
 
 @pytest.mark.parametrize(
-    ("tiles", "frozen", "gates"), [(4, True, 4), (4, False, 4), (4, False, 1), (4, False, 0), (1, False, 0)]
+    ("tiles", "frozen", "gates"),
+    [(4, True, 4), (4, False, 4), (4, False, 1), (4, False, 0), (1, False, 0)],
 )
 def test_what_autograd_saves_may_be_kept_elsewhere(tiles: int, frozen: bool, gates: int) -> None:
     run_ranks(1, check_hooks, tiles, frozen, gates)
@@ -348,11 +377,15 @@ def test_initial_values_and_names_do_not_depend_on_tiles() -> None:
     def values(tp: int, tiles: int) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for rank in range(tp):
-            for param in build(Slicing(Axis("tp", tuple(range(tp)), rank), tile=tiles)).parameters():
+            for param in build(
+                Slicing(Axis("tp", tuple(range(tp)), rank), tile=tiles)
+            ).parameters():
                 for piece in spec_of(param).pieces:
                     part = initial(piece, Box(piece.start, piece.size, 0), seed=7)
                     full = found.setdefault(piece.name, torch.full(piece.shape, torch.nan))
-                    full[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size, strict=True))] = part
+                    full[
+                        tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size, strict=True))
+                    ] = part
         return found
 
     want = values(1, 1)
@@ -407,7 +440,9 @@ def test_a_tiled_linear_layer_is_a_linear_layer(tiles: int) -> None:
     layer = TiledLinear("t", 5, 37, Slicing(), tiles=tiles)
     fill(layer, torch.float64)
     weight, bias = torch.cat([tile for tile in layer.parameters() if tile.dim() == 2]), layer.bias
-    x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(6)).requires_grad_()
+    x = torch.randn(
+        3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(6)
+    ).requires_grad_()
     dy = torch.randn(3, 37, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     want, got = F.linear(x, weight, bias), layer(x)
     close(got, want, "forward")
@@ -427,7 +462,9 @@ def test_the_product_is_written_where_it_belongs() -> None:
         x = torch.randn(9, 2, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
         assert layer.bias is not None
         parts = layer.bias.split([len(tile) for tile in tiles_in(layer)])
-        want = [matmul.linear(x, tile, part) for tile, part in zip(tiles_in(layer), parts, strict=True)]
+        want = [
+            matmul.linear(x, tile, part) for tile, part in zip(tiles_in(layer), parts, strict=True)
+        ]
         assert torch.equal(layer(x), torch.cat(want, dim=-1))
 
 
@@ -440,16 +477,22 @@ def train_in_tiles(folder: str, tp: int) -> tuple[float, dict[str, Tensor]]:
     topology = topology_of(1, tp)
     slicing = Slicing(topology.axis("tp"), tp > 1, config.train.seed)
     configs = [
-        config.model_copy(update={"zero": config.zero.model_copy(update={"stage": 3, "tile": n})}) for n in (1, 3)
+        config.model_copy(update={"zero": config.zero.model_copy(update={"stage": 3, "tile": n})})
+        for n in (1, 3)
     ]
-    engines = [Engine(models.build(c.model, replace(slicing, tile=c.zero.tile)), topology, c) for c in configs]
+    engines = [
+        Engine(models.build(c.model, replace(slicing, tile=c.zero.tile)), topology, c)
+        for c in configs
+    ]
     data = [share(batch(step, config.train.global_batch), topology) for step in range(2)]
     losses = [[engine.step(part).loss for part in data] for engine in engines]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
     states = [engine.full_state_dict() for engine in engines]
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():
-        torch.testing.assert_close(states[1][name], value, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            states[1][name], value, rtol=0, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
+        )
     for saved, other in (engines, engines[::-1]):
         path = saved.save(Path(folder) / f"step-{engines.index(saved)}")
         other.load(path)

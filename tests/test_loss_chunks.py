@@ -17,7 +17,9 @@ from threed.config import Config
 from threed.layers import LayerNorm, MicroBatch, Slicing
 from threed.layers.loss import LanguageModelHead
 
-SETTINGS: dict[str, list[object]] = {name: options[:1] for name, options in equivalence.SETTINGS.items()} | {
+SETTINGS: dict[str, list[object]] = {
+    name: options[:1] for name, options in equivalence.SETTINGS.items()
+} | {
     "pp": [1, 2],
     "dp": [1, 2],
     "tp": [1, 2],
@@ -42,7 +44,9 @@ SPACE = Space(SETTINGS, make, cost=lambda case: case.world, shape=lambda c: (c.p
 
 def in_chunks(config: Config, chunks: int) -> Config:
     """The same with so many."""
-    return config.model_copy(update={"recompute": config.recompute.model_copy(update={"loss_chunks": chunks})})
+    return config.model_copy(
+        update={"recompute": config.recompute.model_copy(update={"loss_chunks": chunks})}
+    )
 
 
 def steps(case: Case, chunks: int) -> tuple[list[float], list[float]]:
@@ -52,9 +56,10 @@ def steps(case: Case, chunks: int) -> tuple[list[float], list[float]]:
         engine = engine_of(config)
     rows = config.train.global_batch
     done = [engine.step(share(batch(step, rows), engine.topology)) for step in range(2)]
-    return [*(m.loss for m in done), float(engine.evaluate(share(batch(2, rows), engine.topology)))], [
-        m.grad_norm for m in done
-    ]
+    return [
+        *(m.loss for m in done),
+        float(engine.evaluate(share(batch(2, rows), engine.topology))),
+    ], [m.grad_norm for m in done]
 
 
 def compare(cases: list[Case]) -> None:
@@ -78,7 +83,9 @@ def test_a_covering_set_gives_the_same() -> None:
 def head(chunks: int, vocab: int, trained: bool = True) -> LanguageModelHead:
     """A head by itself, whose gradients autograd gets."""
     slicing = Slicing()
-    made = LanguageModelHead("head", "table", LayerNorm("head.norm", 16, slicing), vocab, 16, slicing)
+    made = LanguageModelHead(
+        "head", "table", LayerNorm("head.norm", 16, slicing), vocab, 16, slicing
+    )
     made.loss_chunks = chunks
     made.to_empty(device="cpu")
     draw = torch.Generator().manual_seed(0)

@@ -61,7 +61,9 @@ def make(backend: str, tmp_path: Path) -> Iterator[Maker]:
 
 
 def noise(nbytes: int, seed: int = 0) -> Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def placed(nbytes: int, shift: int) -> tuple[Tensor, Tensor]:
@@ -75,14 +77,23 @@ def file_bytes(disk: Disk) -> bytes:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64, BLOCK - 1])
-def test_every_length_from_any_address(make: Maker, monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+def test_every_length_from_any_address(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, shift: int
+) -> None:
     monkeypatch.setattr(io, "PIECE", 4 * BLOCK)
     disk = make()
     before, offset, after = disk.reserve(BLOCK), disk.reserve(64 * BLOCK), disk.reserve(BLOCK)
     guard = noise(BLOCK, seed=9)
     for place in (before, after):
         disk.write(place, guard).wait()
-    lengths = [1, 2, 511, 512, 513, *(k * BLOCK + d for k in (1, 2, 3, 4, 5, 8, 9, 31, 64) for d in (-1, 0, 1))]
+    lengths = [
+        1,
+        2,
+        511,
+        512,
+        513,
+        *(k * BLOCK + d for k in (1, 2, 3, 4, 5, 8, 9, 31, 64) for d in (-1, 0, 1)),
+    ]
     for length in (n for n in lengths if n <= 64 * BLOCK):
         values, _ = placed(length, shift)
         values.copy_(noise(length, seed=length))
@@ -125,7 +136,9 @@ def test_any_dtype_and_shape(make: Maker, dtype: torch.dtype, shape: tuple[int, 
     assert torch.equal(into.reshape(-1).view(torch.uint8), values.reshape(-1).view(torch.uint8))
 
 
-def test_many_transfers_are_under_way_and_waited_for_in_any_order(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_transfers_are_under_way_and_waited_for_in_any_order(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(io, "PIECE", 8 * BLOCK)
     shuffle = random.Random(1).shuffle
     disk, values, places = make(), [], []
@@ -194,7 +207,10 @@ def test_disks_and_threads_do_not_disturb_one_another(make: Maker, tmp_path: Pat
         try:
             offset = disk.reserve(100_001)
             for turn in range(10):
-                values, into = noise(100_001, seed=100 * seed + turn), torch.empty(100_001, dtype=torch.uint8)
+                values, into = (
+                    noise(100_001, seed=100 * seed + turn),
+                    torch.empty(100_001, dtype=torch.uint8),
+                )
                 disk.write(offset, values).wait()
                 disk.read(offset, into).wait()
                 assert torch.equal(values, into)
@@ -227,7 +243,9 @@ def test_offsets_outside_and_between_blocks_are_refused(make: Maker, offset: int
     disk = make()
     disk.reserve(2 * BLOCK)
     for begin in (disk.read, disk.write):
-        with pytest.raises(ValueError, match=rf"at {offset}: offsets are multiples of 4096.* 8192 bytes"):
+        with pytest.raises(
+            ValueError, match=rf"at {offset}: offsets are multiples of 4096.* 8192 bytes"
+        ):
             begin(offset, torch.zeros(5))
 
 
@@ -251,7 +269,9 @@ def failing(transfer: Transfer, *words: str) -> SwapError:
 
 
 @pytest.mark.parametrize("left", [0, 1000, BLOCK, 5 * BLOCK, 5 * BLOCK + 77])
-def test_a_file_that_ends_too_soon_is_an_error(make: Maker, monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+def test_a_file_that_ends_too_soon_is_an_error(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
     monkeypatch.setattr(io, "PIECE", 2 * BLOCK)
     monkeypatch.setenv("RANK", "3")
     disk = make()
@@ -261,10 +281,17 @@ def test_a_file_that_ends_too_soon_is_an_error(make: Maker, monkeypatch: pytest.
     buffer = host_buffer(9 * BLOCK)
     transfer = disk.read(offset, buffer)
     error = failing(
-        transfer, "rank 3: reading 36864 bytes", f"at offset {offset}", disk.path, "the file ends before", "truncate"
+        transfer,
+        "rank 3: reading 36864 bytes",
+        f"at offset {offset}",
+        disk.path,
+        "the file ends before",
+        "truncate",
     )
     assert error.errno == errno.EIO
-    failing(disk.read(offset, torch.empty(9 * BLOCK - 3, dtype=torch.uint8)), "the file ends before")
+    failing(
+        disk.read(offset, torch.empty(9 * BLOCK - 3, dtype=torch.uint8)), "the file ends before"
+    )
     disk.write(start, buffer[:BLOCK]).wait()  # the Disk goes on working
 
 
@@ -286,7 +313,10 @@ def test_a_short_write_is_an_error(make: Maker, limit: int) -> None:
     offset = disk.reserve(8 * BLOCK)
     with file_limit(limit):
         error = failing(
-            disk.write(offset, host_buffer(8 * BLOCK)), "rank 0: writing 32768 bytes", disk.path, "ulimit -f"
+            disk.write(offset, host_buffer(8 * BLOCK)),
+            "rank 0: writing 32768 bytes",
+            disk.path,
+            "ulimit -f",
         )
         assert error.errno == errno.EFBIG
         assert failing(disk.write(offset, noise(8 * BLOCK - 1)[1:])).errno == errno.EFBIG
@@ -313,7 +343,9 @@ def test_one_failed_transfer_leaves_the_others_whole(make: Maker) -> None:
     disk.write(good, noise(50_000)).wait()
     os.ftruncate(disk._fd, bad)
     into = torch.zeros(50_000, dtype=torch.uint8)
-    transfers = [disk.read(place, torch.empty_like(into)) for place in (bad, bad)] + [disk.read(good, into)]
+    transfers = [disk.read(place, torch.empty_like(into)) for place in (bad, bad)] + [
+        disk.read(good, into)
+    ]
     transfers[2].wait()
     assert torch.equal(into, noise(50_000))
     failing(transfers[1])
@@ -336,7 +368,9 @@ def test_a_closed_disk_refuses_and_finishes_what_was_under_way(make: Maker) -> N
         assert caught.value.errno == errno.EBADF
 
 
-def test_a_dropped_disk_finishes_before_its_tensors_go(make: Maker, backend: str, tmp_path: Path) -> None:
+def test_a_dropped_disk_finishes_before_its_tensors_go(
+    make: Maker, backend: str, tmp_path: Path
+) -> None:
     count = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         disk = Disk(tmp_path, "states", backend=backend)
@@ -366,7 +400,12 @@ def test_a_forked_child_is_refused_and_makes_its_own(make: Maker) -> None:
     transfer = disk.write(offset, values)
 
     def child() -> None:
-        for call in (transfer.wait, transfer.done, lambda: disk.read(offset, values), lambda: disk.reserve(1)):
+        for call in (
+            transfer.wait,
+            transfer.done,
+            lambda: disk.read(offset, values),
+            lambda: disk.reserve(1),
+        ):
             with pytest.raises(SwapError, match="not to its forked child"):
                 call()
         disk.close()
@@ -399,10 +438,14 @@ def test_a_full_drive_is_told_before_anything_is_written(make: Maker, tmp_path: 
     disk = make()
     disk.reserve(BLOCK)
     free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(SwapError, match=rf"cannot reserve {2**60} bytes beyond the 4096 of .*No space left") as caught:
+    with pytest.raises(
+        SwapError, match=rf"cannot reserve {2**60} bytes beyond the 4096 of .*No space left"
+    ) as caught:
         disk.reserve(2**60)
     assert caught.value.errno == errno.ENOSPC
-    assert "bytes are free; free space there, or name a folder on a larger drive" in str(caught.value)
+    assert "bytes are free; free space there, or name a folder on a larger drive" in str(
+        caught.value
+    )
     assert os.fstat(disk._fd).st_size == BLOCK
     assert abs(shutil.disk_usage(tmp_path).free - free) < 2**30
     assert disk.reserve(1) == BLOCK
@@ -425,14 +468,18 @@ def small_drive(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path
 def test_a_drive_that_fills_up_later_fails_the_write(make: Maker, small_drive: Path) -> None:
     disk = make(small_drive)
     assert disk.reserve(2**19) == 0
-    with pytest.raises(SwapError, match=rf"cannot reserve {2**20} bytes beyond the 524288 .* 524288 bytes are free"):
+    with pytest.raises(
+        SwapError, match=rf"cannot reserve {2**20} bytes beyond the 524288 .* 524288 bytes are free"
+    ):
         disk.reserve(2**20)
     os.ftruncate(disk._fd, 0)  # gives back what was set aside, and another program takes it
     other = os.open(small_drive / "other", os.O_WRONLY | os.O_CREAT)
     while os.write(other, bytes(min(2**16, shutil.disk_usage(small_drive).free))):
         pass
     os.close(other)
-    error = failing(disk.write(0, host_buffer(2**19)), "writing 524288 bytes", "No space left", "a larger drive")
+    error = failing(
+        disk.write(0, host_buffer(2**19)), "writing 524288 bytes", "No space left", "a larger drive"
+    )
     assert error.errno == errno.ENOSPC
     with pytest.raises(SwapError, match=r"cannot make .*No space left on device"):
         make(small_drive)
@@ -456,10 +503,14 @@ def test_a_file_system_without_direct_io_is_used_through_the_page_cache(small_dr
         assert os.listdir(small_drive) == []
 
 
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RANK", "5")
-    with pytest.raises(SwapError, match=rf"rank 5: cannot make {tmp_path}/file/x\.rank5.*: .*name another folder"):
+    with pytest.raises(
+        SwapError, match=rf"rank 5: cannot make {tmp_path}/file/x\.rank5.*: .*name another folder"
+    ):
         Disk(tmp_path / "file", "x")
     with pytest.raises(SwapError, match=r"cannot make /proc/nowhere/x"):
         Disk("/proc/nowhere", "x")
@@ -470,7 +521,13 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pyte
 def forbid(first: int, last: int) -> None:
     """From now on these system calls fail with EPERM in this process, as container runtimes have it (seccomp(2))."""
     allow, refuse = 0x7FFF0000, 0x00050000 | errno.EPERM
-    steps = [(0x20, 0, 0, 0), (0x35, 0, 2, first), (0x25, 1, 0, last), (0x06, 0, 0, refuse), (0x06, 0, 0, allow)]
+    steps = [
+        (0x20, 0, 0, 0),
+        (0x35, 0, 2, first),
+        (0x25, 1, 0, last),
+        (0x06, 0, 0, refuse),
+        (0x06, 0, 0, allow),
+    ]
     code = b"".join(struct.pack("=HBBI", *step) for step in steps)
     memory = ctypes.create_string_buffer(code)
     program = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(memory)))
@@ -484,10 +541,18 @@ def test_where_the_kernel_blocks_io_uring_threads_are_used(tmp_path: Path) -> No
         pytest.skip(f"the native library is not built: {native.status()['cpu']}")
 
     def child() -> None:
-        forbid(425, 427)  # io_uring_setup, _enter and _register: the same numbers on every architecture
-        with pytest.raises(SwapError, match=r"'io_uring' .*Operation not permitted; use backend 'auto'"):
+        forbid(
+            425, 427
+        )  # io_uring_setup, _enter and _register: the same numbers on every architecture
+        with pytest.raises(
+            SwapError, match=r"'io_uring' .*Operation not permitted; use backend 'auto'"
+        ):
             Disk(tmp_path, "states", backend="io_uring")
-        disk, values, into = Disk(tmp_path, "states"), noise(100_000), torch.empty(100_000, dtype=torch.uint8)
+        disk, values, into = (
+            Disk(tmp_path, "states"),
+            noise(100_000),
+            torch.empty(100_000, dtype=torch.uint8),
+        )
         assert disk.backend == "threads"
         disk.write(disk.reserve(100_000), values).wait()
         disk.read(0, into).wait()
@@ -505,7 +570,9 @@ def test_the_benchmark_measures_every_way_that_needs_nothing_installed(
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     ours = ["threed", "threed_threads", "threed_python"]
     assert [r["contender"] for r in records[:4]] == [*ours, "o_direct_hugepages_1thread_8MiB"]
-    assert [(r["operation"], r["contender"]) for r in records[4:]] == [(o, c) for o in ("write", "read") for c in ours]
+    assert [(r["operation"], r["contender"]) for r in records[4:]] == [
+        (o, c) for o in ("write", "read") for c in ours
+    ]
     for record in records[4:]:
         assert record["best_peer"]
         assert 0 < record["interval"][0] <= record["ratio"] <= record["interval"][1]
@@ -520,14 +587,17 @@ def test_auto_takes_the_best_that_runs_and_python_needs_no_library(
     monkeypatch.setattr(native, "library", lambda name: None)
     for backend in ("auto", "threads"):
         assert Disk(tmp_path, "states", backend=backend).backend == "python"
-    with pytest.raises(SwapError, match=r"'io_uring' .* the native library is not built.*; use backend 'auto'"):
+    with pytest.raises(
+        SwapError, match=r"'io_uring' .* the native library is not built.*; use backend 'auto'"
+    ):
         Disk(tmp_path, "states", backend="io_uring")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_is_made_is_reported(tmp_path: Path) -> None:
     with pytest.warns(
-        UserWarning, match=f"{tmp_path}/drive/swap did not exist and was created on the file system mounted"
+        UserWarning,
+        match=f"{tmp_path}/drive/swap did not exist and was created on the file system mounted",
     ):
         Disk(tmp_path / "drive" / "swap", "states").close()
     with warnings.catch_warnings():

@@ -29,7 +29,9 @@ def flags_at(address: int) -> list[str]:
     return next((flags for start, end, flags in mappings() if start <= address < end), [])
 
 
-@pytest.mark.parametrize("nbytes", [1, 4095, 4096, HUGE - 1, HUGE, HUGE + 1, 3 * HUGE, 5 * HUGE // 2])
+@pytest.mark.parametrize(
+    "nbytes", [1, 4095, 4096, HUGE - 1, HUGE, HUGE + 1, 3 * HUGE, 5 * HUGE // 2]
+)
 def test_a_buffer_is_aligned_zeroed_and_as_large_as_asked(nbytes: int) -> None:
     buffer = host_buffer(nbytes)
     assert buffer.dtype == torch.uint8
@@ -40,7 +42,9 @@ def test_a_buffer_is_aligned_zeroed_and_as_large_as_asked(nbytes: int) -> None:
     assert bool((buffer == 7).all())
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a kernel without huge pages"
+)
 def test_whole_huge_pages_are_advised_and_nothing_beyond_them() -> None:
     buffer = host_buffer(5 * HUGE // 2)
     start = buffer.data_ptr()

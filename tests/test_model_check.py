@@ -35,7 +35,9 @@ class Model:
         return [
             layers.Embedding("embedding", c.vocab or 0, c.hidden, s),
             *self.middle(c, s),
-            layers.LanguageModelHead("head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, s, std=self.std),
+            layers.LanguageModelHead(
+                "head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, s, std=self.std
+            ),
         ]
 
     def costs(self, micro_batch: int) -> list[float]:
@@ -64,7 +66,10 @@ class TwoNorms(nn.Module):
     def __init__(self, width: int, s: Slicing) -> None:
         super().__init__()
         self.name = "block"
-        self.first, self.second = layers.RMSNorm("block.norm", width, s), layers.RMSNorm("block.norm", width, s)
+        self.first, self.second = (
+            layers.RMSNorm("block.norm", width, s),
+            layers.RMSNorm("block.norm", width, s),
+        )
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         return self.second(self.first(x))
@@ -132,7 +137,9 @@ MESSAGES = {
 
 def build(case: Case, model: type[Model], slicing: Slicing | None = None) -> Engine:
     config, topology = config_of(case), topology_of(case.pp, case.tp)
-    slicing = slicing or Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed)
+    slicing = slicing or Slicing(
+        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed
+    )
     return Engine(model(config.model, slicing), topology, config)  # type: ignore[arg-type]
 
 
@@ -142,7 +149,8 @@ def refused(names: list[str], tp: int) -> None:
             build(Case(tp=tp), MODELS[name])
     if tp > 1:
         with pytest.raises(
-            ModelError, match="the model's Slicing has 1 tensor ranks, the topology has 2: build the mo"
+            ModelError,
+            match="the model's Slicing has 1 tensor ranks, the topology has 2: build the mo",
         ):
             build(Case(tp=tp), Model, Slicing())
 
@@ -179,7 +187,9 @@ def wrong_ids(case: Case) -> None:
     good = share(batch(1, rows), engine.topology)
     assert engine.step(good).loss > 0  # what was wrong was told
     engine.step(share(data, engine.topology))  # nobody reads this step's metrics
-    with pytest.raises(DataError, match="up to step 5, since metrics were last read: labels beyond the 53 of head"):
+    with pytest.raises(
+        DataError, match="up to step 5, since metrics were last read: labels beyond the 53 of head"
+    ):
         engine.step(good).loss  # noqa: B018  reading it is the test
     assert engine.step(good).loss > 0
     with torch.inference_mode():
@@ -197,12 +207,19 @@ def unequal_rows(stage: int) -> None:
     engine = build(Case(dp=2, zero=stage, microbatches=3), Model)
     index, data = engine.topology.axis("dp").index, batch(0, 12)
     mine = {key: value[:8] if index == 0 else value[8:] for key, value in data.items()}
-    with pytest.raises(ValueError, match=f"data rank {index} got a batch of {(8, 4)[index]} rows; each of the 2 data"):
+    with pytest.raises(
+        ValueError,
+        match=f"data rank {index} got a batch of {(8, 4)[index]} rows; each of the 2 data",
+    ):
         engine.step(mine)
-    with pytest.raises(ValueError, match=r"data ranks evaluate different numbers of rows, \[\[8\], \[4\]\]"):
+    with pytest.raises(
+        ValueError, match=r"data ranks evaluate different numbers of rows, \[\[8\], \[4\]\]"
+    ):
         engine.evaluate(mine)
     with pytest.raises(ValueError, match=r"(\[\[8\], \[7\]\]|different numbers of rows)"):
-        engine.evaluate({key: value[: 8 - index] for key, value in data.items()})  # 7 is no multiple either
+        engine.evaluate(
+            {key: value[: 8 - index] for key, value in data.items()}
+        )  # 7 is no multiple either
     assert engine.step(share(data, engine.topology)).loss > 0
 
 

@@ -13,7 +13,9 @@ from threed.checks import find_problems
 from threed.config import Config, ConfigError
 from threed.resolution import resolve
 
-LLAMA3 = "llama3: factor=8, low-freq-factor=1, high-freq-factor=4, original-max-position-embeddings=64"
+LLAMA3 = (
+    "llama3: factor=8, low-freq-factor=1, high-freq-factor=4, original-max-position-embeddings=64"
+)
 
 
 def read_all(words: list[str]) -> Config:
@@ -28,7 +30,10 @@ def test_a_scaling_of_rotary_angles_is_a_flag_a_table_and_a_line_of_toml(tmp_pat
         "original_max_position_embeddings": 64,
     }  # fmt: skip
     assert config.model.rope_scaling == RopeScaling(**table)
-    assert Config.model_validate({"model": {"arch": "llama", "rope_scaling": table}}).model == config.model
+    assert (
+        Config.model_validate({"model": {"arch": "llama", "rope_scaling": table}}).model
+        == config.model
+    )
     assert Config.model_validate(config.model_dump(mode="json")) == config
     (tmp_path / "run.toml").write_text(to_toml(config))
     assert read_all(["--config", str(tmp_path / "run.toml")]).model == config.model
@@ -42,13 +47,34 @@ def test_a_scaling_of_rotary_angles_is_a_flag_a_table_and_a_line_of_toml(tmp_pat
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--model.arch llama --model.window 5", "--model.window 5 is for --model.arch mistral or qwen2 or qwen3"),
-        ("--model.arch mistral --model.layer-pattern sf", "is for --model.arch qwen2 or qwen3 or gemma2 or gemma3"),
-        ("--model.arch gemma3 --model.attention-softcap 5", "--model.attention-softcap 5 is for --model.arch gemma2"),
-        ("--model.arch qwen2 --model.bias true", "--model.bias true is for --model.arch gpt or llama or qwen3"),
-        ("--model.arch phi3 --model.mlp-bias true", "--model.mlp-bias true is for --model.arch gpt or llama:"),
-        ("--model.arch gemma2 --model.rope-local-theta 5", "--model.rope-local-theta 5 is for --model.arch gemma3"),
-        ("--model.query-pre-attn-scalar 9", "--model.query-pre-attn-scalar 9 is for --model.arch gemma2 or gemma3"),
+        (
+            "--model.arch llama --model.window 5",
+            "--model.window 5 is for --model.arch mistral or qwen2 or qwen3",
+        ),
+        (
+            "--model.arch mistral --model.layer-pattern sf",
+            "is for --model.arch qwen2 or qwen3 or gemma2 or gemma3",
+        ),
+        (
+            "--model.arch gemma3 --model.attention-softcap 5",
+            "--model.attention-softcap 5 is for --model.arch gemma2",
+        ),
+        (
+            "--model.arch qwen2 --model.bias true",
+            "--model.bias true is for --model.arch gpt or llama or qwen3",
+        ),
+        (
+            "--model.arch phi3 --model.mlp-bias true",
+            "--model.mlp-bias true is for --model.arch gpt or llama:",
+        ),
+        (
+            "--model.arch gemma2 --model.rope-local-theta 5",
+            "--model.rope-local-theta 5 is for --model.arch gemma3",
+        ),
+        (
+            "--model.query-pre-attn-scalar 9",
+            "--model.query-pre-attn-scalar 9 is for --model.arch gemma2 or gemma3",
+        ),
         ("--model.logit-softcap 9", "--model.logit-softcap 9 is for --model.arch gemma2 or gemma3"),
         ("--model.positions 9 --model.seq 12", "--model.positions 9 is less than --model.seq 12"),
         (
@@ -61,7 +87,9 @@ def test_a_scaling_of_rotary_angles_is_a_flag_a_table_and_a_line_of_toml(tmp_pat
         ),
     ],
 )
-def test_a_key_that_a_family_does_not_have_is_refused_with_those_that_have_it(flags: str, problem: str) -> None:
+def test_a_key_that_a_family_does_not_have_is_refused_with_those_that_have_it(
+    flags: str, problem: str
+) -> None:
     found = find_problems(read_all(flags.split()), 1)
     assert [text for text in found if problem in text], found
     assert find_problems(Config(model=resolve(Config(), 260).model), 1) == []
@@ -105,4 +133,11 @@ def test_a_model_that_was_saved_before_keys_came_means_what_it_meant() -> None:
     config = resolve(Config.model_validate({"model": old}), 260, 1)
     state = {"steps": 3, "extra": {}}
     assert model_differences({"config": {"model": old}, "state": state}, config) == []
-    assert len(model_differences({"config": {"model": {**old, "rope_theta": 2e4}}, "state": state}, config)) == 1
+    assert (
+        len(
+            model_differences(
+                {"config": {"model": {**old, "rope_theta": 2e4}}, "state": state}, config
+            )
+        )
+        == 1
+    )

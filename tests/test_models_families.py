@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from tests.configs import engine_of, share
 from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.layouts import config_of, entries, hf_to_state_dict, model_of, state_dict_to_hf
+from threed.checkpoint.layouts import (
+    config_of,
+    entries,
+    hf_to_state_dict,
+    model_of,
+    state_dict_to_hf,
+)
 from threed.checks import find_problems
 from threed.config import Config, ModelConfig
 from threed.layers import Causal, MicroBatch, Slicing, attend, causal
@@ -48,7 +54,12 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LONG = {"short_factor": [1.0, 1.1, 1.5], "long_factor": [1.0, 2.5, 8.0]}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {
@@ -116,7 +127,9 @@ def theirs(name: str, dtype: torch.dtype = torch.float32) -> Any:
         for key, param in model.named_parameters():
             if param.dim() == 2:
                 param.normal_(
-                    0.0, 0.3 if "emb" in key or "wte" in key else 1.2 / param.shape[-1] ** 0.5, generator=draw
+                    0.0,
+                    0.3 if "emb" in key or "wte" in key else 1.2 / param.shape[-1] ** 0.5,
+                    generator=draw,
                 )
             else:
                 param.add_(0.3 * torch.randn(param.shape, generator=draw))
@@ -153,7 +166,9 @@ def without_fp32(module: nn.Module) -> ExitStack:
     stack.enter_context(mock.patch.object(F, "softmax", wide_softmax))
     for norm in module.modules():
         if type(norm).__name__.endswith("RMSNorm"):
-            stack.enter_context(mock.patch.object(norm, "forward", functools.partial(wide_norm, norm)))
+            stack.enter_context(
+                mock.patch.object(norm, "forward", functools.partial(wide_norm, norm))
+            )
     return stack
 
 
@@ -162,7 +177,11 @@ def test_logits_weights_and_configuration_are_those_of_transformers(name: str) -
     module = theirs(name)
     config = module.config.to_dict()
     model = model_of(config)
-    state = {key: value for key, value in module.state_dict().items() if key != "lm_head.weight" or not model.tied}
+    state = {
+        key: value
+        for key, value in module.state_dict().items()
+        if key != "lm_head.weight" or not model.tied
+    }
     weights = hf_to_state_dict(state, model)
     back = state_dict_to_hf(weights, model)
     assert back.keys() == state.keys()
@@ -198,7 +217,10 @@ def batch(step: int) -> dict[str, Tensor]:
 def train_theirs(module: nn.Module, eps: float) -> Trained:
     """Losses, gradient norms and weights of torch's own AdamW on the module of `transformers`."""
     params = list(module.parameters())
-    groups = [{"params": [p for p in params if (p.dim() > 1) == big], "weight_decay": 0.1 * big} for big in (0, 1)]
+    groups = [
+        {"params": [p for p in params if (p.dim() > 1) == big], "weight_decay": 0.1 * big}
+        for big in (0, 1)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=eps)
     losses, norms = [], []
     for step in range(STEPS):
@@ -228,7 +250,11 @@ def train_ours(cases: list[tuple[ModelConfig, Path, str, float]]) -> list[Traine
         engine.load(folder)
         metrics = [engine.step(share(batch(step), engine.topology)) for step in range(STEPS)]
         found.append(
-            ([float(m.loss) for m in metrics], [float(m.grad_norm) for m in metrics], engine.full_state_dict())
+            (
+                [float(m.loss) for m in metrics],
+                [float(m.grad_norm) for m in metrics],
+                engine.full_state_dict(),
+            )
         )
     return found
 
@@ -238,7 +264,11 @@ def test_training_from_their_folder_equals_training_their_module(tmp_path: Path)
     for name, (dtype, eps, _) in itertools.product(TRAINED, PRECISIONS):
         module = theirs(name, DTYPES[dtype])
         model = model_of(module.config.to_dict())
-        state = {key: value for key, value in module.state_dict().items() if key != "lm_head.weight" or not model.tied}
+        state = {
+            key: value
+            for key, value in module.state_dict().items()
+            if key != "lm_head.weight" or not model.tied
+        }
         cases.append((model, tmp_path / f"{name} {dtype}", dtype, eps))
         module.save_pretrained(cases[-1][1])
         with without_fp32(module) if dtype == "fp64" else ExitStack():
@@ -246,8 +276,13 @@ def test_training_from_their_folder_equals_training_their_module(tmp_path: Path)
         wants.append((losses, norms, hf_to_state_dict({key: after[key] for key in state}, model)))
     found = run_ranks(4, train_ours, cases, timeout=600)[0]
     for (model, _, dtype, _), got, want in zip(cases, found, wants, strict=True):
-        bound, where = {dtype: bound for dtype, _, bound in PRECISIONS}[dtype], f"{model.arch} {dtype}"
-        off = [abs(a - b) / b for part in (0, 1) for a, b in zip(got[part], want[part], strict=True)]
+        bound, where = (
+            {dtype: bound for dtype, _, bound in PRECISIONS}[dtype],
+            f"{model.arch} {dtype}",
+        )
+        off = [
+            abs(a - b) / b for part in (0, 1) for a, b in zip(got[part], want[part], strict=True)
+        ]
         assert max(off) < bound, where
         assert got[2].keys() == want[2].keys()
         most = max(float((got[2][key] - value).abs().max()) for key, value in want[2].items())
@@ -291,10 +326,17 @@ OLD = {
 @pytest.mark.parametrize("kind", OLD)
 def test_old_and_new_spellings_are_one_model(kind: str) -> None:
     new, old = OLD[kind]
-    assert model_of({"model_type": kind, **SIZES, **new}) == model_of({"model_type": kind, **SIZES, **old})
+    assert model_of({"model_type": kind, **SIZES, **new}) == model_of(
+        {"model_type": kind, **SIZES, **old}
+    )
 
 
-_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+_7B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "gpt2": (124_439_808, {
         "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
@@ -347,7 +389,9 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configurations_are_read_and_have_the_published_number_of_parameters(name: str) -> None:
+def test_published_configurations_are_read_and_have_the_published_number_of_parameters(
+    name: str,
+) -> None:
     """As the models' own config.json have them, but for ids of tokens."""
     count, config = PUBLISHED[name]
     model = model_of(config)
@@ -357,7 +401,21 @@ def test_published_configurations_are_read_and_have_the_published_number_of_para
 
 def damaged(config: dict[str, Any], draw: random.Random) -> dict[str, Any]:
     """A configuration of which one value is something else."""
-    strange = [None, -1, 0, 1e400, "x", [], {}, [[]], True, 10**30, {"full_attention": 3}, {"rope_type": []}, [1, None]]
+    strange = [
+        None,
+        -1,
+        0,
+        1e400,
+        "x",
+        [],
+        {},
+        [[]],
+        True,
+        10**30,
+        {"full_attention": 3},
+        {"rope_type": []},
+        [1, None],
+    ]
     config = copy.deepcopy(config)
     name = draw.choice([*config, "rope_parameters", "rope_scaling", "layer_types", "head_dim"])
     inner = config.get(name)
@@ -423,7 +481,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "problem"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+@pytest.mark.parametrize(
+    ("changes", "problem"), REFUSED, ids=[str(changes) for changes, _ in REFUSED]
+)
 def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(problem)):
         model_of({"model_type": "llama", **SIZES, **changes})
@@ -457,7 +517,9 @@ def test_a_box_of_ours_is_found_in_theirs() -> None:
                 start = tuple(size // 3 for size in part.shape)
                 size = tuple(max(1, size // 2) for size in part.shape)
                 (first, count) = entry.box(ours_name, start, size)
-                box = theirs_whole[tuple(slice(a, a + n) for a, n in zip(first, count, strict=True))]
+                box = theirs_whole[
+                    tuple(slice(a, a + n) for a, n in zip(first, count, strict=True))
+                ]
                 want = part[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
                 assert torch.equal(entry.turn(box), want), (entry.name, ours_name)
 
@@ -494,13 +556,16 @@ def test_windows_and_bounds_are_the_formula_in_parts_of_any_size(core: Causal) -
     """17 positions, 16 at a time; two key/value heads of four."""
     draw = torch.Generator().manual_seed(3)
     q, k, v = (
-        torch.randn(17, 2, heads, 3, dtype=torch.float64, generator=draw).requires_grad_() for heads in (4, 2, 2)
+        torch.randn(17, 2, heads, 3, dtype=torch.float64, generator=draw).requires_grad_()
+        for heads in (4, 2, 2)
     )
     want = plain_attention(q, k, v, core)
     with mock.patch.object(causal, "SCORES_ON_CPU", 1):
         torch.testing.assert_close(core(q, k, v), want, rtol=0, atol=1e-13)
         dy = torch.randn(want.shape, dtype=torch.float64, generator=draw)
-        for got, right in zip(*(torch.autograd.grad(y, (q, k, v), dy) for y in (core(q, k, v), want)), strict=True):
+        for got, right in zip(
+            *(torch.autograd.grad(y, (q, k, v), dy) for y in (core(q, k, v), want)), strict=True
+        ):
             torch.testing.assert_close(got, right, rtol=0, atol=1e-13)
         assert torch.autograd.gradcheck(core, (q[:5], k[:5], v[:5]))
 

@@ -23,18 +23,26 @@ def _session(folder: Path, start: int, steps: range) -> None:
             monitor.log(step, {"train/loss": 1.0 / step, "run/restarts": int(start > 0)})
 
 
-def test_resume_drops_the_steps_it_will_do_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_drops_the_steps_it_will_do_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _session(tmp_path, 0, range(1, 8))
     _session(tmp_path, 5, range(6, 11))
     rows = read(tmp_path / "metrics.jsonl")
-    assert rows == [{"step": s, "train/loss": 1.0 / s, "run/restarts": int(s > 5)} for s in range(1, 11)]
+    assert rows == [
+        {"step": s, "train/loss": 1.0 / s, "run/restarts": int(s > 5)} for s in range(1, 11)
+    ]
     assert capsys.readouterr().out.splitlines()[-1] == "step    10/10 | loss 0.1000"
     _session(tmp_path, 0, range(1, 2))
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1]
 
 
-def test_other_ranks_make_the_same_calls_and_leave_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monitor = Monitor(tmp_path / "run", total_steps=10, start_step=0, main=False, wandb="auto", run_id="abc")
+def test_other_ranks_make_the_same_calls_and_leave_no_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monitor = Monitor(
+        tmp_path / "run", total_steps=10, start_step=0, main=False, wandb="auto", run_id="abc"
+    )
     monitor.advance(1)
     monitor.log(1, {"train/loss": 1.0})
     monitor.note("hello")
@@ -65,7 +73,9 @@ with Monitor({str(tmp_path)!r}, 9, 0, True, wandb="off") as monitor:
     for step in range(1, 5):
         monitor.log(step, {{"train/loss": 0.5}})
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     lines = done.stdout.splitlines()
     assert [line[:4] for line in lines] == ["step", "metr", "step", "step", "step", "metr"]
     assert "cannot be written" in lines[1]
@@ -102,5 +112,7 @@ import threed.monitor, threed.monitor.figures, threed.monitor.process
 heavy = {"torch", "numpy", "wandb", "matplotlib", "tqdm"}
 print(sorted(heavy & (set(sys.modules) - before)))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"

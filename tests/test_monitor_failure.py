@@ -23,7 +23,9 @@ def ended() -> int:
     return child
 
 
-def beat_all(folder: Path, dead: dict[int, str], ended: int, monkeypatch: pytest.MonkeyPatch, node: int = 8) -> None:
+def beat_all(
+    folder: Path, dead: dict[int, str], ended: int, monkeypatch: pytest.MonkeyPatch, node: int = 8
+) -> None:
     """64 ranks on 8 machines have beaten; those of `dead` have ended, with a last word or without."""
     alive = os.getpid()
     for rank in range(64):
@@ -36,7 +38,9 @@ def beat_all(folder: Path, dead: dict[int, str], ended: int, monkeypatch: pytest
     monkeypatch.undo()
 
 
-def ask_all(folder: Path, ranks: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[str]], int]:
+def ask_all(
+    folder: Path, ranks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[int, list[str]], int]:
     """What each of some ranks names, on machines of 8, and how many files they read for it."""
     reads, read, said = [0], heartbeat._read, {}
 
@@ -90,13 +94,17 @@ def test_rank_0_says_so_where_no_rank_is_known_to_have_failed(tmp_path: Path) ->
 
 
 def test_what_says_that_another_rank_is_gone() -> None:
-    assert lost(RuntimeError("[/pytorch/third_party/gloo/…] Connection closed by peer [127.0.0.1]:4711"))
+    assert lost(
+        RuntimeError("[/pytorch/third_party/gloo/…] Connection closed by peer [127.0.0.1]:4711")
+    )
     assert lost(RuntimeError("NCCL error: remote process exited or there was a network error"))
     assert not lost(ValueError("Connection closed by peer"))
     assert not lost(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"))
 
 
-def test_torchruns_report_has_the_first_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchruns_report_has_the_first_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     write_error_file("rank 3 was killed")

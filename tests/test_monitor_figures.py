@@ -19,18 +19,30 @@ MIB = 2**20
 
 
 def _rows(steps: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [{"step": s, "train/loss": 2 + 3.5 * math.exp(-s / 40)} for s in range(1, steps + 1)]
-    return [row | ({"val/loss": row["train/loss"] + 0.1} if row["step"] % 20 == 0 else {}) for row in rows]
+    rows: list[dict[str, Any]] = [
+        {"step": s, "train/loss": 2 + 3.5 * math.exp(-s / 40)} for s in range(1, steps + 1)
+    ]
+    return [
+        row | ({"val/loss": row["train/loss"] + 0.1} if row["step"] % 20 == 0 else {})
+        for row in rows
+    ]
 
 
 def _ranks(count: int) -> list[dict[str, Any]]:
-    predicted = {part: size * MIB for part, size in zip(figures.PARTS, (4, 4, 8, 20, 1), strict=True)}
+    predicted = {
+        part: size * MIB for part, size in zip(figures.PARTS, (4, 4, 8, 20, 1), strict=True)
+    }
     base = {"predicted": predicted, "measured": 40 * MIB, "step": 2}
-    return [base | {"rank": r, "label": f"pp{r // 4} dp{r // 2 % 2} tp{r % 2}"} for r in range(count)]
+    return [
+        base | {"rank": r, "label": f"pp{r // 4} dp{r // 2 % 2} tp{r % 2}"} for r in range(count)
+    ]
 
 
 def _texts(path: Path) -> list[str]:
-    return ["".join(node.itertext()) for node in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+    return [
+        "".join(node.itertext())
+        for node in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")
+    ]
 
 
 def _needs_matplotlib() -> None:
@@ -48,7 +60,12 @@ def test_loss_figure_names_its_curves_and_levels(tmp_path: Path) -> None:
 
 def test_loss_figure_survives_non_finite_and_missing_losses(tmp_path: Path) -> None:
     _needs_matplotlib()
-    rows = [*_rows(10), {"step": 11, "train/loss": math.nan}, {"step": 12, "train/loss": math.inf}, {"step": 13}]
+    rows = [
+        *_rows(10),
+        {"step": 11, "train/loss": math.nan},
+        {"step": 12, "train/loss": math.inf},
+        {"step": 13},
+    ]
     assert figures.loss_figure(rows, tmp_path / "loss.svg", None, None)
     assert not any("entropy" in text for text in _texts(tmp_path / "loss.svg"))
     said: list[str] = []
@@ -80,7 +97,9 @@ def test_memory_figure_says_what_is_offloaded(tmp_path: Path) -> None:
     assert "predicted, without 90 to 120 MiB offloaded" in " ".join(_texts(tmp_path / "memory.svg"))
 
 
-def test_memory_bars_are_as_high_as_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_bars_are_as_high_as_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _needs_matplotlib()
     from matplotlib.figure import Figure
 
@@ -88,7 +107,9 @@ def test_memory_bars_are_as_high_as_the_bytes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
     assert figures.memory_figure(_ranks(3), tmp_path / "memory.svg")
     groups = drawn[0].axes[0].containers
-    bars = {group.get_label(): [(bar.get_y(), bar.get_height()) for bar in group] for group in groups}
+    bars = {
+        group.get_label(): [(bar.get_y(), bar.get_height()) for bar in group] for group in groups
+    }
     stacked = zip(figures.PARTS, ((0, 4), (4, 4), (8, 8), (16, 20), (36, 1)), strict=True)
     assert bars == {part: [place] * 3 for part, place in stacked} | {"measured": [(0, 40)] * 3}
 
@@ -123,10 +144,21 @@ def test_report_draws_what_the_run_folder_has(tmp_path: Path) -> None:
     assert figures.report(tmp_path) == [tmp_path / "figures" / "loss.svg"]
     figures.save_figure_data(tmp_path, uniform_entropy=5.55)
     figures.save_figure_data(tmp_path, unigram_entropy=3.24, memory=_ranks(2))
-    assert figures.load_figure_data(tmp_path) == {"uniform_entropy": 5.55, "unigram_entropy": 3.24, "memory": _ranks(2)}
-    assert figures.report(tmp_path) == [tmp_path / "figures" / "loss.svg", tmp_path / "figures" / "memory.svg"]
+    assert figures.load_figure_data(tmp_path) == {
+        "uniform_entropy": 5.55,
+        "unigram_entropy": 3.24,
+        "memory": _ranks(2),
+    }
+    assert figures.report(tmp_path) == [
+        tmp_path / "figures" / "loss.svg",
+        tmp_path / "figures" / "memory.svg",
+    ]
     assert "unigram entropy 3.24" in _texts(tmp_path / "figures" / "loss.svg")
-    assert sorted(entry.name for entry in (tmp_path / "figures").iterdir()) == ["data.json", "loss.svg", "memory.svg"]
+    assert sorted(entry.name for entry in (tmp_path / "figures").iterdir()) == [
+        "data.json",
+        "loss.svg",
+        "memory.svg",
+    ]
 
 
 def test_without_matplotlib_it_says_what_to_install(tmp_path: Path) -> None:
@@ -136,7 +168,9 @@ sys.modules["matplotlib"] = None  # makes the import fail
 from threed.monitor.figures import loss_figure
 print(loss_figure([{{"step": 1, "train/loss": 2.0}}], {str(tmp_path / "loss.svg")!r}, None, None))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     note, result = done.stdout.splitlines()
     assert "pip install matplotlib" in note
     assert "loss.svg" in note

@@ -23,8 +23,14 @@ def test_beats_are_read_back_in_rank_order(tmp_path: Path) -> None:
     hearts[2].beat(41, "recv_forward")
     hearts[2].beat(5, "x")  # a shorter record leaves nothing of the longer one
     beats = read_all(tmp_path / "heartbeat")
-    assert [(b["rank"], b["step"], b["phase"]) for b in beats] == [(0, 0, "start"), (2, 5, "x"), (10, 0, "start")]
-    assert all(before <= beat["time"] <= time.time() and beat["pid"] == os.getpid() for beat in beats)
+    assert [(b["rank"], b["step"], b["phase"]) for b in beats] == [
+        (0, 0, "start"),
+        (2, 5, "x"),
+        (10, 0, "start"),
+    ]
+    assert all(
+        before <= beat["time"] <= time.time() and beat["pid"] == os.getpid() for beat in beats
+    )
     assert all(path.stat().st_size == RECORD_BYTES for path in (tmp_path / "heartbeat").iterdir())
 
 
@@ -52,7 +58,9 @@ def test_the_state_of_a_process(tmp_path: Path) -> None:
     assert process_state({**beat, "host": "another"}) == "unknown"
     assert process_state({**beat, "pid": os.getpid()}) == "running"
     os.kill(child, signal.SIGCONT)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it is over, and not yet gone from the table
+    os.waitid(
+        os.P_PID, child, os.WEXITED | os.WNOWAIT
+    )  # it is over, and not yet gone from the table
     assert process_state(beat) == "ended"
     os.waitpid(child, 0)
     assert process_state(beat) == "ended"

@@ -36,11 +36,21 @@ def test_any_row_is_one_line_of_strict_json_and_comes_back(row: dict[str, object
     assert "\n" not in line
     json.loads(line, parse_constant=_refuse)
     # repr tells nan from nan, 0.0 from -0.0 and 1 from 1.0 from True, which == does not
-    assert {key: repr(value) for key, value in decode(line).items()} == {k: repr(v) for k, v in row.items()}
+    assert {key: repr(value) for key, value in decode(line).items()} == {
+        k: repr(v) for k, v in row.items()
+    }
 
 
 def test_non_finite_values_are_named_beside_a_null() -> None:
-    line = encode({"step": 7, "train/loss": math.nan, "train/grad_norm": math.inf, "x": -math.inf, "train/lr": 0.1})
+    line = encode(
+        {
+            "step": 7,
+            "train/loss": math.nan,
+            "train/grad_norm": math.inf,
+            "x": -math.inf,
+            "train/lr": 0.1,
+        }
+    )
     assert json.loads(line) == {
         "step": 7,
         "train/loss": None,
@@ -124,5 +134,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.RLIM_INFINITY))
 file.append({{"step": 3}})
 print(read(path))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == ["refused 27", "[{'step': 1}, {'step': 3}]"]

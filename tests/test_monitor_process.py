@@ -16,7 +16,9 @@ import pytest
 from threed.monitor.process import die_with_parent, loopback_bytes, peak_rss_bytes, reset_peak_rss
 
 ROOT = Path(__file__).resolve().parents[1]
-LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux: prctl and /proc")
+LINUX = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="needs Linux: prctl and /proc"
+)
 MIB = 2**20
 
 # A parent that starts a child which arranges to die with it and reports its pid through the pipe.
@@ -47,7 +49,9 @@ def _gone(pid: int, seconds: float = 60.0) -> bool:
 
 @LINUX
 def test_a_child_dies_when_its_parent_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         pid, arranged = parent.stdout.readline().split()
         assert arranged == "True"
@@ -89,7 +93,9 @@ def test_peak_rss_sees_a_buffer_come_and_its_reset_lets_it_go() -> None:
 
 def test_peak_rss_agrees_with_getrusage() -> None:
     resource = pytest.importorskip("resource")
-    ever = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    ever = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     assert MIB < peak_rss_bytes() <= 1.05 * ever
 
 

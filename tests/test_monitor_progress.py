@@ -44,7 +44,10 @@ def test_describe_shows_what_matters_only() -> None:
     assert describe({}) == ""
     line = describe({"train/skipped_steps": 2, "perf/mfu": 0.4127, "perf/step_s": 12.34})
     assert line == "skipped 2 | 41.3% mfu | 12.3 s"
-    assert describe({"pp/bubble_measured": 0.412, "pp/slowest_stage": 0}) == "bubble 41% | slowest stage 0"
+    assert (
+        describe({"pp/bubble_measured": 0.412, "pp/slowest_stage": 0})
+        == "bubble 41% | slowest stage 0"
+    )
 
 
 def test_disabled_says_nothing() -> None:

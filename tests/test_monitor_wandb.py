@@ -22,7 +22,8 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 """
 NEEDS_WANDB = pytest.mark.skipif(
-    subprocess.run([sys.executable, "-c", "import wandb"], cwd="/", capture_output=True).returncode != 0,
+    subprocess.run([sys.executable, "-c", "import wandb"], cwd="/", capture_output=True).returncode
+    != 0,
     reason="wandb is not installed",
 )
 
@@ -33,7 +34,9 @@ def _run(program: str, tmp_path: Path, **extra: str) -> list[str]:
     home = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "PYTHONPATH": str(ROOT)}
     env = {**clean, **home, **extra}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -58,7 +61,9 @@ def _records(folder: Path) -> list[object]:
 
 def _history(records: list[object]) -> list[dict[str, str]]:
     rows = [record.history.item for record in records if record.HasField("history")]  # type: ignore[attr-defined]
-    return [{item.key or "/".join(item.nested_key): item.value_json for item in row} for row in rows]
+    return [
+        {item.key or "/".join(item.nested_key): item.value_json for item in row} for row in rows
+    ]
 
 
 @NEEDS_WANDB
@@ -94,7 +99,9 @@ print(first)
         metrics = [record.metric for record in session if record.HasField("metric")]  # type: ignore[attr-defined]
         assert ("*", "step") in {(metric.glob_name, metric.step_metric) for metric in metrics}
     assert [page.read_text() for page in folders[0].rglob("*.html")] == ["<svg>picture</svg>"]
-    content = b"".join(file.read_bytes() for folder in folders for file in folder.rglob("*") if file.is_file())
+    content = b"".join(
+        file.read_bytes() for folder in folders for file in folder.rglob("*") if file.is_file()
+    )
     assert b"layers" in content
     assert b"s3cr3t-value" not in content
 
@@ -110,7 +117,9 @@ def config_of_run(folder: Path) -> tuple[object, dict[str, object]]:
 
 
 @NEEDS_WANDB
-def test_runs_of_one_folder_name_are_told_apart_and_a_resumed_one_keeps_its_name(tmp_path: Path) -> None:
+def test_runs_of_one_folder_name_are_told_apart_and_a_resumed_one_keeps_its_name(
+    tmp_path: Path,
+) -> None:
     program = """
 from threed.monitor import Monitor
 def session(run_id):
@@ -228,5 +237,9 @@ def test_off_leaves_no_trace_and_unknown_modes_are_refused(tmp_path: Path) -> No
 def test_redact_goes_by_whole_words() -> None:
     harmless = {"tokenizer": "bytes", "tokens": 7, "kv-heads": 2, "monkeys": 1, "password": None}
     secret = {"hf_token": "x", "API-KEY": "x", "secret": 3}
-    assert redact({"data": {**harmless, **secret}}) == {"data": {**harmless, **dict.fromkeys(secret, "<redacted>")}}
-    assert redact({"key": {"steps": 3}}) == {"key": {"steps": 3}}  # a group of settings is looked into, not replaced
+    assert redact({"data": {**harmless, **secret}}) == {
+        "data": {**harmless, **dict.fromkeys(secret, "<redacted>")}
+    }
+    assert redact({"key": {"steps": 3}}) == {
+        "key": {"steps": 3}
+    }  # a group of settings is looked into, not replaced

@@ -27,9 +27,21 @@ def beats(
     *notes: str, steps: dict[int, int] | None = None, states: dict[int, str] | None = None
 ) -> list[dict[str, Any]]:
     """Beats of ranks that answered with these notes; of those with none that did not."""
-    about = {"phase": "step", "time": time.time() - 12, "pid": os.getpid(), "host": "a-machine", "place": ""}
+    about = {
+        "phase": "step",
+        "time": time.time() - 12,
+        "pid": os.getpid(),
+        "host": "a-machine",
+        "place": "",
+    }
     return [
-        {"rank": rank, "step": (steps or {}).get(rank, 7), "state": "hung" if note else "", "note": note, **about}
+        {
+            "rank": rank,
+            "step": (steps or {}).get(rank, 7),
+            "state": "hung" if note else "",
+            "note": note,
+            **about,
+        }
         for rank, note in enumerate(notes)
     ]
 
@@ -44,12 +56,16 @@ def test_who_does_not_answer_is_named_first() -> None:
 
 def test_who_waits_for_nobody_while_others_wait() -> None:
     said = judge(beats(WAITS, WAITS, "in sleep at data/sources.py:3", WAITS), 4)
-    assert said.startswith("rank 2 on a-machine waits for no other rank: step 7, phase step, in sleep at")
+    assert said.startswith(
+        "rank 2 on a-machine waits for no other rank: step 7, phase step, in sleep at"
+    )
     assert "(ranks 0, 1, 3)" in said
 
 
 def test_who_is_behind_where_all_wait() -> None:
-    assert judge(beats(WAITS, WAITS, WAITS, steps={2: 6}), 3).startswith("rank 2 on a-machine is behind: step 6")
+    assert judge(beats(WAITS, WAITS, WAITS, steps={2: 6}), 3).startswith(
+        "rank 2 on a-machine is behind: step 6"
+    )
     said = judge(beats(WAITS, WAITS), 2)
     assert said.startswith("All ranks wait for each other, in the same step. They are in")
 
@@ -165,7 +181,9 @@ def test_nothing_is_read_while_a_run_moves(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("limit", [0.05, 0])
-def test_a_rank_that_stands_still_reports(limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_stands_still_reports(
+    limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def end(code: int) -> None:
         raise Ended(str(code))
 

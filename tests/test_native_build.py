@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-SOURCE = 'extern "C" {\n#include "answer.h"\nconst char* threed_instructions() { return "any"; }\n}\n'
+SOURCE = (
+    'extern "C" {\n#include "answer.h"\nconst char* threed_instructions() { return "any"; }\n}\n'
+)
 STATUS = "from threed import native; print(native.status()['cpu'])"
 ANSWER = "from threed import native; print(native.library('cpu').answer())"
 
@@ -31,7 +33,11 @@ ANSWER = "from threed import native; print(native.library('cpu').answer())"
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
     """A checkout with nothing but the build and a library of one function."""
-    shutil.copytree(ROOT / "threed" / "native", tmp_path / "threed" / "native", ignore=shutil.ignore_patterns("lib"))
+    shutil.copytree(
+        ROOT / "threed" / "native",
+        tmp_path / "threed" / "native",
+        ignore=shutil.ignore_patterns("lib"),
+    )
     (tmp_path / "threed" / "__init__.py").touch()
     (tmp_path / "csrc" / "cpu").mkdir(parents=True)
     (tmp_path / "csrc" / "cpu" / "one.cpp").write_text(SOURCE)
@@ -46,7 +52,9 @@ def environment(house: Path, **changed: str) -> dict[str, str]:
 
 def run(house: Path, *arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *(arguments or ("-m", "threed.native.build"))]
-    return subprocess.run(command, cwd=house, env=environment(house, **changed), capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=house, env=environment(house, **changed), capture_output=True, text=True
+    )
 
 
 def libraries(house: Path) -> list[Path]:
@@ -99,7 +107,14 @@ def test_two_processes_at_once_compile_once(house: Path) -> None:
     settings = environment(house, CXX=slow_compiler(house, 0.5))
     command = [sys.executable, "-c", ANSWER]
     both = [
-        subprocess.Popen(command, cwd=house, env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            command,
+            cwd=house,
+            env=settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
     assert [process.communicate(timeout=240) for process in both] == [("42\n", "")] * 2
@@ -109,7 +124,10 @@ def test_two_processes_at_once_compile_once(house: Path) -> None:
 def test_a_killed_builder_leaves_no_lock_and_no_rubbish(house: Path) -> None:
     settings = environment(house, CXX=slow_compiler(house, 240))
     builder = subprocess.Popen(
-        [sys.executable, "-m", "threed.native.build"], cwd=house, env=settings, start_new_session=True
+        [sys.executable, "-m", "threed.native.build"],
+        cwd=house,
+        env=settings,
+        start_new_session=True,
     )
     wait_for_compilations(house, 1)
     os.killpg(builder.pid, signal.SIGKILL)
@@ -124,7 +142,9 @@ def test_a_killed_builder_leaves_no_lock_and_no_rubbish(house: Path) -> None:
 def test_a_compiler_that_outlives_its_builder_harms_nobody(house: Path) -> None:
     """Only the builder is killed: its compiler goes on writing, to a file that no one else uses."""
     settings = environment(house, CXX=slow_compiler(house, 1))
-    builder = subprocess.Popen([sys.executable, "-m", "threed.native.build"], cwd=house, env=settings)
+    builder = subprocess.Popen(
+        [sys.executable, "-m", "threed.native.build"], cwd=house, env=settings
+    )
     wait_for_compilations(house, 1)
     builder.kill()
     builder.wait()
@@ -172,13 +192,25 @@ def test_a_cache_that_cannot_be_written_is_named(house: Path) -> None:
 
 # What somebody else could have done to the cache, and what the refusal names.
 CACHES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "a folder for everybody": (lambda folder, file: folder.chmod(0o777), "others may write {folder}"),
+    "a folder for everybody": (
+        lambda folder, file: folder.chmod(0o777),
+        "others may write {folder}",
+    ),
     "a folder for a group": (lambda folder, file: folder.chmod(0o770), "others may write {folder}"),
     "a file for everybody": (lambda folder, file: file.chmod(0o757), "others may write {file}"),
     "a link": (lambda folder, file: linked(file), "{file} is a link or another user's"),
-    "a folder above": (lambda folder, file: folder.parent.chmod(0o777), "may be written by everybody"),
-    "a file of another user": (lambda folder, file: os.chown(file, 65534, -1), "{file} is a link or another user's"),
-    "a folder of another user": (lambda folder, file: os.chown(folder, 65534, -1), "{folder} is a link or another"),
+    "a folder above": (
+        lambda folder, file: folder.parent.chmod(0o777),
+        "may be written by everybody",
+    ),
+    "a file of another user": (
+        lambda folder, file: os.chown(file, 65534, -1),
+        "{file} is a link or another user's",
+    ),
+    "a folder of another user": (
+        lambda folder, file: os.chown(folder, 65534, -1),
+        "{folder} is a link or another",
+    ),
 }
 
 
@@ -206,7 +238,10 @@ def test_a_library_is_loaded_only_where_nobody_else_may_write(house: Path) -> No
 
 
 def test_it_can_be_switched_off(house: Path) -> None:
-    assert run(house, "-c", STATUS, THREED_NATIVE="0").stdout == "none: switched off by THREED_NATIVE=0\n"
+    assert (
+        run(house, "-c", STATUS, THREED_NATIVE="0").stdout
+        == "none: switched off by THREED_NATIVE=0\n"
+    )
     assert not libraries(house)
 
 
@@ -224,7 +259,9 @@ def test_an_installed_library_is_used_unless_it_does_not_load(house: Path) -> No
     place = house / "threed" / "native" / "lib" / "cpu.so"
     place.parent.mkdir()
     shutil.move(libraries(house)[0], place)
-    shutil.move(house / "csrc", house / "threed" / "native" / "csrc")  # where the wheel has its sources
+    shutil.move(
+        house / "csrc", house / "threed" / "native" / "csrc"
+    )  # where the wheel has its sources
     assert run(house, "-c", STATUS, PATH=str(house)).stdout == f"native (any): {place}\n"
     place.write_bytes(b"of another system")
     assert run(house, "-c", STATUS).stdout == f"native (any): {libraries(house)[0]}\n"
@@ -235,7 +272,10 @@ def test_cuda_sources_would_be_found(house: Path) -> None:
     assert "this version has no .cu sources" in run(house).stdout
     (house / "csrc" / "cuda").mkdir()
     (house / "csrc" / "cuda" / "one.cu").write_text('extern "C" int answer() { return 44; }\n')
-    assert "cuda   left out: no compiler: nothing-like-nvcc not found" in run(house, NVCC="nothing-like-nvcc").stdout
+    assert (
+        "cuda   left out: no compiler: nothing-like-nvcc not found"
+        in run(house, NVCC="nothing-like-nvcc").stdout
+    )
     compiler = house / "fake-nvcc"
     compiler.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && exec {COMPILER} --version\n'

@@ -38,18 +38,24 @@ def problem(vocab: int, dtype: torch.dtype, scale: float = 3.0) -> tuple[Tensor,
 def truth(logits: Tensor, targets: Tensor, dloss: Tensor) -> tuple[Tensor, Tensor]:
     """Losses and the logits' gradient by F.cross_entropy, in fp64 from the same numbers."""
     x = logits.to(torch.float64, copy=True).requires_grad_()
-    flat = F.cross_entropy(x.flatten(0, 1), targets.clamp(min=-1).flatten(), reduction="none", ignore_index=-1)
+    flat = F.cross_entropy(
+        x.flatten(0, 1), targets.clamp(min=-1).flatten(), reduction="none", ignore_index=-1
+    )
     losses = flat.view_as(targets)
     losses.backward(dloss)
     assert x.grad is not None
     return losses.detach(), x.grad
 
 
-def parallel(logits: Tensor, targets: Tensor, dloss: Tensor, axis: Axis) -> tuple[Tensor, Tensor, tuple[int, int]]:
+def parallel(
+    logits: Tensor, targets: Tensor, dloss: Tensor, axis: Axis
+) -> tuple[Tensor, Tensor, tuple[int, int]]:
     """Losses, this shard's gradient and its span of the vocabulary."""
     span = split(logits.shape[-1], axis.size, axis.index)
     shard = logits[..., slice(*span)].clone().requires_grad_()
-    losses = cross_entropy.vocab_parallel_cross_entropy(shard * 1, targets, axis, span[0])  # * 1: memory to use up
+    losses = cross_entropy.vocab_parallel_cross_entropy(
+        shard * 1, targets, axis, span[0]
+    )  # * 1: memory to use up
     losses.backward(dloss.to(losses.dtype))
     assert shard.grad is not None
     return losses.detach(), shard.grad, span
@@ -66,7 +72,9 @@ def compare(logits: Tensor, targets: Tensor, dloss: Tensor, axis: Axis) -> None:
     assert (grad[targets < 0] == 0).all()
     # A 16-bit gradient is the right one rounded to 8 bits.
     rtol = 2**-8 if logits.dtype == torch.bfloat16 else tolerance
-    torch.testing.assert_close(grad.double(), want_grad[..., slice(*span)], rtol=rtol, atol=tolerance)
+    torch.testing.assert_close(
+        grad.double(), want_grad[..., slice(*span)], rtol=rtol, atol=tolerance
+    )
     everyones = [torch.empty_like(losses) for _ in range(axis.size)]
     if axis.size > 1:
         torch.distributed.all_gather(everyones, losses, group=axis.group)
@@ -146,7 +154,10 @@ def test_one_shards_nan_is_every_ranks_nan() -> None:
 def test_the_readable_reference_is_torchs(dtype: torch.dtype) -> None:
     logits, targets, dloss = problem(9, dtype)
     torch.testing.assert_close(
-        cross_entropy.reference(logits, targets).double(), truth(logits, targets, dloss)[0], rtol=1e-6, atol=1e-6
+        cross_entropy.reference(logits, targets).double(),
+        truth(logits, targets, dloss)[0],
+        rtol=1e-6,
+        atol=1e-6,
     )
 
 
@@ -156,7 +167,9 @@ SIZES = [1, 7, 64, 1023, 10007]
 ADAM = adam.Adam(beta1=0.9, beta2=0.95, eps=1e-8)
 
 
-def moment(step: int, *, lr: float = 1e-2, scale: float = 1.0, skip: bool = False) -> adam.StepScalars:
+def moment(
+    step: int, *, lr: float = 1e-2, scale: float = 1.0, skip: bool = False
+) -> adam.StepScalars:
     double = functools.partial(torch.tensor, dtype=torch.float64)
     return adam.StepScalars(double(lr), double(float(step)), double(scale), double(float(skip)))
 
@@ -164,7 +177,9 @@ def moment(step: int, *, lr: float = 1e-2, scale: float = 1.0, skip: bool = Fals
 def gradients(size: int, dtype: torch.dtype, steps: int = 10) -> list[Tensor]:
     draw = torch.Generator().manual_seed(size)
     grads = torch.randn(steps, size, generator=draw, dtype=torch.float64)
-    grads *= torch.logspace(-6, 3, size, dtype=torch.float64)  # from where eps matters to where it does not
+    grads *= torch.logspace(
+        -6, 3, size, dtype=torch.float64
+    )  # from where eps matters to where it does not
     grads[:, ::5] = 0
     return list(grads.to(dtype))
 
@@ -174,11 +189,18 @@ def start(size: int, dtype: torch.dtype) -> list[Tensor]:
     return [p, torch.zeros_like(p), torch.zeros_like(p)]
 
 
-def torchs(size: int, dtype: torch.dtype, decay: float, scales: list[float], lrs: list[float]) -> list[Tensor]:
+def torchs(
+    size: int, dtype: torch.dtype, decay: float, scales: list[float], lrs: list[float]
+) -> list[Tensor]:
     """Weights and moments after some steps of torch.optim.AdamW, the plain loop."""
     p = torch.nn.Parameter(start(size, dtype)[0])
     optimizer = torch.optim.AdamW(
-        [p], betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps, weight_decay=decay, foreach=False, fused=False
+        [p],
+        betas=(ADAM.beta1, ADAM.beta2),
+        eps=ADAM.eps,
+        weight_decay=decay,
+        foreach=False,
+        fused=False,
     )
     for g, scale, lr in zip(gradients(size, dtype), scales, lrs, strict=True):
         optimizer.param_groups[0]["lr"] = lr
@@ -212,7 +234,9 @@ def test_ten_steps_are_torchs_adamw(size: int, dtype: torch.dtype, update: objec
 @pytest.mark.parametrize("update", [adam.adamw_, adam.reference], ids=["fused", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1.0])
-def test_a_skipped_step_leaves_everything_untouched(update: object, dtype: torch.dtype, poison: float) -> None:
+def test_a_skipped_step_leaves_everything_untouched(
+    update: object, dtype: torch.dtype, poison: float
+) -> None:
     p, m, v = start(1023, dtype)
     update(p, gradients(1023, dtype)[0], m, v, moment(1), ADAM, 0.1)  # type: ignore[operator]
     before = [t.clone() for t in (p, m, v)]
@@ -265,7 +289,9 @@ MATMUL = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7}
 def matrix(rows: int, columns: int, dtype: torch.dtype, seed: int, turned: bool) -> Tensor:
     """A matrix in row- or column-major order."""
     draw = torch.Generator().manual_seed(seed)
-    made = torch.randn((columns, rows) if turned else (rows, columns), generator=draw, dtype=torch.float64).to(dtype)
+    made = torch.randn(
+        (columns, rows) if turned else (rows, columns), generator=draw, dtype=torch.float64
+    ).to(dtype)
     return made.t() if turned else made
 
 
@@ -275,11 +301,18 @@ def near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(MATMUL))
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (6, 300, 7), (33, 64, 128), (0, 5, 3), (4, 5, 0), (129, 31, 2)])
-def test_linear_is_the_product_for_any_shape_and_order(m: int, k: int, n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(1, 1, 1), (6, 300, 7), (33, 64, 128), (0, 5, 3), (4, 5, 0), (129, 31, 2)]
+)
+def test_linear_is_the_product_for_any_shape_and_order(
+    m: int, k: int, n: int, dtype: torch.dtype
+) -> None:
     for turned in (False, True):
         weight = matrix(n, k, dtype, 2, turned)
-        for x in (matrix(m, k, dtype, 1, turned), matrix(m, k, dtype, 1, False).unsqueeze(1).expand(m, 3, k)):
+        for x in (
+            matrix(m, k, dtype, 1, turned),
+            matrix(m, k, dtype, 1, False).unsqueeze(1).expand(m, 3, k),
+        ):
             for bias in (None, torch.linspace(-1, 1, n).to(dtype)):
                 want = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
                 got = matmul.linear(x, weight, bias)
@@ -288,8 +321,12 @@ def test_linear_is_the_product_for_any_shape_and_order(m: int, k: int, n: int, d
 
 
 @pytest.mark.parametrize("dtype", list(MATMUL))
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (96, 300, 7), (7, 300, 96), (64, 48, 64), (3, 5, 0)])
-def test_products_are_added_in_place_or_begin_anew(m: int, k: int, n: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(1, 1, 1), (96, 300, 7), (7, 300, 96), (64, 48, 64), (3, 5, 0)]
+)
+def test_products_are_added_in_place_or_begin_anew(
+    m: int, k: int, n: int, dtype: torch.dtype
+) -> None:
     """Into a part of a larger buffer, as gradients are; what stood there before a first one does not matter."""
     for a_turned in (False, True):
         a, b = matrix(m, k, dtype, 1, a_turned), matrix(k, n, dtype, 2, False)

@@ -27,7 +27,12 @@ SIZES = [1, 7, 64, 1023, 2**20 + 3]
 MANY = 2**20 + 3  # three threads' worth, and enough for stores past the cache
 STEPS = 10
 ADAM = Adam(0.9, 0.999, 1e-8)
-BITS = {torch.float32: torch.int32, torch.float64: torch.int64, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+BITS = {
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
 NARROW = [torch.bfloat16, torch.float16]
 
 needs_native = pytest.mark.skipif(native.library("cpu") is None, reason=native.status()["cpu"])
@@ -41,11 +46,15 @@ def instruction_sets() -> list[str]:
 
 
 def moment(step: float = 1, lr: float = 1e-2, scale: float = 0.5, skip: float = 0.0) -> StepScalars:
-    return StepScalars(*(torch.tensor(value, dtype=torch.float64) for value in (lr, step, scale, skip)))
+    return StepScalars(
+        *(torch.tensor(value, dtype=torch.float64) for value in (lr, step, scale, skip))
+    )
 
 
 def normal(n: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def new(n: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -53,7 +62,9 @@ def new(n: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [normal(n, dtype, 0), torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)]
 
 
-def run(n: int, dtype: torch.dtype, grad: torch.dtype, decay: float = 0.1, out: Tensor | None = None) -> list[Tensor]:
+def run(
+    n: int, dtype: torch.dtype, grad: torch.dtype, decay: float = 0.1, out: Tensor | None = None
+) -> list[Tensor]:
     p, m, v = new(n, dtype)
     for step in range(1, STEPS + 1):
         ADAM.update(p, normal(n, grad, step), (m, v), moment(step, 1e-2 / step), decay, out)
@@ -61,7 +72,11 @@ def run(n: int, dtype: torch.dtype, grad: torch.dtype, decay: float = 0.1, out: 
 
 
 def call(
-    tensors: list[Tensor], g: Tensor, now: StepScalars, out: Tensor | None = None, instructions: str | None = None
+    tensors: list[Tensor],
+    g: Tensor,
+    now: StepScalars,
+    out: Tensor | None = None,
+    instructions: str | None = None,
 ) -> None:
     """One update by the kernel, on an instruction set."""
     scalars = now.lr, now.step, now.scale, now.skip
@@ -73,7 +88,9 @@ def call(
 def torchs(n: int, dtype: torch.dtype, grad: torch.dtype, decay: float) -> list[Tensor]:
     """The same steps by torch.optim.AdamW."""
     p = normal(n, dtype, 0).requires_grad_()
-    optimizer = torch.optim.AdamW([p], betas=(0.9, 0.999), eps=1e-8, weight_decay=decay, foreach=False)
+    optimizer = torch.optim.AdamW(
+        [p], betas=(0.9, 0.999), eps=1e-8, weight_decay=decay, foreach=False
+    )
     for step in range(1, STEPS + 1):
         p.grad = normal(n, grad, step).to(dtype) * 0.5
         optimizer.param_groups[0]["lr"] = 1e-2 / step
@@ -131,7 +148,9 @@ def test_other_constants_follow_the_reference(beta1: float) -> None:
 @pytest.mark.parametrize("out", [torch.float32, *NARROW])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("n", [1023, MANY])
-def test_out_is_the_new_weights_rounded_as_torch_rounds(n: int, dtype: torch.dtype, out: torch.dtype) -> None:
+def test_out_is_the_new_weights_rounded_as_torch_rounds(
+    n: int, dtype: torch.dtype, out: torch.dtype
+) -> None:
     copy = torch.full((n,), torch.nan, dtype=out)
     p, *_ = run(n, dtype, torch.bfloat16, out=copy)
     assert same_bits(copy, p.to(out))
@@ -164,7 +183,9 @@ def test_slices_at_odd_places(n: int, offset: int, instructions: str) -> None:
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("out", [None, *NARROW])
-def test_instruction_sets_agree_bit_for_bit(dtype: torch.dtype, grad: torch.dtype, out: torch.dtype | None) -> None:
+def test_instruction_sets_agree_bit_for_bit(
+    dtype: torch.dtype, grad: torch.dtype, out: torch.dtype | None
+) -> None:
     results = []
     for instructions in instruction_sets():
         tensors = new(1023, dtype)
@@ -179,7 +200,9 @@ def test_instruction_sets_agree_bit_for_bit(dtype: torch.dtype, grad: torch.dtyp
 @needs_native
 @pytest.mark.parametrize("instructions", instruction_sets())
 @pytest.mark.parametrize("narrow", NARROW)
-def test_every_16_bit_number_is_read_and_every_rounding_is_torchs(narrow: torch.dtype, instructions: str) -> None:
+def test_every_16_bit_number_is_read_and_every_rounding_is_torchs(
+    narrow: torch.dtype, instructions: str
+) -> None:
     """All 65536 gradients; as results, numbers between neighbours, at the middle, subnormal, infinite and NaN."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow)
     tensors = [torch.zeros(2**16) for _ in range(3)]
@@ -323,7 +346,11 @@ def test_a_forked_child_has_threads_too() -> None:
         call(tensors, g, moment())
         threads = len(os.listdir("/proc/self/task"))
         torch.set_num_threads(1)  # torch's own threads do not outlive a fork
-        os._exit(0 if threads == 2 and all(same_bits(a, b) for a, b in zip(tensors, want, strict=True)) else 1)
+        os._exit(
+            0
+            if threads == 2 and all(same_bits(a, b) for a, b in zip(tensors, want, strict=True))
+            else 1
+        )
     assert os.waitpid(child, 0)[1] == 0
     call(tensors, g, moment())
     assert all(same_bits(a, b) for a, b in zip(tensors, want, strict=True))
@@ -353,7 +380,9 @@ def test_without_the_library_torchs_kernel_runs() -> None:
         "assert torch.equal(out, got[0].bfloat16())"
     )
     environment = {**os.environ, "THREED_NATIVE": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -363,12 +392,23 @@ def test_the_benchmark_measures_contenders_that_agree(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(benchmark, "STREAM", 2**16)
-    arguments = ["--numel", "20007", "--rounds", "1", "--huge-pages", "--only", "threed", "torch_fused"]
+    arguments = [
+        "--numel",
+        "20007",
+        "--rounds",
+        "1",
+        "--huge-pages",
+        "--only",
+        "threed",
+        "torch_fused",
+    ]
     assert benchmark.main(arguments) == 0
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [found["impl"] for found in records] == ["threed", "torch_fused"]
     for found in records:
-        assert found["full"]["gb_s"] == pytest.approx(28 * 20007 / found["full"]["best_ms"] / 1e6, rel=0.3)
+        assert found["full"]["gb_s"] == pytest.approx(
+            28 * 20007 / found["full"]["best_ms"] / 1e6, rel=0.3
+        )
 
 
 def test_an_output_at_an_odd_address_is_written_all_the_same() -> None:

@@ -32,7 +32,11 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     """Within 1e-6 of the largest beside fp32, within one rounding of bf16 (2^-8) of each number."""
-    rtol, atol = (2**-8, 1e-6) if dtype is torch.bfloat16 else (1e-6, 1e-6 * max(1.0, float(want.abs().max())))
+    rtol, atol = (
+        (2**-8, 1e-6)
+        if dtype is torch.bfloat16
+        else (1e-6, 1e-6 * max(1.0, float(want.abs().max())))
+    )
     torch.testing.assert_close(got.double(), want, rtol=rtol, atol=atol)
 
 
@@ -68,7 +72,9 @@ def test_cross_entropy_is_what_it_is_in_fp64(size: int, dtype: torch.dtype) -> N
     rows, padding = 5, 3
     x = numbers(rows, size + padding, dtype=dtype)
     x[:, size:] = math.nan
-    targets = torch.tensor([0, size - 1, -100, size // 2, size])  # one not counted, one of another rank
+    targets = torch.tensor(
+        [0, size - 1, -100, size // 2, size]
+    )  # one not counted, one of another rank
     top, total = fused_cpu.row_numbers(x, size)
     close(top + total.log(), x[:, :size].double().logsumexp(-1), torch.float32)
     counted = (targets >= 0).double()
@@ -105,7 +111,9 @@ def test_bits_depend_neither_on_instructions_nor_on_threads(dtype: torch.dtype) 
         top, total = fused_cpu.row_numbers(x, 8000, instructions=instructions)
         gradient = x.clone()
         target = torch.arange(64) * 100
-        fused_cpu.softmax_gradient_(gradient, 8000, top + total.log(), total, target, instructions=instructions)
+        fused_cpu.softmax_gradient_(
+            gradient, 8000, top + total.log(), total, target, instructions=instructions
+        )
         return [
             fused_cpu.gelu(x, instructions=instructions),
             fused_cpu.gelu(x, x, instructions=instructions),
@@ -158,7 +166,9 @@ def test_the_loss_by_it_is_the_loss_without(dtype: torch.dtype, columns: int) ->
         lambda: fused_cpu.swiglu(torch.zeros(2, 3)),
         lambda: fused_cpu.swiglu(torch.zeros(2, 4), torch.zeros(2, 4)),
         lambda: fused_cpu.row_numbers(torch.zeros(2, 4), 5),
-        lambda: fused_cpu.softmax_gradient_(torch.zeros(2, 4), 4, *[torch.zeros(2)] * 2, torch.zeros(2)),
+        lambda: fused_cpu.softmax_gradient_(
+            torch.zeros(2, 4), 4, *[torch.zeros(2)] * 2, torch.zeros(2)
+        ),
     ],
 )
 def test_what_it_would_misread_is_refused(wrong: object) -> None:
@@ -198,7 +208,9 @@ def test_bits_of_added_products_do_not_depend_on_threads() -> None:
 
 
 @pytest.mark.parametrize(("m", "n", "strided"), [(33, 32, False), (32, 31, False), (32, 32, True)])
-def test_factors_that_tiles_do_not_take_are_multiplied_by_torch(m: int, n: int, strided: bool) -> None:
+def test_factors_that_tiles_do_not_take_are_multiplied_by_torch(
+    m: int, n: int, strided: bool
+) -> None:
     dy, x = (numbers(64, size, dtype=torch.bfloat16) for size in (m, n))
     x = x.t().contiguous().t() if strided else x
     out = torch.ones(m, n)
@@ -215,7 +227,9 @@ def heads_of(x: Tensor, heads: int) -> tuple[Tensor, ...]:
 
 
 @tiles
-@pytest.mark.parametrize("shape", [(128, 2, 3, 64), (100, 2, 3, 32), (1, 1, 1, 32), (33, 2, 2, 96), (256, 1, 2, 128)])
+@pytest.mark.parametrize(
+    "shape", [(128, 2, 3, 64), (100, 2, 3, 32), (1, 1, 1, 32), (33, 2, 2, 96), (256, 1, 2, 128)]
+)
 def test_attention_backward_is_no_worse_than_torchs(shape: tuple[int, int, int, int]) -> None:
     """Against fp64 gradients of the same bf16 numbers: nearer than torch's own, which rounds as often."""
     s, b, heads, d = shape
@@ -227,7 +241,9 @@ def test_attention_backward_is_no_worse_than_torchs(shape: tuple[int, int, int, 
     q, k, v = heads_of(qkv, heads)
     y, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
     back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    theirs = torch.cat([x.permute(2, 0, 1, 3).flatten(2) for x in back(dys, q, k, v, y, logarithms, 0.0, True)], -1)
+    theirs = torch.cat(
+        [x.permute(2, 0, 1, 3).flatten(2) for x in back(dys, q, k, v, y, logarithms, 0.0, True)], -1
+    )
     got = fused_cpu.attention_backward(qkv, dy, logarithms, d)
     torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
     assert (got - want).norm() <= max((theirs - want).norm(), want.norm() * 2**-12)
@@ -238,7 +254,11 @@ def test_attention_backward_is_no_worse_than_torchs(shape: tuple[int, int, int, 
 
 @tiles
 def test_attention_that_it_would_misread_is_refused() -> None:
-    qkv, dy, logarithms = torch.zeros(8, 2, 192, dtype=torch.bfloat16), torch.zeros(8, 2, 64), torch.zeros(2, 2, 8)
+    qkv, dy, logarithms = (
+        torch.zeros(8, 2, 192, dtype=torch.bfloat16),
+        torch.zeros(8, 2, 64),
+        torch.zeros(2, 2, 8),
+    )
     for wrong in [(qkv.float(), dy), (qkv[:, :, :96], dy), (qkv, dy), (qkv, dy[:, :1].bfloat16())]:
         with pytest.raises(ValueError, match="attention_backward takes"):
             fused_cpu.attention_backward(*wrong, logarithms, 32)
@@ -266,5 +286,9 @@ def compare(cases: list[Case]) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_engine_trains_alike_with_and_without(tp: int) -> None:
     models = ("gpt", "llama")
-    cases = [Case(tp=tp, model=model, dtype=dtype, pad=8 * (tp - 1)) for model in models for dtype in ("fp32", "bf16")]
+    cases = [
+        Case(tp=tp, model=model, dtype=dtype, pad=8 * (tp - 1))
+        for model in models
+        for dtype in ("fp32", "bf16")
+    ]
     run_ranks(tp, compare, cases)

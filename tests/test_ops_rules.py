@@ -14,7 +14,10 @@ from threed.ops.update import Rule, StepScalars
 
 SIZES = [1, 7, 64, 1023, 2**18 + 3]
 STEPS = 10
-TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-14}  # fp32: a few roundings of numbers of size 3, ten times
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.float64: 1e-14,
+}  # fp32: a few roundings of numbers of size 3, ten times
 
 
 def moment(step: int, scale: float = 0.5, skip: float = 0.0) -> StepScalars:
@@ -23,10 +26,14 @@ def moment(step: int, scale: float = 0.5, skip: float = 0.0) -> StepScalars:
 
 
 def tensors(n: int, dtype: torch.dtype, seed: int) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        dtype
+    )
 
 
-def run(rule: Rule, n: int, dtype: torch.dtype, grad: torch.dtype | None = None) -> tuple[Tensor, list[Tensor]]:
+def run(
+    rule: Rule, n: int, dtype: torch.dtype, grad: torch.dtype | None = None
+) -> tuple[Tensor, list[Tensor]]:
     p = tensors(n, dtype, 0)
     state = [torch.zeros_like(p) for _ in rule.state_names]
     for step in range(1, STEPS + 1):
@@ -36,11 +43,15 @@ def run(rule: Rule, n: int, dtype: torch.dtype, grad: torch.dtype | None = None)
 
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rule", [SGD(0.0), SGD(0.9), SGD(0.9, nesterov=True)], ids=["plain", "momentum", "nesterov"])
+@pytest.mark.parametrize(
+    "rule", [SGD(0.0), SGD(0.9), SGD(0.9, nesterov=True)], ids=["plain", "momentum", "nesterov"]
+)
 def test_sgd_is_torchs(rule: SGD, dtype: torch.dtype, n: int) -> None:
     p, _ = run(rule, n, dtype)
     want = tensors(n, dtype, 0).requires_grad_()
-    optimizer = torch.optim.SGD([want], lr=1.0, momentum=rule.momentum, nesterov=rule.nesterov, weight_decay=0.1)
+    optimizer = torch.optim.SGD(
+        [want], lr=1.0, momentum=rule.momentum, nesterov=rule.nesterov, weight_decay=0.1
+    )
     for step in range(1, STEPS + 1):
         want.grad = tensors(n, dtype, step) * 0.5
         optimizer.param_groups[0]["lr"] = 1e-2 / step
@@ -59,7 +70,9 @@ def test_lion_is_the_papers(dtype: torch.dtype, n: int) -> None:
         w = w - 1e-2 / step * ((0.9 * momentum + 0.1 * g).sign() + 0.1 * w)
         momentum = 0.99 * momentum + 0.01 * g
     torch.testing.assert_close(m, momentum, rtol=0, atol=TOLERANCE[dtype])
-    off = (p - w).abs() > TOLERANCE[dtype]  # a sign may flip where momentum and gradient cancel to a rounding
+    off = (p - w).abs() > TOLERANCE[
+        dtype
+    ]  # a sign may flip where momentum and gradient cancel to a rounding
     assert int(off.sum()) <= n * 1e-5
 
 
@@ -91,7 +104,9 @@ def test_the_plain_reference_is_the_update(rule: SGD | Lion) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rule", [SGD(0.0), SGD(0.9), Lion(), Adam()], ids=["plain", "sgd", "lion", "adamw"])
+@pytest.mark.parametrize(
+    "rule", [SGD(0.0), SGD(0.9), Lion(), Adam()], ids=["plain", "sgd", "lion", "adamw"]
+)
 def test_a_skipped_update_changes_not_a_bit(rule: Rule, dtype: torch.dtype, value: float) -> None:
     p, state = run(rule, 50, dtype)
     for tensor in (p, *state):
@@ -100,12 +115,18 @@ def test_a_skipped_update_changes_not_a_bit(rule: Rule, dtype: torch.dtype, valu
     g = tensors(50, dtype, 99)
     g[3] = value
     rule.update(p, g, state, moment(11, scale=1.0, skip=1.0), 0.1)
-    bits = torch.int32 if dtype == torch.float32 else torch.int64  # -0.0 equals 0.0, but not bit for bit
-    assert all(torch.equal(a.view(bits), b.view(bits)) for a, b in zip((p, *state), before, strict=True))
+    bits = (
+        torch.int32 if dtype == torch.float32 else torch.int64
+    )  # -0.0 equals 0.0, but not bit for bit
+    assert all(
+        torch.equal(a.view(bits), b.view(bits)) for a, b in zip((p, *state), before, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
-    "rule", [SGD(0.0), SGD(0.9, nesterov=True), Lion(), Adam()], ids=["plain", "sgd", "lion", "adamw"]
+    "rule",
+    [SGD(0.0), SGD(0.9, nesterov=True), Lion(), Adam()],
+    ids=["plain", "sgd", "lion", "adamw"],
 )
 def test_a_padding_of_zeros_stays_zero(rule: Rule) -> None:
     p = torch.zeros(64)
@@ -118,7 +139,9 @@ def test_a_padding_of_zeros_stays_zero(rule: Rule) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "rule", [SGD(0.0), SGD(0.9, nesterov=True), Lion(), Adam()], ids=["plain", "sgd", "lion", "adamw"]
+    "rule",
+    [SGD(0.0), SGD(0.9, nesterov=True), Lion(), Adam()],
+    ids=["plain", "sgd", "lion", "adamw"],
 )
 def test_an_update_on_cuda_is_the_cpus(rule: Rule, dtype: torch.dtype) -> None:
     p, state = run(rule, 1023, dtype)

@@ -29,7 +29,16 @@ from threed.forecast import Forecast
 from threed.layers import MicroBatch, Slicing
 from threed.metrics import DataError
 from threed.precision import LossScale
-from threed.schedules import Action, Costs, Kind, Plan, build, check_rendezvous, lower, time_between_steps
+from threed.schedules import (
+    Action,
+    Costs,
+    Kind,
+    Plan,
+    build,
+    check_rendezvous,
+    lower,
+    time_between_steps,
+)
 from threed.zero import setup
 from threed.zero.optimistic import Optimistic
 
@@ -55,8 +64,12 @@ WORLDS: dict[int, list[Case]] = {
 }  # fmt: skip
 
 
-def engine_of(case: Case, optimistic: bool, clip: float, build: Callable[..., Engine] = engine_of_config) -> Engine:
-    config = with_(config_of(case), parallel={"optimistic_step": optimistic}, train={"grad_clip": clip})
+def engine_of(
+    case: Case, optimistic: bool, clip: float, build: Callable[..., Engine] = engine_of_config
+) -> Engine:
+    config = with_(
+        config_of(case), parallel={"optimistic_step": optimistic}, train={"grad_clip": clip}
+    )
     if case.dtype == "fp16":  # SGD uses gradients up where they have a loss scale
         config = with_(config, optim={"name": "sgd"})
     return build(config, loss_scale=SCALE if case.dtype == "fp16" else None)
@@ -71,7 +84,9 @@ def bits(engine: Engine) -> tuple[list[Tensor], str]:
     """Everything that steps change."""
     engine.optimizer.settle()  # validates
     scaler = engine.optimizer.scaler.state()
-    return state(engine), repr([float(engine.optimizer.skips), engine.steps, engine.consumed, scaler])
+    return state(engine), repr(
+        [float(engine.optimizer.skips), engine.steps, engine.consumed, scaler]
+    )
 
 
 def differ(a: tuple[list[Tensor], str], b: tuple[list[Tensor], str]) -> bool:
@@ -106,11 +121,17 @@ def walk(engine: Engine, steps: Sequence[int], poisoned: Sequence[int] = ()) -> 
 # -------------------------------------------------------------------------------------------------------- the same bits
 
 
-def compare(case: Case, clip: float, poisoned: Sequence[int], always: bool, folder: str | None) -> list[Any]:
+def compare(
+    case: Case, clip: float, poisoned: Sequence[int], always: bool, folder: str | None
+) -> list[Any]:
     """What is wrong; and how often an update was undone. With a folder: saves on the way, and resumes from there."""
     waiting, hoping = engine_of(case, False, clip), engine_of(case, True, clip)
     hoping = guessing(hoping) if always else hoping
-    want, found, wrong = walk(waiting, range(SAVED_AT), poisoned), walk(hoping, range(SAVED_AT), poisoned), []
+    want, found, wrong = (
+        walk(waiting, range(SAVED_AT), poisoned),
+        walk(hoping, range(SAVED_AT), poisoned),
+        [],
+    )
     if folder is not None:
         hoping.save(f"{folder}/{case.world}")
     elif repr(float(hoping.evaluate(data(hoping)))) != repr(float(waiting.evaluate(data(waiting)))):
@@ -166,7 +187,9 @@ def test_what_did_not_wait_has_the_bits_of_what_did(world: int, tmp_path: Path) 
     """Losses, norms, rates, scales, counters, weights and moments, where none, some and all steps are clipped, and some
     skipped; with an evaluation or a checkpoint on the way, and after a resume."""
     found = run_ranks(world, compare_all, WORLDS[world], str(tmp_path))
-    assert not any(wrong for wrong, *_ in found), "\n".join(itertools.chain(*(wrong for wrong, *_ in found)))
+    assert not any(wrong for wrong, *_ in found), "\n".join(
+        itertools.chain(*(wrong for wrong, *_ in found))
+    )
     assert all(one[1:] == found[0][1:] for one in found)
     _, restarts, special = found[0]
     assert min(restarts) >= 1
@@ -240,7 +263,9 @@ def drawn_and_counted(case: Case) -> bool:
         torch.manual_seed(engine.topology.rank)
         metrics = walk(guessing(engine) if optimistic else engine, range(4))
         values = [b.tolist() for layer in engine.executor.stages[0].layers for b in layer.buffers()]
-        found.append((told(metrics), repr(bits(engine)), repr(values), repr(torch.get_rng_state().tolist())))
+        found.append(
+            (told(metrics), repr(bits(engine)), repr(values), repr(torch.get_rng_state().tolist()))
+        )
     return found[0] == found[1]
 
 
@@ -272,7 +297,11 @@ def steps_of_a_filled_plan(folder: str) -> tuple[bool, bool, bool]:
     told_of.touch()
     walk(engine, range(2, 4))
     walk(engines[0], range(4))
-    return engine.optimizer.optimistic is not None, before, not differ(bits(engine), bits(engines[0]))
+    return (
+        engine.optimizer.optimistic is not None,
+        before,
+        not differ(bits(engine), bits(engines[0])),
+    )
 
 
 def test_a_rank_that_is_done_waits_for_nobody(tmp_path: Path) -> None:
@@ -328,11 +357,25 @@ def sent_and_received(plan: Plan, before: bool) -> tuple[list[Any], list[Any]]:
         for action in actions[:place] if before else actions[place:]:
             if action.kind in (Kind.SEND_F, Kind.SEND_B):
                 to = plan.consumer(rank, action)
-                sent.append((rank, to and to[0], action.kind is Kind.SEND_F, action.microbatch, to and to[1]))
+                sent.append(
+                    (
+                        rank,
+                        to and to[0],
+                        action.kind is Kind.SEND_F,
+                        action.microbatch,
+                        to and to[1],
+                    )
+                )
             if action.kind in (Kind.RECV_F, Kind.RECV_B):
                 source = plan.producer(rank, action)
                 received.append(
-                    (source and source[0], rank, action.kind is Kind.RECV_F, action.microbatch, action.chunk)
+                    (
+                        source and source[0],
+                        rank,
+                        action.kind is Kind.RECV_F,
+                        action.microbatch,
+                        action.chunk,
+                    )
                 )
     return sorted(sent), sorted(received)
 
@@ -347,7 +390,12 @@ def assert_cut(plan: Plan) -> None:
     """The cut of a plan is consistent, before any gradient; none is later on any rank alone; a moved one is refused."""
     plain, cut = lower(plan), lower(plan, validates=True)
     check_rendezvous(cut)
-    assert replace(cut, ranks=tuple(tuple(a for a in r if a.kind is not Kind.VALIDATE) for r in cut.ranks)) == plain
+    assert (
+        replace(
+            cut, ranks=tuple(tuple(a for a in r if a.kind is not Kind.VALIDATE) for r in cut.ranks)
+        )
+        == plain
+    )
     for before in (True, False):
         sent, received = sent_and_received(cut, before)
         assert sent == received
@@ -367,7 +415,9 @@ def test_the_cut_of_any_plan_is_consistent(plan: Plan) -> None:
     assert_cut(plan)
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "dualpipev", "dualpipe", "chimera", benchmark.NAME])
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved", "dualpipev", "dualpipe", "chimera", benchmark.NAME]
+)
 def test_so_are_those_of_plans_with_names(name: str) -> None:
     for stages, microbatches in ((2, 4), (4, 8), (4, 16)):
         assert_cut(build(name, stages, microbatches))
@@ -376,11 +426,18 @@ def test_so_are_those_of_plans_with_names(name: str) -> None:
 def test_a_cut_leaves_time_where_ranks_end_at_different_times() -> None:
     """In a plan without a bubble every rank has all its forwards of the warm-up before it."""
     plan = lower(benchmark.filled(4, 8), validates=True)
-    forwards = [[a.kind for a in actions[: actions.index(Action(Kind.VALIDATE, -1))]] for actions in plan.ranks]
+    forwards = [
+        [a.kind for a in actions[: actions.index(Action(Kind.VALIDATE, -1))]]
+        for actions in plan.ranks
+    ]
     assert [kinds.count(Kind.F) for kinds in forwards] == [7, 5, 3, 1]
     unit = Costs(1.0, 1.0, 1.0)
     assert time_between_steps(benchmark.filled(4, 8), unit) == 3
-    assert time_between_steps(build("1f1b", 4, 8), unit) == time_between_steps(build("gpipe", 4, 8), unit) == 0
+    assert (
+        time_between_steps(build("1f1b", 4, 8), unit)
+        == time_between_steps(build("gpipe", 4, 8), unit)
+        == 0
+    )
 
 
 def test_ranks_without_a_cut_or_with_two_are_refused() -> None:
@@ -409,7 +466,10 @@ def test_auto_is_on_where_it_saves_time_and_goes_with_the_rest() -> None:
     ("groups", "fix"),
     [
         ({"parallel": {"optimistic_step": True}}, "use auto, or --parallel.pp 2 or more"),
-        ({"parallel": {"pp": 2, "optimistic_step": True}, "zero": {"offload_optimizer": "cpu"}}, "use auto, or --zero"),
+        (
+            {"parallel": {"pp": 2, "optimistic_step": True}, "zero": {"offload_optimizer": "cpu"}},
+            "use auto, or --zero",
+        ),
         (
             {
                 "parallel": {"pp": 2, "optimistic_step": True},
@@ -417,7 +477,13 @@ def test_auto_is_on_where_it_saves_time_and_goes_with_the_rest() -> None:
             },
             "use one of them",
         ),
-        ({"parallel": {"pp": 2, "optimistic_step": True}, "zero": {"stage": 3, "offload_params": "cpu"}}, "none"),
+        (
+            {
+                "parallel": {"pp": 2, "optimistic_step": True},
+                "zero": {"stage": 3, "offload_params": "cpu"},
+            },
+            "none",
+        ),
     ],
 )
 def test_what_it_does_not_go_with_is_refused_by_name(groups: dict[str, Any], fix: str) -> None:
@@ -435,12 +501,19 @@ def copied(case: Case) -> int:
     return sum(copy.nbytes for copy in engine.optimizer.optimistic._copies[5:])
 
 
-@pytest.mark.parametrize(("dtype", "schedule"), [("fp32", "1f1b"), ("bf16", "1f1b"), ("bf16", "chimera")])
+@pytest.mark.parametrize(
+    ("dtype", "schedule"), [("fp32", "1f1b"), ("bf16", "1f1b"), ("bf16", "chimera")]
+)
 def test_the_forecast_knows_the_copies(dtype: str, schedule: str) -> None:
     case = Case(pp=2, dp=2, layers=2, zero=3, dtype=dtype, schedule=schedule)
     config = config_of(case)
     held = [
-        [rank.bytes["optimizer"] for rank in Forecast.of(with_(config, parallel={"optimistic_step": on}), 4).ranks]
+        [
+            rank.bytes["optimizer"]
+            for rank in Forecast.of(with_(config, parallel={"optimistic_step": on}), 4).ranks
+        ]
         for on in (False, True)
     ]
-    assert run_ranks(4, copied, case) == [after - before for before, after in zip(*held, strict=True)]
+    assert run_ranks(4, copied, case) == [
+        after - before for before, after in zip(*held, strict=True)
+    ]

@@ -43,13 +43,17 @@ def norm(w: Weights, name: str, x: Tensor) -> Tensor:
 def turn(x: Tensor, theta: float = 10000.0) -> Tensor:
     """Rotary positions on [b a s d]: angles in fp32, as in the layers."""
     half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[-2]).float()[:, None] * (1.0 / theta ** (torch.arange(half).float() / half))
+    angle = torch.arange(x.shape[-2]).float()[:, None] * (
+        1.0 / theta ** (torch.arange(half).float() / half)
+    )
     cos, sin = angle.cos().double(), angle.sin().double()
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
-def look(q: Tensor, k: Tensor, v: Tensor, allowed: Callable[[int, int], bool], bias: Tensor | None = None) -> Tensor:
+def look(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Callable[[int, int], bool], bias: Tensor | None = None
+) -> Tensor:
     """Softmax attention on [b a s d], position by position as `allowed` says -> [b s (a d)]."""
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -69,12 +73,16 @@ def heads(x: Tensor, count: int) -> Tensor:
 def window_block(w: Weights, name: str, index: int, x: Tensor, c: Any) -> Tensor:
     at = norm(w, f"{name}.attention_norm", x)
     q = heads(linear(w, f"{name}.attention.query", at), c.heads)
-    k, v = (heads(linear(w, f"{name}.attention.{part}", at), c.kv_heads) for part in ("key", "value"))
+    k, v = (
+        heads(linear(w, f"{name}.attention.{part}", at), c.kv_heads) for part in ("key", "value")
+    )
     if index % 2 == 0:
         y = look(turn(q), turn(k), v, lambda i, j: 0 <= i - j < c.seq // 4)
     else:
         q, k = norm(w, f"{name}.attention.query_norm", q), norm(w, f"{name}.attention.key_norm", k)
-        slopes = torch.tensor([2 ** (-8 * (n + 1) / c.heads) for n in range(c.heads)], dtype=torch.float64)
+        slopes = torch.tensor(
+            [2 ** (-8 * (n + 1) / c.heads) for n in range(c.heads)], dtype=torch.float64
+        )
         far = torch.tensor([[float(i - j) for j in range(c.seq)] for i in range(c.seq)]).double()
         y = look(q, k, v, lambda i, j: j <= i, -slopes.view(-1, 1, 1) * far)
     x = x + linear(w, f"{name}.attention.out", y)
@@ -93,7 +101,9 @@ def latent_block(w: Weights, name: str, index: int, x: Tensor, c: Any) -> Tensor
     q = heads(linear(w, f"{name}.attention.query", at), c.heads)
     both = linear(w, f"{name}.attention.down", at)
     latent, one = norm(w, f"{name}.attention.norm", both[..., :rank]), both[..., rank:]
-    k, v = (heads(linear(w, f"{name}.attention.{part}", latent), c.heads) for part in ("key", "value"))
+    k, v = (
+        heads(linear(w, f"{name}.attention.{part}", latent), c.heads) for part in ("key", "value")
+    )
     q = torch.cat((q[..., :d], turn(q[..., d:])), -1)
     k = torch.cat((k, turn(one.unsqueeze(1)).repeat(1, c.heads, 1, 1)), -1)
     return mlp(w, name, x + linear(w, f"{name}.attention.out", look(q, k, v, lambda i, j: j <= i)))
@@ -101,7 +111,10 @@ def latent_block(w: Weights, name: str, index: int, x: Tensor, c: Any) -> Tensor
 
 def plain_block(w: Weights, name: str, index: int, x: Tensor, c: Any) -> Tensor:
     at = norm(w, f"{name}.attention_norm", x)
-    q, k, v = (heads(linear(w, f"{name}.attention.{part}", at), c.heads) for part in ("query", "key", "value"))
+    q, k, v = (
+        heads(linear(w, f"{name}.attention.{part}", at), c.heads)
+        for part in ("query", "key", "value")
+    )
     y = look(turn(q), turn(k), v, lambda i, j: j <= i)
     return mlp(w, name, x + linear(w, f"{name}.attention.out", y))
 
@@ -111,7 +124,9 @@ def stem(w: Weights, x: Tensor) -> Tensor:
     rows = []
     for at in range(x.shape[1]):
         seen = [
-            x[:, at - 3 + tap] @ w["stem.convolution.weight"][:, :, tap].t() for tap in range(4) if at - 3 + tap >= 0
+            x[:, at - 3 + tap] @ w["stem.convolution.weight"][:, :, tap].t()
+            for tap in range(4)
+            if at - 3 + tap >= 0
         ]
         rows.append(sum(seen, w["stem.convolution.bias"]))
     return x + linear(w, "stem.down", F.gelu(torch.stack(rows, 1), approximate="tanh"))
@@ -164,7 +179,9 @@ def plain_loop(name: str, config: Config, weights: Weights) -> Result:
 def example(name: str) -> Any:
     """The class of a model in an example's file."""
     file, kind = name.split(":")
-    spec = importlib.util.spec_from_file_location(file, Path(__file__).parents[1] / "examples" / f"{file}.py")
+    spec = importlib.util.spec_from_file_location(
+        file, Path(__file__).parents[1] / "examples" / f"{file}.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -184,7 +201,9 @@ def configuration(world: int = 1, **groups: dict[str, Any]) -> Config:
             "weight_decay": DECAY,
         },
     }  # fmt: skip
-    merged = {key: {**values.get(key, {}), **groups.get(key, {})} for key in values.keys() | groups.keys()}
+    merged = {
+        key: {**values.get(key, {}), **groups.get(key, {})} for key in values.keys() | groups.keys()
+    }
     return resolve(Config.model_validate(merged), VOCAB, world)
 
 
@@ -199,7 +218,9 @@ def batch(step: int) -> dict[str, Tensor]:
 
 def engine_of(name: str, config: Config) -> Engine:
     topology = topology_of(config.parallel.pp, config.parallel.tp)
-    slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+    slicing = Slicing(
+        topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
+    )
     return Engine(example(name)(config.model, slicing), topology, config)
 
 
@@ -220,7 +241,9 @@ def compare(got: Result, want: Result, what: str) -> None:
     assert got[1] == pytest.approx(want[1], rel=1e-9, abs=0), what
     assert got[2].keys() == want[2].keys()
     for key, value in want[2].items():
-        torch.testing.assert_close(got[2][key], value, rtol=0, atol=1e-9, msg=lambda m, k=key: f"{what}, {k}: {m}")
+        torch.testing.assert_close(
+            got[2][key], value, rtol=0, atol=1e-9, msg=lambda m, k=key: f"{what}, {k}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

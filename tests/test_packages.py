@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONAL = ("einops", "hatchling", "hypothesis", "matplotlib", "tokenizers", "tqdm", "transformers", "wandb")
+OPTIONAL = (
+    "einops",
+    "hatchling",
+    "hypothesis",
+    "matplotlib",
+    "tokenizers",
+    "tqdm",
+    "transformers",
+    "wandb",
+)
 
 # Runs entry points in forks of one process in which some packages cannot be imported: {name: [exit code, output]}.
 DRIVER = """
@@ -74,7 +83,13 @@ COLLECT = [
     "-p",
     "no:timeout",
 ]
-TESTS = ("cuda/test_adam.py", "test_chunks.py", "test_precision.py", "test_users_probes.py", "test_wheel.py")
+TESTS = (
+    "cuda/test_adam.py",
+    "test_chunks.py",
+    "test_precision.py",
+    "test_users_probes.py",
+    "test_wheel.py",
+)
 TOOLS = {
     "import threed": ["-c", "import threed"],
     "import threed.engine": ["-c", "import threed.engine"],
@@ -100,7 +115,13 @@ def run(
     """Returns the exit code and the output of every command without the packages `blocked`; imports `shared` once."""
     command, given = [sys.executable, "-c", DRIVER], json.dumps([blocked, shared, commands])
     done = subprocess.run(
-        command, input=given, cwd=folder, text=True, timeout=300, capture_output=True, env=_environment(folder)
+        command,
+        input=given,
+        cwd=folder,
+        text=True,
+        timeout=300,
+        capture_output=True,
+        env=_environment(folder),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, list[Any]] = json.loads((folder / "found.json").read_text())
@@ -108,7 +129,11 @@ def run(
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "PYTEST"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("WANDB", "PYTEST"))
+    }
     return {**kept, "PYTHONPATH": str(ROOT), "HOME": str(folder), "THREED_NATIVE": "0"}
 
 
@@ -135,15 +160,37 @@ def test_without_pydantic_everything_that_needs_it_names_it(tmp_path: Path) -> N
 @functools.cache
 def tokenizer_json(folder: Path) -> str:
     path = folder / "tokenizer.json"
-    path.write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}))
+    path.write_text(
+        json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})
+    )
     return str(path)
 
 
 def test_without_optional_packages_runs_work_and_what_needs_one_names_it(tmp_path: Path) -> None:
     """Training, its figures and its export; tools; examples; the tests of kernels."""
-    (tmp_path / "text.txt").write_text("".join(f"line {n} has the square {n * n}\n" for n in range(500)))
-    small = ["--model.layers", "1", "--model.hidden", "16", "--model.heads", "2", "--model.seq", "16"]
-    small += ["--train.steps", "2", "--train.global-batch", "2", "--train.sample-tokens", "0", "--optim.warmup", "1"]
+    (tmp_path / "text.txt").write_text(
+        "".join(f"line {n} has the square {n * n}\n" for n in range(500))
+    )
+    small = [
+        "--model.layers",
+        "1",
+        "--model.hidden",
+        "16",
+        "--model.heads",
+        "2",
+        "--model.seq",
+        "16",
+    ]
+    small += [
+        "--train.steps",
+        "2",
+        "--train.global-batch",
+        "2",
+        "--train.sample-tokens",
+        "0",
+        "--optim.warmup",
+        "1",
+    ]
     small += ["--data.path", "text.txt", "--train.eval-samples", "2"]
     export, tokenizer = str(tmp_path / "hf"), tokenizer_json(tmp_path)
     words = {
@@ -153,7 +200,12 @@ def test_without_optional_packages_runs_work_and_what_needs_one_names_it(tmp_pat
         "tokens": ["-m", "threed", "tokenize", "text.txt", "text", "--tokenizer", tokenizer],
         "collect": [*COLLECT, "-m", "gpu", *(str(ROOT / "tests" / name) for name in TESTS)],
     }  # fmt: skip
-    found = run(tmp_path, OPTIONAL, ("pytest", "threed.cli", "threed.deepspeed", "threed.launch"), TOOLS | words)
+    found = run(
+        tmp_path,
+        OPTIONAL,
+        ("pytest", "threed.cli", "threed.deepspeed", "threed.launch"),
+        TOOLS | words,
+    )
     needs = {
         "export": "tokenizers", "tokens": "tokenizers", "examples/convolution_stem.py": "einops",
         "examples/latent_attention.py": "einops", "examples/wrap_transformers.py": "transformers",
@@ -176,9 +228,17 @@ def test_a_package_that_is_needed_always_is_imported_in_one_module() -> None:
     own = {*sys.stdlib_module_names, "threed", "numpy", "safetensors", "torch"}
     for path in sorted((ROOT / "threed").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Import | ast.ImportFrom) or (node.col_offset and path.name != "schema.py"):
+            if not isinstance(node, ast.Import | ast.ImportFrom) or (
+                node.col_offset and path.name != "schema.py"
+            ):
                 continue
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
             for name in names:
-                allowed = own | ({"pydantic", "pydantic_core"} if path.name == "schema.py" else set())
+                allowed = own | (
+                    {"pydantic", "pydantic_core"} if path.name == "schema.py" else set()
+                )
                 assert name.partition(".")[0] in allowed, f"{path}: import {name}"

@@ -18,7 +18,10 @@ from threed.parse import MOST_DEPTH, ParseError, parse_json, read_json, read_tom
 DEEP = b"[" * 100_000
 REFUSED: dict[str, tuple[bytes, str]] = {
     "deep": (b'{"a": ' + DEEP, "nested too deeply"),
-    "deep enough for what comes after": (b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", "nested too deeply"),
+    "deep enough for what comes after": (
+        b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}",
+        "nested too deeply",
+    ),
     "no UTF-8": (b'{"a": "\xff"}', "can't decode byte 0xff"),
     "digits": (b'{"a": 1' + b"0" * 5000 + b"}", "more than 40 digits"),
     "some digits": (b'{"a": 1' + b"0" * 50 + b"}", "more than 40 digits"),
@@ -45,7 +48,12 @@ def test_json_beyond_the_bounds_is_refused_in_one_line(name: str, tmp_path: Path
 
 def test_what_is_within_the_bounds_is_read(tmp_path: Path) -> None:
     most = MOST_DEPTH - 2
-    text = '\ufeff{"a": [1, -2.5, 1000000000000000019884624838656, "é", null], "b": ' + "[" * most + "]" * most + "}"
+    text = (
+        '\ufeff{"a": [1, -2.5, 1000000000000000019884624838656, "é", null], "b": '
+        + "[" * most
+        + "]" * most
+        + "}"
+    )
     (tmp_path / "x.json").write_text(text)
     assert read_json(tmp_path / "x.json")["a"] == [1, -2.5, 10**30 + 19884624838656, "é", None]
     assert parse_json('{"score": NaN}', "line 1", finite=False)["score"] != 0
@@ -71,7 +79,10 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         (b"a = " + DEEP, "nested too deeply"),
         (b"a" + b".a" * 200 + b" = 1", "nested too deeply"),
         (b"a" + b" . a" * 60_000, "has 240,001 bytes; at most 131,072"),
-        (b'"a b".' * 20_000 + b"a = 1", "nested too deeply"),  # a parser may take the square of the time
+        (
+            b'"a b".' * 20_000 + b"a = 1",
+            "nested too deeply",
+        ),  # a parser may take the square of the time
         (b"a .\t" * 20_000 + b"a = 1", "nested too deeply"),
         (b"[train]\nsteps = 1" + b"0" * 5000, "Exceeds the limit"),
         (b"[train]\nsteps = 1" + b"0" * 100, "more than 40 digits"),
@@ -80,7 +91,9 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         (b"[train", "Expected"),
     ],
 )
-def test_toml_beyond_the_bounds_is_a_problem_of_the_configuration(text: bytes, problem: str, tmp_path: Path) -> None:
+def test_toml_beyond_the_bounds_is_a_problem_of_the_configuration(
+    text: bytes, problem: str, tmp_path: Path
+) -> None:
     (tmp_path / "x.toml").write_bytes(text)
     with pytest.raises(ParseError, match=problem):
         read_toml(tmp_path / "x.toml")
@@ -90,7 +103,8 @@ def test_toml_beyond_the_bounds_is_a_problem_of_the_configuration(text: bytes, p
 
 
 @pytest.mark.parametrize(
-    "line", [DEEP, b'{"text": 1' + b"0" * 5000 + b"}", b'{"text": "a", "text": "b"}', b'{"\x1b": 1}']
+    "line",
+    [DEEP, b'{"text": 1' + b"0" * 5000 + b"}", b'{"text": "a", "text": "b"}', b'{"\x1b": 1}'],
 )
 def test_a_line_of_text_beyond_the_bounds_is_named(line: Any, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a", "score": NaN}\n' + line)

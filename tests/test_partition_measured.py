@@ -32,7 +32,14 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.layer_times import Found, division, held_by, layer_times
-from threed.layers import Embedding, LanguageModelHead, LayerNorm, MicroBatch, ReplicatedLinear, Slicing
+from threed.layers import (
+    Embedding,
+    LanguageModelHead,
+    LayerNorm,
+    MicroBatch,
+    ReplicatedLinear,
+    Slicing,
+)
 from threed.planner import balanced, uniform
 from threed.planner.grid import Grid
 from threed.planner.measured import LayerBytes, LayerTimes, divide, most_kept, stage_costs
@@ -83,7 +90,9 @@ class Sleepers:
         self.slicing, self.naps = slicing, naps
 
     def layers(self) -> list[nn.Module]:
-        blocks = [SleepyBlock(f"blocks.{n}", 16, naps, self.slicing) for n, naps in enumerate(self.naps)]
+        blocks = [
+            SleepyBlock(f"blocks.{n}", 16, naps, self.slicing) for n, naps in enumerate(self.naps)
+        ]
         norm = LayerNorm("head.norm", 16, self.slicing)
         head = LanguageModelHead("head", "head.weight", norm, VOCAB, 16, self.slicing, std=0.2)
         return [Embedding("embedding", VOCAB, 16, self.slicing, std=0.2), *blocks, head]
@@ -122,7 +131,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_layers_are_timed_one_of_a_kind_and_kept(cache: Path) -> None:
     settings, drawn = config(Case(dtype="fp32", pp=2)), torch.get_rng_state()
     first, ran = timed(settings)
-    assert torch.equal(torch.get_rng_state(), drawn)  # blocks draw, the training's numbers stay as they were
+    assert torch.equal(
+        torch.get_rng_state(), drawn
+    )  # blocks draw, the training's numbers stay as they were
     assert set(RUNS) == {"blocks.0", "blocks.1"}  # the other four are built as the second
     slow, quick = first.times[1], first.times[2]
     assert slow.forward >= 3 * NAP > quick.forward >= NAP
@@ -131,7 +142,9 @@ def test_layers_are_timed_one_of_a_kind_and_kept(cache: Path) -> None:
     assert first.times[2:7] == [quick] * 5
     again, none = timed(settings)
     assert (again, none) == (first, 0)  # from the file
-    micro = settings.model_copy(update={"train": settings.train.model_copy(update={"micro_batch": 1})})
+    micro = settings.model_copy(
+        update={"train": settings.train.model_copy(update={"micro_batch": 1})}
+    )
     assert timed(micro)[1] == ran  # other shapes, other times
     assert timed(settings, (1, 3, 1, 1, 1, 1))[0].times[1:3] != first.times[1:3]
     assert len(list(cache.iterdir())) == 3
@@ -143,7 +156,9 @@ def test_files_of_other_versions_and_broken_ones_are_timed_again(cache: Path) ->
     (path,) = cache.iterdir()
     whole = json.loads(path.read_text())
     stale = json.dumps({**whole, "made_by": {"threed": "0.0.1", "torch": "2.9"}})
-    short, negative = ({**whole, "times": times} for times in (whole["times"][:1], [[-1, 0, 0]] * 3))
+    short, negative = (
+        {**whole, "times": times} for times in (whole["times"][:1], [[-1, 0, 0]] * 3)
+    )
     for text, said in (
         (stale, "is of threed 0.0.1 and torch 2.9"), ("{", "is broken"), (json.dumps(short), "is broken"),
         (json.dumps(negative), "is broken"), (json.dumps([]), "is broken"),
@@ -159,7 +174,9 @@ def test_files_of_other_versions_and_broken_ones_are_timed_again(cache: Path) ->
 def test_what_is_computed_again_counts_with_the_backward(cache: Path) -> None:
     found, _ = timed(config(Case(dtype="fp32", pp=2, recompute="full")), (1,))
     assert found.times[1].backward_input >= 3 * NAP
-    assert found.times[1].forward < found.times[1].backward_input / 2  # and not with the forward as well
+    assert (
+        found.times[1].forward < found.times[1].backward_input / 2
+    )  # and not with the forward as well
 
 
 def test_a_folder_that_cannot_be_written_to_costs_only_the_time(cache: Path) -> None:
@@ -179,7 +196,9 @@ def test_no_cut_is_faster_on_paper_and_all_bytes_fit() -> None:
         name, p = draw.choice([("1f1b", 3), ("gpipe", 2), ("1f1b", 4), ("vee", 2), ("looping", 2)])
         plan, n = schedules.build(name, p, draw.choice([2, 4, 6])), draw.choice([5, 7, 8])
         times = [LayerTimes(*(draw.choice([0.5, 1, 1, 1, 3]) for _ in range(3))) for _ in range(n)]
-        held = [LayerBytes(draw.randint(1, 9), draw.randint(1, 5), draw.randint(0, 3)) for _ in range(n)]
+        held = [
+            LayerBytes(draw.randint(1, 9), draw.randint(1, 5), draw.randint(0, 3)) for _ in range(n)
+        ]
         costs = {cut: seconds(times, plan, cut) for cut in cuts(n, plan.total_stages)}
         free = divide(times, plan, {"uniform": uniform(n, plan.total_stages)})
         assert free.seconds == pytest.approx(min(costs.values()))
@@ -225,17 +244,23 @@ def fullest(plan: schedules.Plan, held: Sequence[LayerBytes], cut: Sequence[rang
 def test_what_is_kept_is_what_the_simulator_says(name: str) -> None:
     plan = schedules.build(name, 4, 6)
     for rank in range(4):
-        assert most_kept(plan, rank, [1] * plan.chunks) / plan.chunks == schedules.peak_activations(plan, rank)
+        assert most_kept(plan, rank, [1] * plan.chunks) / plan.chunks == schedules.peak_activations(
+            plan, rank
+        )
 
 
 def test_a_limit_moves_layers_to_later_stages() -> None:
     """1F1B keeps more micro-batches on early stages; the forecast says what ranks hold, by its own counting."""
     sizes = {"layers": 10, "hidden": 64, "seq": 64}
-    settings = Config.model_validate({"model": sizes, "train": {"global_batch": 16, "micro_batch": 1}})
+    settings = Config.model_validate(
+        {"model": sizes, "train": {"global_batch": 16, "micro_batch": 1}}
+    )
     settings = resolve(settings, VOCAB, 1)
 
     def cut(pp: int, **parallel: Any) -> Forecast:
-        changed = settings.parallel.model_copy(update={"pp": pp, "partition": "measured", **parallel})
+        changed = settings.parallel.model_copy(
+            update={"pp": pp, "partition": "measured", **parallel}
+        )
         given = settings.model_copy(update={"parallel": changed})
         topology = Topology.drawn(Grid.of(pp, pp=pp), 0)
         model = models.build(given.model, Slicing(topology.axis("tp")))
@@ -251,18 +276,27 @@ def test_a_limit_moves_layers_to_later_stages() -> None:
         tight = cut(pp, memory_limit_gib=0.97 * peak / 2**30)
         assert max(rank.bytes["peak"] for rank in tight.ranks) < 0.99 * peak
         assert [rank.layers for rank in tight.ranks] != [rank.layers for rank in forecast.ranks]
-        with pytest.raises(ValueError, match=rf"--parallel.memory-limit-gib 1e-06: no cut of 12 layers into {pp}"):
+        with pytest.raises(
+            ValueError, match=rf"--parallel.memory-limit-gib 1e-06: no cut of 12 layers into {pp}"
+        ):
             cut(pp, memory_limit_gib=1e-6)
 
 
 def test_a_plan_says_the_predicted_gain(cache: Path) -> None:
-    build, settings = (lambda slicing: Sleepers(slicing)), config(Case(dtype="fp32", pp=2, microbatches=8))
+    build, settings = (
+        (lambda slicing: Sleepers(slicing)),
+        config(Case(dtype="fp32", pp=2, microbatches=8)),
+    )
     found = Forecast.of(settings, 2, build)
     assert found.division is not None
-    assert re.search(r"measured: 3,5 layers; slowest rank 1\.\d\dx the mean; predicted 1\.\d\dx f", found.text())
+    assert re.search(
+        r"measured: 3,5 layers; slowest rank 1\.\d\dx the mean; predicted 1\.\d\dx f", found.text()
+    )
     assert set(found.division.gains) == {"uniform", "balanced"}
     slower = dataclasses.replace(found.division, gains={"uniform": 0.6, "balanced": 1.0})
-    assert slower.text().endswith("predicted 0.60x the speed of uniform, 1.00x faster than balanced")
+    assert slower.text().endswith(
+        "predicted 0.60x the speed of uniform, 1.00x faster than balanced"
+    )
     RUNS.clear()
     sliced = Forecast.of(
         config(Case(dtype="fp32", pp=2, tp=2, microbatches=8)), 4, build
@@ -295,7 +329,9 @@ def sleepers(cases: Sequence[Case], folder: str) -> list[Run]:
             engine.step(share(batch(step, settings.train.global_batch), topology))
         cut, division = engine.blueprint.cut.ranges, engine.blueprint.division
         times, gains = (list(division.times), dict(division.gains)) if division else ([], {})
-        found.append(Run([(part.start, part.stop) for part in cut], times, gains, engine.full_state_dict()))
+        found.append(
+            Run([(part.start, part.stop) for part in cut], times, gains, engine.full_state_dict())
+        )
     return found
 
 
@@ -305,7 +341,10 @@ def test_a_layer_slower_than_its_flops_moves_the_cut_and_changes_no_weight(tmp_p
     truth = sleepers([case.truth], str(tmp_path))[0].weights
     ranks = run_ranks(2, sleepers, cases, str(tmp_path), timeout=120)
     for mine, other in zip(*ranks, strict=True):
-        assert (mine.ranges, mine.times) == (other.ranges, other.times)  # each measured its own, all took the median
+        assert (mine.ranges, mine.times) == (
+            other.ranges,
+            other.times,
+        )  # each measured its own, all took the median
     measured, kept, plain, vee = ranks[0]
     assert plain.ranges == [(0, 4), (4, 8)]
     assert measured.ranges == [(0, 3), (3, 8)]
@@ -315,7 +354,9 @@ def test_a_layer_slower_than_its_flops_moves_the_cut_and_changes_no_weight(tmp_p
     by_flops = balanced([0, *[16 * 16] * 6, 16 * VOCAB], 2)
     others = {"uniform": uniform(8, 2), "balanced": by_flops}
     assert measured.gains == divide(measured.times, schedules.build("1f1b", 2, 8), others).gains
-    naps = [LayerTimes(n, 2 * n, 0) for n in (0, *SLOW_FIRST, 0)]  # by which 1.15 and 1.56 are to be gained
+    naps = [
+        LayerTimes(n, 2 * n, 0) for n in (0, *SLOW_FIRST, 0)
+    ]  # by which 1.15 and 1.56 are to be gained
     assert divide(naps, schedules.build("1f1b", 2, 8), others).gains == pytest.approx(
         {"uniform": 31 / 27, "balanced": 42 / 27}
     )
@@ -324,7 +365,9 @@ def test_a_layer_slower_than_its_flops_moves_the_cut_and_changes_no_weight(tmp_p
     assert vee.times == measured.times
     for run in ranks[0]:
         for name, value in truth.items():
-            torch.testing.assert_close(run.weights[name], value, rtol=0, atol=1e-9, msg=f"{name} of {run.ranges}")
+            torch.testing.assert_close(
+                run.weights[name], value, rtol=0, atol=1e-9, msg=f"{name} of {run.ranges}"
+            )
 
 
 def sliced(case: Case, folder: str) -> tuple[list[range], list[LayerTimes], int]:
@@ -337,7 +380,13 @@ def sliced(case: Case, folder: str) -> tuple[list[range], list[LayerTimes], int]
 
 
 def test_tensor_ranks_measure_together_and_agree(tmp_path: Path) -> None:
-    ranks = run_ranks(4, sliced, Case(pp=2, tp=2, sequence=True, recompute="selective"), str(tmp_path), timeout=120)
+    ranks = run_ranks(
+        4,
+        sliced,
+        Case(pp=2, tp=2, sequence=True, recompute="selective"),
+        str(tmp_path),
+        timeout=120,
+    )
     assert all(found[:2] == ranks[0][:2] for found in ranks)
     assert all(min(layer[:2]) > 0 for layer in ranks[0][1])
     assert len(list((tmp_path / "times").iterdir())) == 1

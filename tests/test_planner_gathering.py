@@ -23,9 +23,13 @@ def layers(*sizes: int) -> Units:
     return [{f"layer {number}": size} for number, size in enumerate(sizes)]
 
 
-def elements(units: Units, plan: Sequence[Action], *, first_reads: bool = True, prefetch: int = 1) -> int:
+def elements(
+    units: Units, plan: Sequence[Action], *, first_reads: bool = True, prefetch: int = 1
+) -> int:
     """Elements of all gathers of a step. first_reads: whether the first unit's backward reads weights."""
-    times = gathering(units, [first_reads, *[True] * (len(units) - 1)], plan, prefetch=prefetch).times
+    times = gathering(
+        units, [first_reads, *[True] * (len(units) - 1)], plan, prefetch=prefetch
+    ).times
     sizes = {key: size for unit in units for key, size in unit.items()}
     assert set(times) <= set(sizes)
     return sum(count * sizes[key] for key, count in times.items())
@@ -55,9 +59,15 @@ def of_model(plan: Sequence[Action], resident: int = 0, prefetch: int = 1) -> in
         ("F0.0 B0.0", 2 * 111 - 100),  # the last one stays whole between
         ("F0.0 B0.0 F0.1 B0.1", 2 * 122 - 1),  # and so does the first one
         ("F0.0 B0.0 F0.1 B0.1 F0.2 B0.2", 3 * 122 - 2),
-        ("F0.0 F0.1 B0.0 B0.1", 4 * 111 - 100),  # only F1 B0 turns: the weights are the same for both micro-batches
+        (
+            "F0.0 F0.1 B0.0 B0.1",
+            4 * 111 - 100,
+        ),  # only F1 B0 turns: the weights are the same for both micro-batches
         ("F0.0 F0.1 B0.0 F0.2 B0.1 B0.2", 6 * 111 - 2 * 100 - 1),
-        ("F0.0 RF0.1 GATHER0 B0.0 SB0.0 F0.1 B0.1 REDUCE0", 2 * 122 - 1),  # what does not compute changes nothing
+        (
+            "F0.0 RF0.1 GATHER0 B0.0 SB0.0 F0.1 B0.1 REDUCE0",
+            2 * 122 - 1,
+        ),  # what does not compute changes nothing
         ("F0.0 I0.0 W0.0 F0.1 I0.1 W0.1", 2 * 122),  # W reads none, but it is between
         ("F0.0 F1.0 B1.0 B0.0", 222),  # the other chunk is between
     ],
@@ -73,14 +83,18 @@ def test_a_chunk_of_one_layer_may_stay_whole_all_the_time() -> None:
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
-def test_the_embedding_is_gathered_in_forwards_and_the_head_once_a_microbatch(microbatches: int) -> None:
+def test_the_embedding_is_gathered_in_forwards_and_the_head_once_a_microbatch(
+    microbatches: int,
+) -> None:
     """Without a pipeline, tied: the table for the embedding's forward and for the head; positions in forwards only."""
     plan = build("1f1b", 1, microbatches).ranks[0]
     assert of_model(plan) == microbatches * (1000 + 10 + 2 * 300 + 1000 + 5)
     assert of_model(plan, resident=6) == microbatches * (1000 + 10 + 2 * 300 + 1000)
     assert of_model(plan, resident=101) == microbatches * 2 * 1000
     assert gathering(model_from(1001), [True] * 5, plan) == (Counter(), 0, [0] * 5)
-    turns = build("gpipe", 1, microbatches).ranks[0]  # the head again in all backwards but the first
+    turns = build("gpipe", 1, microbatches).ranks[
+        0
+    ]  # the head again in all backwards but the first
     assert of_model(turns) == microbatches * (1010 + 2 * 300) + (2 * microbatches - 1) * 1005
 
 
@@ -90,7 +104,9 @@ def test_a_shared_table_that_is_still_whole_is_not_gathered_again() -> None:
     assert of_model(plan, prefetch=3) - of_model(plan, prefetch=4) == 1000
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (4, "1f1b"), (2, "gpipe"), (4, "gpipe")])
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [(2, "1f1b"), (4, "1f1b"), (2, "gpipe"), (4, "gpipe")]
+)
 def test_turns_of_schedules(stages: int, schedule: str) -> None:
     """A rank saves one layer at every turn: its last one from F to B, its first one from B to F."""
     m = 6
@@ -101,7 +117,9 @@ def test_turns_of_schedules(stages: int, schedule: str) -> None:
         assert elements(layers(1, 10, 100), plan) == 2 * m * 111 - 100 * down - up
 
 
-@pytest.mark.parametrize(("prefetch", "most"), [(1, 1110), (2, 1210), (3, 1310), (4, 1315), (9, 1315)])
+@pytest.mark.parametrize(
+    ("prefetch", "most"), [(1, 1110), (2, 1210), (3, 1310), (4, 1315), (9, 1315)]
+)
 def test_at_most_the_layer_that_runs_and_those_ahead_are_whole(prefetch: int, most: int) -> None:
     """The worst window of layers; the table is one tensor."""
     plan = build("1f1b", 1, 3).ranks[0]
@@ -121,7 +139,10 @@ def test_what_is_whole_beside_each_units_backward() -> None:
 def test_chunks_of_a_rank_are_gathered_by_themselves() -> None:
     """Two chunks of an interleaved plan: what each gathers, and what comes between."""
     plan = actions("F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1")
-    for chunk, times in ((0, [3, 4]), (1, [4, 2])):  # chunk 0 turns at its first unit, chunk 1 twice at its last
+    for chunk, times in (
+        (0, [3, 4]),
+        (1, [4, 2]),
+    ):  # chunk 0 turns at its first unit, chunk 1 twice at its last
         found = gathering(layers(1, 10), [True, True], plan, chunk=chunk)
         assert list(found.times.values()) == times
         assert found.most == 11
@@ -133,7 +154,9 @@ def test_chunks_of_a_rank_are_gathered_by_themselves() -> None:
 def forecast(world: int, **groups: dict[str, object]) -> Forecast:
     model = {"layers": 6, "hidden": 64, "heads": 4, "seq": 16, "vocab": 50}
     train = {"global_batch": 16, "micro_batch": 2, "steps": 10}
-    config = Config.model_validate({"model": model, "train": train, "precision": {"dtype": "bf16"}, **groups})
+    config = Config.model_validate(
+        {"model": model, "train": train, "precision": {"dtype": "bf16"}, **groups}
+    )
     return Forecast.of(resolve(config, 50, world), world)
 
 
@@ -142,7 +165,17 @@ def test_a_forecast_passes_on_what_the_run_does() -> None:
     zero = {"stage": 3, "shard_size": 2, "prefetch": 2, "bucket_mib": 0.001}
     run = forecast(8, zero=zero, parallel={"pp": 2}, optim={"name": "lion"})
     costs = transformer_costs(
-        Decoder(hidden=64, heads=4, ffn=256, vocab=50, seq=16, micro_batch=2, positions=16, element_bytes=2), 6
+        Decoder(
+            hidden=64,
+            heads=4,
+            ffn=256,
+            vocab=50,
+            seq=16,
+            micro_batch=2,
+            positions=16,
+            element_bytes=2,
+        ),
+        6,
     )
     assert run.microbatches == 2
     for rank in run.ranks:
@@ -150,9 +183,13 @@ def test_a_forecast_passes_on_what_the_run_does() -> None:
         part = costs[held.start : held.stop]
         count = sum(cost.parameters for cost in part)
         assert rank.bytes["gradients"] == count // 2 * 4
-        assert rank.bytes["optimizer"] == count // 2 * (4 + 4)  # masters, and the one moment of Lion
+        assert rank.bytes["optimizer"] == count // 2 * (
+            4 + 4
+        )  # masters, and the one moment of Lion
         assert rank.bytes["parameters"] == 2 * count
-        assert rank.sends["pp"] == 2 * part[0].output_bytes + 50 * 64 // 2 * 4  # messages, and the table's slice
+        assert (
+            rank.sends["pp"] == 2 * part[0].output_bytes + 50 * 64 // 2 * 4
+        )  # messages, and the table's slice
         assert rank.sends["dp"] == (2 * count * 4) // 2 + count // 2 * 4 + count * 2 // 2
     text = run.text()
     assert "14/2 bytes per parameter" in text

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from tests import formulas
-from tests.formulas import Decoder, block_cost, communication_bytes, stage_parameters, transformer_costs
+from tests.formulas import (
+    Decoder,
+    block_cost,
+    communication_bytes,
+    stage_parameters,
+    transformer_costs,
+)
 from threed.config import Config
 from threed.forecast import Forecast, RankForecast
 from threed.pipeline.trace import LayerCost, Pass
@@ -42,7 +48,9 @@ def first(world: int, **groups: Mapping[str, Any]) -> RankForecast:
 
 
 @functools.cache
-def per_parameter(stage: int, shards: int, dtype: str = "bf16", grads: str = "bf16", optimizer: str = "adamw") -> float:
+def per_parameter(
+    stage: int, shards: int, dtype: str = "bf16", grads: str = "bf16", optimizer: str = "adamw"
+) -> float:
     """Bytes of model states that a rank holds for each parameter of a model of 0.6 B, times the shards."""
     model = {"layers": 2, "hidden": 4096, "heads": 32, "vocab": 51200}
     found = forecast(
@@ -69,7 +77,9 @@ def test_zero_figure_1_of_1910_02054() -> None:
     [(7.5, 1, (120, 120, 120)), (7.5, 4, (52.5, 41.3, 30)), (7.5, 64, (31.4, 16.6, 1.88)), (128, 64, (536, 284, 32)),
      (1000, 1024, (4011, 2013, 15.6))],
 )  # fmt: skip
-def test_zero_table_1_of_1910_02054(billions: float, shards: int, gigabytes: tuple[float, ...]) -> None:
+def test_zero_table_1_of_1910_02054(
+    billions: float, shards: int, gigabytes: tuple[float, ...]
+) -> None:
     for stage, expected in enumerate(gigabytes, start=1):
         assert states(stage, shards, billions * 1e9) == pytest.approx(expected, rel=0.005)
 
@@ -80,7 +90,9 @@ def test_zero_table_1_of_1910_02054_where_it_rounds_to_two_digits() -> None:
 
 
 @pytest.mark.parametrize("shards", [4, 64])
-def test_states_are_4_plus_k_bytes_per_parameter_of_which_each_stage_spreads_more(shards: int) -> None:
+def test_states_are_4_plus_k_bytes_per_parameter_of_which_each_stage_spreads_more(
+    shards: int,
+) -> None:
     """Slices are multiples of 32 elements: under ZeRO-3 each of 4 layers has two groups of them, with and without
     decay, and before all layers share one or two."""
     n, k = shards, 12
@@ -111,7 +123,9 @@ def test_regimes_of_bytes_per_parameter(
 
 def test_the_regime_is_said_in_words() -> None:
     kinds = "2-byte parameters, 4-byte gradients, 12 bytes of optimizer state"
-    two, three, alone = (regime(2, 4, z, n, replicas=2, resident=1000) for z, n in ((2, 64), (3, 64), (3, 1)))
+    two, three, alone = (
+        regime(2, 4, z, n, replicas=2, resident=1000) for z, n in ((2, 64), (3, 64), (3, 1))
+    )
     assert two == (
         f"2 + 16/64 bytes per parameter ({kinds}; ZeRO-2: gradients and optimizer state sliced over 64 ranks in each "
         "of 2 groups)"
@@ -125,9 +139,16 @@ def test_the_regime_is_said_in_words() -> None:
 
 @pytest.mark.parametrize(
     ("optim", "moments", "width"),
-    [({}, 2, 12), ({"name": "sgd"}, 1, 8), ({"name": "lion"}, 1, 8), ({"name": "sgd", "momentum": 0.0}, 0, 4)],
+    [
+        ({}, 2, 12),
+        ({"name": "sgd"}, 1, 8),
+        ({"name": "lion"}, 1, 8),
+        ({"name": "sgd", "momentum": 0.0}, 0, 4),
+    ],
 )
-def test_optimizers_with_fewer_moments_take_less(optim: dict[str, Any], moments: int, width: int) -> None:
+def test_optimizers_with_fewer_moments_take_less(
+    optim: dict[str, Any], moments: int, width: int
+) -> None:
     """Each with fp32 master weights beside 16-bit parameters."""
     assert optimizer_bytes(2, moments) == width
     found = forecast(4, optim=optim, precision={"dtype": "bf16"}, zero={"stage": 3})
@@ -153,7 +174,12 @@ def test_a_shard_group_of_one_rank_is_zero_0(dp: int) -> None:
 def test_small_parameters_stay_whole_under_stage_3() -> None:
     """Their gradients and optimizer states are slices all the same."""
     h, count = 128, forecast(1).parameters
-    sizes = [h] * (2 + 2 * 6) + [3 * h, 4 * h] * 2 + [h * h, 3 * h * h, 4 * h * h, 4 * h * h] * 2 + [16 * h, 64 * h]
+    sizes = (
+        [h] * (2 + 2 * 6)
+        + [3 * h, 4 * h] * 2
+        + [h * h, 3 * h * h, 4 * h * h, 4 * h * h] * 2
+        + [16 * h, 64 * h]
+    )
     assert sum(sizes) == count
     for resident in (0, h, h + 1, 3 * h + 1, 16 * h + 1, h * h + 1, 4 * h * h + 1):
         held = first(4, zero={"stage": 3, "resident": resident}, precision={"dtype": "bf16"}).bytes
@@ -182,7 +208,9 @@ def test_a_pass_adds_up_what_layers_keep() -> None:
     """What a layer hands on is kept if it, or the layer after it, keeps it; and once."""
 
     def cost(kept: int, *, into: bool = False, out: bool = False) -> LayerCost:
-        return LayerCost(0, kept, into, out, forward=1000 + kept, backward=2000 + kept, input=100, output=100)
+        return LayerCost(
+            0, kept, into, out, forward=1000 + kept, backward=2000 + kept, input=100, output=100
+        )
 
     plain = Pass([cost(1), cost(2), cost(3)])
     assert (plain.kept, plain.forward, plain.backward) == (6, 1006, [2001, 2003, 2006])
@@ -190,13 +218,22 @@ def test_a_pass_adds_up_what_layers_keep() -> None:
     assert (inputs.kept, inputs.forward) == (206, 1206)
     outputs = Pass([cost(1, out=True), cost(2, out=True), cost(3, out=True)])
     assert outputs.kept == 306
-    assert outputs.backward == [2001, 2103, 2206]  # an input that the layer before keeps is there beside its own
+    assert outputs.backward == [
+        2001,
+        2103,
+        2206,
+    ]  # an input that the layer before keeps is there beside its own
     both = Pass([cost(1, out=True), cost(2, into=True), cost(3)])
     assert both.kept == 106
 
 
 def test_parts_add_up_to_the_peak() -> None:
-    for zero in ({"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload_optimizer": "cpu"}):
+    for zero in (
+        {"stage": 0},
+        {"stage": 2},
+        {"stage": 3},
+        {"stage": 3, "offload_optimizer": "cpu"},
+    ):
         for rank in forecast(4, parallel={"pp": 2}, zero=zero).ranks:
             parts = ("parameters", "gradients", "optimizer", "activations", "buffers")
             assert rank.bytes["peak"] == sum(rank.bytes[part] for part in parts)
@@ -213,11 +250,16 @@ def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
     block = 12 * 128 * 128 + 13 * 128
     for stage in (2, 3):
         few, many = (
-            first(4, model={**model, "layers": n}, zero={**common, "stage": stage}).bytes["buffers"] for n in (4, 8)
+            first(4, model={**model, "layers": n}, zero={**common, "stage": stage}).bytes["buffers"]
+            for n in (4, 8)
         )
-        assert abs(many - few) <= (0.1 * 2**20 if stage == 2 else 0)  # what 4 layers add is 3.2 MB of gradients
+        assert abs(many - few) <= (
+            0.1 * 2**20 if stage == 2 else 0
+        )  # what 4 layers add is 3.2 MB of gradients
     ahead = [
-        first(4, model={**model, "layers": 8}, zero={**common, "stage": 3, "prefetch": n}).bytes["buffers"]
+        first(4, model={**model, "layers": 8}, zero={**common, "stage": 3, "prefetch": n}).bytes[
+            "buffers"
+        ]
         for n in (1, 2, 99)
     ]
     assert (ahead[0], ahead[1] - ahead[0], ahead[2] - ahead[0]) == (many, 4 * block, 4 * 6 * block)
@@ -225,7 +267,10 @@ def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
 
 def test_buckets_on_their_way_are_counted() -> None:
     """From stage 2 on buckets fill, leave and arrive; larger ones take more, up to what there is."""
-    sizes = [first(4, model={"layers": 8}, zero={"stage": 2, "bucket_mib": mib}).bytes["buffers"] for mib in (0.1, 0.5)]
+    sizes = [
+        first(4, model={"layers": 8}, zero={"stage": 2, "bucket_mib": mib}).bytes["buffers"]
+        for mib in (0.1, 0.5)
+    ]
     alone = first(1, model={"layers": 8}, zero={"stage": 2, "bucket_mib": 0.5}).bytes["buffers"]
     assert alone < sizes[0] < sizes[1]
     assert sizes[1] - sizes[0] >= 2 * (0.5 - 0.1) * 2**20  # one fills while another travels
@@ -244,7 +289,8 @@ def test_inputs_that_are_kept_by_the_formulas_of_1910_02054_section_6_1() -> Non
         }
         zero = {"nvme_path": "/tmp"}
         few, more = (
-            first(t, model={"layers": n}, recompute={"mode": "full", **recompute}, zero=zero, **run) for n in (2, 5)
+            first(t, model={"layers": n}, recompute={"mode": "full", **recompute}, zero=zero, **run)
+            for n in (2, 5)
         )
         keys = ("activations", "offloaded")
         return {key: more.bytes.get(key, 0) - few.bytes.get(key, 0) for key in keys} | {
@@ -255,14 +301,20 @@ def test_inputs_that_are_kept_by_the_formulas_of_1910_02054_section_6_1() -> Non
     assert (whole["activations"], whole["offloaded"]) == (3 * activation, 0)
     assert (sliced["activations"], sliced["offloaded"]) == (3 * activation // t, 0)
     assert (away["activations"], away["offloaded"]) == (0, 3 * activation // t)
-    assert whole["tp"] == m * 3 * 6 * formulas.all_reduce(activation, t)  # four sums, and two once more
-    assert sliced["tp"] - whole["tp"] == away["tp"] - whole["tp"] == m * 3 * activation * (t - 1) // t
+    assert whole["tp"] == m * 3 * 6 * formulas.all_reduce(
+        activation, t
+    )  # four sums, and two once more
+    assert (
+        sliced["tp"] - whole["tp"] == away["tp"] - whole["tp"] == m * 3 * activation * (t - 1) // t
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- bytes sent
 
 
-def sent(shards: int, stage: int, m: int = 1, *, world: int = 0, layers: int = 2, dtype: str = "fp32") -> int:
+def sent(
+    shards: int, stage: int, m: int = 1, *, world: int = 0, layers: int = 2, dtype: str = "fp32"
+) -> int:
     """Over dp, by a rank."""
     world = world or shards
     found = first(
@@ -295,12 +347,19 @@ def test_stages_2_and_3_pay_for_every_microbatch() -> None:
 
 
 @pytest.mark.parametrize(("stage", "reductions", "gathered"), [(1, 1, 1), (2, 3, 1), (3, 3, 6)])
-def test_groups_of_shards_all_reduce_their_slices_once(stage: int, reductions: int, gathered: int) -> None:
+def test_groups_of_shards_all_reduce_their_slices_once(
+    stage: int, reductions: int, gathered: int
+) -> None:
     """8 data ranks as 2 groups of 4 (MiCS, arXiv 2205.00119, section 3.4; FSDP's hybrid sharding), bf16; a block's."""
     s, r = 4, 2
-    block = sent(s, stage, 3, world=s * r, layers=3, dtype="bf16") - sent(s, stage, 3, world=s * r, dtype="bf16")
+    block = sent(s, stage, 3, world=s * r, layers=3, dtype="bf16") - sent(
+        s, stage, 3, world=s * r, dtype="bf16"
+    )
     scattered, own = BLOCK * 4 * (s - 1) // s, BLOCK // s * 4
-    assert block == reductions * scattered + 2 * own * (r - 1) // r + gathered * BLOCK * 2 * (s - 1) // s
+    assert (
+        block
+        == reductions * scattered + 2 * own * (r - 1) // r + gathered * BLOCK * 2 * (s - 1) // s
+    )
     assert sent(s * r, 0) == 2 * PSI * 4 * (s * r - 1) // (s * r)
 
 
@@ -358,7 +417,9 @@ def test_bytes_of_a_2x2x2_step_by_hand() -> None:
     assert whole_last["dp"] == (m * stage_parameters(last) + gathered) * 4 // 2
     plan, stage3 = build("1f1b", 2, m), {**common, "zero_stage": 3, "resident": 1024}
     assert whole_first == communication_bytes(first, last=False, actions=plan.ranks[0], **stage3)
-    assert whole_last == communication_bytes(last, input_bytes=message, actions=plan.ranks[1], **stage3)
+    assert whole_last == communication_bytes(
+        last, input_bytes=message, actions=plan.ranks[1], **stage3
+    )
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -14,7 +14,10 @@ from threed.planner import balanced, explicit, uniform
 
 
 def brute_force(
-    costs: Sequence[float], stages: int, rows: Sequence[Sequence[float]] | None = None, limit: float = 0
+    costs: Sequence[float],
+    stages: int,
+    rows: Sequence[Sequence[float]] | None = None,
+    limit: float = 0,
 ) -> list[range] | None:
     """The best of all cuts: smallest maximum, then smallest sum of squares, then fewest layers on the last stages."""
     best: tuple[tuple[float, float, list[int]], list[range]] | None = None
@@ -25,7 +28,11 @@ def brute_force(
         ):
             continue
         sums = [sum(costs[part.start : part.stop]) for part in cut]
-        key = (max(sums), sum(total * total for total in sums), [len(part) for part in reversed(cut)])
+        key = (
+            max(sums),
+            sum(total * total for total in sums),
+            [len(part) for part in reversed(cut)],
+        )
         best = min(best, (key, cut), key=lambda found: found[0]) if best else (key, cut)
     return best[1] if best else None
 
@@ -45,7 +52,11 @@ def test_balanced_under_a_memory_bound_is_the_best_of_those_that_fit(data: st.Da
     stages = data.draw(st.integers(1, len(costs)))
     row = st.lists(st.integers(0, 5), min_size=len(costs), max_size=len(costs))
     per_stage = data.draw(st.booleans())
-    rows = data.draw(st.lists(row, min_size=stages, max_size=stages)) if per_stage else [data.draw(row)] * stages
+    rows = (
+        data.draw(st.lists(row, min_size=stages, max_size=stages))
+        if per_stage
+        else [data.draw(row)] * stages
+    )
     limit = data.draw(st.integers(0, 15))
     sizes = rows if per_stage else rows[0]
     expected = brute_force(costs, stages, rows, limit)
@@ -66,7 +77,9 @@ def test_balanced_takes_any_floats(costs: list[float], stages: int) -> None:
     assert min(map(len, cut)) >= 1
     slowest = max(sum(costs[part.start : part.stop]) for part in cut)
     best = brute_force(costs, stages) or []
-    assert slowest == pytest.approx(max(sum(costs[part.start : part.stop]) for part in best), rel=1e-12)
+    assert slowest == pytest.approx(
+        max(sum(costs[part.start : part.stop]) for part in best), rel=1e-12
+    )
 
 
 def test_rounding_makes_no_tie_and_breaks_none() -> None:
@@ -77,7 +90,12 @@ def test_rounding_makes_no_tie_and_breaks_none() -> None:
 
 def test_ties_leave_the_last_stages_fewer_layers() -> None:
     assert [len(part) for part in balanced([1] * 7, 4)] == [2, 2, 2, 1]
-    assert [len(part) for part in balanced([1] * 9, 4)] == [3, 2, 2, 2]  # as even as can be, not 3 3 2 1
+    assert [len(part) for part in balanced([1] * 9, 4)] == [
+        3,
+        2,
+        2,
+        2,
+    ]  # as even as can be, not 3 3 2 1
     assert [len(part) for part in balanced([1, 0, 0, 1], 2)] == [3, 1]
     assert [len(part) for part in balanced([1, 0, 1, 0, 1], 3)] == [2, 2, 1]
 
@@ -86,7 +104,12 @@ def test_the_vocabulary_head_costs_blocks_so_the_last_stage_gets_fewer() -> None
     costs = transformer_costs(Decoder(hidden=256, heads=8, ffn=1024, vocab=16384, seq=256), 8)
     cut = balanced([cost.flops for cost in costs], 4)
     assert costs[-1].flops > 4 * costs[1].flops
-    assert cut == [range(4), range(4, 7), range(7, 9), range(9, 10)]  # embedding and 3 blocks, 3, 2, the head alone
+    assert cut == [
+        range(4),
+        range(4, 7),
+        range(7, 9),
+        range(9, 10),
+    ]  # embedding and 3 blocks, 3, 2, the head alone
 
 
 def test_bytes_may_depend_on_the_stage_as_live_microbatches_do() -> None:

@@ -99,7 +99,9 @@ def test_only_fp16_moves_its_scale_and_only_where_it_is_dynamic() -> None:
         for dtype, given in (("bf16", "dynamic"), ("fp32", "dynamic"), ("fp64", "dynamic"))
     }
     assert scales == {LossScale(1.0, dynamic=False)}
-    assert loss_scale(PrecisionConfig(dtype="fp16", loss_scale=1024.0)) == LossScale(1024.0, dynamic=False)
+    assert loss_scale(PrecisionConfig(dtype="fp16", loss_scale=1024.0)) == LossScale(
+        1024.0, dynamic=False
+    )
     assert loss_scale(PrecisionConfig(dtype="fp16", loss_scale="dynamic")) == LossScale()
 
 
@@ -143,7 +145,9 @@ def test_an_overflow_on_one_rank_skips_everywhere_and_moves_the_scale() -> None:
 
 def test_fp16_begins_with_the_default_and_comes_down() -> None:
     """A scale far too large: nothing is updated until it fits, and hysteresis is spent once."""
-    engine = engine_of(config_of(Case(layers=1, dtype="fp16", microbatches=1)), loss_scale=LossScale(2.0**40))
+    engine = engine_of(
+        config_of(Case(layers=1, dtype="fp16", microbatches=1)), loss_scale=LossScale(2.0**40)
+    )
     scales = [engine.step(data(engine, step)).loss_scale for step in range(3)]
     assert scales == [2.0**40, 2.0**40, 2.0**39]
     assert float(engine.optimizer.updates) == 0
@@ -154,11 +158,17 @@ def test_fp16_begins_with_the_default_and_comes_down() -> None:
 def check_unscaled(case: Case) -> None:
     """fp32, scaled by powers of two: nothing but exponents differs, so not a bit does in the end."""
     wanted = None
-    for rule in (LossScale(1.0, dynamic=False), LossScale(1024.0, dynamic=False), LossScale(8.0, window=1)):
+    for rule in (
+        LossScale(1.0, dynamic=False),
+        LossScale(1024.0, dynamic=False),
+        LossScale(8.0, window=1),
+    ):
         engine = engine_of(config_of(case), loss_scale=rule)
         metrics = [engine.step(data(engine, step)) for step in range(STEPS)]
         grows = 2.0 if rule.dynamic else 1.0
-        assert [m.loss_scale for m in metrics] == [rule.initial * grows**step for step in range(STEPS)]
+        assert [m.loss_scale for m in metrics] == [
+            rule.initial * grows**step for step in range(STEPS)
+        ]
         found = [m.loss for m in metrics], [m.grad_norm for m in metrics], state(engine)
         wanted = wanted or found
         assert found[:2] == wanted[:2]
@@ -172,7 +182,9 @@ def run_unscaled(cases: list[Case]) -> None:
 
 def test_gradients_are_unscaled_by_the_scale_of_their_backward() -> None:
     """With clipping, and also where the scale doubles after every step."""
-    run_ranks(2, run_unscaled, [Case(dp=2, layers=1, zero=stage, dtype="fp32") for stage in (0, 1, 2, 3)])
+    run_ranks(
+        2, run_unscaled, [Case(dp=2, layers=1, zero=stage, dtype="fp32") for stage in (0, 1, 2, 3)]
+    )
 
 
 # ------------------------------------------------------------------------------------- half precision, sliced and whole
@@ -182,7 +194,10 @@ EXACT, CLOSE = {"microbatches": 1}, {"microbatches": 3}
 
 
 def run_twin(case: Case, clip: float) -> Result:
-    engine = engine_of(with_(config_of(case), train={"grad_clip": clip}), loss_scale=LossScale(256.0, dynamic=False))
+    engine = engine_of(
+        with_(config_of(case), train={"grad_clip": clip}),
+        loss_scale=LossScale(256.0, dynamic=False),
+    )
     metrics = [engine.step(data(engine, step)) for step in range(STEPS)]
     assert metrics[-1].skipped == 0
     return result_of(engine, metrics)
@@ -192,11 +207,17 @@ def run_twins(cases: list[Case], clip: float) -> list[tuple[Case, Result]]:
     return [(case, run_twin(case, clip)) for case in cases]
 
 
-def differences(shape: tuple[int, int, int], microbatches: int, clip: float) -> Iterator[tuple[str, float, float]]:
+def differences(
+    shape: tuple[int, int, int], microbatches: int, clip: float
+) -> Iterator[tuple[str, float, float]]:
     """Of every sliced run from its un-sharded twin, part by part: the case, the largest difference, and the largest
     value there is."""
     first = Case(*shape, sequence=shape[2] > 1, layers=2, microbatches=microbatches, model="llama")
-    cases = [replace(first, dtype=dtype, zero=zero) for dtype in ("bf16", "fp16") for zero in (0, 1, 2, 3)]
+    cases = [
+        replace(first, dtype=dtype, zero=zero)
+        for dtype in ("bf16", "fp16")
+        for zero in (0, 1, 2, 3)
+    ]
     results = dict(run_ranks(first.world, run_twins, cases, clip)[0])
     for case, got in results.items():
         twin = results[replace(case, zero=0)]
@@ -204,7 +225,11 @@ def differences(shape: tuple[int, int, int], microbatches: int, clip: float) -> 
         for part, tensors in {"weight": twin.weights, **twin.moments}.items():
             found = {"weight": got.weights, **got.moments}[part]
             gap = max(float((found[name] - want).abs().max()) for name, want in tensors.items())
-            yield f"{part} of {case}", gap, max(float(want.abs().max()) for want in tensors.values())
+            yield (
+                f"{part} of {case}",
+                gap,
+                max(float(want.abs().max()) for want in tensors.values()),
+            )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -30,7 +30,9 @@ class Wire:
     reduce: str | None
     stage: int
     shard: int | str = "all"
-    layers: bool = False  # a model of threed.layers, in one micro-batch, in place of a module of plain torch
+    layers: bool = (
+        False  # a model of threed.layers, in one micro-batch, in place of a module of plain torch
+    )
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -39,7 +41,14 @@ class Wire:
         return DTYPES[grad], DTYPES[self.reduce or grad]
 
 
-FORMATS = [(None, "bf16"), (None, "fp16"), ("bf16", None), ("fp64", None), ("fp64", "fp32"), ("bf16", "fp32")]
+FORMATS = [
+    (None, "bf16"),
+    (None, "fp16"),
+    ("bf16", None),
+    ("fp64", None),
+    ("fp64", "fp32"),
+    ("bf16", "fp32"),
+]
 
 
 class Net(nn.Module):
@@ -48,7 +57,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8)) for _ in range(2)
+        )
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -64,24 +75,42 @@ def inputs(rank: int) -> dict[str, Tensor]:
 
 def tokens(world: int) -> dict[str, Tensor]:
     """With no label left out: ranks then weigh the same."""
-    ids = torch.randint(0, VOCAB, (world * ROWS, SEQ + 1), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(
+        0, VOCAB, (world * ROWS, SEQ + 1), generator=torch.Generator().manual_seed(3)
+    )
     return {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
 
 
 def plain_gradients(world: int) -> Gradients:
     """What autograd gives each rank in each micro-batch of Net, fp32."""
-    return [[one_gradient(world, rank, number) for number in range(MICROBATCHES)] for rank in range(world)]
+    return [
+        [one_gradient(world, rank, number) for number in range(MICROBATCHES)]
+        for rank in range(world)
+    ]
 
 
 def one_gradient(world: int, rank: int, number: int) -> dict[str, Tensor]:
-    net, part = Net(), {key: value.chunk(MICROBATCHES)[number] for key, value in inputs(rank).items()}
+    net, part = (
+        Net(),
+        {key: value.chunk(MICROBATCHES)[number] for key, value in inputs(rank).items()},
+    )
     (net(**part) / (world * MICROBATCHES)).backward()
     return {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
 
 
 def layer_config(wire: Wire, world: int) -> Config:
-    case = Case(dp=world, zero=wire.stage, shard=wire.shard, layers=1, model="llama", dtype="fp32", microbatches=1)
-    return with_(config_of(case), precision={"grad_dtype": wire.grad or "fp32", "reduce_dtype": wire.reduce})
+    case = Case(
+        dp=world,
+        zero=wire.stage,
+        shard=wire.shard,
+        layers=1,
+        model="llama",
+        dtype="fp32",
+        microbatches=1,
+    )
+    return with_(
+        config_of(case), precision={"grad_dtype": wire.grad or "fp32", "reduce_dtype": wire.reduce}
+    )
 
 
 def layer_gradients(world: int) -> Gradients:
@@ -143,16 +172,27 @@ def summed(grads: list[list[Tensor]], wire: Wire) -> Tensor:
         kept = [keep(parts, grad) for parts in grads]
         if size == 2:
             return add_up([k.to(moved) for k in kept], wide).to(grad)
-        return add_up([k.to(moved) for k in kept], torch.promote_types(torch.float32, moved)).to(moved).to(grad)
+        return (
+            add_up([k.to(moved) for k in kept], torch.promote_types(torch.float32, moved))
+            .to(moved)
+            .to(grad)
+        )
     groups = [grads[first : first + size] for first in range(0, len(grads), size)]
     per_group = []
     for group in groups:
         if wire.stage == 1:
             sums = [add_up([keep(parts, grad).to(moved) for parts in group], wide)]
         else:
-            sums = [add_up([part.to(grad).to(moved) for part in parts], wide) for parts in zip(*group, strict=True)]
+            sums = [
+                add_up([part.to(grad).to(moved) for part in parts], wide)
+                for parts in zip(*group, strict=True)
+            ]
         per_group.append(keep(sums, grad))
-    return per_group[0] if len(groups) == 1 else add_up([g.to(moved) for g in per_group], wide).to(grad)
+    return (
+        per_group[0]
+        if len(groups) == 1
+        else add_up([g.to(moved) for g in per_group], wide).to(grad)
+    )
 
 
 def keep(parts: list[Tensor], grad: torch.dtype) -> Tensor:
@@ -178,7 +218,9 @@ def check_wire(wires: list[Wire], gradients: Gradients) -> dict[Wire, tuple[int,
         for name, box, values in captured:
             if wire.layers and wire.grad == "bf16" and name == "embedding.word.weight":
                 continue  # rows of the same token are added where gradients are kept, in bf16
-            want = wanted[name][tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+            want = wanted[name][
+                tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))
+            ]
             assert torch.equal(values, want), f"{wire} {name} {box}"
     return sent
 
@@ -186,7 +228,9 @@ def check_wire(wires: list[Wire], gradients: Gradients) -> dict[Wire, tuple[int,
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients_travel_and_arrive_in_the_formats_asked_for(world: int) -> None:
     """In 2 micro-batches, and buckets that cut parameters; bytes change by the formula and the numbers' width."""
-    wires = [Wire(*formats, stage) for formats in [(None, None), *FORMATS] for stage in (0, 1, 2, 3)]
+    wires = [
+        Wire(*formats, stage) for formats in [(None, None), *FORMATS] for stage in (0, 1, 2, 3)
+    ]
     for sent in run_ranks(world, check_wire, wires, plain_gradients(world)):
         for wire, (count, elements) in sent.items():
             plain, same_elements = sent[replace(wire, grad=None, reduce=None)]
@@ -204,5 +248,7 @@ def test_groups_of_ranks_sum_in_two_steps() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_layers_gradients_too(world: int) -> None:
     """Products written where gradients are kept."""
-    wires = [Wire(*formats, stage, layers=True) for formats in FORMATS[:3] for stage in (0, 1, 2, 3)]
+    wires = [
+        Wire(*formats, stage, layers=True) for formats in FORMATS[:3] for stage in (0, 1, 2, 3)
+    ]
     run_ranks(world, check_wire, wires, layer_gradients(world))

@@ -26,7 +26,11 @@ def steps_until_stop(asked_at: dict[int, int], order: str) -> tuple[int, str, bo
     """How many steps this rank makes when some ranks are asked in some step; ranks meet every third step."""
     axis = Topology(dp=2).axis("world")
     step = 0
-    stop = Stop(axis, torch.device("cpu"), lambda: f"S{axis.index}" if step >= asked_at.get(axis.index, 99) else "")
+    stop = Stop(
+        axis,
+        torch.device("cpu"),
+        lambda: f"S{axis.index}" if step >= asked_at.get(axis.index, 99) else "",
+    )
     while step < 9 and not stop:
         step += 1
         if order == "meets" and step % 3 == 0:
@@ -45,7 +49,9 @@ def steps_until_stop(asked_at: dict[int, int], order: str) -> tuple[int, str, bo
         ({}, "checks", (9, "", False)),
     ],
 )
-def test_all_ranks_stop_at_the_same_step(asked_at: dict[int, int], order: str, expected: tuple[int, str, bool]) -> None:
+def test_all_ranks_stop_at_the_same_step(
+    asked_at: dict[int, int], order: str, expected: tuple[int, str, bool]
+) -> None:
     assert run_ranks(2, steps_until_stop, asked_at, order) == [expected] * 2
 
 
@@ -107,7 +113,9 @@ threading.Thread(target=listen, daemon=True).start()
 print("ready", flush=True)
 while True: ctypes.CDLL(None).sleep(300)
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == "ready\n"

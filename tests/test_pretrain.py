@@ -43,20 +43,33 @@ def folder(tmp_path: Path) -> Path:
 
 def command(ranks: int, script: str, *flags: str) -> list[str]:
     """The command line of a run; one rank needs no launcher."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
     return [sys.executable, *launcher, str(ROOT / "pretrain" / script), *flags]
 
 
 def environment(folder: Path) -> dict[str, str]:
     """An environment without keys, with a cache of its own."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "THREED"))}
-    return {**kept, "OMP_NUM_THREADS": "1", "THREED_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith(("WANDB", "THREED"))
+    }
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "THREED_CACHE": str(folder / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def start(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs a script to its end, as a user does."""
     line = command(ranks, script, *flags)
-    return subprocess.run(line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        line, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=240
+    )
 
 
 def again(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -65,11 +78,27 @@ def again(folder: Path, ranks: int, script: str, *flags: str) -> subprocess.Comp
 
 
 def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) -> None:
-    flags = ["--preset", "tiny", *QUICK, "--parallel.tp", "2", "--parallel.pp", "2", "--train.steps", "6"]
+    flags = [
+        "--preset",
+        "tiny",
+        *QUICK,
+        "--parallel.tp",
+        "2",
+        "--parallel.pp",
+        "2",
+        "--train.steps",
+        "6",
+    ]
     first = start(folder, 4, "gpt.py", *flags, "--train.stop-after", "4")
     assert first.returncode == 0, first.stdout + first.stderr
     run = folder / "runs" / "tiny"
-    for name in ("config.toml", "metrics.jsonl", "heartbeat/rank-3.json", "wandb", "hf/config.json"):
+    for name in (
+        "config.toml",
+        "metrics.jsonl",
+        "heartbeat/rank-3.json",
+        "wandb",
+        "hf/config.json",
+    ):
         assert (run / name).exists(), name
     for name in ("loss", "pipeline", "memory"):
         assert (run / "figures" / f"{name}.svg").read_text().rstrip().endswith("</svg>")
@@ -83,7 +112,13 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
     assert config["parameters"] == 47_424
     assert config["git_commit"] == git_commit(ROOT)
     assert config["device"]
-    for word in ("rank 3", "ideal bubble", "the model writes", "resume     torchrun", "figures/loss.svg"):
+    for word in (
+        "rank 3",
+        "ideal bubble",
+        "the model writes",
+        "resume     torchrun",
+        "figures/loss.svg",
+    ):
         assert word in first.stdout, first.stdout
 
     quick = ["--log.wandb", "off", "--checkpoint.export-hf", "false"]
@@ -98,11 +133,16 @@ def test_a_run_leaves_everything_the_contract_names_and_resumes(folder: Path) ->
     assert last["train/loss"] == metrics.read(run / "metrics.jsonl")[-1]["train/loss"]
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name
+)
 def test_examples_have_help_and_train_nothing(folder: Path, script: Path) -> None:
     """Under a launcher too: once, and without a process group."""
     done = run_script(
-        2 if script.name == "custom_model.py" else 1, [str(script), "--help"], folder, environment(folder)
+        2 if script.name == "custom_model.py" else 1,
+        [str(script), "--help"],
+        folder,
+        environment(folder),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: ") == 1
@@ -111,7 +151,9 @@ def test_examples_have_help_and_train_nothing(folder: Path, script: Path) -> Non
 
 
 def test_flags_that_an_example_has_not_are_refused(folder: Path) -> None:
-    done = run_script(1, [str(ROOT / "examples" / "custom_model.py"), "--dry-run"], folder, environment(folder))
+    done = run_script(
+        1, [str(ROOT / "examples" / "custom_model.py"), "--dry-run"], folder, environment(folder)
+    )
     assert done.returncode == 1
     assert "has no --dry-run and no --world-size; `threed plan` has them" in done.stderr
     assert "step 1" not in done.stdout
@@ -124,7 +166,9 @@ def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:
     done = start(folder, 1, "llama.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     (goes_on,) = (line for line in done.stdout.splitlines() if line.startswith("resume"))
-    assert goes_on.endswith("--log.wandb off --checkpoint.resume auto")  # else its checkpoints would be set aside
+    assert goes_on.endswith(
+        "--log.wandb off --checkpoint.resume auto"
+    )  # else its checkpoints would be set aside
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "runs" / "llama-tiny" / "hf")
@@ -134,14 +178,35 @@ def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:
 
 def test_a_compiled_run_trains_to_the_same_losses(folder: Path) -> None:
     """Also in the step whose memory is looked at otherwise, which no compiled one is."""
-    flags = ["--preset", "tiny", *QUICK, "--train.steps", "3", "--log.wandb", "off", "--checkpoint.export-hf", "false"]
+    flags = [
+        "--preset",
+        "tiny",
+        *QUICK,
+        "--train.steps",
+        "3",
+        "--log.wandb",
+        "off",
+        "--checkpoint.export-hf",
+        "false",
+    ]
     flags += ["--log.every", "1", "--parallel.schedule", "zb-h1"]
-    compiled = ["--run.compile", "true", "--run.compile-backend", "aot_eager", "--run.name", "compiled"]
+    compiled = [
+        "--run.compile",
+        "true",
+        "--run.compile-backend",
+        "aot_eager",
+        "--run.name",
+        "compiled",
+    ]
     for more in ([], compiled):
         done = again(folder, 1, "gpt.py", *flags, *more)
         assert done.returncode == 0, done.stdout + done.stderr
-    plain, other = (metrics.read(folder / "runs" / name / "metrics.jsonl") for name in ("tiny", "compiled"))
-    assert [row["train/loss"] for row in other] == pytest.approx([row["train/loss"] for row in plain], rel=1e-4)
+    plain, other = (
+        metrics.read(folder / "runs" / name / "metrics.jsonl") for name in ("tiny", "compiled")
+    )
+    assert [row["train/loss"] for row in other] == pytest.approx(
+        [row["train/loss"] for row in plain], rel=1e-4
+    )
 
 
 def test_everything_wrong_is_said_at_once_with_exit_code_2(folder: Path) -> None:
@@ -153,7 +218,17 @@ def test_everything_wrong_is_said_at_once_with_exit_code_2(folder: Path) -> None
 
 
 def test_a_resume_with_another_shape_is_refused_and_names_the_keys(folder: Path) -> None:
-    flags = ["--preset", "tiny", *QUICK, "--train.steps", "1", "--checkpoint.export-hf", "false", "--log.wandb", "off"]
+    flags = [
+        "--preset",
+        "tiny",
+        *QUICK,
+        "--train.steps",
+        "1",
+        "--checkpoint.export-hf",
+        "false",
+        "--log.wandb",
+        "off",
+    ]
     flags += ["--optim.warmup", "0"]
     assert again(folder, 1, "gpt.py", *flags).returncode == 0
     other = again(folder, 1, "gpt.py", *flags, "--model.hidden", "64")
@@ -163,7 +238,18 @@ def test_a_resume_with_another_shape_is_refused_and_names_the_keys(folder: Path)
 
 
 def test_dry_run_prints_the_plan_and_trains_nothing(folder: Path) -> None:
-    flags = ["--preset", "tiny", *QUICK, "--dry-run", "--world-size", "8", "--parallel.tp", "2", "--parallel.pp", "2"]
+    flags = [
+        "--preset",
+        "tiny",
+        *QUICK,
+        "--dry-run",
+        "--world-size",
+        "8",
+        "--parallel.tp",
+        "2",
+        "--parallel.pp",
+        "2",
+    ]
     done = again(folder, 1, "gpt.py", *flags)
     assert done.returncode == 0, done.stderr
     assert "pp1 dp1 tp1" in done.stdout
@@ -175,7 +261,12 @@ def test_an_interrupted_run_says_in_one_line_how_it_goes_on(folder: Path) -> Non
         "--preset", "tiny", *QUICK, "--train.steps", "9000", "--checkpoint.every", "5", "--log.wandb", "off",
         "--parallel.pp", "2",
     ]  # fmt: skip
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    streams = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "start_new_session": True,
+    }
     with subprocess.Popen(  # type: ignore[call-overload]
         command(2, "gpt.py", *flags), cwd=folder, env=environment(folder), **streams
     ) as job:
@@ -190,7 +281,9 @@ def test_an_interrupted_run_says_in_one_line_how_it_goes_on(folder: Path) -> Non
 
 def test_how_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     def said(resume: str) -> str:
-        config = Config.model_validate({"run": {"dir": str(tmp_path)}, "checkpoint": {"resume": resume}})
+        config = Config.model_validate(
+            {"run": {"dir": str(tmp_path)}, "checkpoint": {"resume": resume}}
+        )
         return launch._how_to_go_on(config, None)
 
     assert said("auto") == "nothing was saved yet"
@@ -199,7 +292,9 @@ def test_how_an_interrupted_run_goes_on(tmp_path: Path) -> None:
         path.mkdir(parents=True)
     assert said("auto") == f"the same command resumes from {newest}"
     assert said("none") == f"the same command with --checkpoint.resume auto resumes from {newest}"
-    assert said(str(newest)) == said("none")  # the same command would go back to the one it was given
+    assert said(str(newest)) == said(
+        "none"
+    )  # the same command would go back to the one it was given
 
 
 def wait_for(condition: object, seconds: float = 240) -> None:

@@ -41,7 +41,9 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
             theirs(name).save_pretrained(place / name)
     ByteTokenizer().save_hf(place / "llama")
     (place / "llama" / "chat_template.jinja").write_text("{{ messages }}")
-    (place / "llama" / "generation_config.json").write_text('{"eos_token_id": [2, 256], "top_p": 0.9}')
+    (place / "llama" / "generation_config.json").write_text(
+        '{"eos_token_id": [2, 256], "top_p": 0.9}'
+    )
     convert(place / "llama", place / "native")
     return place
 
@@ -60,14 +62,20 @@ def test_the_folder_says_what_the_model_is(kind: str, pretrained: Path) -> None:
     config = resolved(resume, {"model": {"arch": "gpt"}})
     assert config.model == model.model_copy(update={"seq": 64})  # of its 64 positions
     assert Path(config.data.tokenizer).samefile(pretrained / "llama") or kind == "native"
-    config = resolved([*resume, "--preset", "llama-tiny", "--model.seq", "16", "--model.dropout", "0.1"], {})
+    config = resolved(
+        [*resume, "--preset", "llama-tiny", "--model.seq", "16", "--model.dropout", "0.1"], {}
+    )
     assert config.model == model.model_copy(update={"seq": 16, "dropout": 0.1})
     assert config.optim.lr == load(["--preset", "llama-tiny"])[0].optim.lr
     assert resolved([*resume, "--data.tokenizer", "bytes"], {}).data.tokenizer == "bytes"
     with pytest.raises(ConfigError) as error:
         find([*resume, "--model.layers", "4", "--model.kv-heads", "4"], {})
-    for text, wanted in zip(error.value.problems, ("layers = 3, this run", "kv_heads = 2, this run"), strict=True):
-        assert text.startswith(f"the model of {pretrained / kind} has {wanted} has 4: leave the flag out")
+    for text, wanted in zip(
+        error.value.problems, ("layers = 3, this run", "kv_heads = 2, this run"), strict=True
+    ):
+        assert text.startswith(
+            f"the model of {pretrained / kind} has {wanted} has 4: leave the flag out"
+        )
 
 
 def test_without_such_a_folder_nothing_changes(pretrained: Path, tmp_path: Path) -> None:
@@ -82,10 +90,19 @@ def test_a_begin_without_a_known_tokenizer_is_refused(pretrained: Path, tmp_path
     convert(pretrained / "gpt2", tmp_path / "none")
     convert(pretrained / "llama", tmp_path / "told none", tokenizer="none")
     shutil.copytree(tmp_path / "none", tmp_path / "moments")
-    sealed(tmp_path / "moments", lambda body: body["state"].update(steps=40, consumed=40, updates=40.0))
-    for path in (pretrained / "gpt2", tmp_path / "none", tmp_path / "told none", tmp_path / "moments"):
+    sealed(
+        tmp_path / "moments", lambda body: body["state"].update(steps=40, consumed=40, updates=40.0)
+    )
+    for path in (
+        pretrained / "gpt2",
+        tmp_path / "none",
+        tmp_path / "told none",
+        tmp_path / "moments",
+    ):
         words = ["--checkpoint.resume", str(path)]
-        with pytest.raises(ConfigError, match=r"tokenizer .*: give the model's tokenizer with --data\.tok"):
+        with pytest.raises(
+            ConfigError, match=r"tokenizer .*: give the model's tokenizer with --data\.tok"
+        ):
             find(words, {})
         (tmp_path / "run.toml").write_text('[data]\ntokenizer = "bytes"\n')
         for named in (
@@ -96,11 +113,14 @@ def test_a_begin_without_a_known_tokenizer_is_refused(pretrained: Path, tmp_path
             start = find([*words, *named], {})
             assert (
                 start is None
-                or load([*start.flags, *words, *named], defaults=start.defaults)[0].data.tokenizer == "bytes"
+                or load([*start.flags, *words, *named], defaults=start.defaults)[0].data.tokenizer
+                == "bytes"
             )
 
 
-def test_a_tokenizer_that_cannot_be_read_is_refused_and_goes_along(pretrained: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_read_is_refused_and_goes_along(
+    pretrained: Path, tmp_path: Path
+) -> None:
     source = shutil.copytree(pretrained / "gpt2", tmp_path / "source")
     (source / "tokenizer.model").write_bytes(b"not a SentencePiece model")
     native = convert(source, tmp_path / "native")
@@ -109,10 +129,13 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_and_goes_along(pretrained: P
         (problem,) = find_problems(None, config.data.tokenizer, 0.1)
         assert "tokenizer.model" in problem
         assert "give --data.tokenizer a folder with a tokenizer.json" in problem
-    assert (convert(native, tmp_path / "back") / "tokenizer.model").read_bytes() == b"not a SentencePiece model"
+    assert (
+        convert(native, tmp_path / "back") / "tokenizer.model"
+    ).read_bytes() == b"not a SentencePiece model"
     (source / "tokenizer.model").write_bytes(b"another")
     with pytest.raises(
-        ConfigError, match=r"its tokenizer, .* has other files now: give the model's tokenizer with --data\.tok"
+        ConfigError,
+        match=r"its tokenizer, .* has other files now: give the model's tokenizer with --data\.tok",
     ):
         find(["--checkpoint.resume", str(native)], {})
 
@@ -133,8 +156,12 @@ def test_a_folder_that_does_not_fit_is_refused_before_the_start(
     (source / "config.json").write_text(json.dumps(about))
     assert launch.main(words, prog="pretrain/gpt.py", arch="gpt") == 2
     said = capsys.readouterr().err
-    assert "pretrain/gpt.py trains gpt, and the preset, file or folder says model.arch llama" in said
-    assert said.rstrip().endswith(": add --model.arch llama, or use `threed train llama`")  # it cannot be gpt
+    assert (
+        "pretrain/gpt.py trains gpt, and the preset, file or folder says model.arch llama" in said
+    )
+    assert said.rstrip().endswith(
+        ": add --model.arch llama, or use `threed train llama`"
+    )  # it cannot be gpt
 
 
 def test_a_run_begins_from_a_folder_and_goes_on_from_its_own_checkpoints(
@@ -150,12 +177,27 @@ def test_a_run_begins_from_a_folder_and_goes_on_from_its_own_checkpoints(
     told = first.stdout.partition("resume     ")[2].split()
     assert told[3:6] == ["2", "pretrain/llama.py", "--config"]
     assert told[-2:] == ["--checkpoint.resume", "auto"]
-    second = again(folder, 2, "llama.py", *told[5:], "--train.stop-after", "none", "--checkpoint.export-hf", "true")
+    second = again(
+        folder,
+        2,
+        "llama.py",
+        *told[5:],
+        "--train.stop-after",
+        "none",
+        "--checkpoint.export-hf",
+        "true",
+    )
     assert second.returncode == 0, second.stderr
     assert "resumed    run/checkpoints/step-2" in second.stdout
     rows = metrics.read(folder / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert native.read_manifest(folder / "run" / "checkpoints" / "step-4")["config"]["model"]["layers"] == 3
+    assert (
+        native.read_manifest(folder / "run" / "checkpoints" / "step-4")["config"]["model"]["layers"]
+        == 3
+    )
     converted = convert(folder / "run" / "checkpoints" / "step-4", folder / "converted")
-    for out in (folder / "run" / "hf", converted):  # ids, generation defaults and files are those of the first folder
+    for out in (
+        folder / "run" / "hf",
+        converted,
+    ):  # ids, generation defaults and files are those of the first folder
         assert_same_folder(out, pretrained / "llama")

@@ -67,13 +67,18 @@ def test_recompute_changes_no_bit(shape: tuple[int, int, int]) -> None:
     base = Case(*shape, dropout=0.1, dtype="fp32", layers=3)
     gpt = replace(base, zero=one, schedule=schedule)
     qwen = replace(base, model="qwen-tied", zero=other, schedule=turn, sequence=shape[2] > 1)
-    for found in run_ranks(base.world, compare, {gpt: ["half", "sliced", "nvme"], qwen: ["full", "selective"]}):
+    for found in run_ranks(
+        base.world, compare, {gpt: ["half", "sliced", "nvme"], qwen: ["full", "selective"]}
+    ):
         assert not found
 
 
 def test_recompute_changes_no_bit_in_three_dimensions() -> None:
     three = {
-        Case(2, 2, 2, "llama", zero=3, dropout=0.1, dtype="bf16", layers=3): ["sliced", "selective"],
+        Case(2, 2, 2, "llama", zero=3, dropout=0.1, dtype="bf16", layers=3): [
+            "sliced",
+            "selective",
+        ],
         Case(2, 2, 2, sequence=True, dtype="fp16", layers=3): ["full", "selective"],
     }
     for found in run_ranks(8, compare, three):
@@ -153,7 +158,10 @@ def test_weights_are_gathered_once_for_recompute_and_backward(prefetch: int) -> 
     """The weights of `Vanishing` are NaN where they are not gathered."""
     layers = [Linear(n) for n in range(4)]
     counts, grads = [], []
-    for recomputed in (Recomputed(), Recomputed(frozenset(range(4)), ActivationStore(None, None, CPU))):
+    for recomputed in (
+        Recomputed(),
+        Recomputed(frozenset(range(4)), ActivationStore(None, None, CPU)),
+    ):
         gatherer = Vanishing(layers, range(4))
         stage = Stage(layers, gatherer, prefetch, recomputed=recomputed)
         stage.forward(0, torch.ones(2, 4, requires_grad=True), MicroBatch())
@@ -173,7 +181,10 @@ def test_weights_are_gathered_once_for_recompute_and_backward(prefetch: int) -> 
 def test_frozen_layers(frozen: tuple[int, ...]) -> None:
     """What needs no gradient is not kept, and not computed again."""
     found = []
-    for recomputed in (Recomputed(), Recomputed(frozenset(range(3)), ActivationStore(None, None, CPU))):
+    for recomputed in (
+        Recomputed(),
+        Recomputed(frozenset(range(3)), ActivationStore(None, None, CPU)),
+    ):
         layers = [Linear(n) for n in range(3)]
         for n in frozen:
             layers[n].weight.requires_grad_(False)
@@ -190,7 +201,9 @@ def test_frozen_layers(frozen: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("mode", ["half", "nvme"])
-def test_steps_that_were_given_up_leave_their_places(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_were_given_up_leave_their_places(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error in the middle of a backward or a forward, more often than there are slots or buffers."""
     engine = engine_of(config_of(Case(recompute=mode, microbatches=1, layers=5)))
     stage, data = engine.executor.stages[0], batch(0, 8)
@@ -260,7 +273,9 @@ class TakesOne(Linear):
         return super().forward(x[0], micro)
 
 
-@pytest.mark.parametrize("recomputed", [Recomputed(), Recomputed(frozenset({0, 1}), ActivationStore(None, None, CPU))])
+@pytest.mark.parametrize(
+    "recomputed", [Recomputed(), Recomputed(frozenset({0, 1}), ActivationStore(None, None, CPU))]
+)
 def test_an_output_that_nothing_uses_has_no_gradient(recomputed: Recomputed) -> None:
     layers = [Forks(0), TakesOne(1)]
     stage = Stage(layers, AlwaysWhole(), recomputed=recomputed)
@@ -312,7 +327,9 @@ def test_an_operation_that_is_no_function_of_its_inputs_is_an_error() -> None:
     x = torch.ones(3, requires_grad=True)
     with selective.watch():
         y = selective.run("activation", lambda v: v.sin() if next(turns) else v * 2 + 1, x)
-    with pytest.raises(RuntimeError, match="recompute of activation saved 0 tensors where its forward saved 1"):
+    with pytest.raises(
+        RuntimeError, match="recompute of activation saved 0 tensors where its forward saved 1"
+    ):
         y.sum().backward()
 
 
@@ -325,7 +342,10 @@ def test_weights_keep_their_sinks_under_saved_tensor_hooks() -> None:
         def add_product(self, a: Tensor, b: Tensor) -> None:
             self.products += 1
 
-    mlp, selective = MLP("m", 4, 8, Slicing(alone())).to_empty(device="cpu"), Selective(["activation"])
+    mlp, selective = (
+        MLP("m", 4, 8, Slicing(alone())).to_empty(device="cpu"),
+        Selective(["activation"]),
+    )
     selective.install(mlp)
     mlp.up.weight.sink, mlp.down.weight.sink = Sink(), Sink()
     with selective.watch():
@@ -369,7 +389,10 @@ def test_a_wrapped_module_recomputes_its_own_way(stage: int) -> None:
     ("recompute", "message"),
     [
         ({"mode": "selective"}, "selective: LlamaForCausalLM has no operations known by name"),
-        ({"mode": "full", "every": 2}, "recompute.every: LlamaForCausalLM is not built from threed.layers"),
+        (
+            {"mode": "full", "every": 2},
+            "recompute.every: LlamaForCausalLM is not built from threed.layers",
+        ),
         ({"mode": "full", "arena": True}, "recompute.arena: LlamaForCausalLM"),
     ],
 )
@@ -379,7 +402,9 @@ def test_what_wrapped_modules_cannot_do_is_refused(recompute: dict[str, Any], me
 
 
 def test_a_module_without_checkpointing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Linear has no gradient_checkpointing_enable\(\); wrap its blocks"):
+    with pytest.raises(
+        ConfigError, match=r"Linear has no gradient_checkpointing_enable\(\); wrap its blocks"
+    ):
         Engine(nn.Linear(2, 2), Topology(), Config.model_validate({"recompute": {"mode": "full"}}))
 
 
@@ -388,9 +413,18 @@ def test_a_module_without_checkpointing_is_refused() -> None:
     [
         ({"every": 2}, "every 2 with --recompute.mode none: use"),
         ({"arena": True}, "arena true with --recompute.mode none: .* use --recompute.mode full"),
-        ({"mode": "selective", "offload": "cpu"}, "offload cpu with --recompute.mode selective: .* use"),
-        ({"mode": "full", "ops": ("norm",)}, "ops norm is for --recompute.mode selective, not full"),
-        ({"mode": "full", "partition": True}, "partition true with --parallel.tp 1: .* leave it out"),
+        (
+            {"mode": "selective", "offload": "cpu"},
+            "offload cpu with --recompute.mode selective: .* use",
+        ),
+        (
+            {"mode": "full", "ops": ("norm",)},
+            "ops norm is for --recompute.mode selective, not full",
+        ),
+        (
+            {"mode": "full", "partition": True},
+            "partition true with --parallel.tp 1: .* leave it out",
+        ),
         ({"mode": "full", "offload": "nvme"}, "--zero.nvme-path FOLDER"),
     ],
 )

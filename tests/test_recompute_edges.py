@@ -58,7 +58,9 @@ def conjugates(r: Recompute, x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "work", [changes_the_result, changes_a_view_of_the_result, views_as_complex, conjugates], ids=lambda f: f.__name__
+    "work",
+    [changes_the_result, changes_a_view_of_the_result, views_as_complex, conjugates],
+    ids=lambda f: f.__name__,
 )
 def test_gradients_are_those_without_recompute(work: Work) -> None:
     for got, want in zip(gradients(work, "norm", "activation"), gradients(work), strict=True):
@@ -69,7 +71,9 @@ def test_gradients_are_those_without_recompute(work: Work) -> None:
 
 def changes_the_input(r: Recompute, x: Tensor, weight: Tensor) -> Tensor:
     a = x @ weight
-    y = r.run("activation", torch.tanh, a)  # its input is no business of tanh's backward: fine without recompute
+    y = r.run(
+        "activation", torch.tanh, a
+    )  # its input is no business of tanh's backward: fine without recompute
     a.add_(5)
     return y * a
 
@@ -91,9 +95,18 @@ def changes_what_is_saved(r: Recompute, x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        (changes_the_input, "an input of activation, which is .* was changed in place .* change a copy instead"),
-        (operates_in_place, "an input of activation, which is .* was changed in place .* change a copy instead"),
-        (changes_what_the_operation_saved, "a tensor that the backward needs, .* at version 1, and was at 0"),
+        (
+            changes_the_input,
+            "an input of activation, which is .* was changed in place .* change a copy instead",
+        ),
+        (
+            operates_in_place,
+            "an input of activation, which is .* was changed in place .* change a copy instead",
+        ),
+        (
+            changes_what_the_operation_saved,
+            "a tensor that the backward needs, .* at version 1, and was at 0",
+        ),
         (changes_what_is_saved, "a tensor that the backward needs, .* at version 1, and was at 0"),
     ],
     ids=lambda f: getattr(f, "__name__", ""),
@@ -159,9 +172,14 @@ class Source(nn.Module):
 
 def test_a_layer_that_changes_its_input_is_not_recomputed_from_it() -> None:
     stage = Stage(
-        [Source(), InPlace()], AlwaysWhole(), recomputed=Recomputed(frozenset({1}), ActivationStore(None, None, CPU))
+        [Source(), InPlace()],
+        AlwaysWhole(),
+        recomputed=Recomputed(frozenset({1}), ActivationStore(None, None, CPU)),
     )
-    with pytest.raises(RuntimeError, match=r"layer 1 \(InPlace\) changed its input in place.*`recomputable = False`"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"layer 1 \(InPlace\) changed its input in place.*`recomputable = False`",
+    ):
         stage.forward(0, None, MicroBatch())
 
 
@@ -186,10 +204,14 @@ def test_weights_are_whole_where_operations_are_computed_again() -> None:
         for unit in units:
             selective.install(layers[unit])
         gatherer = Vanishing(layers, range(3))
-        stage = Stage(layers, gatherer, recomputed=Recomputed(frozenset(units), selective=selective))
+        stage = Stage(
+            layers, gatherer, recomputed=Recomputed(frozenset(units), selective=selective)
+        )
         stage.forward(0, torch.ones(2, 4, requires_grad=True), MicroBatch())
         dx = stage.backward(0, torch.ones(2, 4))
-        assert [gatherer.gathers[unit] for unit in range(3)] == [1 + (unit in units) for unit in range(3)]
+        assert [gatherer.gathers[unit] for unit in range(3)] == [
+            1 + (unit in units) for unit in range(3)
+        ]
         found.append([dx, *(layer.bias.grad for layer in layers)])
     for got, want in zip(found[1], found[0], strict=True):
         assert got is not None
@@ -226,7 +248,9 @@ def test_inputs_of_changing_size_use_their_regions_again(tmp_path: Path) -> None
             for one, x in reversed(list(zip(kept, inputs, strict=True))):
                 assert torch.equal(store.get(one), x)
                 store.release(one)
-        assert disk._size <= 4.5 * 8 * most * 8  # growing by half, the last time beyond what was needed
+        assert (
+            disk._size <= 4.5 * 8 * most * 8
+        )  # growing by half, the last time beyond what was needed
 
 
 def test_inputs_of_one_size_take_no_more_than_they_are(tmp_path: Path) -> None:
@@ -241,7 +265,10 @@ def test_inputs_of_one_size_take_no_more_than_they_are(tmp_path: Path) -> None:
 def test_inputs_kept_before_a_larger_one_come_back_and_their_regions_go(tmp_path: Path) -> None:
     disk = Disk(tmp_path, "a")
     storages = OnDrives(disk)
-    store, inputs = ActivationStore(None, storages, CPU), [torch.arange(n) for n in (10, 900, 5000, 30, 60_000, 7)]
+    store, inputs = (
+        ActivationStore(None, storages, CPU),
+        [torch.arange(n) for n in (10, 900, 5000, 30, 60_000, 7)],
+    )
     kept = [store.save(x) for x in inputs]
     for one, x in zip(kept, inputs, strict=True):
         assert torch.equal(store.get(one), x)
@@ -252,4 +279,6 @@ def test_inputs_kept_before_a_larger_one_come_back_and_their_regions_go(tmp_path
     assert disk._size == size
     assert free == 2  # of the largest drive: 60 000 and 7
     assert storages._drive is not None
-    assert len([storages._drive.take() for _ in range(BUFFERS)]) == BUFFERS  # every buffer came back
+    assert (
+        len([storages._drive.take() for _ in range(BUFFERS)]) == BUFFERS
+    )  # every buffer came back

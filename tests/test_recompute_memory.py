@@ -35,13 +35,17 @@ GPT = replace(BASE, dropout=True, positions=0, **SIZES)
 QWEN = replace(LLAMA, qk_norm=True, **SIZES)
 
 
-def bytes_kept(dims: Decoder, make: Callable[[list[Any]], Recomputed], count: int = BLOCKS) -> float:
+def bytes_kept(
+    dims: Decoder, make: Callable[[list[Any]], Recomputed], count: int = BLOCKS
+) -> float:
     """Bytes a block of a stage keeps of a micro-batch, measured while its backward has not come."""
     blocks = [build_layers(dims)["block"] for _ in range(count)]
     stage, live = Stage(blocks, AlwaysWhole(), recomputed=make(blocks)), Live()
     micro = MicroBatch(samples=torch.arange(dims.micro_batch))
     run(stage, dims, micro, 0).grad = None  # tables of angles, buffers of a drive
-    stage.backward(0, torch.ones(dims.seq, dims.micro_batch, dims.hidden, dtype=DTYPES[dims.element_bytes]))
+    stage.backward(
+        0, torch.ones(dims.seq, dims.micro_batch, dims.hidden, dtype=DTYPES[dims.element_bytes])
+    )
     with live:
         before = live.bytes()
         run(stage, dims, micro, 1)
@@ -52,7 +56,11 @@ def bytes_kept(dims: Decoder, make: Callable[[list[Any]], Recomputed], count: in
 
 
 def run(stage: Stage, dims: Decoder, micro: MicroBatch, number: int) -> Tensor:
-    x = torch.randn(dims.seq, dims.micro_batch, dims.hidden).to(DTYPES[dims.element_bytes]).requires_grad_()
+    x = (
+        torch.randn(dims.seq, dims.micro_batch, dims.hidden)
+        .to(DTYPES[dims.element_bytes])
+        .requires_grad_()
+    )
     return stage.forward(number, x, micro)
 
 
@@ -71,12 +79,19 @@ def tables(dims: Decoder) -> float:
     return 2 * dims.seq * dims.head_size * dims.element_bytes * dims.rotary
 
 
-@pytest.mark.parametrize("ops", [(), *((op,) for op in OPS), OPS], ids=lambda ops: "+".join(ops) or "none")
+@pytest.mark.parametrize(
+    "ops", [(), *((op,) for op in OPS), OPS], ids=lambda ops: "+".join(ops) or "none"
+)
 @pytest.mark.parametrize("element_bytes", [4, 2])
 @pytest.mark.parametrize("dims", [GPT, QWEN], ids=["gpt", "qwen3"])
-def test_every_operation_saves_what_the_formula_says(dims: Decoder, element_bytes: int, ops: tuple[str, ...]) -> None:
+def test_every_operation_saves_what_the_formula_says(
+    dims: Decoder, element_bytes: int, ops: tuple[str, ...]
+) -> None:
     dims = replace(dims, element_bytes=element_bytes)
-    kept, planned = bytes_kept(dims, selected(*ops)), block_cost(replace(dims, recompute=ops)).activation_bytes
+    kept, planned = (
+        bytes_kept(dims, selected(*ops)),
+        block_cost(replace(dims, recompute=ops)).activation_bytes,
+    )
     if element_bytes == 2 and "norm" not in ops:
         # LayerNorm's statistics are 16-bit on the CPU; a composed RMSNorm keeps an fp32 copy, and its input stays too.
         planned += dims.tokens * (-2 * 2 * 2 if dims.norm == "layernorm" else dims.hidden * 2)
@@ -86,22 +101,34 @@ def test_every_operation_saves_what_the_formula_says(dims: Decoder, element_byte
 @pytest.mark.parametrize("element_bytes", [8, 4, 2])
 def test_a_recomputed_layer_keeps_its_input_alone(element_bytes: int) -> None:
     dims = replace(GPT, element_bytes=element_bytes)
-    kept = bytes_kept(dims, lambda _: Recomputed(frozenset(range(BLOCKS)), ActivationStore(None, None, CPU)))
+    kept = bytes_kept(
+        dims, lambda _: Recomputed(frozenset(range(BLOCKS)), ActivationStore(None, None, CPU))
+    )
     assert kept == fully_recomputed(block_cost(dims)).activation_bytes
-    some = bytes_kept(dims, lambda _: Recomputed(frozenset({0, 2}), ActivationStore(None, None, CPU)))
+    some = bytes_kept(
+        dims, lambda _: Recomputed(frozenset({0, 2}), ActivationStore(None, None, CPU))
+    )
     whole = bytes_kept(dims, lambda _: Recomputed())
     assert some == pytest.approx((2 * kept + whole) / 3)
 
 
 def test_what_goes_to_a_drive_leaves_no_memory(tmp_path: Any) -> None:
     def make(blocks: list[Any]) -> Recomputed:
-        return Recomputed(frozenset(range(len(blocks))), ActivationStore(None, OnDrives(Disk(tmp_path, "a")), CPU))
+        return Recomputed(
+            frozenset(range(len(blocks))), ActivationStore(None, OnDrives(Disk(tmp_path, "a")), CPU)
+        )
 
     cost = fully_recomputed(block_cost(GPT), buffers=activation_checkpointing.BUFFERS)
     assert cost.activation_bytes == 0
     assert cost.offloaded_bytes == 32 * 2 * 64 * 4
-    for count in (8, 24):  # what there is are the drive's buffers, however many layers pass through them
-        assert bytes_kept(GPT, make, count) * count <= activation_checkpointing.BUFFERS * cost.offloaded_bytes
+    for count in (
+        8,
+        24,
+    ):  # what there is are the drive's buffers, however many layers pass through them
+        assert (
+            bytes_kept(GPT, make, count) * count
+            <= activation_checkpointing.BUFFERS * cost.offloaded_bytes
+        )
 
 
 def per_layer_over_eight(ops: tuple[str, ...]) -> float:
@@ -122,11 +149,15 @@ def per_layer_over_eight(ops: tuple[str, ...]) -> float:
     with live:
         stage.forward(0, x, micro)
         gc.collect()
-        own = sum(p.nbytes for block in blocks for p in block.parameters()) + 8 * b  # the samples' indices
+        own = (
+            sum(p.nbytes for block in blocks for p in block.parameters()) + 8 * b
+        )  # the samples' indices
         return (live.bytes() - own) / (BLOCKS * s * b * h)
 
 
-@pytest.mark.parametrize(("ops", "kept"), [((), 34 / 8 + 4 * 7 / 8), (("norm",), 30 / 8)], ids=["none", "norm"])
+@pytest.mark.parametrize(
+    ("ops", "kept"), [((), 34 / 8 + 4 * 7 / 8), (("norm",), 30 / 8)], ids=["none", "norm"]
+)
 def test_eight_tensor_ranks_keep_what_is_published(ops: tuple[str, ...], kept: float) -> None:
     """arXiv 2205.05198, section 4.2.2: 34 s b h / t without the attention matrix, 4.25 at t = 8, because what is
     gathered for linear layers is gathered again in the backward. Here it is kept, twice 2 s b h in place of 2 / t, so
@@ -145,7 +176,9 @@ MESSAGE = 16 * 2 * HIDDEN * 4  # bytes of an activation between stages
 def sized(case: Case) -> Config:
     """The configuration of a case with a wider model."""
     config = config_of(case)
-    model = config.model.model_copy(update={"hidden": HIDDEN, "ffn": 4 * HIDDEN, "head_dim": HIDDEN // 4})
+    model = config.model.model_copy(
+        update={"hidden": HIDDEN, "ffn": 4 * HIDDEN, "head_dim": HIDDEN // 4}
+    )
     return config.model_copy(update={"model": model})
 
 
@@ -243,7 +276,9 @@ def places(case: Case) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_arena_is_allocated_once(schedule: str) -> None:
     """No slot is made after the first step, none is lost, and fewer micro-batches need no other buffer."""
-    cases = [Case(pp, schedule=schedule, recompute="half", microbatches=3, dropout=0.1) for pp in (1, 2)]
+    cases = [
+        Case(pp, schedule=schedule, recompute="half", microbatches=3, dropout=0.1) for pp in (1, 2)
+    ]
     for case in cases:
         for found in run_ranks(case.pp, places, case):
             assert set(found) == {(found[0][0], 1, 0)}
@@ -269,13 +304,27 @@ def test_more_micro_batches_than_were_planned_replace_the_arena_once() -> None:
 @pytest.mark.parametrize(
     ("case", "changes", "said"),
     [
-        (Case(tp=2, recompute="sliced", sequence=True), {}, "each block from its input, sliced over tp (by sequence"),
-        (Case(recompute="cpu"), {}, "each block from its input, in host memory (where it is anyway: there is no GPU)"),
+        (
+            Case(tp=2, recompute="sliced", sequence=True),
+            {},
+            "each block from its input, sliced over tp (by sequence",
+        ),
+        (
+            Case(recompute="cpu"),
+            {},
+            "each block from its input, in host memory (where it is anyway: there is no GPU)",
+        ),
         (Case(recompute="half"), {}, "one block in 2 from its input, in an arena"),
-        (Case(recompute="selective"), {"every": 3}, "attention, activation, norm of one block in 3"),
+        (
+            Case(recompute="selective"),
+            {"every": 3},
+            "attention, activation, norm of one block in 3",
+        ),
     ],
 )
-def test_the_forecast_says_what_is_kept_where(case: Case, changes: dict[str, Any], said: str) -> None:
+def test_the_forecast_says_what_is_kept_where(
+    case: Case, changes: dict[str, Any], said: str
+) -> None:
     config = config_of(case)
     config = config.model_copy(update={"recompute": config.recompute.model_copy(update=changes)})
     assert f"\nrecompute  {said}" in Forecast.of(config, case.world).text()
@@ -285,7 +334,9 @@ def test_what_is_kept_on_a_drive_is_no_part_of_the_forecasts_memory() -> None:
     """A layer's input is elsewhere; the rest, what the embedding and the head keep, is where it was."""
     base = sized(Case(2, 1, 1, dtype="fp32", layers=8))
     full, nvme = (
-        Forecast.of(base.model_copy(update={"recompute": config_of(Case(2, recompute=mode)).recompute}), 2).ranks
+        Forecast.of(
+            base.model_copy(update={"recompute": config_of(Case(2, recompute=mode)).recompute}), 2
+        ).ranks
         for mode in ("full", "nvme")
     )
     for kept, away in zip(full, nvme, strict=True):

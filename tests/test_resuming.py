@@ -29,7 +29,11 @@ Groups = dict[str, dict[str, Any]]
 
 def rows_of_the_page() -> Iterator[tuple[list[str], str, str]]:
     """Keys, change and note of each row of the page's table."""
-    table = keys.PAGE.read_text(encoding="utf-8").split("## When a run resumes")[1].split("|---|---|---|\n")[1]
+    table = (
+        keys.PAGE.read_text(encoding="utf-8")
+        .split("## When a run resumes")[1]
+        .split("|---|---|---|\n")[1]
+    )
     for line in table.strip().splitlines():
         _, names, change, note, _ = line.split("|")
         yield re.findall(r"`--([\w.-]+)`", names), change.strip(), note.strip()
@@ -40,8 +44,12 @@ PAGE = {key: (change, note) for names, change, note in rows_of_the_page() for ke
 
 def test_every_key_is_in_the_table_once() -> None:
     named = [key for names, *_ in rows_of_the_page() for key in names]
-    every = {f"{group}.{key_name(name)}" for group, kind in GROUPS.items() for name in kind.model_fields}
-    assert sorted(named) == sorted(every), "give each new key a row in threed/checkpoint/resuming.py"
+    every = {
+        f"{group}.{key_name(name)}" for group, kind in GROUPS.items() for name in kind.model_fields
+    }
+    assert sorted(named) == sorted(every), (
+        "give each new key a row in threed/checkpoint/resuming.py"
+    )
     assert {change for change, _ in PAGE.values()} == {"free", "applied", "refused"}
 
 
@@ -85,7 +93,9 @@ def compared(folder: str) -> dict[str, tuple[list[str], list[str]]]:
     assert compare(manifest, config, data) == compare(None, config, data)
     for group, kind in GROUPS.items():
         for name in kind.model_fields:
-            other = changed(config, group, name, other_value(group, name, getattr(getattr(config, group), name)))
+            other = changed(
+                config, group, name, other_value(group, name, getattr(getattr(config, group), name))
+            )
             assert other != config, name
             result = compare(manifest, other, data)
             found[f"{group}.{key_name(name)}"] = (result.refused, result.applied)
@@ -101,7 +111,13 @@ def test_a_comparison_says_of_each_key_what_its_row_says(tmp_path: Path) -> None
         assert bool(applied) == (change == "applied"), (key, applied)
         if applied:
             assert re.match(rf"{key} was .+ and is .+: {re.escape(note)}$", applied[0]), applied
-            rates = key in ("optim.lr", "optim.min-lr", "optim.warmup", "optim.schedule", "train.steps")
+            rates = key in (
+                "optim.lr",
+                "optim.min-lr",
+                "optim.warmup",
+                "optim.schedule",
+                "train.steps",
+            )
             assert len(applied) == 1 or rates, applied
         if refused:
             assert python_name(key.partition(".")[2]) in refused[0] or key == "optim.name", refused
@@ -170,12 +186,19 @@ def merged(*several: Groups) -> Groups:
     return found
 
 
-def trained(folder: Path, name: str, *several: Groups) -> tuple[str, list[dict[str, float]], dict[str, float]]:
+def trained(
+    folder: Path, name: str, *several: Groups
+) -> tuple[str, list[dict[str, float]], dict[str, float]]:
     """What a run prints, its metrics from step 4 on, and those of the last step."""
     groups = merged(BASE, *several)
     seq, split = groups["model"]["seq"], groups.setdefault("data", {"split": 0.1}).get("split", 0.1)
     data = open_data(
-        str(folder / "text.txt"), "bytes", split, seq, groups["train"].get("seed", 1), cache=folder / "cache"
+        str(folder / "text.txt"),
+        "bytes",
+        split,
+        seq,
+        groups["train"].get("seed", 1),
+        cache=folder / "cache",
     )
     groups["run"] = {"dir": str(folder / name), "name": name, **groups.get("run", {})}
     world = 2 if groups.get("parallel") or "check_replicas" in groups["run"] else 1
@@ -221,7 +244,9 @@ def test_resumes_do_what_their_rows_say(tmp_path: Path) -> None:
     for name, (said, rows) in {**found, **both}.items():
         if name == "again" or name.startswith("free"):
             assert "changed " not in said, name
-            assert numbers(rows) == pytest.approx(base, rel=1e-9), name  # fp64; sums in another order
+            assert numbers(rows) == pytest.approx(base, rel=1e-9), (
+                name
+            )  # fp64; sums in another order
     for key, (_, values) in APPLIED.items():
         said, rows = found[key]
         lines = [line for line in said.splitlines() if line.startswith("changed ")]
@@ -229,7 +254,9 @@ def test_resumes_do_what_their_rows_say(tmp_path: Path) -> None:
         assert change == "applied"
         assert re.match(rf"changed    {key} was {values}: {re.escape(note)}$", lines[0]), lines
         assert len(lines) == 1 + (key in RATES), lines
-        assert key not in RATES or re.match(r"changed    the learning rate of step 4 is [\d.e-]+, .* the", lines[1])
+        assert key not in RATES or re.match(
+            r"changed    the learning rate of step 4 is [\d.e-]+, .* the", lines[1]
+        )
         assert numbers(rows) != pytest.approx(base, rel=1e-9), key
 
 
@@ -266,7 +293,10 @@ def refusals(folder: str) -> dict[str, str]:
         said[name] = str(refused.value)
     with pytest.raises(CheckpointError) as refused:
         trainer(
-            place, open_data(str(place / "text.txt"), str(tokenizer(place)), 0.1, SEQ, 1, cache=place / "cache")
+            place,
+            open_data(
+                str(place / "text.txt"), str(tokenizer(place)), 0.1, SEQ, 1, cache=place / "cache"
+            ),
         ).run()
     said["tokenizer"] = str(refused.value)
     assert (place / "run" / "checkpoints" / "step-6" / "manifest.json").read_bytes() == manifest
@@ -274,7 +304,9 @@ def refusals(folder: str) -> dict[str, str]:
 
 
 def trainer(place: Path, data: Data) -> Trainer:
-    said = merged(TINY, BASE, {"run": {"dir": str(place / "run"), "name": "run"}, "train": {"steps": 9}})
+    said = merged(
+        TINY, BASE, {"run": {"dir": str(place / "run"), "name": "run"}, "train": {"steps": 9}}
+    )
     return Trainer(engine_of(resolve(Config.model_validate(said), 257, 1)), data, [])
 
 
@@ -283,7 +315,9 @@ def tokenizer(folder: Path) -> Path:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
-    backend = Tokenizer(models.BPE({"<|endoftext|>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, []))
+    backend = Tokenizer(
+        models.BPE({"<|endoftext|>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, [])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
@@ -294,11 +328,19 @@ def tokenizer(folder: Path) -> Path:
 def test_what_is_refused_names_what_to_do(tmp_path: Path) -> None:
     [said] = run_ranks(1, refusals, str(tmp_path))
     assert "has layers = 2, this run has 1: resume with the same shape" in said["layers"]
-    assert "has norm_eps = 1e-05, this run has 0.001: resume with the same shape" in said["norm_eps"]
+    assert (
+        "has norm_eps = 1e-05, this run has 0.001: resume with the same shape" in said["norm_eps"]
+    )
     assert "resume with --optim.name adamw" in said["optim"]
-    assert "has positions = 16, this run has 32: give --model.positions 16 as well" in said["positions"]
+    assert (
+        "has positions = 16, this run has 32: give --model.positions 16 as well"
+        in said["positions"]
+    )
     assert "was trained with tokenizer bytes, and --data.tokenizer" in said["tokenizer"]
-    assert "resume with its tokenizer; or write the weights to a folder with `threed convert`" in said["tokenizer"]
+    assert (
+        "resume with its tokenizer; or write the weights to a folder with `threed convert`"
+        in said["tokenizer"]
+    )
 
 
 def moved(folder: str) -> list[list[str]]:
@@ -310,17 +352,27 @@ def moved(folder: str) -> list[list[str]]:
         copy.mkdir()
         tokenizer(copy)
     data, elsewhere = (
-        open_data(str(place / "text.txt"), str(f), 0.1, SEQ, 1, cache=place / "c") for f in (here, there)
+        open_data(str(place / "text.txt"), str(f), 0.1, SEQ, 1, cache=place / "c")
+        for f in (here, there)
     )
     run(place, data, **merged(BASE, {"data": {"tokenizer": str(here)}}))
     manifest = read_manifest(place / "run" / "checkpoints" / "step-6")
     config = configuration(place, data, 1, **merged(BASE, {"data": {"tokenizer": str(there)}}))
     (there / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
     companion = open_data(str(place / "text.txt"), str(there), 0.1, SEQ, 1, cache=place / "c")
-    (there / "chat_template.jinja").write_text("{{ text }}")  # and special tokens are read in another way, at once
-    both = open_data(str(place / "text.txt"), str(there), 0.1, SEQ, 1, cache=place / "c", special_tokens="parse")
-    found = [compare(manifest, config, one) for one in (data, elsewhere, companion, both, open_text(place))]
-    manifest["state"]["extra"]["eot"] = 5  # as a config.json in the same folder may have named another end
+    (there / "chat_template.jinja").write_text(
+        "{{ text }}"
+    )  # and special tokens are read in another way, at once
+    both = open_data(
+        str(place / "text.txt"), str(there), 0.1, SEQ, 1, cache=place / "c", special_tokens="parse"
+    )
+    found = [
+        compare(manifest, config, one)
+        for one in (data, elsewhere, companion, both, open_text(place))
+    ]
+    manifest["state"]["extra"]["eot"] = (
+        5  # as a config.json in the same folder may have named another end
+    )
     found.append(compare(manifest, config, data))
     assert not any(one.applied for one in found)
     return [one.refused for one in found]
@@ -334,7 +386,9 @@ def test_files_of_a_tokenizer_may_move(tmp_path: Path) -> None:
 
 
 def test_a_command_line_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("".join(f"line {n} has the square {n * n}\n" for n in range(500)))
+    (tmp_path / "text.txt").write_text(
+        "".join(f"line {n} has the square {n * n}\n" for n in range(500))
+    )
     words = "--model.layers 1 --model.hidden 16 --model.heads 2 --model.seq 16 --data.path text.txt --log.wandb off"
     words += " --train.global-batch 4 --train.sample-tokens 0 --run.dir run --train.steps"
     command, environment = (

@@ -16,9 +16,21 @@ from threed.sharding import Box, Init, Piece, boxes, initial
 
 # Random123 1.14.0 (Salmon et al., SC 2011), tests/kat_vectors, philox4x32-10: counter, key, result.
 VECTORS = [
-    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (
+        "00000000 00000000 00000000 00000000",
+        "00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff ffffffff ffffffff",
+        "ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
 ]
 
 
@@ -77,7 +89,9 @@ def test_slices_over_the_internal_chunk_size_are_parts_of_the_whole() -> None:
     full = whole(shape)
     assert torch.equal(rng.normal(3, "w", shape, (100, 0), (500, 1001)), full[100:600])
     assert torch.equal(rng.normal(3, "w", shape, (0, 333), (700, 601)), full[:, 333:934])
-    assert torch.equal(rng.normal(3, "w", (shape[0] * shape[1],), (0,), (shape[0] * shape[1],)), full.view(-1))
+    assert torch.equal(
+        rng.normal(3, "w", (shape[0] * shape[1],), (0,), (shape[0] * shape[1],)), full.view(-1)
+    )
 
 
 @given(st.lists(st.integers(1, 7), max_size=4), st.data())
@@ -134,7 +148,9 @@ def test_normals_are_standard_normal(lane: int | None) -> None:
 
 
 def test_streams_of_other_names_and_seeds_are_independent() -> None:
-    draws = [whole((100_000,), name, seed) for name, seed in (("a", 1), ("b", 1), ("a", 2), ("ab", 1))]
+    draws = [
+        whole((100_000,), name, seed) for name, seed in (("a", 1), ("b", 1), ("a", 2), ("ab", 1))
+    ]
     stacked = torch.stack(draws)
     correlation = torch.corrcoef(stacked) - torch.eye(len(draws))
     assert correlation.abs().max() < 4.5 / math.sqrt(100_000)
@@ -146,7 +162,10 @@ def test_streams_of_other_names_and_seeds_are_independent() -> None:
 def test_a_name_always_gives_the_same_numbers() -> None:
     """Fixed for ever: checkpoints do not depend on it, but runs must be repeatable over versions."""
     values = rng.normal(1234, "embedding.word.weight", (4, 4), (0, 0), (1, 4))
-    u = [(int(w) + 0.5) / 2**32 for w in rng.philox((0, 0, 0, 0), rng.key(1234, "embedding.word.weight"))]
+    u = [
+        (int(w) + 0.5) / 2**32
+        for w in rng.philox((0, 0, 0, 0), rng.key(1234, "embedding.word.weight"))
+    ]
     radius = [math.sqrt(-2 * math.log(u[0])), math.sqrt(-2 * math.log(u[2]))]
     angle = [2 * math.pi * u[1], 2 * math.pi * u[3]]
     want = [f(a) * r for r, a in zip(radius, angle, strict=True) for f in (math.cos, math.sin)]
@@ -164,7 +183,9 @@ def mask(
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 30), st.integers(0, 30))
-def test_a_mask_of_any_rows_and_columns_is_that_part_of_the_whole(a: int, b: int, c: int, d: int) -> None:
+def test_a_mask_of_any_rows_and_columns_is_that_part_of_the_whole(
+    a: int, b: int, c: int, d: int
+) -> None:
     rows, columns = (min(a, b), max(a, b)), (min(c, d), max(c, d))
     part = mask([4, 9], rows, columns)
     assert part.shape == (rows[1] - rows[0], 2, columns[1] - columns[0])
@@ -175,12 +196,19 @@ def test_a_mask_depends_on_the_sample_and_not_on_its_micro_batch() -> None:
     together = mask([3, 8, 2**33 + 3])
     for column, sample in enumerate((3, 8, 2**33 + 3)):
         assert torch.equal(together[:, column : column + 1], mask([sample]))
-    assert not torch.equal(together[:, 0], together[:, 2])  # sample numbers beyond 32 bits are not wrapped
+    assert not torch.equal(
+        together[:, 0], together[:, 2]
+    )  # sample numbers beyond 32 bits are not wrapped
 
 
 def test_masks_of_other_steps_layers_samples_and_seeds_differ() -> None:
     first = mask([1])
-    others = [mask([1], step=6), mask([1], name="blocks.1.mlp.dropout"), mask([2]), mask([1], seed=12)]
+    others = [
+        mask([1], step=6),
+        mask([1], name="blocks.1.mlp.dropout"),
+        mask([2]),
+        mask([1], seed=12),
+    ]
     for other in others:
         agree = (first == other).double().mean()
         assert abs(agree - (0.7**2 + 0.3**2)) < 4.5 * math.sqrt(0.25 / first.numel())
@@ -195,13 +223,23 @@ def test_a_mask_drops_at_its_rate_in_every_lane(p: float) -> None:
 
 
 def mask_by_element(
-    seed: int, step: int, samples: Tensor, rows: tuple[int, int], columns: tuple[int, int], width: int, p: float
+    seed: int,
+    step: int,
+    samples: Tensor,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    width: int,
+    p: float,
 ) -> Tensor:
     """The definition: element e of a sample is word e % 4 of counter e // 4, each counter worked out for itself."""
     element = torch.arange(*rows).view(-1, 1, 1) * width + torch.arange(*columns)
     sample = samples.view(1, -1, 1)
-    words = torch.stack(rng.philox((element >> 2, sample & 2**32 - 1, sample >> 32, step), rng.key(seed, "d")), -1)
-    return words.gather(-1, (element & 3).expand(words.shape[:-1]).unsqueeze(-1)).squeeze(-1) >= int(p * 2**32)
+    words = torch.stack(
+        rng.philox((element >> 2, sample & 2**32 - 1, sample >> 32, step), rng.key(seed, "d")), -1
+    )
+    return words.gather(-1, (element & 3).expand(words.shape[:-1]).unsqueeze(-1)).squeeze(
+        -1
+    ) >= int(p * 2**32)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +277,9 @@ def test_a_mask_takes_the_same_memory_to_make_whatever_its_size() -> None:
 @pytest.mark.skipif(native.library("cpu") is None, reason="no native library: no compiler")
 def test_the_native_normals_are_those_of_torch() -> None:
     """Both round the same fp64 formula to fp32; two libraries' last fp64 bit shows once in 2^28 values."""
-    blocks = torch.cat((torch.arange(200_000), torch.arange(2**32 - 7, 2**32 + 7), torch.tensor([2**40 + 1])))
+    blocks = torch.cat(
+        (torch.arange(200_000), torch.arange(2**32 - 7, 2**32 + 7), torch.tensor([2**40 + 1]))
+    )
     stream = rng.key(7, "weight")
     want = rng.normal_blocks(blocks, stream)
     assert torch.equal(rng._normal_blocks(blocks, stream), want)

@@ -31,7 +31,11 @@ from threed.topology import Topology
 def probed(folder: Path) -> dict[str, str]:
     """What a rank hears where all share a folder; where two halves have one each; and where rank 2 cannot write."""
     everyone, run_folder.VISIBLE_S, said = topology_of(1, 1).axis("world"), 0.3, {}
-    for name, part in (("shared", ""), ("halves", str(everyone.index // 2)), ("blocked", str(everyone.index))):
+    for name, part in (
+        ("shared", ""),
+        ("halves", str(everyone.index // 2)),
+        ("blocked", str(everyone.index)),
+    ):
         place = folder / name / part
         place.mkdir(parents=True, exist_ok=True)
         if name == "blocked" and everyone.index == 2:
@@ -110,7 +114,11 @@ def test_a_folder_is_taken_over_from_runs_that_have_ended_and_from_no_other(tmp_
         if isinstance(zombie, subprocess.Popen):
             zombie.communicate()
         assert (said == "") == free, (name, said)
-        assert free or f"in use by another run: process {os.getpid()} on h7, since noon; end that run" in said
+        assert (
+            free
+            or f"in use by another run: process {os.getpid()} on h7, since noon; end that run"
+            in said
+        )
         assert [path.name for path in folder.iterdir()] == [f"owner-{2 if free else 1}.json"]
 
 
@@ -143,7 +151,9 @@ def second_run(folder: Path) -> None:
     place = folder / "run"
     before = {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()}
     with owned(place, everyone, None) as owner:
-        with pytest.raises(RunFolderError, match=f"in use by another run: process {os.getpid()} on"):
+        with pytest.raises(
+            RunFolderError, match=f"in use by another run: process {os.getpid()} on"
+        ):
             run(folder, data, **tiny)
         now = {path: path.stat().st_mtime_ns for path in place.rglob("*") if path.is_file()}
         assert {path for path in before.keys() | now.keys() if before.get(path) != now.get(path)} == {
@@ -155,7 +165,9 @@ def second_run(folder: Path) -> None:
             run(folder, data, **tiny)
         other = dataclasses.replace(Run.here(None), host="h7")
         (place / "owner-3.json").write_text(json.dumps(dataclasses.asdict(other)))
-        with pytest.raises(RunFolderError, match=r"was taken over: process \d+ on h7.*saves nothing more"):
+        with pytest.raises(
+            RunFolderError, match=r"was taken over: process \d+ on h7.*saves nothing more"
+        ):
             owner.check()
     (place / "owner-3.json").unlink()
     leave_rubbish(place / "checkpoints")

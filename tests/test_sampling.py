@@ -32,12 +32,19 @@ def sampled(cases: list[Case]) -> list[tuple[list[int], ...]]:
     out = []
     for case in cases:
         engine = engine_of(config_of(case))
-        found = (generate(engine, PROMPT, COUNT, GREEDY), *(generate(engine, PROMPT, COUNT, 0.8, n) for n in (0, 7)))
+        found = (
+            generate(engine, PROMPT, COUNT, GREEDY),
+            *(generate(engine, PROMPT, COUNT, 0.8, n) for n in (0, 7)),
+        )
         weights = engine.full_state_dict()
         if weights:
-            model = reference_models.gpt(vocab=VOCAB, h=32, layers=case.layers, heads=4, seq=SEQ, tied=True).double()
+            model = reference_models.gpt(
+                vocab=VOCAB, h=32, layers=case.layers, heads=4, seq=SEQ, tied=True
+            ).double()
             model.take(weights)
-            assert found == (plain(model, None, 0), plain(model, 0.8, 0), plain(model, 0.8, 7)), case
+            assert found == (plain(model, None, 0), plain(model, 0.8, 0), plain(model, 0.8, 7)), (
+                case
+            )
         out.append(found)
     return out
 

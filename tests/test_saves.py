@@ -28,7 +28,13 @@ def same_run(folder: Path) -> list[Any]:
     data = open_text(folder)
     for name, how in (("beside", True), ("waiting", False)):
         with slow_thread():
-            run(folder / name, data, 2, checkpoint={"every": 4, "keep": 3, "async_": how}, train={"stop_after": 10})
+            run(
+                folder / name,
+                data,
+                2,
+                checkpoint={"every": 4, "keep": 3, "async_": how},
+                train={"stop_after": 10},
+            )
     kept = [checkpoints(folder / name) for name in ("beside", "waiting")]
     names = [name for name in kept[0] if name != "step-8"]  # which the end has
     apart = {"manifest.json"}  # it names the run's folder
@@ -92,7 +98,9 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
     assert "no checkpoint of step 6" not in said
     lines = said.splitlines()  # as soon as it is known, if not at the next save
     told = next(n for n, line in enumerate(lines) if "no checkpoint of step 3" in line)
-    assert told < next(n for n, line in enumerate(lines) if line.startswith("step") and " 8/" in line)
+    assert told < next(
+        n for n, line in enumerate(lines) if line.startswith("step") and " 8/" in line
+    )
     assert first == ["step-10", "step-6"]
     assert second == ["step-12", "step-10", "step-6"]
 
@@ -122,11 +130,24 @@ def test_a_run_that_fails_still_has_the_save_that_was_under_way(tmp_path: Path) 
 def without_room(folder: Path, data: Data) -> None:
     """Where there is no memory for a copy."""
     with mock.patch.object(beside, "free_bytes", return_value=0):
-        for how, what in (("auto", "training waits for each checkpoint"), (True, "updates wait for the drive")):
-            said = run(folder, data, checkpoint={"every": 2, "async_": how, "resume": "none"}, train={"stop_after": 6})
+        for how, what in (
+            ("auto", "training waits for each checkpoint"),
+            (True, "updates wait for the drive"),
+        ):
+            said = run(
+                folder,
+                data,
+                checkpoint={"every": 2, "async_": how, "resume": "none"},
+                train={"stop_after": 6},
+            )
             assert said.count(f"no memory for a copy of what is saved: {what}") == 1
             assert checkpoints(folder) == ["step-6", "step-4"]
-        said = run(folder, data, checkpoint={"every": 2, "async_": False, "resume": "none"}, train={"stop_after": 6})
+        said = run(
+            folder,
+            data,
+            checkpoint={"every": 2, "async_": False, "resume": "none"},
+            train={"stop_after": 6},
+        )
         assert "no memory" not in said
 
 
@@ -175,12 +196,20 @@ def with_room_made(folder: Path, data: Data) -> None:
         at.append(len(taken))
         return start(self, *about)
 
-    with mock.patch.object(snapshot.pool, "host_buffer", counted), mock.patch.object(Engine, "start_save", begin):
+    with (
+        mock.patch.object(snapshot.pool, "host_buffer", counted),
+        mock.patch.object(Engine, "start_save", begin),
+    ):
         run(folder, data, checkpoint={"every": 4, "async_": True}, train={"stop_after": 9})
         assert at == [len(taken)] * 2
         assert taken
         del taken[:]
-        run(folder, data, checkpoint={"every": 4, "async_": True, "resume": "none"}, train={"stop_after": 4})
+        run(
+            folder,
+            data,
+            checkpoint={"every": 4, "async_": True, "resume": "none"},
+            train={"stop_after": 4},
+        )
         assert not taken  # the only save is the last one, for which training waits
 
 

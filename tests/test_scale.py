@@ -51,7 +51,9 @@ def one_of(world: int, zero: int) -> dict[str, float]:
     with Live() as live:
         topology = Topology(pp=PP, tp=TP)
         assert (topology.world, topology.coordinates["pp"]) == (world, 0)
-        engine = Engine(models.build(config.model, Slicing(topology.axis("tp"), True)), topology, config)
+        engine = Engine(
+            models.build(config.model, Slicing(topology.axis("tp"), True)), topology, config
+        )
         tokens = torch.zeros(2, 32, dtype=torch.int64)
         for _ in range(2):
             engine.step({"tokens": tokens, "labels": tokens})

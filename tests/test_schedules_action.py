@@ -72,10 +72,21 @@ def test_actions_and_plans_are_frozen() -> None:
 
 def test_stages_lie_round_robin_unless_placed() -> None:
     plan = Plan("x", stages=3, microbatches=1, chunks=2, ranks=((), (), ()))
-    assert [[plan.stage_of(rank, chunk) for chunk in range(2)] for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert [[plan.stage_of(rank, chunk) for chunk in range(2)] for rank in range(3)] == [
+        [0, 3],
+        [1, 4],
+        [2, 5],
+    ]
     assert all(plan.stage_of(*plan.locate(stage)) == stage for stage in range(6))
     shaped = dataclasses.replace(plan, placement=((0, 5), (1, 4), (2, 3)))
-    assert [shaped.locate(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert [shaped.locate(stage) for stage in range(6)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+        (1, 1),
+        (0, 1),
+    ]
     for wrong in (plan, shaped):
         with pytest.raises(ValueError, match="no rank holds stage 6"):
             wrong.locate(6)
@@ -95,4 +106,7 @@ def test_neighbours_follow_the_model_and_end_with_it() -> None:
 
 
 def test_a_plan_reads_as_lines() -> None:
-    assert str(build("1f1b", 2, 3)) == "rank 0: F0.0 F0.1 B0.0 F0.2 B0.1 B0.2\nrank 1: F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
+    assert (
+        str(build("1f1b", 2, 3))
+        == "rank 0: F0.0 F0.1 B0.0 F0.2 B0.1 B0.2\nrank 1: F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
+    )

@@ -18,7 +18,9 @@ times = st.floats(0.05, 10)
 
 def idle(timeline: Timeline) -> float:
     """How long the rank waits that waits longest, from the start of the step to its end."""
-    return max(timeline.makespan - sum(end - start for _, start, end in spans) for spans in timeline.spans)
+    return max(
+        timeline.makespan - sum(end - start for _, start, end in spans) for spans in timeline.spans
+    )
 
 
 def sizes(name: str, stages: range) -> Iterator[tuple[int, int]]:
@@ -65,7 +67,9 @@ def test_chimera_begins_the_next_unit_in_the_holes_of_the_last() -> None:
 
 def test_dualpipe_on_two_ranks_in_full() -> None:
     """One rank to the turn on either side: pairs but for the first, and the last backward of each way in two parts."""
-    assert str(build("dualpipe", 2, 4)).splitlines()[0] == ("rank 0: F0.0 F1.2 F0.1 B1.2 F1.3+B0.0 B1.3 I0.1 W0.1")
+    assert str(build("dualpipe", 2, 4)).splitlines()[0] == (
+        "rank 0: F0.0 F1.2 F0.1 B1.2 F1.3+B0.0 B1.3 I0.1 W0.1"
+    )
 
 
 def test_dualpipe_has_the_phases_of_the_published_example() -> None:
@@ -123,7 +127,9 @@ def test_larger_sizes_are_legal_and_lower_without_deadlock(name: str) -> None:
 def test_messages_cross_every_boundary_but_a_turn(name: str) -> None:
     for p, m in sizes(name, range(1, 7)):
         plan = build(name, p, m)
-        each_way = 2 * (p - 1) if name == "dualpipev" else p - 1  # of 2p stages, without the turn on the last rank
+        each_way = (
+            2 * (p - 1) if name == "dualpipev" else p - 1
+        )  # of 2p stages, without the turn on the last rank
         assert sum(simulate(plan, Costs(1, 1, 1)).messages) == 2 * m * each_way
 
 
@@ -151,7 +157,12 @@ def test_bubble_of_chimera_where_the_backward_takes_longer() -> None:
             for f, b in ((1.0, 1.5), (1.0, 3.0), (2.0, 1.0)):
                 timeline = simulate(build("chimera", d, d * units), Costs(f, b / 2, b / 2))
                 waits = (d - 2) * (max(f, b) + (units - 1) * abs(b - f))
-                assert timeline.makespan == pytest.approx(d * units * (f + b) + waits, rel=1e-12), (d, units, f, b)
+                assert timeline.makespan == pytest.approx(d * units * (f + b) + waits, rel=1e-12), (
+                    d,
+                    units,
+                    f,
+                    b,
+                )
 
 
 def test_a_unit_of_chimera_that_is_not_full_waits_for_what_is_missing() -> None:
@@ -169,7 +180,11 @@ def test_activations_of_chimera_lie_between_those_of_2107_06925() -> None:
             assert peaks[0] == peaks[-1] == d / 2 + 1
 
 
-EXACT = [(1, 1, 1, 3.0), (1, 1, 1, 2.2), (1, 1, 0.5, 2.0)]  # F, I, W, F&B of one stage: F = I and W no longer
+EXACT = [
+    (1, 1, 1, 3.0),
+    (1, 1, 1, 2.2),
+    (1, 1, 0.5, 2.0),
+]  # F, I, W, F&B of one stage: F = I and W no longer
 
 
 def test_bubble_and_activations_of_dualpipe_are_the_published_ones() -> None:
@@ -182,7 +197,9 @@ def test_bubble_and_activations_of_dualpipe_are_the_published_ones() -> None:
                 for f, i, w, both in EXACT if pp <= 8 else EXACT[:2]:
                     costs = Costs(f * chunk, i * chunk, w * chunk, overlapped=both * chunk)
                     timeline = simulate(plan, costs)
-                    assert idle(timeline) == pytest.approx((pp / 2 - 1) * (both + i - 2 * w), abs=1e-9), (name, p, m)
+                    assert idle(timeline) == pytest.approx(
+                        (pp / 2 - 1) * (both + i - 2 * w), abs=1e-9
+                    ), (name, p, m)
                     assert {peak * chunk for peak in timeline.peak_activations} == {pp + 1}
 
 
@@ -199,8 +216,12 @@ def test_pairs_that_overlap_well_save_their_time() -> None:
     assert overlapped.makespan < 0.75 * apart.makespan
 
 
-@pytest.mark.parametrize(("f", "i", "w", "both"), [(1, 1.5, 1, 3.5), (1, 1.2, 0.9, 2.4), (1, 0.9, 1.1, 3.0)])
-def test_elsewhere_the_published_bubble_of_dualpipe_is_approximate(f: float, i: float, w: float, both: float) -> None:
+@pytest.mark.parametrize(
+    ("f", "i", "w", "both"), [(1, 1.5, 1, 3.5), (1, 1.2, 0.9, 2.4), (1, 0.9, 1.1, 3.0)]
+)
+def test_elsewhere_the_published_bubble_of_dualpipe_is_approximate(
+    f: float, i: float, w: float, both: float
+) -> None:
     """Approximate: where F, I and W differ the formula is off, by (P/2-1)(|F-I| + 2|F-W|) at most."""
     for p in (4, 8, 16):
         expected = (p / 2 - 1) * (both + i - 2 * w)
@@ -226,7 +247,8 @@ def test_any_size_and_any_costs_play_out_and_lower(
     costs = Costs(f, i, w, send=send)
     timeline = simulate(plan, costs)
     work = [
-        sum(f[stage] + i[stage] + w[stage] for stage in held) * m / plan.ways for held in plan.placement
+        sum(f[stage] + i[stage] + w[stage] for stage in held) * m / plan.ways
+        for held in plan.placement
     ]  # each way of a bidirectional plan has half of the micro-batches
     busy = [sum(end - start for _, start, end in spans) for spans in timeline.spans]
     assert busy == pytest.approx(work)
@@ -250,7 +272,9 @@ def test_any_size_and_any_costs_play_out_and_lower(
         ("dualpipev", 1, 1, r"schedule dualpipev: 1 micro-batches; 1 stages need at least 2"),
     ],
 )
-def test_sizes_that_a_schedule_cannot_have_are_refused(name: str, stages: int, microbatches: int, message: str) -> None:
+def test_sizes_that_a_schedule_cannot_have_are_refused(
+    name: str, stages: int, microbatches: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         build(name, stages, microbatches)
 
@@ -269,13 +293,20 @@ def test_a_pair_is_drawn_as_two_halves_and_the_other_way_is_lighter() -> None:
     plan = build("dualpipe", 2, 4)
     text = svg(simulate(plan, Costs(1, 1, 1)).spans, ways=plan.ways)
     root = ET.fromstring(text)
-    drawn = [rect for rect in root.iter(f"{SVG}rect") if (rect.findtext(f"{SVG}title") or "").startswith("F1.3+B0.0:")]
+    drawn = [
+        rect
+        for rect in root.iter(f"{SVG}rect")
+        if (rect.findtext(f"{SVG}title") or "").startswith("F1.3+B0.0:")
+    ]
     upper, lower_half = sorted(drawn, key=lambda rect: float(rect.attrib["y"]))
     assert float(upper.attrib["height"]) == float(lower_half.attrib["height"])
     assert float(upper.attrib["y"]) + float(upper.attrib["height"]) == float(lower_half.attrib["y"])
-    assert [upper.attrib[key] for key in ("x", "width")] == [lower_half.attrib[key] for key in ("x", "width")]
+    assert [upper.attrib[key] for key in ("x", "width")] == [
+        lower_half.attrib[key] for key in ("x", "width")
+    ]
     fills = {
-        (rect.findtext(f"{SVG}title") or "").split(":")[0]: rect.attrib["fill"] for rect in root.iter(f"{SVG}rect")
+        (rect.findtext(f"{SVG}title") or "").split(":")[0]: rect.attrib["fill"]
+        for rect in root.iter(f"{SVG}rect")
     }
     assert fills["F0.0"] == fills["F0.1"] == "#4477aa"
     assert upper.attrib["fill"] == fills["F1.2"] == "#a2bbd4"  # half white

@@ -46,13 +46,19 @@ def most_bytes(division: Division, held: Sequence[LayerBytes]) -> int:
     """Of the fullest rank, counted action by action."""
     most, plan = 0, division.plan
     for rank, actions in enumerate(plan.ranks):
-        mine = [[held[n] for n in division.ranges[plan.stage_of(rank, chunk)]] for chunk in range(plan.chunks)]
+        mine = [
+            [held[n] for n in division.ranges[plan.stage_of(rank, chunk)]]
+            for chunk in range(plan.chunks)
+        ]
         layers, now, peak = [layer for chunk in mine for layer in chunk], 0, 0
         for action in actions:
             kept = sum(layer.kept for layer in mine[action.chunk])
             now += {Kind.F: kept, Kind.W: -kept, Kind.B: -kept}.get(action.kind, 0)
             peak = max(peak, now)
-        most = max(most, peak + sum(layer.states for layer in layers) + max(layer.beside for layer in layers))
+        most = max(
+            most,
+            peak + sum(layer.states for layer in layers) + max(layer.beside for layer in layers),
+        )
     return most
 
 
@@ -80,13 +86,29 @@ def test_a_plan_for_the_cuts_times_is_never_slower_and_fits() -> None:
 
 def test_only_schedules_that_plan_by_times_take_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert [name for name in schedules.available() if schedules.plans_by_times(name)] == ["zb-auto"]
-    with pytest.raises(ValueError, match="schedule 1f1b: it does not plan by times: leave costs and limit out"):
+    with pytest.raises(
+        ValueError, match="schedule 1f1b: it does not plan by times: leave costs and limit out"
+    ):
         build("1f1b", 2, 4, costs=Costs(1, 1, 1))
     costs = Costs(1, 1.5, 0.5, send=0.4)
-    assert max(simulate(build("zb-auto", 3, 6, 1, None, 99), costs).peak_activations) <= 5  # no more than by itself
+    assert (
+        max(simulate(build("zb-auto", 3, 6, 1, None, 99), costs).peak_activations) <= 5
+    )  # no more than by itself
     assert max(simulate(build("zb-auto", 3, 6, 1, costs, 2), costs).peak_activations) == 2
-    flags = ["--forward", "1", "--backward-input", "1.5", "--backward-weight", "0.5", "--send", "0.4", "--json"]
-    cli.main(["schedule", "zb-auto", "--stages", "4", "--microbatches", "8", "--chunks", "2", *flags])
+    flags = [
+        "--forward",
+        "1",
+        "--backward-input",
+        "1.5",
+        "--backward-weight",
+        "0.5",
+        "--send",
+        "0.4",
+        "--json",
+    ]
+    cli.main(
+        ["schedule", "zb-auto", "--stages", "4", "--microbatches", "8", "--chunks", "2", *flags]
+    )
     planned, equal = build("zb-auto", 4, 8, 2, costs), build("zb-auto", 4, 8, 2)
     assert json.loads(capsys.readouterr().out)["makespan"] == simulate(planned, costs).makespan
     assert simulate(planned, costs).makespan < simulate(equal, costs).makespan
@@ -129,26 +151,38 @@ def trained(cases: Sequence[Case], folder: str) -> list[Run]:
     return found
 
 
-def test_a_run_trains_by_the_plan_for_its_own_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_trains_by_the_plan_for_its_own_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measured = Case(pp=2, microbatches=8, schedule="zb-auto", partition="measured")
-    cases = [measured, replace(measured, partition="balanced"), replace(measured, partition="uniform")]
+    cases = [
+        measured,
+        replace(measured, partition="balanced"),
+        replace(measured, partition="uniform"),
+    ]
     truth = trained([measured.truth], str(tmp_path))[0].weights
     ranks = run_ranks(2, trained, cases, str(tmp_path), timeout=120)
     equal = build("zb-auto", 2, 8, 2)
     for rank, runs in enumerate(ranks):
         for run in runs:
             planned = [str(action) for action in run.plan.ranks[rank]]
-            assert run.ran[: len(planned)] == run.ran[-len(planned) :] == planned  # the second step may begin twice
+            assert (
+                run.ran[: len(planned)] == run.ran[-len(planned) :] == planned
+            )  # the second step may begin twice
     for mine, other, case in zip(*ranks, cases, strict=True):
         assert (mine.plan, mine.costs) == (other.plan, other.costs), case.partition
         assert mine.plan == (equal if mine.costs is None else build("zb-auto", 2, 8, 2, mine.costs))
         if mine.costs is not None:
             assert mine.bubble == pytest.approx(simulate(mine.plan, mine.costs).bubble)
         for name, value in truth.items():
-            torch.testing.assert_close(mine.weights[name], value, rtol=0, atol=1e-9, msg=f"{name} {case.partition}")
+            torch.testing.assert_close(
+                mine.weights[name], value, rtol=0, atol=1e-9, msg=f"{name} {case.partition}"
+            )
     assert ranks[0][0].plan != equal
     assert ranks[0][2].costs is None
     monkeypatch.setenv("THREED_CACHE", str(tmp_path))
-    on_paper = Forecast.of(config_of_run(measured), 2, Sleepers)  # `threed plan`, after a run has measured
+    on_paper = Forecast.of(
+        config_of_run(measured), 2, Sleepers
+    )  # `threed plan`, after a run has measured
     assert on_paper.division is not None
     assert on_paper.division.plan == ranks[0][0].plan

@@ -57,7 +57,9 @@ def test_much_is_won_where_the_order_is_bad() -> None:
         (Costs((4, 1, 4, 4), (1, 3, 3, 2), (2, 5, 4, 1)), 2, 86),
     ],
 )
-def test_the_search_goes_on_where_no_single_swap_helps(costs: Costs, limit: int, makespan: float) -> None:
+def test_the_search_goes_on_where_no_single_swap_helps(
+    costs: Costs, limit: int, makespan: float
+) -> None:
     """77, 95 and 89 where swaps may be undone at once: it then goes to and fro."""
     assert simulate(zb_auto(4, 6, costs, limit), costs).makespan <= makespan
 
@@ -65,16 +67,21 @@ def test_the_search_goes_on_where_no_single_swap_helps(costs: Costs, limit: int,
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 3), (3, 2)])
 def test_no_order_at_all_ends_earlier_than_zb_auto(p: int, m: int) -> None:
     """All orders of all ranks are tried, at times of their own for every stage."""
-    every: dict[int, list[tuple[str, ...]]] = {limit: list(_lines(m, limit)) for limit in range(1, m + 1)}
+    every: dict[int, list[tuple[str, ...]]] = {
+        limit: list(_lines(m, limit)) for limit in range(1, m + 1)
+    }
     times = (1.0, 2.0, 3.0, 5.0)
     for seed in range(12):
         drawn = [
-            [times[(seed * 7 + 3 * kind * stage + 5 * kind + stage) % 4] for stage in range(p)] for kind in range(3)
+            [times[(seed * 7 + 3 * kind * stage + 5 * kind + stage) % 4] for stage in range(p)]
+            for kind in range(3)
         ]
         costs = Costs(*map(tuple, drawn), send=(0.0, 0.5, 2.0)[seed % 3])
         limit = 1 + seed % m
         least = min(_makespan(costs, lines) for lines in product(every[limit], repeat=p))
-        assert simulate(zb_auto(p, m, costs, limit), costs).makespan == pytest.approx(least, rel=1e-9), (costs, limit)
+        assert simulate(zb_auto(p, m, costs, limit), costs).makespan == pytest.approx(
+            least, rel=1e-9
+        ), (costs, limit)
 
 
 def _lines(m: int, limit: int, done: tuple[int, int, int] = (0, 0, 0)) -> Iterator[tuple[str, ...]]:
@@ -104,7 +111,11 @@ def _makespan(costs: Costs, lines: tuple[tuple[str, ...], ...]) -> float:
             while at[rank] < len(line):
                 kind = line[at[rank]]
                 number = line[: at[rank]].count(kind)
-                before = {"F": ("F", rank - 1, number), "I": ("I", rank + 1, number), "W": ("I", rank, number)}[kind]
+                before = {
+                    "F": ("F", rank - 1, number),
+                    "I": ("I", rank + 1, number),
+                    "W": ("I", rank, number),
+                }[kind]
                 if kind == "I" and rank == p - 1:
                     before = ("F", rank, number)
                 if not (kind == "F" and rank == 0):

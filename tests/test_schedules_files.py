@@ -19,7 +19,16 @@ from threed.cli import main
 from threed.config import ConfigError, ParallelConfig
 from threed.monitor import metrics
 from threed.resolution import resolve
-from threed.schedules import Plan, build, from_csv, lower, names_file, own_chunks, read_csv, validate
+from threed.schedules import (
+    Plan,
+    build,
+    from_csv,
+    lower,
+    names_file,
+    own_chunks,
+    read_csv,
+    validate,
+)
 
 MINE = '''
 from threed.schedules import Action, Kind, Plan, forward_only, gpipe, lower, schedule
@@ -125,7 +134,9 @@ def by_rank(stages, microbatches):
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))  # what the file registers goes with it
+    monkeypatch.setattr(
+        schedules, "_SCHEDULES", dict(schedules._SCHEDULES)
+    )  # what the file registers goes with it
     (tmp_path / "mine.py").write_text(MINE)
     return str(tmp_path / "mine.py")
 
@@ -138,7 +149,10 @@ def test_a_function_is_found_by_its_name_or_that_of_its_schedule(mine: str) -> N
         assert build(f"{mine}:{name}", 2, 3).total_stages == 4
         assert build(f"{mine}:{name}", 2, 3, chunks=2).name == "rounds"
         validate(lower(build(f"{mine}:{name}", 3, 4)))
-    for name in ("lists", "held"):  # of lists, from something that cannot be hashed: a run does hash it
+    for name in (
+        "lists",
+        "held",
+    ):  # of lists, from something that cannot be hashed: a run does hash it
         plan = build(f"{mine}:{name}", 2, 3)
         assert hash(plan) is not None
         assert plan.ranks == build(f"{mine}:rounds", 2, 3).ranks
@@ -151,18 +165,38 @@ def test_a_function_is_found_by_its_name_or_that_of_its_schedule(mine: str) -> N
 WRONG_FUNCTIONS = (
     ("nothing", None, r"mine\.py:nothing\(2, 4\): it gives None, not a threed\.schedules\.Plan"),
     ("words", None, r"words\(2, 4\): plan words: rank 0: 'F0\.0' is no Action"),
-    ("texts", None, r"texts\(2, 4\): plan texts: rank 0: \('F', 0, 0, None\) is no Action; .* Action\.parse"),
-    ("floats", None, r"plan floats: rank 0: \(<Kind\.F: 'F'>, 0\.0, 0, None\) is no Action; .* whole numbers"),
+    (
+        "texts",
+        None,
+        r"texts\(2, 4\): plan texts: rank 0: \('F', 0, 0, None\) is no Action; .* Action\.parse",
+    ),
+    (
+        "floats",
+        None,
+        r"plan floats: rank 0: \(<Kind\.F: 'F'>, 0\.0, 0, None\) is no Action; .* whole numbers",
+    ),
     ("pairs", None, r"plan pairs: rank 0: .* \('B', 0, 0\)\) is no Action"),
-    ("halves", None, r"plan halves: stages, micro-batches and chunks must be whole numbers of at least 1"),
+    (
+        "halves",
+        None,
+        r"plan halves: stages, micro-batches and chunks must be whole numbers of at least 1",
+    ),
     ("sends", None, r"plan gpipe: rank 0: SF0\.0: give compute actions only"),
     ("fails", None, r"fails\(2, 4\): ZeroDivisionError at line \d+ of mine\.py: "),
     ("of_any", None, r"of_any\(stages, microbatches, chunks\): it needs a number of chunks"),
     ("of_any", 2, r"of_any: a plan of 1 chunks, not 2"),
     ("unnamed", 3, r"unnamed: a plan of 2 chunks, not 3"),
     ("rounds", 3, r"rounds: chunks is 3; this schedule has 2"),
-    ("one_way", None, r"one_way\(2, 4\): plan forward-only has no backward: nothing would be trained"),
-    ("other", None, r"other: a plan for 3 stages and 4 micro-batches, and needed is one for 2 and 4"),
+    (
+        "one_way",
+        None,
+        r"one_way\(2, 4\): plan forward-only has no backward: nothing would be trained",
+    ),
+    (
+        "other",
+        None,
+        r"other: a plan for 3 stages and 4 micro-batches, and needed is one for 2 and 4",
+    ),
     ("strange", None, r"strange\(2, 4\): TypeError: "),
     ("leaves", None, r"leaves\(2, 4\): SystemExit at line \d+ of mine\.py: 3"),
     ("incomplete", None, r"incomplete\(2, 4\): plan incomplete: rank 1: F0\.0 is missing"),
@@ -185,14 +219,18 @@ def test_what_is_wrong_with_a_function_is_said(mine: str) -> None:
 
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text("raise RuntimeError('no such thing')")
-    with pytest.raises(ValueError, match=r"breaks\.py cannot be imported: RuntimeError: no such thing"):
+    with pytest.raises(
+        ValueError, match=r"breaks\.py cannot be imported: RuntimeError: no such thing"
+    ):
         build(f"{tmp_path}/breaks.py:f", 2, 4)
     for name in ("gone.py:f", "gone.py"):
         with pytest.raises(ValueError, match=r"gone\.py: no such file"):
             build(f"{tmp_path}/{name}", 2, 4)
 
 
-def test_the_decorator_leaves_the_function_and_takes_a_name_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decorator_leaves_the_function_and_takes_a_name_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))
 
     def mine(stages: int, microbatches: int) -> Plan:
@@ -227,10 +265,16 @@ WRONG_TEXTS = (
     ("rank,action\n0F0,0B0", "row 1, cell 1: 'rank': no action of torch"),
     ("9" * 9000 + "F0", "row 1, cell 1: .*no action of torch"),
     ("0F0,0B0\n1F0,1B0,0F1", "row 2, cell 3: '0F1': stage 0 is that of row 1 already"),
-    ("0F0,0B0\n1F0,0RECV_F0,1B0", "row 2, cell 2: '0RECV_F0': this row computes nothing of stage 0"),
+    (
+        "0F0,0B0\n1F0,0RECV_F0,1B0",
+        "row 2, cell 2: '0RECV_F0': this row computes nothing of stage 0",
+    ),
     ("0F0,0B0\n2F0,2B0", "no row has stage 1, and one has stage 2"),
     ("999999999F0", "no row has stage 0, and one has stage 999999999"),
-    ("0F0,1F0,1B0,0B0\n2F0,2B0", "row 1 has 2 stages and row 2 has 1; every rank must have equally many"),
+    (
+        "0F0,1F0,1B0,0B0\n2F0,2B0",
+        "row 1 has 2 stages and row 2 has 1; every rank must have equally many",
+    ),
     ("0F0,0F2,0B0,0B2", "stage 0 has no F of micro-batch 1; there are 2 micro-batches"),
     ("0F0,0F999999999,0B0,0B999999999", "stage 0 has no F of micro-batch 1"),
     ("0F0,0F1,0B0,0B1\n1F0,1B0", "stage 1 has no F of micro-batch 1"),
@@ -252,7 +296,11 @@ def test_what_is_wrong_with_a_csv_text_is_said_by_row_and_cell() -> None:
 
 
 def test_a_csv_text_may_have_spaces_empty_cells_communication_and_pairs() -> None:
-    rows = ["0UNSHARD,0F0, ,0SEND_F0,0F1,0RECV_B0,0B0,0B1,", '"1F0",(1F1;1B0)OVERLAP_F_B,1B1,1REDUCE_GRAD', ""]
+    rows = [
+        "0UNSHARD,0F0, ,0SEND_F0,0F1,0RECV_B0,0B0,0B1,",
+        '"1F0",(1F1;1B0)OVERLAP_F_B,1B1,1REDUCE_GRAD',
+        "",
+    ]
     text = "\n".join(rows)
     assert str(from_csv(text)) == "rank 0: F0.0 F0.1 B0.0 B0.1\nrank 1: F0.0 F0.1+B0.0 B0.1"
     turned = from_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0")
@@ -275,7 +323,8 @@ def test_a_csv_file_is_read_or_it_is_said_why_not(tmp_path: Path) -> None:
     (tmp_path / "plan.csv").write_text("\ufeff" + text, newline="")  # as spreadsheets write
     assert build(f"{tmp_path}/plan.csv", 2, 3).ranks == build("1f1b", 2, 3).ranks
     with pytest.raises(
-        ValueError, match=r"plan\.csv: a plan for 2 stages and 3 micro-batches, and needed is .* 4 and 3"
+        ValueError,
+        match=r"plan\.csv: a plan for 2 stages and 3 micro-batches, and needed is .* 4 and 3",
     ):
         build(f"{tmp_path}/plan.csv", 4, 3)
     with pytest.raises(ValueError, match="chunks is 2; this schedule has 1"):
@@ -307,7 +356,9 @@ def test_the_tool_takes_files_and_writes_csv(
         assert message in capsys.readouterr().err
 
 
-def test_the_tool_takes_the_time_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_takes_the_time_of_pairs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "pair.csv").write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1")
     for more, makespan in (([], 6.0), (["--overlapped", "2"], 5.0)):
         assert main(["schedule", str(tmp_path / "pair.csv"), *more]) == 0
@@ -341,7 +392,9 @@ def test_wrong_files_are_among_all_problems_of_a_run(mine: str, tmp_path: Path) 
     assert f"--parallel.schedule {mine}:rounds: chunks is 3" in text  # `schedule` is said once
     text = problems("--parallel.pp 3 --train.global-batch 48 --parallel.schedule chimera")
     assert "--parallel.schedule chimera: 3 stages" in text
-    text = problems(f"--parallel.pp 3 --parallel.schedule {tmp_path}/plan.csv", world=2)  # dp cannot be known
+    text = problems(
+        f"--parallel.pp 3 --parallel.schedule {tmp_path}/plan.csv", world=2
+    )  # dp cannot be known
     assert "this run has 3 and another number" in text
     assert "must be 1f1b, gpipe, " in problems("--parallel.schedule mine.txt")
 
@@ -350,7 +403,9 @@ def test_a_resolved_configuration_has_the_whole_path_and_the_chunks(
     mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config, _ = load_checked(["--parallel.pp", "2", "--parallel.schedule", "mine.py:unnamed"], world_size=2)
+    config, _ = load_checked(
+        ["--parallel.pp", "2", "--parallel.schedule", "mine.py:unnamed"], world_size=2
+    )
     assert resolve(config, 10, 2).parallel.schedule == f"{tmp_path}/mine.py:unnamed"
     assert resolve(config, 10, 2).parallel.chunks == 2
     assert resolve(config, 10).parallel.chunks is None  # nor is dp known
@@ -374,7 +429,9 @@ def test_runs_with_a_schedule_of_ones_own_train_as_others_do(
     (folder / "plan.csv").write_text(schedules.to_csv(plan))
 
     def losses(name: str, schedule: str) -> list[float]:
-        done = again(folder, 2, "gpt.py", *flags, "--run.name", name, "--parallel.schedule", schedule)
+        done = again(
+            folder, 2, "gpt.py", *flags, "--run.name", name, "--parallel.schedule", schedule
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return [row["train/loss"] for row in metrics.read(folder / "runs" / name / "metrics.jsonl")]
 
@@ -385,7 +442,10 @@ def test_runs_with_a_schedule_of_ones_own_train_as_others_do(
     run = folder / "runs" / "function"
     parallel = tomllib.loads((run / "config.toml").read_text())["parallel"]
     assert (parallel["schedule"], parallel["chunks"]) == (f"{folder}/mine.py:unnamed", 2)
-    assert "One step of mine.py:unnamed on 2 pipeline ranks" in (run / "figures" / "pipeline.svg").read_text()
+    assert (
+        "One step of mine.py:unnamed on 2 pipeline ranks"
+        in (run / "figures" / "pipeline.svg").read_text()
+    )
     monkeypatch.chdir(run)  # who goes on from elsewhere finds the file
     assert load_checked(["--config", "config.toml"], world_size=2)[0].parallel.chunks == 2
 
@@ -407,7 +467,16 @@ def test_ranks_whose_plans_differ_are_told(tmp_path: Path) -> None:
 
 def test_a_run_with_a_wrong_schedule_ends_with_exit_code_2(mine: str, folder: Path) -> None:
     done = again(
-        folder, 1, "gpt.py", "--preset", "tiny", *QUICK, "--parallel.schedule", "mine.py:x", "--model.heads", "5"
+        folder,
+        1,
+        "gpt.py",
+        "--preset",
+        "tiny",
+        *QUICK,
+        "--parallel.schedule",
+        "mine.py:x",
+        "--model.heads",
+        "5",
     )
     assert done.returncode == 2
     assert "2 problems in the configuration" in done.stderr

@@ -25,21 +25,32 @@ def test_four_stages_with_eight_microbatches_begin_as_in_2104_04473() -> None:
     assert " ".join(map(str, last[:10])) == "F0.0 F0.1 F0.2 F0.3 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2"
 
 
-def test_bubble_and_peak_follow_2104_04473_where_microbatches_are_a_multiple_of_the_stages() -> None:
+def test_bubble_and_peak_follow_2104_04473_where_microbatches_are_a_multiple_of_the_stages() -> (
+    None
+):
     """Bubble time (p-1)(F+B+W)/v; peak (pv+p-1)/v on the first rank, once there are so many micro-batches."""
     for p in (2, 3, 4, 5, 8, 16, 32):
         for v in (1, 2, 3, 4):
             for m in {p, 2 * p, 3 * p} if p < 16 else {2 * p}:
                 timeline = simulate(build("interleaved", p, m, v), Costs(1.0, 1.5, 0.5))
-                assert timeline.makespan == pytest.approx(3.0 * (m + (p - 1) / v), rel=1e-12), (p, v, m)
+                assert timeline.makespan == pytest.approx(3.0 * (m + (p - 1) / v), rel=1e-12), (
+                    p,
+                    v,
+                    m,
+                )
                 assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1), rel=1e-12)
                 peak = min(m * v, (v - 1) * p + 2 * p - 1) / v
                 assert max(timeline.peak_activations) == timeline.peak_activations[0] == peak
-    assert simulate(build("interleaved", 8, 64, 3), Costs(1, 1, 1)).peak_activations[0] == (8 * 3 + 8 - 1) / 3
+    assert (
+        simulate(build("interleaved", 8, 64, 3), Costs(1, 1, 1)).peak_activations[0]
+        == (8 * 3 + 8 - 1) / 3
+    )
 
 
 def test_unit_times_on_4_stages_and_8_microbatches_waste_3_of_19() -> None:
-    assert simulate(build("interleaved", 4, 8), Costs(1, 1, 1)).bubble == pytest.approx(3 / 19, abs=1e-15)
+    assert simulate(build("interleaved", 4, 8), Costs(1, 1, 1)).bubble == pytest.approx(
+        3 / 19, abs=1e-15
+    )
 
 
 def test_messages_cross_every_boundary_but_the_ends_of_the_model() -> None:
@@ -77,7 +88,9 @@ def test_rounds_are_even_and_at_least_as_large_as_there_are_ranks() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 6), st.integers(1, 14), st.integers(1, 4), st.floats(0, 3))
-def test_any_size_and_any_costs_play_out_and_lower(data: st.DataObject, p: int, m: int, v: int, send: float) -> None:
+def test_any_size_and_any_costs_play_out_and_lower(
+    data: st.DataObject, p: int, m: int, v: int, send: float
+) -> None:
     """Chunks that are not equal only cost time: no plan stalls, and none is faster than its slowest rank."""
     plan = build("interleaved", p, m, v)
     validate(plan)
@@ -95,7 +108,9 @@ def test_any_size_and_any_costs_play_out_and_lower(data: st.DataObject, p: int, 
 def test_chunks_are_two_unless_chosen() -> None:
     assert build("interleaved", 2, 4).chunks == own_chunks("interleaved") == 2
     assert build("interleaved", 3, 7, chunks=5).total_stages == 15
-    with pytest.raises(ValueError, match="schedule interleaved: chunks is 0; it must be at least 1"):
+    with pytest.raises(
+        ValueError, match="schedule interleaved: chunks is 0; it must be at least 1"
+    ):
         interleaved(2, 4, 0)
     config = Config.model_validate({"parallel": {"schedule": "interleaved", "pp": 2}})
     assert resolve(config, vocab=64).parallel.chunks == 2

@@ -30,7 +30,11 @@ def plans(draw: st.DrawFn) -> Plan:
         plan = draw(random_plans() if kind == "one way" else two_way_plans())
         plan = with_pairs(plan, draw(st.randoms(use_true_random=False)))
     else:
-        name, stages, count = draw(st.sampled_from(OURS)), draw(st.integers(1, 4)), draw(st.integers(1, 8))
+        name, stages, count = (
+            draw(st.sampled_from(OURS)),
+            draw(st.integers(1, 4)),
+            draw(st.integers(1, 8)),
+        )
         try:
             plan = build(name, stages, count)
         except ValueError:  # not every schedule has these numbers
@@ -54,7 +58,9 @@ def two_way_plans(draw: st.DrawFn) -> Plan:
         if kind is Kind.F:
             ready.add((Kind.F, stage + 1, m) if stage + 1 < stages else (back, stage, m))
         elif kind is back:
-            ready |= ({(Kind.W, stage, m)} if back is Kind.I else set()) | ({(back, stage - 1, m)} if stage else set())
+            ready |= ({(Kind.W, stage, m)} if back is Kind.I else set()) | (
+                {(back, stage - 1, m)} if stage else set()
+            )
     placement = tuple((rank, stages - 1 - rank) for rank in range(stages))
     return Plan("two ways", stages, count, 2, tuple(map(tuple, ranks)), placement, ways=2)
 
@@ -88,8 +94,14 @@ Fault = Callable[[Plan, int, random.Random], list[Action] | None]
 def drop(plan: Plan, rank: int, draw: random.Random) -> list[Action] | None:
     actions = list(plan.ranks[rank])
     del actions[draw.randrange(len(actions))]
-    left = [action for other, mine in enumerate(plan.ranks) for action in (actions if other == rank else mine)]
-    return actions if any(action.kind not in COMPUTE for action in left) else None  # a right plan, not lowered
+    left = [
+        action
+        for other, mine in enumerate(plan.ranks)
+        for action in (actions if other == rank else mine)
+    ]
+    return (
+        actions if any(action.kind not in COMPUTE for action in left) else None
+    )  # a right plan, not lowered
 
 
 def double(plan: Plan, rank: int, draw: random.Random) -> list[Action]:
@@ -135,9 +147,16 @@ def needs(plan: Plan, rank: int, at: int) -> Iterator[int]:
                 own = other.chunk == part.chunk and other.microbatch == part.microbatch
                 if own and (other.kind, part.kind) in BEFORE:
                     yield number
-                if part.kind is Kind.REDUCE and other.kind in (Kind.B, Kind.W) and other.chunk == part.chunk:
+                if (
+                    part.kind is Kind.REDUCE
+                    and other.kind in (Kind.B, Kind.W)
+                    and other.chunk == part.chunk
+                ):
                     yield number
-                made_here = plan.producer(rank, part) == (rank, other.chunk) and other.microbatch == part.microbatch
+                made_here = (
+                    plan.producer(rank, part) == (rank, other.chunk)
+                    and other.microbatch == part.microbatch
+                )
                 if made_here and (other.kind, part.kind) in MAKES:
                     yield number
 
@@ -202,9 +221,13 @@ def check(plan: Plan, seed: int, each: int) -> None:
             actions = fault(plan, rank, draw)
             if actions is None or tuple(actions) == plan.ranks[rank]:
                 continue
-            wrong = replace(plan, ranks=(*plan.ranks[:rank], tuple(actions), *plan.ranks[rank + 1 :]))
+            wrong = replace(
+                plan, ranks=(*plan.ranks[:rank], tuple(actions), *plan.ranks[rank + 1 :])
+            )
             message = verdict(wrong)
-            assert re.search(r"rank \d+.*[A-Z]-?\d", message), f"{fault.__name__}: {message!r}\n{wrong}\nof\n{plan}"
+            assert re.search(r"rank \d+.*[A-Z]-?\d", message), (
+                f"{fault.__name__}: {message!r}\n{wrong}\nof\n{plan}"
+            )
 
 
 def verdict(plan: Plan) -> str:

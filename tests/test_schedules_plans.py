@@ -23,7 +23,9 @@ BUILDERS: dict[str, Callable[[int, int], Plan]] = {
 }
 
 
-def plan_of(*ranks: str, microbatches: int = 1, chunks: int = 1, placement: tuple[tuple[int, ...], ...] = ()) -> Plan:
+def plan_of(
+    *ranks: str, microbatches: int = 1, chunks: int = 1, placement: tuple[tuple[int, ...], ...] = ()
+) -> Plan:
     actions = tuple(tuple(Action.parse(text) for text in rank.split()) for rank in ranks)
     return Plan("test", len(ranks), microbatches, chunks, actions, placement)
 
@@ -35,7 +37,9 @@ def test_1f1b_matches_figure_4_of_2104_04473() -> None:
     plan = build("1f1b", 4, 8)
     first = "F0.0 F0.1 F0.2 F0.3 B0.0 F0.4 B0.1 F0.5 B0.2 F0.6 B0.3 F0.7 B0.4 B0.5 B0.6 B0.7"
     assert " ".join(map(str, plan.ranks[0])) == first
-    assert [str(action) for action in plan.ranks[3]] == [f"{kind}0.{mb}" for mb in range(8) for kind in "FB"]
+    assert [str(action) for action in plan.ranks[3]] == [
+        f"{kind}0.{mb}" for mb in range(8) for kind in "FB"
+    ]
 
 
 def test_1f1b_on_one_stage_is_gradient_accumulation() -> None:
@@ -43,9 +47,9 @@ def test_1f1b_on_one_stage_is_gradient_accumulation() -> None:
 
 
 def test_fewer_microbatches_than_stages() -> None:
-    assert [" ".join(map(str, rank)) for rank in build("1f1b", 4, 2).ranks] == ["F0.0 F0.1 B0.0 B0.1"] * 3 + [
-        "F0.0 B0.0 F0.1 B0.1"
-    ]
+    assert [" ".join(map(str, rank)) for rank in build("1f1b", 4, 2).ranks] == [
+        "F0.0 F0.1 B0.0 B0.1"
+    ] * 3 + ["F0.0 B0.0 F0.1 B0.1"]
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -101,18 +105,27 @@ def assert_gathers_are_added(lowered: Plan, gathering: Plan) -> None:
     check_rendezvous(gathering)
     made = when_made(lowered)
     for rank, actions in enumerate(gathering.ranks):
-        assert tuple(action for action in actions if action.kind is not Kind.GATHER) == lowered.ranks[rank]
+        assert (
+            tuple(action for action in actions if action.kind is not Kind.GATHER)
+            == lowered.ranks[rank]
+        )
         between, before = list[Action](), 0.0
         for action in actions:
             if action.kind not in COMPUTE:
                 between.append(action)
                 continue
             gathers = [at for at, other in enumerate(between) if other.kind is Kind.GATHER]
-            assert [between[at].chunk for at in gathers] == [action.chunk] * (action.kind is not Kind.W)
+            assert [between[at].chunk for at in gathers] == [action.chunk] * (
+                action.kind is not Kind.W
+            )
             for at, other in enumerate(between if gathers else ()):
                 if other.kind in RECEIVES:
-                    assert (at < gathers[0]) == (made[rank, other] < before), f"rank {rank}: {other} before {action}"
-                assert at >= gathers[0] or other.kind in RECEIVES, f"rank {rank}: {other} before the gather of {action}"
+                    assert (at < gathers[0]) == (made[rank, other] < before), (
+                        f"rank {rank}: {other} before {action}"
+                    )
+                assert at >= gathers[0] or other.kind in RECEIVES, (
+                    f"rank {rank}: {other} before the gather of {action}"
+                )
             between, before = [], made[rank, action]
         assert Kind.GATHER not in {action.kind for action in between}
 
@@ -126,7 +139,9 @@ def when_made(plan: Plan) -> dict[tuple[int, Action], float]:
             source = plan.producer(rank, action) if action.kind in RECEIVES else None
             if source is not None:
                 kinds = (Kind.F,) if action.kind is Kind.RECV_F else (Kind.B, Kind.I)
-                results = ((source[0], Action(kind, action.microbatch, source[1])) for kind in kinds)
+                results = (
+                    (source[0], Action(kind, action.microbatch, source[1])) for kind in kinds
+                )
                 made[rank, action] = next(made[result] for result in results if result in made)
     return made
 
@@ -160,14 +175,22 @@ def test_a_lowered_plan_is_not_lowered_again() -> None:
 @st.composite
 def random_plans(draw: st.DrawFn) -> Plan:
     """Plans that a random but valid order of execution gives: any placement, chunks, full or split backward."""
-    stages, chunks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    stages, chunks, microbatches = (
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+    )
     total = stages * chunks
     order = draw(st.permutations(range(total)))
     placement = tuple(tuple(order[rank * chunks : (rank + 1) * chunks]) for rank in range(stages))
     split = draw(st.booleans())
     random = draw(st.randoms(use_true_random=False))
     rank_lists: list[list[Action]] = [[] for _ in range(stages)]
-    where = {stage: (rank, chunk) for rank, held in enumerate(placement) for chunk, stage in enumerate(held)}
+    where = {
+        stage: (rank, chunk)
+        for rank, held in enumerate(placement)
+        for chunk, stage in enumerate(held)
+    }
     ready = {("F", 0, mb) for mb in range(microbatches)}
     while ready:
         kind, stage, mb = random.choice(sorted(ready))
@@ -220,13 +243,18 @@ def test_receiving_just_before_use_deadlocks_1f1b() -> None:
 
 
 def test_a_deadlock_names_ranks_and_actions() -> None:
-    with pytest.raises(ValueError, match=r"1f1b deadlocks: rank 0 at SF0\.1 with rank 1; rank 1 at SB0\.0 with rank 0"):
+    with pytest.raises(
+        ValueError,
+        match=r"1f1b deadlocks: rank 0 at SF0\.1 with rank 1; rank 1 at SB0\.0 with rank 0",
+    ):
         check_rendezvous(lower_naively(build("1f1b", 2, 2)))
 
 
 def test_exchanged_messages_are_reported() -> None:
     plan = plan_of("F0.0 SF0.0 F0.1 SF0.1", "RF0.1 RF0.0 F0.0 F0.1", microbatches=2)
-    with pytest.raises(ValueError, match=r"rank 0 sends SF0\.0 where rank 1 receives RF0\.1, not RF0\.0"):
+    with pytest.raises(
+        ValueError, match=r"rank 0 sends SF0\.0 where rank 1 receives RF0\.1, not RF0\.0"
+    ):
         check_rendezvous(plan)
 
 
@@ -240,7 +268,9 @@ def test_exchanged_messages_are_reported() -> None:
         (("F0.0 SF0.0 RF0.0", "RF0.0 F0.0"), r"rank 0: RF0\.0 has no other rank"),
     ],
 )
-def test_messages_missing_or_out_of_place_are_reported(ranks: tuple[str, ...], message: str) -> None:
+def test_messages_missing_or_out_of_place_are_reported(
+    ranks: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         check_rendezvous(plan_of(*ranks))
 
@@ -252,7 +282,10 @@ def test_messages_missing_or_out_of_place_are_reported(ranks: tuple[str, ...], m
         (("F0.0 B0.0", "F0.0 B0.0 F0.1 B0.1"), r"rank 0: F0\.1 is missing"),
         (("F0.0 B0.0 F0.0", "F0.0 B0.0"), r"rank 0: F0\.0 appears twice"),
         (("F0.0 B0.0 B0.1 F0.1", "F0.0 B0.0"), r"rank 0: B0\.1 appears before F0\.1"),
-        (("F0.0 B0.0 I0.0 W0.0", "F0.0 B0.0"), r"rank 0: I0\.0: this micro-batch already had its backward"),
+        (
+            ("F0.0 B0.0 I0.0 W0.0", "F0.0 B0.0"),
+            r"rank 0: I0\.0: this micro-batch already had its backward",
+        ),
         (("F0.0 W0.0 I0.0", "F0.0 B0.0"), r"rank 0: W0\.0 appears before I0\.0"),
         (("F0.0 I0.0 F0.1 B0.1", "F0.0 B0.0 F0.1 B0.1"), r"rank 0: W0\.0 is missing"),
         (("F0.0 B0.0 F0.1 B0.1", "F0.0 F0.1"), r"rank 1: B0\.0 is missing"),
@@ -294,7 +327,9 @@ def test_build_gives_the_named_schedule() -> None:
 
 @pytest.mark.parametrize("name", schedules.available())
 @pytest.mark.parametrize("stages", [2, 4])
-def test_the_number_of_microbatches_that_a_refusal_names_is_accepted(name: str, stages: int) -> None:
+def test_the_number_of_microbatches_that_a_refusal_names_is_accepted(
+    name: str, stages: int
+) -> None:
     for microbatches in range(1, 10):
         try:
             build(name, stages, microbatches)
@@ -327,16 +362,28 @@ def test_a_registered_schedule_is_built_and_checked(monkeypatch: pytest.MonkeyPa
 
     def loop(stages: int, microbatches: int, chunks: int = 2) -> Plan:
         def rank() -> tuple[Action, ...]:
-            forwards = [Action(Kind.F, mb, chunk) for chunk in range(chunks) for mb in range(microbatches)]
-            backwards = [Action(Kind.B, mb, chunk) for chunk in reversed(range(chunks)) for mb in range(microbatches)]
+            forwards = [
+                Action(Kind.F, mb, chunk) for chunk in range(chunks) for mb in range(microbatches)
+            ]
+            backwards = [
+                Action(Kind.B, mb, chunk)
+                for chunk in reversed(range(chunks))
+                for mb in range(microbatches)
+            ]
             return (*forwards, *backwards)
 
         return Plan("loop", stages, microbatches, chunks, tuple(rank() for _ in range(stages)))
 
     schedules.register("loop", loop, chunks=None)
-    schedules.register("broken", lambda stages, microbatches: Plan("broken", stages, microbatches, 1, ((),) * stages))
+    schedules.register(
+        "broken",
+        lambda stages, microbatches: Plan("broken", stages, microbatches, 1, ((),) * stages),
+    )
     assert schedules.available()[:2] == ("gpipe", "1f1b")
-    assert schedules.available()[-2:] == ("loop", "broken")  # other tests of this process may have registered theirs
+    assert schedules.available()[-2:] == (
+        "loop",
+        "broken",
+    )  # other tests of this process may have registered theirs
     assert build("loop", 2, 2).chunks == 2
     assert build("loop", 2, 2, chunks=3).total_stages == 6
     check_rendezvous(lower(build("loop", 3, 4)))

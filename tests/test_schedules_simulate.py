@@ -67,12 +67,16 @@ def test_peak_activations_follow_2104_04473_section_2_2() -> None:
     for p in range(1, 9):
         for m in range(1, 18):
             assert simulate(build("gpipe", p, m), UNIT).peak_activations == (m,) * p
-            assert simulate(build("1f1b", p, m), UNIT).peak_activations == tuple(min(p - s, m) for s in range(p))
+            assert simulate(build("1f1b", p, m), UNIT).peak_activations == tuple(
+                min(p - s, m) for s in range(p)
+            )
             assert simulate(forward_only(p, m), UNIT).peak_activations == (1,) * p
 
 
 def test_activations_of_a_split_backward_are_held_to_the_end_of_w() -> None:
-    actions = tuple(Action.parse(text) for text in "F0.0 I0.0 F0.1 W0.0 I0.1 F0.2 B0.2 W0.1".split())
+    actions = tuple(
+        Action.parse(text) for text in "F0.0 I0.0 F0.1 W0.0 I0.1 F0.2 B0.2 W0.1".split()
+    )
     assert simulate(Plan("split", 1, 3, 1, (actions,)), UNIT).peak_activations == (2,)
 
 
@@ -110,14 +114,28 @@ def test_chunks_share_the_costs_of_their_rank_and_turns_of_a_v_need_no_message()
 
 def test_stages_may_have_their_own_costs() -> None:
     timeline = simulate(build("1f1b", 2, 2), Costs((1.0, 3.0), (1.0, 3.0), (1.0, 3.0)))
-    assert [(start, end) for _, start, end in timeline.spans[1]] == [(1, 4), (4, 10), (10, 13), (13, 19)]
-    assert [(start, end) for _, start, end in timeline.spans[0]] == [(0, 1), (1, 2), (10, 12), (19, 21)]
-    assert timeline.bubble == pytest.approx((21 - 6) / 21)  # of the rank with the longest span, the first
+    assert [(start, end) for _, start, end in timeline.spans[1]] == [
+        (1, 4),
+        (4, 10),
+        (10, 13),
+        (13, 19),
+    ]
+    assert [(start, end) for _, start, end in timeline.spans[0]] == [
+        (0, 1),
+        (1, 2),
+        (10, 12),
+        (19, 21),
+    ]
+    assert timeline.bubble == pytest.approx(
+        (21 - 6) / 21
+    )  # of the rank with the longest span, the first
     with pytest.raises(ValueError, match="3 values for the 2 stages"):
         simulate(build("1f1b", 2, 2), Costs((1.0, 2.0, 3.0), 1, 1))
 
 
-@pytest.mark.parametrize("bad", [{"forward": -1}, {"send": -0.1}, {"backward_weight": (1.0, -1.0)}, {"forward": ()}])
+@pytest.mark.parametrize(
+    "bad", [{"forward": -1}, {"send": -0.1}, {"backward_weight": (1.0, -1.0)}, {"forward": ()}]
+)
 def test_negative_or_empty_costs_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"costs: {next(iter(bad))} is"):
         Costs(**{"forward": 1, "backward_input": 1, "backward_weight": 1, **bad})
@@ -131,7 +149,15 @@ times = st.floats(0.01, 10)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 8), times, times, times, st.floats(0, 3))
+@given(
+    st.sampled_from(["gpipe", "1f1b"]),
+    st.integers(1, 6),
+    st.integers(1, 8),
+    times,
+    times,
+    times,
+    st.floats(0, 3),
+)
 def test_lowering_and_latency_leave_what_they_must(
     name: str, p: int, m: int, f: float, b: float, w: float, send: float
 ) -> None:
@@ -170,7 +196,9 @@ def boxes(text: str) -> dict[str, list[dict[str, str]]]:
 def test_svg_has_a_box_for_every_action_in_its_place() -> None:
     timeline = simulate(build("1f1b", 4, 8), UNIT)
     drawn = boxes(svg(timeline.spans))
-    assert {name: len(rects) for name, rects in drawn.items()} == {f"{k}0.{mb}": 4 for k in "FB" for mb in range(8)}
+    assert {name: len(rects) for name, rects in drawn.items()} == {
+        f"{k}0.{mb}": 4 for k in "FB" for mb in range(8)
+    }
     pixels = (1000 - 64 - 22) / 33
     for rank, actions in enumerate(timeline.spans):
         for action, start, end in actions:
@@ -192,7 +220,9 @@ def test_svg_shows_measured_seconds_as_milliseconds_from_zero() -> None:
 def test_svg_writes_microbatches_only_where_there_is_room() -> None:
     def numbers(microbatches: int) -> int:
         text = svg(simulate(build("gpipe", 2, microbatches), UNIT).spans, legend=False)
-        return sum(element.get("fill") == "#ffffff" for element in ET.fromstring(text).iter(f"{SVG}text"))
+        return sum(
+            element.get("fill") == "#ffffff" for element in ET.fromstring(text).iter(f"{SVG}text")
+        )
 
     assert numbers(4) == 16
     assert numbers(400) == 0
@@ -205,7 +235,12 @@ def test_svg_of_nothing_is_still_a_picture() -> None:
 
 @pytest.mark.parametrize(
     ("times", "idle", "slowest"),
-    [((1, 1, 1, 1), 3 / 11, 0), ((2, 1, 1, 1), 0.412, 0), ((1, 1, 2, 1), None, 2), ((1, 1, 1, 2), 0.474, 3)],
+    [
+        ((1, 1, 1, 1), 3 / 11, 0),
+        ((2, 1, 1, 1), 0.412, 0),
+        ((1, 1, 2, 1), None, 2),
+        ((1, 1, 1, 2), 0.474, 3),
+    ],
 )
 def test_idle_shares_of_unequal_stages_tell_what_is_lost_and_which_stage_is_waited_for(
     times: tuple[float, ...], idle: float | None, slowest: int
@@ -225,6 +260,10 @@ def test_idle_shares_count_compute_alone_from_its_first_start_on_any_rank() -> N
         return Action(Kind.F, n)
 
     receive = Action(Kind.RECV_F, 0)
-    rows = [[(f(0), 10.0, 12.0), (f(1), 12.0, 14.0)], [(receive, 9.0, 12.0), (f(0), 12.0, 13.0)], []]
+    rows = [
+        [(f(0), 10.0, 12.0), (f(1), 12.0, 14.0)],
+        [(receive, 9.0, 12.0), (f(0), 12.0, 13.0)],
+        [],
+    ]
     assert idle_shares(rows) == pytest.approx([0.0, 0.75, 1.0])
     assert idle_shares([[], []]) == [0.0, 0.0]

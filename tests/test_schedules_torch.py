@@ -19,7 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness import preload, run_ranks
-from threed.schedules import Action, Kind, Plan, available, build, from_csv, lower, read_csv, to_csv, validate
+from threed.schedules import (
+    Action,
+    Kind,
+    Plan,
+    available,
+    build,
+    from_csv,
+    lower,
+    read_csv,
+    to_csv,
+    validate,
+)
 
 preload("torch.distributed.pipelining")  # a second of imports
 DATA = Path(__file__).parent / "data" / "schedules"
@@ -59,7 +70,9 @@ def judge(plan: Plan) -> None:
     from torch.distributed.pipelining import schedules as judges
 
     rows = list(csv.reader(io.StringIO(to_csv(plan))))
-    actions = {rank: [judges._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    actions = {
+        rank: [judges._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)
+    }
     total = plan.total_stages
     home = judges._validate_schedule(actions, plan.stages, total, plan.microbatches)
     assert home == {plan.stage_of(r, c): r for r in range(plan.stages) for c in range(plan.chunks)}
@@ -109,7 +122,10 @@ def same_order(one: Plan, other: Plan) -> bool:
 
 def by_stage(plan: Plan, rank: int) -> list[list[tuple[Kind, int, int]]]:
     """What a rank does, by stages of the model."""
-    return [[(p.kind, p.microbatch, plan.stage_of(rank, p.chunk)) for p in a.parts] for a in plan.ranks[rank]]
+    return [
+        [(p.kind, p.microbatch, plan.stage_of(rank, p.chunk)) for p in a.parts]
+        for a in plan.ranks[rank]
+    ]
 
 
 def test_a_bidirectional_plan_cannot_be_written() -> None:
@@ -132,7 +148,9 @@ def layer(stage: int) -> nn.Module:
 def batch(count: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of so many micro-batches."""
     draw = torch.Generator().manual_seed(count)
-    return tuple(torch.randn(count * ROWS, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+    return tuple(
+        torch.randn(count * ROWS, WIDTH, generator=draw, dtype=torch.float64) for _ in range(2)
+    )  # type: ignore[return-value]
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -162,7 +180,9 @@ def run_there(texts: list[str]) -> list[str]:
         total, count = plan.total_stages, plan.microbatches
         held = [plan.stage_of(rank, chunk) for chunk in range(plan.chunks)]
         modules = {stage: layer(stage) for stage in held}
-        stages = [PipelineStage(module, at, total, torch.device("cpu")) for at, module in modules.items()]
+        stages = [
+            PipelineStage(module, at, total, torch.device("cpu")) for at, module in modules.items()
+        ]
         runtime = _PipelineScheduleRuntime(stages, count, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
             file.write(text)
@@ -175,7 +195,9 @@ def run_there(texts: list[str]) -> list[str]:
             own = expected[2 * stage : 2 * stage + 2]  # weight and bias
             for param, truth in zip(module.parameters(), own, strict=True):
                 # fp64, and micro-batches are summed in another order
-                if param.grad is None or not torch.allclose(param.grad, truth, rtol=1e-10, atol=1e-12):
+                if param.grad is None or not torch.allclose(
+                    param.grad, truth, rtol=1e-10, atol=1e-12
+                ):
                     wrong.append(f"stage {stage} of\n{text}")
     return wrong
 
@@ -183,6 +205,8 @@ def run_there(texts: list[str]) -> list[str]:
 def test_plans_give_the_gradients_of_one_process_in_torchs_runtime() -> None:
     plans = [plan for name in JUDGED for plan in built(name, [(2, 4), (2, 5)])]
     plans += [published(name) for name in PUBLISHED]
-    for stages, group in itertools.groupby(sorted(plans, key=lambda plan: plan.stages), lambda plan: plan.stages):
+    for stages, group in itertools.groupby(
+        sorted(plans, key=lambda plan: plan.stages), lambda plan: plan.stages
+    ):
         texts = [to_csv(plan) for plan in group]
         assert run_ranks(stages, run_there, texts) == [[]] * stages

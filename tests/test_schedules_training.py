@@ -20,7 +20,9 @@ from threed.schedules import Plan, ScheduleName, peak_activations
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1)]  # pp, dp, tp
 SHIPPED = get_args(ScheduleName)  # not what tests register
-NAMES = [name for name in SHIPPED if name not in ("gpipe", "1f1b", "2bw")]  # this follows a rule of its own
+NAMES = [
+    name for name in SHIPPED if name not in ("gpipe", "1f1b", "2bw")
+]  # this follows a rule of its own
 AGAIN = ["none", "full", "selective", "half", "cpu"]
 MODELS = ["gpt", "qwen-tied", "llama"]
 
@@ -50,7 +52,10 @@ def test_every_schedule_trains_to_the_weights_of_one_process() -> None:
 
 def test_plans_that_torch_publishes_train_here() -> None:
     """Of other people's hands (their source: tests/data/schedules), with split backwards and pairs."""
-    plans = {path: schedules.read_csv(str(path)) for path in (ROOT / "tests" / "data" / "schedules").glob("*.csv")}
+    plans = {
+        path: schedules.read_csv(str(path))
+        for path in (ROOT / "tests" / "data" / "schedules").glob("*.csv")
+    }
     assert len(plans) == 4
     run_all([
         Case(plan.stages, schedule=str(path), microbatches=plan.microbatches, layers=6, model="qwen-tied", dropout=0.1)
@@ -82,7 +87,9 @@ class Counter:
 def peak_of(case: Case, plan: Plan) -> float:
     """The most micro-batches, over all chunks of this rank, whose activations were alive in a step."""
     engine, most = engine_of(config_of(case)), 0
-    blocks = [layer for chunk in engine.executor.stages for layer in chunk.layers if hasattr(layer, "mlp")]
+    blocks = [
+        layer for chunk in engine.executor.stages for layer in chunk.layers if hasattr(layer, "mlp")
+    ]
     assert len(blocks) == plan.chunks
     counters = [Counter(block.mlp.down) for block in blocks]
 

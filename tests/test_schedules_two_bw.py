@@ -43,7 +43,9 @@ def test_steps_one_after_the_other_are_1f1b_without_an_end() -> None:
 def test_a_step_waits_for_nothing_and_holds_what_1f1b_does() -> None:
     for p, m in itertools.product((1, 2, 3, 4, 8, 16), (1, 2, 3, 4, 8, 16, 32)):
         if m < p:
-            with pytest.raises(ValueError, match=f"{m} micro-batches; {p} stages need at least {p}"):
+            with pytest.raises(
+                ValueError, match=f"{m} micro-batches; {p} stages need at least {p}"
+            ):
                 schedules.build("2bw", p, m)
             continue
         plan = schedules.build("2bw", p, m)
@@ -70,7 +72,9 @@ def moved(plan: Plan, rank: int, text: str, to: int) -> Plan:
     """The plan with an action of a rank at another place."""
     actions = list(plan.ranks[rank])
     actions.insert(to, actions.pop(actions.index(Action.parse(text))))
-    return replace(plan, ranks=tuple(tuple(actions) if r == rank else own for r, own in enumerate(plan.ranks)))
+    return replace(
+        plan, ranks=tuple(tuple(actions) if r == rank else own for r, own in enumerate(plan.ranks))
+    )
 
 
 def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
@@ -79,7 +83,9 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
     wrong = {
         "rank 0: NORM0 appears before REDUCE0": moved(plan, 0, "NORM0", 0),
         "rank 0: UPDATE0 appears before NORM0": moved(plan, 0, "UPDATE0", 0),
-        "rank 1: UPDATE0 appears after B0.2, which overwrites gradients": moved(plan, 1, "UPDATE0", 12),
+        "rank 1: UPDATE0 appears after B0.2, which overwrites gradients": moved(
+            plan, 1, "UPDATE0", 12
+        ),
         "rank 0: B0.0 appears before REDUCE0 of the step before": moved(plan, 0, "REDUCE0", 9),
         "rank 0: UPDATE0 is missing": replace(plan, ranks=(plan.ranks[0][:-2], plan.ranks[1])),
         "rank 0: NORM0 without a step before": replace(
@@ -88,7 +94,9 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
         "deadlocks: rank 0 at UPDATE0 with all ranks; rank 1 at RF0.1 with rank 0": moved(
             moved(plan, 1, "NORM0", 10), 0, "UPDATE0", 5
         ),
-        "begun is (0, 1): rank 0 has B0.-1 behind it, which comes after that of rank 1": replace(bare, begun=(0, 1)),
+        "begun is (0, 1): rank 0 has B0.-1 behind it, which comes after that of rank 1": replace(
+            bare, begun=(0, 1)
+        ),
         "rank 0: B0.-2 is missing": replace(bare, begun=(2, 0)),
         "rank 0: B0.1 is the next plan's": replace(bare, left=(2, 0)),
         "left is (4, 0): there are 3 micro-batches": replace(bare, left=(4, 0)),
@@ -108,7 +116,10 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
     [
         ("--zero.stage 2", "summed into those of the step before; use --zero.stage 0 or 1"),
         ("--zero.offload-optimizer cpu", "on the device; use --zero.offload-optimizer none"),
-        ("--zero.offload-optimizer cpu --zero.delayed-update true", "leave --zero.delayed-update out"),
+        (
+            "--zero.offload-optimizer cpu --zero.delayed-update true",
+            "leave --zero.delayed-update out",
+        ),
         ("--parallel.optimistic-step true", "leave --parallel.optimistic-step out"),
         ("--precision.dtype fp16", "use bf16"),
         ("--parallel.chunks 2", "another number of chunks with 2bw is not there yet"),
@@ -121,12 +132,20 @@ def test_what_does_not_go_with_it_is_refused_with_a_fix(flags: str, says: str) -
 
 
 def test_the_forecast_counts_and_says_what_it_takes() -> None:
-    ours, theirs = (resolve(with_(config_of(Case(2)), parallel={"schedule": s}), VOCAB, 2) for s in ("2bw", "1f1b"))
+    ours, theirs = (
+        resolve(with_(config_of(Case(2)), parallel={"schedule": s}), VOCAB, 2)
+        for s in ("2bw", "1f1b")
+    )
     forecast, plain = Forecast.of(ours, 2), Forecast.of(theirs, 2)
     assert "versions   a second one of the parameters" in forecast.text()
     assert forecast.bubble == 0
     for rank, other in zip(forecast.ranks, plain.ranks, strict=True):
-        for part, times in {"parameters": 2, "gradients": 2, "optimizer": 1, "activations": 1}.items():
+        for part, times in {
+            "parameters": 2,
+            "gradients": 2,
+            "optimizer": 1,
+            "activations": 1,
+        }.items():
             assert rank.bytes[part] == times * other.bytes[part], part
 
 
@@ -136,12 +155,16 @@ def test_it_is_for_models_of_layers() -> None:
 
 def wrap() -> None:
     config = with_(config_of(Case()), parallel={"schedule": "2bw"})
-    with pytest.raises(ConfigError, match=r"2bw with a wrapped module: build it from threed\.layers"):
+    with pytest.raises(
+        ConfigError, match=r"2bw with a wrapped module: build it from threed\.layers"
+    ):
         Engine(nn.Linear(2, 2), topology_of(1, 1), config)
 
 
 def test_schedules_of_ones_own_end_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))
     schedules.register("mine", two_bw)
-    with pytest.raises(ValueError, match="leaves micro-batches to the next step, which only 2bw may"):
+    with pytest.raises(
+        ValueError, match="leaves micro-batches to the next step, which only 2bw may"
+    ):
         schedules.build("mine", 2, 2)

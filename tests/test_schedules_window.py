@@ -36,12 +36,17 @@ def test_a_pass_in_full() -> None:
     assert list(walk((5, 3, 8, 1), ahead=1)) == [
         Step((5, 3), 5, True), Step((8,), 3, True), Step((1,), 8, True), Step((), 1, True),
     ]  # fmt: skip
-    assert list(walk((5, 3), ahead=0, keep_last=True)) == [Step((5,), 5, True), Step((3,), 3, False)]
+    assert list(walk((5, 3), ahead=0, keep_last=True)) == [
+        Step((5,), 5, True),
+        Step((3,), 3, False),
+    ]
     assert list(walk((), ahead=1, keep_last=True)) == []
 
 
 @given(units_of_a_pass, aheads, st.booleans())
-def test_every_unit_runs_once_in_order_while_it_is_whole(units: list[int], ahead: int, keep_last: bool) -> None:
+def test_every_unit_runs_once_in_order_while_it_is_whole(
+    units: list[int], ahead: int, keep_last: bool
+) -> None:
     assert [step.run for step in walk(units, ahead, keep_last)] == units
     gathers = [unit for step in walk(units, ahead, keep_last) for unit in step.gather]
     assert gathers == units  # in the same order: what is needed first is on its way first
@@ -58,13 +63,21 @@ def test_the_window_is_full_and_no_larger(units: list[int], ahead: int, keep_las
 
 
 @given(units_of_a_pass, aheads)
-def test_the_first_units_are_those_that_the_first_step_gathers(units: list[int], ahead: int) -> None:
+def test_the_first_units_are_those_that_the_first_step_gathers(
+    units: list[int], ahead: int
+) -> None:
     first = next(iter(walk(units, ahead)), Step((), -1, True))
     assert first_units(units, ahead) == first.gather == tuple(units[: ahead + 1])
 
 
-@given(st.lists(st.integers(0, 50), unique=True, min_size=1, max_size=9), aheads, st.lists(st.booleans(), max_size=8))
-def test_passes_that_turn_round_hold_no_more(units: list[int], ahead: int, backward: list[bool]) -> None:
+@given(
+    st.lists(st.integers(0, 50), unique=True, min_size=1, max_size=9),
+    aheads,
+    st.lists(st.booleans(), max_size=8),
+)
+def test_passes_that_turn_round_hold_no_more(
+    units: list[int], ahead: int, backward: list[bool]
+) -> None:
     """Forwards and backwards in any order, the unit where they turn kept, the first ones begun before the pass."""
     whole: set[int] = set()
     passes = [units[::-1] if back else units for back in backward]

@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 
 from benchmarks import zero_bubble_peers
 from threed import schedules
-from threed.schedules import Costs, Plan, Timeline, build, lower, one_f_one_b, simulate, validate, zb_auto, zb_h1, zb_h2
+from threed.schedules import (
+    Costs,
+    Plan,
+    Timeline,
+    build,
+    lower,
+    one_f_one_b,
+    simulate,
+    validate,
+    zb_auto,
+    zb_h1,
+    zb_h2,
+)
 from threed.schedules.flow import Flow, fill, one_chunk, to_plan, v_shape
 from threed.schedules.list_scheduling import Priority, list_orders
 
@@ -46,7 +58,9 @@ def peak(timeline: Timeline) -> float:
 
 def test_bubble_rates_are_those_of_2401_10241_to_four_decimals() -> None:
     for p, m, f, b, w, send, *rates in PUBLISHED:
-        played = [simulate(plan(p, m), Costs(f, b, w, send=send)) for plan in (one_f_one_b, zb_h1, zb_h2)]
+        played = [
+            simulate(plan(p, m), Costs(f, b, w, send=send)) for plan in (one_f_one_b, zb_h1, zb_h2)
+        ]
         assert [round(timeline.bubble, 4) for timeline in played] == rates
 
 
@@ -142,7 +156,9 @@ def test_every_size_is_legal_and_lowers_without_deadlock(name: str) -> None:
 def test_formulas_hold_up_to_32_ranks() -> None:
     for p in range(1, 33):
         for m in (2 * p, 3 * p + 1):
-            played = {name: simulate(build(name, p, m), CHUNK) for name in ("zb-v", "v-half", "v-min")}
+            played = {
+                name: simulate(build(name, p, m), CHUNK) for name in ("zb-v", "v-half", "v-min")
+            }
             assert {name: peak(timeline) for name, timeline in played.items()} == {
                 name: LIMITS[name](p) for name in played
             }
@@ -193,7 +209,9 @@ def test_zb_auto_reaches_the_least_possible_makespan_at_measured_times() -> None
     for p, m, f, b, w, send, *_ in (PUBLISHED[0], PUBLISHED[3]):
         costs = Costs(f, b, w, send=send)
         least = (p - 1) * (f + send) + m * (f + b + w)
-        assert simulate(zb_auto(p, m, costs, limit=2 * p), costs).makespan == pytest.approx(least, rel=1e-9)
+        assert simulate(zb_auto(p, m, costs, limit=2 * p), costs).makespan == pytest.approx(
+            least, rel=1e-9
+        )
 
 
 def test_zb_auto_leaves_forwards_out_where_messages_are_long() -> None:
@@ -213,7 +231,10 @@ def test_zb_auto_refuses_what_it_cannot_plan() -> None:
 
 
 def test_the_comparison_with_sail_sg_refuses_a_folder_that_is_not_theirs(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"has no zbv_greedy\.py: give the path of a working tree of https://github"):
+    with pytest.raises(
+        SystemExit,
+        match=r"has no zbv_greedy\.py: give the path of a working tree of https://github",
+    ):
         zero_bubble_peers.main([str(tmp_path)])
 
 
@@ -248,5 +269,7 @@ def test_list_scheduling_says_where_ranks_wait_for_each_other() -> None:
     """Where the first chunk may take all memory, no forward of the second can run."""
     flow = Flow.of(v_shape(2), 4, CHUNK)
     everything = Priority(tuple(range(8)), 6, (4,) * 4, (4,) * 4)
-    assert list_orders(flow, Priority(tuple(range(8)), 6, (1, 1, 2, 2), (1, 1, 2, 2)), 2) is not None
+    assert (
+        list_orders(flow, Priority(tuple(range(8)), 6, (1, 1, 2, 2), (1, 1, 2, 2)), 2) is not None
+    )
     assert list_orders(flow, everything, 2) is None

@@ -19,19 +19,40 @@ from threed.data import load_tokenizer, open_data, tokenize_to_megatron
 from threed.data.megatron import open_tokens, pair_of
 from threed.final_report import PROMPT, sample_text
 
-WORDS = ["<unk>", "<bos>", "<eos>", "</s>", "<|endoftext|>", "<|im_end|>", "<|custom|>", "a", "b", "c"]
+WORDS = [
+    "<unk>",
+    "<bos>",
+    "<eos>",
+    "</s>",
+    "<|endoftext|>",
+    "<|im_end|>",
+    "<|custom|>",
+    "a",
+    "b",
+    "c",
+]
 
 
 def folder_of(
-    place: Path, specials: Sequence[str] = (), words: Sequence[str] = WORDS, template: str = "", **files: Any
+    place: Path,
+    specials: Sequence[str] = (),
+    words: Sequence[str] = WORDS,
+    template: str = "",
+    **files: Any,
 ) -> Path:
     """A folder with a tokenizer of whole words; `files`: JSON files by their names without the ending."""
     place.mkdir(parents=True, exist_ok=True)
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
+    backend.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in specials]
+    )
     if template:
-        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<bos>", 1)])
+        backend.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<bos>", 1)]
+        )
     backend.save(str(place / "tokenizer.json"))
     for name, content in files.items():
         (place / f"{name}.json").write_text(json.dumps(content))
@@ -46,7 +67,11 @@ def folder_of(
     [
         # the tokenizer's own name of it, wherever it is named, in either spelling
         (["<eos>"], {"tokenizer_config": {"eos_token": "<eos>"}}, "<eos>"),
-        (["<eos>"], {"tokenizer_config": {"eos_token": {"content": "<eos>", "special": True}}}, "<eos>"),
+        (
+            ["<eos>"],
+            {"tokenizer_config": {"eos_token": {"content": "<eos>", "special": True}}},
+            "<eos>",
+        ),
         (["<eos>"], {"special_tokens_map": {"eos_token": "<eos>"}}, "<eos>"),
         (
             ["<eos>", "</s>"],
@@ -58,14 +83,22 @@ def folder_of(
         ([], {"tokenizer_config": {"eos_token": "<eos>"}}, "<eos>"),  # special by its name alone
         (
             [],
-            {"tokenizer_config": {"added_tokens_decoder": {"4": {"content": "<|endoftext|>", "special": True}}}},
+            {
+                "tokenizer_config": {
+                    "added_tokens_decoder": {"4": {"content": "<|endoftext|>", "special": True}}
+                }
+            },
             "<|endoftext|>",
         ),
         # text that looks like one is none
         (["<eos>"], {}, "<eos>"),
         (["</s>", "<eos>"], {"tokenizer_config": {"eos_token": "<eos>"}}, "<eos>"),
         # an eos that ends a turn: the document's end is looked for, in the model's ids first
-        (["<|im_end|>", "<|endoftext|>"], {"tokenizer_config": {"eos_token": "<|im_end|>"}}, "<|endoftext|>"),
+        (
+            ["<|im_end|>", "<|endoftext|>"],
+            {"tokenizer_config": {"eos_token": "<|im_end|>"}},
+            "<|endoftext|>",
+        ),
         (
             ["<|im_end|>", "<eos>", "</s>"],
             {"tokenizer_config": {"eos_token": "<|im_end|>"}, "config": {"eos_token_id": [2, 5]}},
@@ -73,7 +106,10 @@ def folder_of(
         ),
         (
             ["<|im_end|>", "<eos>", "</s>"],
-            {"tokenizer_config": {"eos_token": "<|im_end|>"}, "generation_config": {"eos_token_id": [5, 2]}},
+            {
+                "tokenizer_config": {"eos_token": "<|im_end|>"},
+                "generation_config": {"eos_token_id": [5, 2]},
+            },
             "<eos>",
         ),
         (
@@ -81,7 +117,11 @@ def folder_of(
             {"tokenizer_config": {"eos_token": "<|im_end|>"}, "config": {"eos_token_id": [5, 6]}},
             "<|custom|>",
         ),
-        (["<|im_end|>"], {"tokenizer_config": {"eos_token": "<|im_end|>"}}, "<|im_end|>"),  # there is no other
+        (
+            ["<|im_end|>"],
+            {"tokenizer_config": {"eos_token": "<|im_end|>"}},
+            "<|im_end|>",
+        ),  # there is no other
         # a name that is not known, and a model that also names one that is
         (
             ["<|custom|>", "</s>"],
@@ -104,10 +144,22 @@ def test_the_end_of_a_document_is_the_tokenizers_own(
 @pytest.mark.parametrize(
     ("specials", "files", "message"),
     [
-        ([], {}, r"no end-of-text token\. Name an eos_token in tokenizer_config\.json"),  # all of them plain text
+        (
+            [],
+            {},
+            r"no end-of-text token\. Name an eos_token in tokenizer_config\.json",
+        ),  # all of them plain text
         ([], {"config": {"eos_token_id": 3}}, "no end-of-text token"),
-        (["<eos>"], {"tokenizer_config": {"eos_token": "<end>"}}, r"eos_token '<end>' is not in the vocab"),
-        (["<eos>"], {"added_tokens": {"<more>": 99}}, r"token <more> has id 10, but 99 in its configuration"),
+        (
+            ["<eos>"],
+            {"tokenizer_config": {"eos_token": "<end>"}},
+            r"eos_token '<end>' is not in the vocab",
+        ),
+        (
+            ["<eos>"],
+            {"added_tokens": {"<more>": 99}},
+            r"token <more> has id 10, but 99 in its configuration",
+        ),
     ],
 )
 def test_a_tokenizer_without_an_end_of_document_is_refused(
@@ -118,8 +170,16 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(
 
 
 def test_added_tokens_that_the_configuration_names_are_tokens(tmp_path: Path) -> None:
-    tokens = {"10": {"content": "<more>", "special": False}, "11": {"content": "<control>", "special": True}}
-    folder = folder_of(tmp_path, ["<eos>"], tokenizer_config={"added_tokens_decoder": tokens}, added_tokens={"<x>": 12})
+    tokens = {
+        "10": {"content": "<more>", "special": False},
+        "11": {"content": "<control>", "special": True},
+    }
+    folder = folder_of(
+        tmp_path,
+        ["<eos>"],
+        tokenizer_config={"added_tokens_decoder": tokens},
+        added_tokens={"<x>": 12},
+    )
     tokenizer = load_tokenizer(str(folder), special_tokens="parse")
     assert tokenizer.vocab_size == 13
     assert tokenizer.encode("a<more>b<control><x>") == [7, 10, 8, 11, 12]
@@ -153,7 +213,9 @@ def test_documents_begin_as_the_tokenizer_begins_texts(
 def test_bos_without_a_bos_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--data\.bos true: tokenizer bytes has no bos token"):
         load_tokenizer("bytes", True)
-    with pytest.raises(ValueError, match=r"--data\.bos true: .* names no bos_token that is in its vocabulary\. "):
+    with pytest.raises(
+        ValueError, match=r"--data\.bos true: .* names no bos_token that is in its vocabulary\. "
+    ):
         load_tokenizer(str(folder_of(tmp_path, ["<eos>"])), True)
 
 
@@ -161,8 +223,16 @@ def test_bos_without_a_bos_token_is_refused(tmp_path: Path) -> None:
     ("template", "files", "words"),
     [
         ("", {"tokenizer_config": {"add_bos_token": True}}, "add_bos_token true, and no bos_token"),
-        ("", {"tokenizer_config": {"add_bos_token": True, "bos_token": "<s>"}}, "add_bos_token true, and no bos_token"),
-        ("", {"tokenizer_config": {"add_bos_token": True}, "config": {"bos_token_id": 99_999}}, "no bos_token that is"),
+        (
+            "",
+            {"tokenizer_config": {"add_bos_token": True, "bos_token": "<s>"}},
+            "add_bos_token true, and no bos_token",
+        ),
+        (
+            "",
+            {"tokenizer_config": {"add_bos_token": True}, "config": {"bos_token_id": 99_999}},
+            "no bos_token that is",
+        ),
         ("<bos> $A", {"bos_number": 99_999}, r"the post_processor begins texts with id 99999"),
     ],
 )
@@ -188,16 +258,36 @@ def test_text_without_tokens_in_the_vocabulary_is_refused(tmp_path: Path) -> Non
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.encode("a b") == [7, 8]
     for encode in (lambda: tokenizer.encode("a é"), lambda: tokenizer.encode_pieces([b"a z"])):
-        with pytest.raises(ValueError, match=r"tokenizer\.json cannot encode this text: .*unk_token"):
+        with pytest.raises(
+            ValueError, match=r"tokenizer\.json cannot encode this text: .*unk_token"
+        ):
             encode()
 
 
-def test_text_pairs_and_prompts_have_bos_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = folder_of(tmp_path / "t", ["<eos>", "<bos>"], template="<bos> $A", tokenizer_config={"bos_token": "<bos>"})
+def test_text_pairs_and_prompts_have_bos_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(
+        tmp_path / "t",
+        ["<eos>", "<bos>"],
+        template="<bos> $A",
+        tokenizer_config={"bos_token": "<bos>"},
+    )
     (tmp_path / "d.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n' * 20)
     found = {}
-    for bos, document in (("auto", [1, 7, 8, 2, 1, 9, 2]), ("false", [7, 8, 2, 9, 2]), ("true", [1, 7, 8, 2, 1, 9, 2])):
-        words = [str(tmp_path / "d.jsonl"), str(tmp_path / bos), "--tokenizer", str(folder), "--bos", bos]
+    for bos, document in (
+        ("auto", [1, 7, 8, 2, 1, 9, 2]),
+        ("false", [7, 8, 2, 9, 2]),
+        ("true", [1, 7, 8, 2, 1, 9, 2]),
+    ):
+        words = [
+            str(tmp_path / "d.jsonl"),
+            str(tmp_path / bos),
+            "--tokenizer",
+            str(folder),
+            "--bos",
+            bos,
+        ]
         assert cli.main(["tokenize", *words]) == 0
         said = "begin without bos" if bos == "false" else "begin with [1] (bos)"
         assert f"documents {said} and end with 2" in capsys.readouterr().out
@@ -208,7 +298,11 @@ def test_text_pairs_and_prompts_have_bos_alike(tmp_path: Path, capsys: pytest.Ca
             assert [*data.train.tokens.tolist(), *data.valid.tokens.tolist()] == document * 20
             assert data.notice == ""
         found[bos] = data
-    assert [sampled(data) for data in found.values()] == [[1, 0], [0], [1, 0]]  # PROMPT is an unknown word
+    assert [sampled(data) for data in found.values()] == [
+        [1, 0],
+        [0],
+        [1, 0],
+    ]  # PROMPT is an unknown word
     assert PROMPT.strip() not in WORDS
 
 
@@ -216,7 +310,10 @@ def sampled(data: Any) -> list[int]:
     """The ids of the prompt that a run is sampled with."""
     prompts: list[list[int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("threed.final_report.generate", lambda engine, prompt, count: prompts.append(prompt) or prompt)
+        patch.setattr(
+            "threed.final_report.generate",
+            lambda engine, prompt, count: prompts.append(prompt) or prompt,
+        )
         sample_text(None, data, 4)  # type: ignore[arg-type]
     return prompts[0]
 
@@ -228,10 +325,17 @@ def test_special_tokens_in_text_are_text_unless_parsed(tmp_path: Path) -> None:
     """Also of whole words and of Unigram pieces, whose models find a token by its spelling, special or not."""
     words = folder_of(tmp_path / "words", ["<eos>", "<bos>"])
     assert load_tokenizer(str(words)).encode("a <eos> b <bos>") == [7, 0, 8, 0]
-    assert load_tokenizer(str(words), special_tokens="parse").encode("a <eos> b <bos>") == [7, 2, 8, 1]
+    assert load_tokenizer(str(words), special_tokens="parse").encode("a <eos> b <bos>") == [
+        7,
+        2,
+        8,
+        1,
+    ]
     (tmp_path / "unigram").mkdir()
     LAYOUTS["unigram"](tmp_path / "unigram")
-    text, parse = (load_tokenizer(str(tmp_path / "unigram"), special_tokens=how) for how in ("text", "parse"))
+    text, parse = (
+        load_tokenizer(str(tmp_path / "unigram"), special_tokens=how) for how in ("text", "parse")
+    )
     assert 2 in parse.encode("the</s>cat")
     assert not {0, 1, 2} & set(text.encode("the</s>cat <s> <pad>"))
     assert text.decode(text.encode("the</s>cat")) == "the</s>cat"
@@ -240,7 +344,9 @@ def test_special_tokens_in_text_are_text_unless_parsed(tmp_path: Path) -> None:
             assert text.encode(some) == parse.encode(some)
 
 
-def test_special_tokens_beyond_a_models_vocabulary_are_allowed_if_no_text_has_them(tmp_path: Path) -> None:
+def test_special_tokens_beyond_a_models_vocabulary_are_allowed_if_no_text_has_them(
+    tmp_path: Path,
+) -> None:
     """Published folders have such tokens: for padding, or for images."""
     words = [*WORDS, "<image>", "<pad>"]
     (tmp_path / "a.txt").write_text("a b <image> c <pad> " * 200)
@@ -260,7 +366,12 @@ def test_special_tokens_beyond_a_models_vocabulary_are_allowed_if_no_text_has_th
 
 
 def test_how_special_tokens_are_read_is_a_part_of_the_caches_key(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "t", ["<eos>", "<bos>"], template="<bos> $A", tokenizer_config={"eos_token": "<eos>"})
+    folder = folder_of(
+        tmp_path / "t",
+        ["<eos>", "<bos>"],
+        template="<bos> $A",
+        tokenizer_config={"eos_token": "<eos>"},
+    )
     (tmp_path / "a.txt").write_text("a b <eos> c " * 200)
     path, cache = str(tmp_path / "a.txt"), tmp_path / "cache"
 
@@ -284,10 +395,22 @@ def test_how_special_tokens_are_read_is_a_part_of_the_caches_key(tmp_path: Path)
     [
         ([[1, 7, 2]] * 40, "auto", ""),
         ([[7, 2], []] * 40, False, ""),
-        ([[1, 7, 8]] * 40, "auto", r"40 of 40 documents do not end .* \(id 2\); 40 of them end with id 8: "),
+        (
+            [[1, 7, 8]] * 40,
+            "auto",
+            r"40 of 40 documents do not end .* \(id 2\); 40 of them end with id 8: ",
+        ),
         ([[1, 7, 8], [1, 7, 2]] * 40, "auto", r"40 of 80 documents do not end with .*--append-eod"),
-        ([[1, 7, 2], [7, 2]] * 40, "auto", r"40 of 80 documents do not begin with bos \(id 1\), which"),
-        ([[1, 7, 2], [7, 2]] * 40, False, r"40 of 80 documents begin with bos \(id 1\), .*--data\.bos true"),
+        (
+            [[1, 7, 2], [7, 2]] * 40,
+            "auto",
+            r"40 of 80 documents do not begin with bos \(id 1\), which",
+        ),
+        (
+            [[1, 7, 2], [7, 2]] * 40,
+            False,
+            r"40 of 80 documents begin with bos \(id 1\), .*--data\.bos true",
+        ),
     ],
 )
 def test_a_pair_that_begins_and_ends_documents_in_another_way_is_reported(
@@ -295,7 +418,12 @@ def test_a_pair_that_begins_and_ends_documents_in_another_way_is_reported(
 ) -> None:
     import re
 
-    folder = folder_of(tmp_path / "t", ["<eos>", "<bos>"], template="<bos> $A", tokenizer_config={"bos_token": "<bos>"})
+    folder = folder_of(
+        tmp_path / "t",
+        ["<eos>", "<bos>"],
+        template="<bos> $A",
+        tokenizer_config={"bos_token": "<bos>"},
+    )
     write_pair(tmp_path / "p", documents)
     for _ in range(2):  # the second time from the cache
         data = open_data(str(tmp_path / "p"), str(folder), 0.2, 4, 1, tmp_path / "cache", bos=bos)
@@ -328,17 +456,24 @@ def test_a_pair_that_we_wrote_is_not_reported(tmp_path: Path) -> None:
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     place = tmp_path / "t"
     place.mkdir()
-    with pytest.raises(ValueError, match=r"has no vocabulary\. Use --data\.tokenizer bytes, or a folder"):
+    with pytest.raises(
+        ValueError, match=r"has no vocabulary\. Use --data\.tokenizer bytes, or a folder"
+    ):
         load_tokenizer(str(place))
     (place / "tekken.json").write_text("{}")
     (place / "vocab.json").write_text('{"a": 0}')  # without merges.txt
     with pytest.raises(ValueError, match=r"no vocabulary \(found tekken\.json, vocab\.json\)"):
         load_tokenizer(str(place))
-    with pytest.raises(ValueError, match=rf"vocab\.json' is one file of a tokenizer: give --data\.tokenizer {place}"):
+    with pytest.raises(
+        ValueError,
+        match=rf"vocab\.json' is one file of a tokenizer: give --data\.tokenizer {place}",
+    ):
         load_tokenizer(str(place / "vocab.json"))
     (place / "merges.txt").write_text("#version: 0.2\n")
     (place / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    with pytest.raises(ValueError, match=r"vocab\.json and merges\.txt"):  # which that class does not read
+    with pytest.raises(
+        ValueError, match=r"vocab\.json and merges\.txt"
+    ):  # which that class does not read
         load_tokenizer(str(place))
 
 
@@ -349,11 +484,15 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
         "from threed.data import load_tokenizer; load_tokenizer(sys.argv[1])"
     )
     for package in ("transformers", "sentencepiece"):
-        done = run([sys.executable, "-c", code, str(tmp_path), package], capture_output=True, text=True)
+        done = run(
+            [sys.executable, "-c", code, str(tmp_path), package], capture_output=True, text=True
+        )
         assert f"{package}" in done.stderr.rpartition("ValueError: ")[2]
         assert "pip install" in done.stderr
         assert "'threed[hf]'" in done.stderr
     folder_of(tmp_path, ["<eos>"])
-    done = run([sys.executable, "-c", code, str(tmp_path), "tokenizers"], capture_output=True, text=True)
+    done = run(
+        [sys.executable, "-c", code, str(tmp_path), "tokenizers"], capture_output=True, text=True
+    )
     assert "needs the package tokenizers" in done.stderr
     assert "pip install tokenizers" in done.stderr

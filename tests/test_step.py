@@ -40,7 +40,10 @@ def state(engine: Engine) -> list[Tensor]:
     held = [group.params.clone() for group in engine.layout.groups if not group.sliced]
     for s in engine.optimizer.states:  # what is kept in buffers stays there
         held += [staged.wait().clone() for staged in s.kept.values()]
-        for storage in (s.bucket.storage, *(storage for part, storage in s.storages.items() if part not in s.kept)):
+        for storage in (
+            s.bucket.storage,
+            *(storage for part, storage in s.storages.items() if part not in s.kept),
+        ):
             staged = storage.fetch()
             held.append(staged.wait().clone())
             staged.drop()
@@ -75,7 +78,9 @@ def poison_slice(engine: Engine, value: float, owned: bool = True) -> None:
     def finish() -> list[Gradient]:
         engine.reducer.finish = inner  # type: ignore[method-assign]
         gradients = inner()
-        fitting = (i for i, bucket in enumerate(engine.layout.buckets) if bucket.group.owned == owned)
+        fitting = (
+            i for i, bucket in enumerate(engine.layout.buckets) if bucket.group.owned == owned
+        )
         gradient = gradients[next(fitting, 0)]
         staged = gradient.storage.fetch()
         staged.wait()[0] = value
@@ -98,8 +103,13 @@ POISONS: dict[str, Callable[[Engine, float], None]] = {
 
 def check_skip(case: Case, where: str, value: float) -> None:
     """Each rank in turn: of a step without the poison, one with it, and one without, the twin takes two."""
-    config, rule = with_(config_of(case), optim={"schedule": "linear"}), LossScale(hysteresis=1 + case.world)
-    engine, twin = (engine_of(config, loss_scale=rule if case.dtype == "fp16" else None) for _ in range(2))
+    config, rule = (
+        with_(config_of(case), optim={"schedule": "linear"}),
+        LossScale(hysteresis=1 + case.world),
+    )
+    engine, twin = (
+        engine_of(config, loss_scale=rule if case.dtype == "fp16" else None) for _ in range(2)
+    )
     engine.step(data(engine, 0))
     twin.step(data(twin, 0))
     for rank in range(case.world):
@@ -109,7 +119,9 @@ def check_skip(case: Case, where: str, value: float) -> None:
         bad = engine.step(data(engine, 1))
         assert bad.skipped == rank + 1
         assert where != "sink" or not bad.grad_norm < float("inf")
-        assert same(state(engine), before), f"poison on rank {rank}: rank {engine.topology.rank} stepped"
+        assert same(state(engine), before), (
+            f"poison on rank {rank}: rank {engine.topology.rank} stepped"
+        )
         good, want = engine.step(data(engine, 2 + rank)), twin.step(data(twin, 2 + rank))
         assert good.skipped == rank + 1
         assert (good.step, want.step) == (2 * rank + 3, rank + 2)
@@ -129,9 +141,21 @@ SKIPS = [
     (Case(pp=2, tp=2, layers=2, sequence=True, dtype="fp16"), "copy", float("nan")),
     (Case(dp=2, tp=2, layers=2, zero=2, model="qwen-tied"), "copy", float("inf")),
     (Case(dp=2, layers=2, zero=0, dtype="fp32"), "copy", float("nan")),
-    (Case(dp=2, tp=2, layers=2, zero=2, offload_optimizer="cpu", dtype="bf16"), "sink", float("nan")),
-    (Case(pp=2, dp=2, layers=2, zero=3, offload_optimizer="nvme", offload_params="nvme"), "sink", float("inf")),
-    (Case(dp=2, layers=2, zero=3, offload_optimizer="nvme", dtype="fp16", bucket_mib=0.01), "slice", float("inf")),
+    (
+        Case(dp=2, tp=2, layers=2, zero=2, offload_optimizer="cpu", dtype="bf16"),
+        "sink",
+        float("nan"),
+    ),
+    (
+        Case(pp=2, dp=2, layers=2, zero=3, offload_optimizer="nvme", offload_params="nvme"),
+        "sink",
+        float("inf"),
+    ),
+    (
+        Case(dp=2, layers=2, zero=3, offload_optimizer="nvme", dtype="fp16", bucket_mib=0.01),
+        "slice",
+        float("inf"),
+    ),
 ]
 
 
@@ -150,7 +174,10 @@ def test_a_bad_loss_skips_on_one_process_too() -> None:
     assert metrics.loss_tensor.isnan()
     assert metrics.bad_steps == 1
     assert metrics.skipped == 1
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state(engine), poisoned, strict=True))
+    assert all(
+        torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(state(engine), poisoned, strict=True)
+    )
     engine.layout.slots[0].param.data.copy_(
         before[0][: engine.layout.slots[0].param.numel()].view_as(engine.layout.slots[0].param)
     )
@@ -169,9 +196,19 @@ class HostReads(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal"):
+        if func._schema.name in (
+            "aten::_local_scalar_dense",
+            "aten::item",
+            "aten::is_nonzero",
+            "aten::equal",
+        ):
             self.seen.append(func._schema.name)
-        if func._schema.name in ("aten::nonzero", "aten::masked_select", "aten::unique_consecutive", "aten::_unique2"):
+        if func._schema.name in (
+            "aten::nonzero",
+            "aten::masked_select",
+            "aten::unique_consecutive",
+            "aten::_unique2",
+        ):
             self.seen.append(func._schema.name)  # their shape depends on values
         return func(*args, **(kwargs or {}))
 
@@ -233,7 +270,9 @@ def check_evaluation(case: Case) -> None:
     assert same(state(engine), state(twin))
 
 
-@pytest.mark.parametrize("case", [Case(layers=2), Case(pp=2, dp=2, tp=2, sequence=True), Case(pp=4, zero=0)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(layers=2), Case(pp=2, dp=2, tp=2, sequence=True), Case(pp=4, zero=0)], ids=str
+)
 def test_evaluation_is_the_training_loss_and_leaves_no_trace(case: Case) -> None:
     run_ranks(case.world, check_evaluation, case)
 
@@ -270,7 +309,10 @@ def check_refused(case: Case, other: Case) -> str:
 OTHERS = [
     (Case(dp=2), Case(dp=2, dropout=0.1)),
     (Case(dp=2), Case(dp=2, bucket_mib=1.0)),
-    (Case(pp=2), Case(pp=2, model="gpt-untied")),  # other groups: they would wait for each other for ever
+    (
+        Case(pp=2),
+        Case(pp=2, model="gpt-untied"),
+    ),  # other groups: they would wait for each other for ever
     (Case(tp=4), Case(tp=4, model="qwen-tied")),
     (Case(pp=2, dp=2), Case(pp=2, dp=2, layers=7)),
 ]
@@ -282,7 +324,8 @@ def test_ranks_with_other_configurations_are_refused_at_once(case: Case, other: 
 
 
 @pytest.mark.parametrize(
-    ("rows", "complaint"), [(0, "batch of 0 sequences"), (5, "5 sequences is not a multiple of micro-batch 2")]
+    ("rows", "complaint"),
+    [(0, "batch of 0 sequences"), (5, "5 sequences is not a multiple of micro-batch 2")],
 )
 def test_batches_that_cannot_be_cut_are_refused(rows: int, complaint: str) -> None:
     engine = engine_of(config_of(Case(layers=2, microbatches=3)))
@@ -295,7 +338,9 @@ def test_batches_that_cannot_be_cut_are_refused(rows: int, complaint: str) -> No
 
 
 def check_sequence() -> None:
-    engine = engine_of(config_of(Case(tp=2, sequence=True, layers=2, model="llama", microbatches=3)))
+    engine = engine_of(
+        config_of(Case(tp=2, sequence=True, layers=2, model="llama", microbatches=3))
+    )
     ids = torch.zeros(2, 15, dtype=torch.int64)
     with pytest.raises(ValueError, match="sequence length 15 is not a multiple of tp 2"):
         engine.step({"tokens": ids, "labels": ids})
@@ -341,7 +386,11 @@ def check_load_after_step() -> None:
         engine.load_full_state_dict(box[0])
         for slot in engine.layout.slots:
             for piece in slot.spec.pieces:
-                got = slot.param.detach().reshape(-1)[piece.offset : piece.offset + piece.numel].view(piece.size)
+                got = (
+                    slot.param.detach()
+                    .reshape(-1)[piece.offset : piece.offset + piece.numel]
+                    .view(piece.size)
+                )
                 assert torch.equal(got, box[0][piece.name]), piece.name
     with pytest.raises(KeyError, match=r"weights are missing: embedding\.word\.weight"):
         engine.load_full_state_dict({k: v for k, v in box[0].items() if "word" not in k})
@@ -393,7 +442,11 @@ def test_what_broke_off_is_neither_trained_on_nor_saved(
         one.step(data(one))
     engine.save(tmp_path / "step-1")
     breaks(engine, monkeypatch)
-    for work in (lambda: engine.step(data(engine, 1)), lambda: engine.save(tmp_path / "b"), engine.full_state_dict):
+    for work in (
+        lambda: engine.step(data(engine, 1)),
+        lambda: engine.save(tmp_path / "b"),
+        engine.full_state_dict,
+    ):
         with pytest.raises(RuntimeError, match=r"broke off .* load a checkpoint"):
             work()
     assert not (tmp_path / "b").exists()

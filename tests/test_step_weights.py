@@ -65,7 +65,9 @@ def assemble(parts: list[Boxes]) -> dict[str, Tensor]:
             where = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
             full.setdefault(name, torch.zeros(shape, dtype=values.dtype))[where] = values
             times.setdefault(name, torch.zeros(shape))[where] += 1
-    assert all((count == 1).all() for count in times.values()), "an element with no owner, or with two"
+    assert all((count == 1).all() for count in times.values()), (
+        "an element with no owner, or with two"
+    )
     return full
 
 
@@ -94,7 +96,9 @@ def test_the_norm_is_torchs_over_the_gathered_gradients(case: Case) -> None:
     assert results[0][1] == pytest.approx(total, rel=1e-12)
     assert norm == pytest.approx(total, rel=1e-9)
     for name, want in assemble([single]).items():
-        torch.testing.assert_close(full[name], want, rtol=0, atol=1e-12 * float(want.abs().max() + 1), msg=name)
+        torch.testing.assert_close(
+            full[name], want, rtol=0, atol=1e-12 * float(want.abs().max() + 1), msg=name
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- replicas
@@ -109,7 +113,10 @@ def held_parameters(case: Case) -> list[tuple[str, tuple[int, ...], tuple[int, .
     held = []
     for slot in engine.layout.slots:
         flat = slot.param.detach().reshape(-1)
-        held += [(p.name, p.start, p.size, flat[p.offset : p.offset + p.numel].clone()) for p in slot.spec.pieces]
+        held += [
+            (p.name, p.start, p.size, flat[p.offset : p.offset + p.numel].clone())
+            for p in slot.spec.pieces
+        ]
     return held
 
 
@@ -203,7 +210,8 @@ def test_bf16_in_three_dimensions_is_close_to_bf16_on_one(model: str) -> None:
     assert losses == pytest.approx(want_losses, rel=1e-3)
     begin = engine_of(config_of(case.truth)).full_state_dict()
     moved, off = (
-        torch.cat([(a[name] - b[name]).flatten() for name in want]) for a, b in ((want, begin), (weights, want))
+        torch.cat([(a[name] - b[name]).flatten() for name in want])
+        for a, b in ((want, begin), (weights, want))
     )
     assert off.norm() < 0.15 * moved.norm()
     assert off.abs().max() < 2 * 3 * 3e-3

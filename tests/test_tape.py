@@ -47,7 +47,12 @@ def _two_ranks(values: dict[str, object]) -> Case | None:
     return case if case is not None and case.world <= 2 else None
 
 
-SPACE = Space(SETTINGS, _two_ranks, cost=lambda case: case.world * case.layers, shape=lambda c: (c.pp, c.dp, c.tp))
+SPACE = Space(
+    SETTINGS,
+    _two_ranks,
+    cost=lambda case: case.world * case.layers,
+    shape=lambda c: (c.pp, c.dp, c.tp),
+)
 
 
 @contextmanager
@@ -73,7 +78,9 @@ def counted() -> Iterator[dict[str, int]]:
         yield found
 
 
-def outcome(engine: Engine, rows: int, steps: int = 2) -> tuple[list[tuple[float, float | None]], dict[str, Tensor]]:
+def outcome(
+    engine: Engine, rows: int, steps: int = 2
+) -> tuple[list[tuple[float, float | None]], dict[str, Tensor]]:
     """Losses, norms and weights after some steps."""
     seen = [engine.step(share(batch(step, rows), engine.topology)) for step in range(steps)]
     return [(s.loss, s.grad_norm) for s in seen], engine.full_state_dict()
@@ -89,7 +96,9 @@ def compare(cases: Sequence[Case]) -> list[str]:
         numbers, weights = outcome(engine, config.train.global_batch)
         with without_tapes():
             again, weights_again = outcome(other, config.train.global_batch)
-        odd = [name for name, value in weights.items() if not torch.equal(value, weights_again[name])]
+        odd = [
+            name for name, value in weights.items() if not torch.equal(value, weights_again[name])
+        ]
         if numbers != again or odd:
             wrong.append(f"{case}: {numbers} and {again}; {odd}")
     return wrong
@@ -126,7 +135,10 @@ def test_a_block_is_one_function_to_autograd_on_a_cpu_and_two_around_a_core_of_i
     engine, rows = engine_alone()
     layers, run = engine.blueprint.layers, LanguageModelHead._run
     names = [list(layer.state_dict()) for layer in layers]
-    with counted() as found, mock.patch.object(loss.LanguageModelHead, "_run", autospec=True) as head:
+    with (
+        counted() as found,
+        mock.patch.object(loss.LanguageModelHead, "_run", autospec=True) as head,
+    ):
         head.side_effect = run
         engine.step(batch(0, rows))
     assert found == {"_AfterHeads": 3, "_AsOne": 2}  # and embedding and head
@@ -237,7 +249,9 @@ def test_what_is_put_around_a_part_is_asked(what: str) -> None:
 def test_hooks_on_all_modules_are_asked() -> None:
     engine, rows = engine_alone()
     seen: list[str] = []
-    handle = torch_modules.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    handle = torch_modules.register_module_forward_hook(
+        lambda module, *_: seen.append(type(module).__name__)
+    )
     try:
         engine.step(batch(0, rows))
     finally:
@@ -270,7 +284,11 @@ def test_tensors_are_saved_by_autograd_and_let_go_one_by_one() -> None:
     assert len(alive) == 3
     y.sum().backward()
     assert not alive
-    assert left == [0, 0, 0]  # of hooks' things nothing is left when the steps begin: the steps own the tensors
+    assert left == [
+        0,
+        0,
+        0,
+    ]  # of hooks' things nothing is left when the steps begin: the steps own the tensors
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full((4,), 2.0 * 4.0 * 16.0))
 
@@ -316,7 +334,12 @@ def _one_norm_twice(one: Any) -> None:
     one.mlp_norm = one.attention_norm
 
 
-CHANGES = [_mlp_in_place_of_attention, _linear_in_place_of_norm, _attention_in_place_of_mlp, _one_norm_twice]
+CHANGES = [
+    _mlp_in_place_of_attention,
+    _linear_in_place_of_norm,
+    _attention_in_place_of_mlp,
+    _one_norm_twice,
+]
 
 
 @contextmanager

@@ -60,7 +60,9 @@ def auto(folder: Path) -> Any:
 
 def companions(folder: Path) -> dict[str, bytes]:
     """All files but weights and the model's configuration."""
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
+    }
     left_out = ("config.json", "model.safetensors")
     return {name: path.read_bytes() for name, path in files.items() if name not in left_out}
 
@@ -107,15 +109,21 @@ def test_a_layout_goes_there_and_back(layout: str, weights: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_is_read_as_transformers_reads_it(layout: str, weights: Path, tmp_path: Path) -> None:
+def test_a_layout_is_read_as_transformers_reads_it(
+    layout: str, weights: Path, tmp_path: Path
+) -> None:
     source = folder_of(layout, PAIRED[layout], weights, tmp_path / "source")
     texts, theirs = strings(1000, seed=len(layout)), auto(source)
     ours, parsing = load_tokenizer(str(source)), load_tokenizer(str(source), special_tokens="parse")
-    assert [parsing.encode(text) for text in texts] == theirs(texts, add_special_tokens=False)["input_ids"]
+    assert [parsing.encode(text) for text in texts] == theirs(texts, add_special_tokens=False)[
+        "input_ids"
+    ]
     assert theirs.convert_ids_to_tokens(ours.eot) == EOT[layout]
     bare, full = (theirs("cat", add_special_tokens=flag)["input_ids"] for flag in (False, True))
     assert [*ours.bos_ids, *bare] == full[: len(ours.bos_ids) + len(bare)]
-    unknown = {theirs.get_vocab().get(name) for name in ("<unk>", "[UNK]")}  # what is not in the vocabulary
+    unknown = {
+        theirs.get_vocab().get(name) for name in ("<unk>", "[UNK]")
+    }  # what is not in the vocabulary
     specials = set(theirs.all_special_ids) - unknown
     ids = [ours.encode(text) for text in texts]
     assert not [text for text, some in zip(texts, ids, strict=True) if specials & set(some)]
@@ -137,7 +145,9 @@ def test_every_layout_goes_there_and_back_in_every_family(
     try:
         wanted = auto(source)
         wanted(texts[:500])
-    except Exception as error:  # transformers chooses a class by the model, which does not suit these files
+    except (
+        Exception
+    ) as error:  # transformers chooses a class by the model, which does not suit these files
         for out in outs:
             with pytest.raises(type(error)):
                 auto(out)(texts[:500])
@@ -146,14 +156,23 @@ def test_every_layout_goes_there_and_back_in_every_family(
         assert_same_tokenizer(auto(out), wanted, texts)
 
 
-def test_files_that_are_plain_data_go_along_and_no_code_or_pickle_does(weights: Path, tmp_path: Path) -> None:
+def test_files_that_are_plain_data_go_along_and_no_code_or_pickle_does(
+    weights: Path, tmp_path: Path
+) -> None:
     source = folder_of("llama 3 instruct", "llama", weights, tmp_path / "source")
     along = [
         "chat_template.jinja", "chat_template.json", "chat_templates/tools.jinja", "additional_chat_templates/a.jinja",
         "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "tokenizer.model.v3",
         "spiece.model", "qwen.tiktoken", "tekken.json",
     ]  # fmt: skip
-    left = ["tokenization_x.py", "training_args.bin", "README.md", "data.jsonl", "chat_templates/x.py", ".env.json"]
+    left = [
+        "tokenization_x.py",
+        "training_args.bin",
+        "README.md",
+        "data.jsonl",
+        "chat_templates/x.py",
+        ".env.json",
+    ]
     for name in [*along, *left]:
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(f'{{"about": "{name}"}}')
@@ -167,7 +186,8 @@ def test_ids_of_another_tokenizer_are_its_own_and_said(weights: Path, tmp_path: 
     source = folder_of("llama 3 instruct", "llama", weights, tmp_path / "source")
     convert(source, tmp_path / "native")
     with pytest.warns(
-        UserWarning, match="those of tokenizer bytes, not those of the folder that the weights came from"
+        UserWarning,
+        match="those of tokenizer bytes, not those of the folder that the weights came from",
     ):
         outs = [convert(tmp_path / "native", tmp_path / "back", tokenizer="bytes")]
     with pytest.warns(UserWarning, match="those of tokenizer bytes"):
@@ -177,5 +197,7 @@ def test_ids_of_another_tokenizer_are_its_own_and_said(weights: Path, tmp_path: 
         assert read(out / "config.json")["eos_token_id"] == 256
         assert auto(out).eos_token_id == 256
     (source / "chat_template.jinja").write_text("added later")
-    with pytest.raises(CheckpointError, match=r"the tokenizer it was trained with, .* has other files now"):
+    with pytest.raises(
+        CheckpointError, match=r"the tokenizer it was trained with, .* has other files now"
+    ):
         convert(tmp_path / "native", tmp_path / "again")

@@ -19,7 +19,9 @@ from tests.harness import run_ranks
 from threed.planner.grid import AXES, Grid
 from threed.topology import Topology
 
-GRIDS_ON_PAPER = [Grid(*sizes) for sizes in itertools.product((1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 4))]
+GRIDS_ON_PAPER = [
+    Grid(*sizes) for sizes in itertools.product((1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 4))
+]
 GRIDS = [(2, 2, 2), (4, 1, 2), (1, 2, 4), (3, 2, 1), (2, 1, 1), (8, 1, 1)]  # pp, dp, tp
 
 
@@ -33,12 +35,19 @@ def test_places_and_ranks_are_one_to_one() -> None:
 
 def test_tensor_ranks_are_next_to_each_other_and_stages_far_apart() -> None:
     grid = Grid(pp=2, dp=3, tp=4)
-    strides = {axis: grid.rank_of({**dict.fromkeys(AXES, 0), axis: 1}) for axis in ("tp", "dp", "pp")}
+    strides = {
+        axis: grid.rank_of({**dict.fromkeys(AXES, 0), axis: 1}) for axis in ("tp", "dp", "pp")
+    }
     assert strides == {"tp": 1, "dp": 4, "pp": 12}
 
 
 def test_a_place_is_told_without_axes_of_one() -> None:
-    assert [Grid(pp=2, tp=2).label(rank) for rank in range(4)] == ["pp0 tp0", "pp0 tp1", "pp1 tp0", "pp1 tp1"]
+    assert [Grid(pp=2, tp=2).label(rank) for rank in range(4)] == [
+        "pp0 tp0",
+        "pp0 tp1",
+        "pp1 tp0",
+        "pp1 tp1",
+    ]
     assert Grid().label(0) == "alone"
 
 
@@ -81,15 +90,25 @@ def test_a_topology_on_paper_is_that_of_a_run_without_groups() -> None:
 # ---------------------------------------------------------------------------------------------------------- errors
 
 
-@given(st.integers(1, 64), st.integers(1, 5), st.integers(1, 5), st.integers(1, 3), st.none() | st.integers(1, 5))
-def test_sizes_make_up_the_world_or_are_refused(world: int, pp: int, tp: int, cp: int, dp: int | None) -> None:
+@given(
+    st.integers(1, 64),
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.none() | st.integers(1, 5),
+)
+def test_sizes_make_up_the_world_or_are_refused(
+    world: int, pp: int, tp: int, cp: int, dp: int | None
+) -> None:
     fits = world == pp * tp * cp * dp if dp else world % (pp * tp * cp) == 0
     if fits:
         grid = Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp)
         assert grid.world == world
         assert dp in (None, grid.dp)
     else:
-        with pytest.raises(ValueError, match=f"world size {world} is not tp {tp} x pp {pp} x cp {cp}") as caught:
+        with pytest.raises(
+            ValueError, match=f"world size {world} is not tp {tp} x pp {pp} x cp {cp}"
+        ) as caught:
             Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp)
         assert f"start {pp * tp * cp * (dp or 1)} ranks" in str(caught.value)
         assert dp is None or f"x dp {dp} = {pp * tp * cp * dp}" in str(caught.value)
@@ -115,7 +134,11 @@ def brute_force_line(rank: int, name: str, grid: Grid) -> tuple[int, ...]:
     """All ranks whose place differs from mine in this coordinate at most, in order."""
     mine = grid.coordinates(rank)
     others = [axis for axis in AXES if axis != name]
-    return tuple(r for r in range(grid.world) if all(grid.coordinates(r)[axis] == mine[axis] for axis in others))
+    return tuple(
+        r
+        for r in range(grid.world)
+        if all(grid.coordinates(r)[axis] == mine[axis] for axis in others)
+    )
 
 
 def members_met(group: dist.ProcessGroup | None, size: int, rank: int) -> tuple[int, ...]:
@@ -161,7 +184,10 @@ def check_links(pp: int, tp: int) -> None:
             assert link.axis.label == "pp"
             assert set(link.axis.ranks) == {line[source], line[target]}
     mine = [
-        topology.link(a, b).axis.group for a in range(pp) for b in (a - 1, a + 1) if 0 <= b < pp and stage in (a, b)
+        topology.link(a, b).axis.group
+        for a in range(pp)
+        for b in (a - 1, a + 1)
+        if 0 <= b < pp and stage in (a, b)
     ]
     assert len({id(group) for group in mine}) == len(mine)  # one communicator a direction
     assert None not in mine
@@ -174,7 +200,9 @@ def talk(topology: Topology, stage: int, pp: int) -> None:
     works = []
     for n in neighbours:
         link = topology.link(stage, n)
-        works.append(dist.isend(torch.tensor([100.0 * stage + n]), link.peer, group=link.axis.group))
+        works.append(
+            dist.isend(torch.tensor([100.0 * stage + n]), link.peer, group=link.axis.group)
+        )
     for n in neighbours:
         link, got = topology.link(n, stage), torch.zeros(1)
         dist.recv(got, link.peer, group=link.axis.group)
@@ -216,7 +244,12 @@ def check_after_other_groups() -> None:
     for _ in range(2):
         dist.new_group([3])
     topology.prepare(["dp@other"], [(0, 1)])
-    for axis in (topology.axis("pp"), topology.axis("dp"), topology.axis("dp@other"), topology.stages((0, 1))):
+    for axis in (
+        topology.axis("pp"),
+        topology.axis("dp"),
+        topology.axis("dp@other"),
+        topology.stages((0, 1)),
+    ):
         assert members_met(axis.group, axis.size, topology.rank) == axis.ranks
 
 
@@ -227,8 +260,12 @@ def test_a_program_may_have_groups_of_its_own() -> None:
 UNEVEN: dict[str, Callable[[int], object]] = {
     "none": lambda rank: None,
     "of two ranks": lambda rank: dist.new_group([0, 1]),
-    "of two ranks that only they make": lambda rank: dist.new_group([0, 1], use_local_synchronization=True),
-    "three of one rank": lambda rank: [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)],
+    "of two ranks that only they make": lambda rank: dist.new_group(
+        [0, 1], use_local_synchronization=True
+    ),
+    "three of one rank": lambda rank: [
+        dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)
+    ],
     "subgroups": lambda rank: dist.new_subgroups(2),
 }
 
@@ -261,7 +298,12 @@ def groups_of_uneven_programs() -> dict[str, int]:
         with bound_to_a_device() as more:
             topology.prepare(["dp@other"], [(0, 1)])
             topology.host_links([(0, 1)])
-        for axis in (topology.axis("pp"), topology.axis("dp"), topology.axis("dp@other"), topology.stages((0, 1))):
+        for axis in (
+            topology.axis("pp"),
+            topology.axis("dp"),
+            topology.axis("dp@other"),
+            topology.stages((0, 1)),
+        ):
             assert members_met(axis.group, axis.size, topology.rank) == axis.ranks, name
         found[name] = made[0] + more[0]
     return found

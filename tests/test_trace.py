@@ -41,10 +41,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "untied gpt": {"tied": False},
     "llama": {"arch": "llama", "ffn": 100},
     "llama with 2 kv heads": {"arch": "llama", "ffn": 100, "kv_heads": 2},
-    "qwen3 with 1 kv head": {"arch": "llama", "ffn": 70, "kv_heads": 1, "qk_norm": True, "head_dim": 4, "tied": True},
+    "qwen3 with 1 kv head": {
+        "arch": "llama",
+        "ffn": 70,
+        "kv_heads": 1,
+        "qk_norm": True,
+        "head_dim": 4,
+        "tied": True,
+    },
 }
 # Tensor ranks, one of them, and whether sequences are cut too.
-CUTS = [(1, 0, False), *((t, rank, cut) for t, rank in ((2, 1), (3, 1), (4, 3), (8, 7)) for cut in (False, True))]
+CUTS = [
+    (1, 0, False),
+    *((t, rank, cut) for t, rank in ((2, 1), (3, 1), (4, 3), (8, 7)) for cut in (False, True)),
+]
 WIDTHS = {"fp32": 4, "bf16": 2, "fp64": 8}
 OPS = ("attention", "activation", "norm")
 MODES: dict[str, dict[str, Any]] = {
@@ -57,7 +67,9 @@ MODES: dict[str, dict[str, Any]] = {
 ROWS = 2
 
 
-def config_of(model: dict[str, Any], dtype: str = "fp32", tp: int = 1, cut: bool = False, **recompute: Any) -> Config:
+def config_of(
+    model: dict[str, Any], dtype: str = "fp32", tp: int = 1, cut: bool = False, **recompute: Any
+) -> Config:
     config = Config.model_validate({
         "parallel": {"tp": tp, "sequence": cut},
         "model": {"layers": 2, "hidden": 48, "heads": 24, "seq": 24, **model},
@@ -74,7 +86,11 @@ def traced(config: Config, rank: int = 0) -> list[LayerCost]:
     model = models.build(config.model, Slicing(topology.axis("tp"), bool(config.parallel.sequence)))
     layers, r = model.layers(), config.recompute
     return trace(
-        model, layers, config, topology, [] if r.mode == "none" else activation_checkpointing.choose(layers, r.every)
+        model,
+        layers,
+        config,
+        topology,
+        [] if r.mode == "none" else activation_checkpointing.choose(layers, r.every),
     )
 
 
@@ -83,7 +99,9 @@ def dims_of(config: Config, rank: int = 0) -> Decoder:
         config.model, micro_batch=ROWS, tensor=config.parallel.tp, tensor_rank=rank,
         sequence=bool(config.parallel.sequence), element_bytes=WIDTHS[config.precision.dtype],
     )  # fmt: skip
-    return replace(dims, recompute=tuple(config.recompute.ops) if config.recompute.mode == "selective" else ())
+    return replace(
+        dims, recompute=tuple(config.recompute.ops) if config.recompute.mode == "selective" else ()
+    )
 
 
 def held(cost: LayerCost) -> int:
@@ -95,10 +113,19 @@ def held(cost: LayerCost) -> int:
 def apart(dims: Decoder, part: str) -> int:
     """Bytes by which what is kept differs from the formulas, and why."""
     found, narrow = 0, dims.element_bytes < 4
-    if narrow and dims.norm == "rmsnorm" and (part == "head" or (part == "block" and "norm" not in dims.recompute)):
+    if (
+        narrow
+        and dims.norm == "rmsnorm"
+        and (part == "head" or (part == "block" and "norm" not in dims.recompute))
+    ):
         # A composed RMSNorm keeps an fp32 copy of its input; that of a layer's first norm stays all the same.
         found += dims.local_tokens * dims.hidden * dims.element_bytes
-    if part == "block" and dims.kv_sharers > 1 and dims.rotary and "attention" not in dims.recompute:
+    if (
+        part == "block"
+        and dims.kv_sharers > 1
+        and dims.rotary
+        and "attention" not in dims.recompute
+    ):
         # Queries have a projection of their own, which nobody needs once they are rotated; but norms of heads do.
         found -= dims.tokens * dims.query_width * dims.element_bytes * (narrow or not dims.qk_norm)
     if part == "head":
@@ -111,7 +138,9 @@ def can_be_cut(model: dict[str, Any], t: int) -> bool:
     return k % t == 0 or t % k == 0
 
 
-def check(costs: list[LayerCost], wanted: list[formulas.Cost], dims: Decoder, again: tuple[int, ...] = ()) -> None:
+def check(
+    costs: list[LayerCost], wanted: list[formulas.Cost], dims: Decoder, again: tuple[int, ...] = ()
+) -> None:
     """Equal in all that the formulas know; `again`: layers that are computed again from their input."""
     for number, (part, cost, want) in enumerate(
         zip(("embedding", "block", "block", "head"), costs, wanted, strict=True)
@@ -120,11 +149,15 @@ def check(costs: list[LayerCost], wanted: list[formulas.Cost], dims: Decoder, ag
         assert cost.output == want.output_bytes, part
         assert cost.sent.get("tp", 0) == want.tp_bytes, part
         assert set(cost.sent) <= {"tp"}
-        assert held(cost) == want.activation_bytes + (0 if number in again else apart(dims, part)), part
+        assert held(cost) == want.activation_bytes + (
+            0 if number in again else apart(dims, part)
+        ), part
         assert cost.input == (0 if part == "embedding" else wanted[0].output_bytes)
         assert min(cost.forward, cost.backward) >= held(cost)
         table = 2 * dims.seq * dims.head_size * dims.element_bytes * dims.rotary  # cos and sin
-        assert cost.cached == (table if part == "block" else 1)  # one flag: ids, or labels, beyond the vocabulary
+        assert cost.cached == (
+            table if part == "block" else 1
+        )  # one flag: ids, or labels, beyond the vocabulary
 
 
 CASES = [
@@ -135,7 +168,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "cut", "dtype"), CASES)
-def test_layers_cost_what_the_formulas_say(name: str, cut: tuple[int, int, bool], dtype: str) -> None:
+def test_layers_cost_what_the_formulas_say(
+    name: str, cut: tuple[int, int, bool], dtype: str
+) -> None:
     t, rank, sequence = cut
     config = config_of(MODELS[name], dtype, t, sequence)
     dims = dims_of(config, rank)
@@ -154,7 +189,9 @@ AGAIN = [
 
 
 @pytest.mark.parametrize(("name", "cut", "mode", "dtype"), AGAIN)
-def test_what_is_computed_again_is_not_kept(name: str, cut: tuple[int, int, bool], mode: str, dtype: str) -> None:
+def test_what_is_computed_again_is_not_kept(
+    name: str, cut: tuple[int, int, bool], mode: str, dtype: str
+) -> None:
     """And what it sends is sent again."""
     t, rank, sequence = cut
     config = config_of(MODELS[name], dtype, t, sequence, **MODES[mode])
@@ -162,7 +199,9 @@ def test_what_is_computed_again_is_not_kept(name: str, cut: tuple[int, int, bool
     wanted = formulas.transformer_costs(dims, 2)
     again = (1, 2)[:: r.every] if r.mode == "full" else ()
     for number in again:
-        wanted[number] = formulas.fully_recomputed(wanted[number], t if r.partition and not sequence else 1)
+        wanted[number] = formulas.fully_recomputed(
+            wanted[number], t if r.partition and not sequence else 1
+        )
     costs = traced(config, rank)
     check(costs, wanted, dims, again)
     if again:  # its backward has all that the plain one keeps
@@ -180,7 +219,9 @@ def test_layers_state_the_flops_that_are_traced(name: str, t: int, cut: bool, ti
         topology = Topology.drawn(Grid(tp=t), rank)
         model = models.build(config.model, Slicing(topology.axis("tp"), cut, tile=tile))
         layers = model.layers()
-        wanted = [cost.flops_forward for cost in formulas.transformer_costs(dims_of(config, rank), 2)]
+        wanted = [
+            cost.flops_forward for cost in formulas.transformer_costs(dims_of(config, rank), 2)
+        ]
         assert stated_flops(layers, ROWS * config.model.seq, config.model.seq) == wanted
         assert [cost.flops for cost in trace(model, layers, config, topology, [])] == wanted
 
@@ -191,21 +232,33 @@ def test_layers_by_others_state_what_is_traced_or_nothing(name: str) -> None:
     layers, seq = USERS_MODELS[name](config.model, Slicing()).layers(), config.model.seq
     stated = stated_flops(layers, users_cases.ROWS * seq, seq)
     if stated is not None:
-        micro = MicroBatch(data["tokens"], data["labels"], torch.arange(users_cases.ROWS), torch.ones(()))
+        micro = MicroBatch(
+            data["tokens"], data["labels"], torch.arange(users_cases.ROWS), torch.ones(())
+        )
         costs = Tracer(on_meta(micro), torch.float64, torch.float64, Counter()).trace(layers)
         assert stated == [cost.flops for cost in costs]
 
 
 # -------------------------------------------------------------------------------------------------- published figures
 
-PAPER = {"hidden": 6144, "heads": 64, "seq": 2048, "layers": 1, "dropout": 0.1}  # of arXiv 2205.05198, table 3
+PAPER = {
+    "hidden": 6144,
+    "heads": 64,
+    "seq": 2048,
+    "layers": 1,
+    "dropout": 0.1,
+}  # of arXiv 2205.05198, table 3
 
 
 def block(t: int, cut: bool, **recompute: Any) -> tuple[LayerCost, int, int]:
     """A block of the paper's 22 B model in 16 bits; s b h, and bytes of statistics, which the paper leaves out."""
     cost = traced(config_of(PAPER, "bf16", t, cut, **recompute), t - 1)[1]
     tokens = PAPER["seq"] * ROWS
-    return cost, tokens * PAPER["hidden"], tokens * (4 * 4 // (t if cut else 1) + 4 * PAPER["heads"] // t)
+    return (
+        cost,
+        tokens * PAPER["hidden"],
+        tokens * (4 * 4 // (t if cut else 1) + 4 * PAPER["heads"] // t),
+    )
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])
@@ -238,9 +291,9 @@ def test_tensor_ranks_together_do_the_models_work(t: int) -> None:
     model = {"arch": "llama", "ffn": 130}
     ranks = [traced(config_of(model, tp=t), rank) for rank in range(t)]
     whole = traced(config_of(model))
-    assert [sum(costs) for costs in zip(*([c.flops for c in rank] for rank in ranks), strict=True)] == [
-        cost.flops for cost in whole
-    ]
+    assert [
+        sum(costs) for costs in zip(*([c.flops for c in rank] for rank in ranks), strict=True)
+    ] == [cost.flops for cost in whole]
 
 
 # ---------------------------------------------------------------------------------------------------- layers by others
@@ -251,23 +304,33 @@ def give_values(layer: nn.Module, dtype: torch.dtype) -> None:
     for module in layer.modules():
         for name, param in module._parameters.items():
             if param is not None and param.is_meta:
-                module._parameters[name] = nn.Parameter(torch.randn(param.shape, dtype=dtype) / 8, param.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    torch.randn(param.shape, dtype=dtype) / 8, param.requires_grad
+                )
 
 
 def copied(x: Any) -> Any:
     """The same in memory of its own, without a graph."""
-    return like(x, [part.detach().clone().requires_grad_(part.requires_grad) for part in tensors(x)])
+    return like(
+        x, [part.detach().clone().requires_grad_(part.requires_grad) for part in tensors(x)]
+    )
 
 
 def really(layer: nn.Module, x: Any, micro: MicroBatch) -> tuple[int, Any]:
     """Bytes of live storages that a forward on the CPU leaves behind, and what it gives."""
     stage, live, kept = Stage([layer], AlwaysWhole()), Live(), [0]
     with live:
-        for number in range(3):  # the first time there are also tables that stay, and what is seen only now
+        for number in range(
+            3
+        ):  # the first time there are also tables that stay, and what is seen only now
             before = live.bytes_now()
             out = copied(stage.forward(number, copied(x), micro))
             gc.collect()
-            kept.append(live.bytes_now() - before - sum(part.untyped_storage().nbytes() for part in tensors(out)))
+            kept.append(
+                live.bytes_now()
+                - before
+                - sum(part.untyped_storage().nbytes() for part in tensors(out))
+            )
             del out
     assert kept[-1] == kept[-2]
     return kept[-1], copied(stage.forward(3, x, micro))
@@ -281,8 +344,12 @@ def flops_of(layer: nn.Module, x: Any, micro: MicroBatch) -> int:
 
 
 def on_meta(micro: MicroBatch) -> MicroBatch:
-    values = {name: value.to(META) for name, value in vars(micro).items() if isinstance(value, Tensor)}
-    return replace(micro, **values, inputs={k: v.to(META) for k, v in (micro.inputs or {}).items()} or None)
+    values = {
+        name: value.to(META) for name, value in vars(micro).items() if isinstance(value, Tensor)
+    }
+    return replace(
+        micro, **values, inputs={k: v.to(META) for k, v in (micro.inputs or {}).items()} or None
+    )
 
 
 def check_on_the_cpu(layers: list[nn.Module], micro: MicroBatch, dtype: torch.dtype) -> None:
@@ -293,8 +360,12 @@ def check_on_the_cpu(layers: list[nn.Module], micro: MicroBatch, dtype: torch.dt
         assert cost.flops == flops_of(layer, x, micro), layer
         kept, x = really(layer, x, micro)
         kept += fused(micro, layer) if isinstance(layer, Latent) else 0
-        kept -= 8 * isinstance(layer, Running)  # its scale is another tensor each time: traced once, it is a table
-        assert cost.kept + cost.input * cost.keeps_input + cost.output * cost.keeps_output == kept, layer
+        kept -= 8 * isinstance(
+            layer, Running
+        )  # its scale is another tensor each time: traced once, it is a table
+        assert (
+            cost.kept + cost.input * cost.keeps_input + cost.output * cost.keeps_output == kept
+        ), layer
 
 
 def fused(micro: MicroBatch, layer: Latent) -> int:
@@ -333,7 +404,9 @@ def test_families_keep_and_compute_what_was_traced_and_stated(name: str, dtype: 
     weight = torch.ones((), dtype=torch.float64)
     micro = MicroBatch(data["tokens"], data["labels"], torch.arange(ROWS), weight)
     stated, wide = stated_flops(layers, ROWS * configs.SEQ, configs.SEQ), DTYPES[dtype]
-    assert stated == [cost.flops for cost in Tracer(on_meta(micro), wide, wide, Counter()).trace(layers)]
+    assert stated == [
+        cost.flops for cost in Tracer(on_meta(micro), wide, wide, Counter()).trace(layers)
+    ]
     check_on_the_cpu(layers, micro, wide)
 
 
@@ -343,17 +416,25 @@ class Plain(nn.Module):
     def __init__(self, name: str, hidden: int, heads: int) -> None:
         super().__init__()
         self.name, self.heads, self.cache, self.runs = name, heads, {}, 0  # type: ignore[var-annotated]
-        self.norm, self.qkv = nn.LayerNorm(hidden, device=META), nn.Linear(hidden, 3 * hidden, device=META)
+        self.norm, self.qkv = (
+            nn.LayerNorm(hidden, device=META),
+            nn.Linear(hidden, 3 * hidden, device=META),
+        )
         self.out = nn.Linear(hidden, hidden, device=META)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         self.runs += 1
         self.seen += 1
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(0, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(0, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         key = len(x), x.device
         if key not in self.cache:
-            self.cache[key] = torch.full((len(x), len(x)), -torch.inf, device=x.device, dtype=x.dtype).triu(1)
+            self.cache[key] = torch.full(
+                (len(x), len(x)), -torch.inf, device=x.device, dtype=x.dtype
+            ).triu(1)
         scores = torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + self.cache[key], -1)
         return x + F.dropout(self.out((scores @ v).transpose(0, 2).flatten(2)), 0.1, micro.training)
 
@@ -382,13 +463,21 @@ def test_a_plain_module_keeps_and_computes_what_was_traced(dtype: torch.dtype) -
 
 
 def tracer(traffic: Counter[str] | None = None) -> Tracer:
-    return Tracer(on_meta(tokens_of()), torch.float32, torch.float32, Counter() if traffic is None else traffic)
+    return Tracer(
+        on_meta(tokens_of()),
+        torch.float32,
+        torch.float32,
+        Counter() if traffic is None else traffic,
+    )
 
 
 def test_a_traced_layer_is_what_it_was() -> None:
     """Parameters, buffers, attributes, caches, counters of traffic, and torch's generator."""
     layers = [Start(16), Plain("a", 16, 2)]
-    before, weights = copy.deepcopy(layers[1].__dict__), [dict(layer.named_parameters()) for layer in layers]
+    before, weights = (
+        copy.deepcopy(layers[1].__dict__),
+        [dict(layer.named_parameters()) for layer in layers],
+    )
     draws, traffic = torch.get_rng_state(), Counter({"tp": 7})
     assert tracer(traffic).trace(layers) == tracer(traffic).trace(layers)
     plain = layers[1]
@@ -439,16 +528,22 @@ def test_a_layer_built_as_one_before_it_is_not_run_again(forwards: list[str]) ->
     assert forwards == ["blocks.0"]
 
 
-def test_a_layer_that_is_computed_again_is_run_twice_and_is_another_one(forwards: list[str]) -> None:
+def test_a_layer_that_is_computed_again_is_run_twice_and_is_another_one(
+    forwards: list[str],
+) -> None:
     traced(config_of({"layers": 6}, mode="full", every=3))
     assert forwards == ["blocks.0", "blocks.0", "blocks.1"]  # 0 and 3 are, the others are not
 
 
 def test_layers_that_differ_in_anything_are_run_each(forwards: list[str]) -> None:
     """Sizes, an attribute, an input of another shape, whether a parameter is trained."""
-    model = USERS_MODELS["hourglass"](users_cases.config_of(users_cases.Case("hourglass")).model, Slicing())
+    model = USERS_MODELS["hourglass"](
+        users_cases.config_of(users_cases.Case("hourglass")).model, Slicing()
+    )
     layers = model.layers()
-    given = on_meta(MicroBatch(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)))
+    given = on_meta(
+        MicroBatch(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))
+    )
     Tracer(given, torch.float32, torch.float32, Counter()).trace(layers)
     assert forwards == ["blocks.0", "blocks.1", "blocks.2"]
     forwards.clear()
@@ -485,7 +580,9 @@ class Asserts(Plain):
 @pytest.mark.parametrize("kind", [Peeks, Asserts])
 def test_a_layer_that_has_no_shapes_alone_is_refused_by_name(kind: type[Plain]) -> None:
     layers = [Start(16), Plain("plain", 16, 2), kind("odd", 16, 2)]
-    with pytest.raises(TraceError, match=rf"odd \({kind.__name__}\) could not be run on the meta device") as caught:
+    with pytest.raises(
+        TraceError, match=rf"odd \({kind.__name__}\) could not be run on the meta device"
+    ) as caught:
         tracer().trace(layers)
     for words in ("a method costs(micro_batch)", "--parallel.partition uniform"):
         assert words in str(caught.value)

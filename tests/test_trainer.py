@@ -26,7 +26,13 @@ from threed.planner.cut import partition
 GIB = 2**30
 FIRST = {"train": {"steps": 5, "global_batch": 4, "stop_after": 2, "eval_samples": 7}}
 SECOND = {"train": {"steps": 5, "global_batch": 8, "eval_every": 2, "eval_samples": 9}}
-BATCHES = [range(4), range(4, 8), range(8, 16), range(16, 24), range(24, 32)]  # 4 rows a step, then 8
+BATCHES = [
+    range(4),
+    range(4, 8),
+    range(8, 16),
+    range(16, 24),
+    range(24, 32),
+]  # 4 rows a step, then 8
 
 
 def record_samples(into: dict[str, list[list[int]]], patch: pytest.MonkeyPatch) -> None:
@@ -34,7 +40,9 @@ def record_samples(into: dict[str, list[list[int]]], patch: pytest.MonkeyPatch) 
     for name in ("step", "evaluate"):
         original, seen = getattr(Engine, name), into.setdefault(name, [])
 
-        def noted(engine: Engine, batch: Any, original: Any = original, seen: list[list[int]] = seen) -> Any:
+        def noted(
+            engine: Engine, batch: Any, original: Any = original, seen: list[list[int]] = seen
+        ) -> Any:
             seen.append(batch["samples"].tolist())
             return original(engine, batch)
 
@@ -52,7 +60,9 @@ def two_data_ranks(folder: Path) -> dict[str, list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[list[int]]]]]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[dict[str, list[list[int]]]]]:
     """The folder of that run, and every rank's samples."""
     folder = tmp_path_factory.mktemp("trained")
     return folder, run_ranks(2, two_data_ranks, folder)
@@ -65,9 +75,14 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 Trained = tuple[Path, list[dict[str, list[list[int]]]]]
 
 
-def test_data_ranks_share_the_samples_of_every_step_also_after_another_batch_size(trained: Trained) -> None:
+def test_data_ranks_share_the_samples_of_every_step_also_after_another_batch_size(
+    trained: Trained,
+) -> None:
     steps, evaluated = (
-        [sorted(itertools.chain(*both)) for both in zip(*(seen[name] for seen in trained[1]), strict=True)]
+        [
+            sorted(itertools.chain(*both))
+            for both in zip(*(seen[name] for seen in trained[1]), strict=True)
+        ]
         for name in ("step", "evaluate")
     )
     assert steps == [list(batch) for batch in BATCHES]
@@ -135,7 +150,9 @@ def test_traffic_is_of_one_step_however_often_it_is_logged(tmp_path: Path) -> No
     """Evaluation and saves between two steps do not count. The tenth: of few numbers of when what ran."""
     run_ranks(2, logged_every, tmp_path)
     rows = {every: metrics.read(tmp_path / str(every) / "metrics.jsonl") for every in (1, 3)}
-    sent = {every: [row["comm/dp_gib"] for row in rows[every] if "comm/dp_gib" in row] for every in rows}
+    sent = {
+        every: [row["comm/dp_gib"] for row in rows[every] if "comm/dp_gib" in row] for every in rows
+    }
     assert [len(sent[every]) for every in (1, 3)] == [6, 3]
     for value in (*sent[1], *sent[3]):
         assert value == pytest.approx(sent[1][2], rel=0.01)
@@ -145,7 +162,11 @@ def two_stages(folder: Path) -> None:
     run(folder, open_text(folder), 2, **PIPELINE)
 
 
-PIPELINE = {"parallel": {"pp": 2}, "train": {"steps": 3, "micro_batch": 4}, "model": {"tied": False}}
+PIPELINE = {
+    "parallel": {"pp": 2},
+    "train": {"steps": 3, "micro_batch": 4},
+    "model": {"tied": False},
+}
 
 
 def test_what_a_pipeline_logs(tmp_path: Path) -> None:
@@ -154,8 +175,13 @@ def test_what_a_pipeline_logs(tmp_path: Path) -> None:
     config = configuration(tmp_path, open_text(tmp_path), 2, **PIPELINE)
     layers = models.build(config.model, Slicing()).layers()
     flops = stated_flops(layers, 4 * SEQ, SEQ) or []
-    first, second = (sum(flops[i] for i in stage) for stage in partition("balanced", len(flops), 2, lambda: flops))
-    boundary = 4 * SEQ * 16 * 8  # bytes of [s b h], once forward by the first rank, once back by the second
+    first, second = (
+        sum(flops[i] for i in stage)
+        for stage in partition("balanced", len(flops), 2, lambda: flops)
+    )
+    boundary = (
+        4 * SEQ * 16 * 8
+    )  # bytes of [s b h], once forward by the first rank, once back by the second
     # 5 %: half a thousand bytes of when what ran.
     for row in rows_of(tmp_path)[1:]:
         assert row["pp/bubble_ideal"] == pytest.approx(second / (first + second))

@@ -22,8 +22,12 @@ LAYERS, HIDDEN, STEPS, ROWS, MICRO = 3, 32, 4, 8, 2
 LR, CLIP, DECAY, BETAS, EPS, WARMUP = 3e-3, 1.0, 0.1, (0.9, 0.95), 1e-8, 2
 
 REFERENCES = {
-    "gpt": lambda: reference_models.gpt(vocab=VOCAB, h=HIDDEN, layers=LAYERS, heads=4, seq=SEQ, tied=True),
-    "gpt-untied": lambda: reference_models.gpt(vocab=VOCAB, h=HIDDEN, layers=LAYERS, heads=4, seq=SEQ, tied=False),
+    "gpt": lambda: reference_models.gpt(
+        vocab=VOCAB, h=HIDDEN, layers=LAYERS, heads=4, seq=SEQ, tied=True
+    ),
+    "gpt-untied": lambda: reference_models.gpt(
+        vocab=VOCAB, h=HIDDEN, layers=LAYERS, heads=4, seq=SEQ, tied=False
+    ),
     "llama": lambda: reference_models.llama(
         vocab=VOCAB, h=HIDDEN, layers=LAYERS, heads=4, kv=2, ffn=72, tied=False, qk_norm=False
     ),
@@ -76,7 +80,9 @@ def decays(name: str, param: nn.Parameter) -> bool:
     return "norm" not in name and not name.endswith("bias")
 
 
-def plain_loop(model: reference_models.Decoder, schedule: str) -> tuple[list[float], list[float], list[float]]:
+def plain_loop(
+    model: reference_models.Decoder, schedule: str
+) -> tuple[list[float], list[float], list[float]]:
     """Losses, gradient norms and learning rates of a few steps."""
     named = model.named()
     groups = [
@@ -90,7 +96,12 @@ def plain_loop(model: reference_models.Decoder, schedule: str) -> tuple[list[flo
         optimizer.zero_grad()
         for x, y in zip(tokens.split(MICRO), labels.split(MICRO), strict=True):
             logits = model(x)
-            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100) / counted
+            loss = (
+                F.cross_entropy(
+                    logits.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=-100
+                )
+                / counted
+            )
             loss.backward()
             total += loss.item()
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), CLIP)))
@@ -110,7 +121,9 @@ def test_one_process_trains_as_a_plain_pytorch_loop(name: str) -> None:
     model.take(engine.full_state_dict())
     metrics = [engine.step({"tokens": tokens, "labels": labels}) for tokens, labels in batches()]
     losses, norms, rates = plain_loop(model, SCHEDULES[name])
-    assert min(norms) < CLIP < max(norms), "some steps must be clipped and some not, or this tests little"
+    assert min(norms) < CLIP < max(norms), (
+        "some steps must be clipped and some not, or this tests little"
+    )
     assert [m.loss for m in metrics] == pytest.approx(losses, rel=1e-9, abs=0)
     assert [m.grad_norm for m in metrics] == pytest.approx(norms, rel=1e-9, abs=0)
     assert [m.lr for m in metrics] == pytest.approx(rates, rel=1e-12, abs=0)
@@ -118,7 +131,9 @@ def test_one_process_trains_as_a_plain_pytorch_loop(name: str) -> None:
     weights = engine.full_state_dict()
     assert len(weights) == len(model.named())
     for key, param in model.named().items():
-        torch.testing.assert_close(weights[key], param.detach(), rtol=0, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            weights[key], param.detach(), rtol=0, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -131,7 +146,9 @@ def test_logits_and_evaluation_are_the_plain_models(name: str) -> None:
     assert logits is not None
     torch.testing.assert_close(logits, model(tokens).detach(), rtol=0, atol=1e-12)
     want = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
-    assert float(engine.evaluate({"tokens": tokens, "labels": labels})) == pytest.approx(want.item(), rel=1e-12)
+    assert float(engine.evaluate({"tokens": tokens, "labels": labels})) == pytest.approx(
+        want.item(), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -146,14 +163,20 @@ def test_initial_values_are_gpt2s(name: str) -> None:
         if value.dim() == 1:
             assert torch.equal(value, torch.full_like(value, float("norm.weight" in key))), key
             continue
-        std = 0.02 / math.sqrt(2 * LAYERS) if key.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
+        std = (
+            0.02 / math.sqrt(2 * LAYERS)
+            if key.endswith(("attention.out.weight", "mlp.down.weight"))
+            else 0.02
+        )
         n = value.numel()
         assert abs(value.mean()) < 4.5 * std / math.sqrt(n), key
         assert abs(value.std() / std - 1) < 4.5 / math.sqrt(2 * n), key
         assert value.abs().max() > 2 * std
         seen.append(value.flatten()[: 32 * 32])
     stacked = torch.stack([s for s in seen if len(s) == 32 * 32])
-    assert (torch.corrcoef(stacked) - torch.eye(len(stacked))).abs().max() < 5.5 / 32  # 1 of 50 pairs: 5.5 sigma
+    assert (
+        torch.corrcoef(stacked) - torch.eye(len(stacked))
+    ).abs().max() < 5.5 / 32  # 1 of 50 pairs: 5.5 sigma
 
 
 def test_initial_values_depend_on_the_seed_and_the_global_number_of_layers_alone() -> None:

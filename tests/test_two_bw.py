@@ -53,7 +53,9 @@ class Loop:
         self.engine.optimizer.step = self._no_step  # type: ignore[method-assign]
         self.decay = {r.piece.name: r.state.bucket.group.key.options.decay for r in self._records()}
         self.weights = self.previous = self.engine.full_state_dict()
-        self.moments = [{name: torch.zeros_like(w) for name, w in self.weights.items()} for _ in range(2)]
+        self.moments = [
+            {name: torch.zeros_like(w) for name, w in self.weights.items()} for _ in range(2)
+        ]
         self.losses, self.norms, self.updates = list[float](), list[float](), 0
 
     def _records(self) -> list[Any]:
@@ -65,10 +67,14 @@ class Loop:
 
     def gradients(self, step: int, weights: Weights) -> Weights:
         self.engine.load_full_state_dict(weights)
-        self.losses.append(self.engine.step(batch(step, self.engine.config.train.global_batch)).loss)
+        self.losses.append(
+            self.engine.step(batch(step, self.engine.config.train.global_batch)).loss
+        )
         found = {name: torch.zeros_like(w) for name, w in weights.items()}
         for r in self._records():
-            found[r.piece.name][slices(r.box.start, r.box.size)] = r.of(r.state.bucket.grad.fetch().wait())
+            found[r.piece.name][slices(r.box.start, r.box.size)] = r.of(
+                r.state.bucket.grad.fetch().wait()
+            )
         return found
 
     def step(self, number: int, poisoned: bool = False) -> None:
@@ -83,7 +89,9 @@ class Loop:
         lr = float(self.rate(torch.tensor(float(self.updates), dtype=torch.float64)))
         self.updates += 1
         rule = self.adamw if self.way.optimizer == "adamw" else self.sgd
-        self.weights = {name: rule(name, w, grads[name] * clip, lr) for name, w in self.weights.items()}
+        self.weights = {
+            name: rule(name, w, grads[name] * clip, lr) for name, w in self.weights.items()
+        }
 
     def adamw(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
         (b1, b2), t = self.optim.betas, self.updates
@@ -93,7 +101,9 @@ class Loop:
         return w * (1 - lr * self.decay[name]) - lr * direction
 
     def sgd(self, name: str, w: Tensor, g: Tensor, lr: float) -> Tensor:
-        self.moments[0][name] = self.optim.momentum * self.moments[0][name] + g + self.decay[name] * w
+        self.moments[0][name] = (
+            self.optim.momentum * self.moments[0][name] + g + self.decay[name] * w
+        )
         return w - lr * self.moments[0][name]
 
 
@@ -120,7 +130,9 @@ def difference(engine: Engine, metrics: Sequence[StepMetrics], truth: Truth) -> 
     off += [abs(m.grad_norm - norm) for m, norm in said if not math.isnan(norm)]
     found = engine.full_state_dict()
     assert not found or found.keys() == weights.keys()
-    return max([*off, *(float((tensor - weights[name]).abs().max()) for name, tensor in found.items())])
+    return max(
+        [*off, *(float((tensor - weights[name]).abs().max()) for name, tensor in found.items())]
+    )
 
 
 def train(case: Case, way: Way, poisoned: int | None) -> tuple[Engine, list[StepMetrics]]:
@@ -161,7 +173,9 @@ def check(cases: Sequence[tuple[Case, Way, int | None]]) -> None:
     truths, wrong = dict(zip(distinct, found, strict=True)), list[str]()
     for shape in dict.fromkeys((case.pp, case.dp, case.tp) for case, *_ in cases):
         mine = [n for n, (case, *_) in enumerate(cases) if (case.pp, case.dp, case.tp) == shape]
-        ranks = run_ranks(math.prod(shape), compare, [cases[n] for n in mine], [truths[keys[n]] for n in mine])
+        ranks = run_ranks(
+            math.prod(shape), compare, [cases[n] for n in mine], [truths[keys[n]] for n in mine]
+        )
         wrong += itertools.chain(*ranks)
     assert not wrong, "\n".join(wrong)
 
@@ -173,8 +187,19 @@ def test_training_follows_the_rule() -> None:
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
 def test_training_follows_the_rule_in_other_combinations() -> None:
-    shapes = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1), (2, 2, 2), (4, 1, 2), (3, 1, 1)]
-    options = itertools.product(shapes, ("gpt", "llama", "qwen-tied"), (Way(), Way("sgd"), Way(clip=0.0)), (0, 1))
+    shapes = [
+        (2, 1, 1),
+        (4, 1, 1),
+        (2, 2, 1),
+        (2, 1, 2),
+        (4, 2, 1),
+        (2, 2, 2),
+        (4, 1, 2),
+        (3, 1, 1),
+    ]
+    options = itertools.product(
+        shapes, ("gpt", "llama", "qwen-tied"), (Way(), Way("sgd"), Way(clip=0.0)), (0, 1)
+    )
     check([
         (
             replace(
@@ -234,13 +259,17 @@ def drain_on_the_way(case: Case, folder: str) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("case", [replace(BW, pp=2, dropout=0.1), replace(BW, pp=2, dp=2, dtype="bf16")], ids=str)
+@pytest.mark.parametrize(
+    "case", [replace(BW, pp=2, dropout=0.1), replace(BW, pp=2, dp=2, dtype="bf16")], ids=str
+)
 def test_draining_changes_nothing_and_a_resumed_run_is_the_same(case: Case, tmp_path: Path) -> None:
     for found in run_ranks(case.world, drain_on_the_way, case, str(tmp_path)):
         assert all(found.values()), found
 
 
-def resume_elsewhere(case: Case, path: str, steps: Sequence[int], save: bool) -> tuple[list[float], Weights]:
+def resume_elsewhere(
+    case: Case, path: str, steps: Sequence[int], save: bool
+) -> tuple[list[float], Weights]:
     engine = engine_of(case)
     if not save:
         engine.load(path)
@@ -257,7 +286,9 @@ def test_a_run_resumes_in_another_topology(tmp_path: Path) -> None:
     for case in (BW, replace(BW, pp=2, tp=2)):
         again, found = run_ranks(case.world, resume_elsewhere, case, path, (3,), False)[0]
         assert again == pytest.approx(losses[3:], abs=TOLERANCE)
-        assert max(float((found[name] - weights[name]).abs().max()) for name in weights) <= TOLERANCE
+        assert (
+            max(float((found[name] - weights[name]).abs().max()) for name in weights) <= TOLERANCE
+        )
 
 
 def loaded_elsewhere(case: Case, path: str) -> list[list[float]]:
@@ -280,7 +311,9 @@ def loaded_elsewhere(case: Case, path: str) -> list[list[float]]:
 
 
 def test_metrics_after_a_load_are_those_of_the_run_that_went_on(tmp_path: Path) -> None:
-    for went_on, new, used in run_ranks(2, loaded_elsewhere, replace(BW, pp=2), str(tmp_path / "saved")):
+    for went_on, new, used in run_ranks(
+        2, loaded_elsewhere, replace(BW, pp=2), str(tmp_path / "saved")
+    ):
         assert went_on == new == used
         assert all(went_on)
 
@@ -289,7 +322,9 @@ def vary(case: Case) -> list[float]:
     """Batches of other lengths, and of other numbers of micro-batches."""
     engine, made = engine_of(case), []
     for step, (rows, length) in enumerate([(8, 16), (8, 8), (12, 8), (8, 16)]):
-        made.append(engine.step({key: value[:, :length] for key, value in batch(step, rows).items()}).loss)
+        made.append(
+            engine.step({key: value[:, :length] for key, value in batch(step, rows).items()}).loss
+        )
     return [*made, float(engine.evaluate(batch(9, 8)))]
 
 
@@ -312,7 +347,11 @@ def break_a_step(case: Case, path: str) -> None:
     with pytest.raises(ZeroDivisionError):
         engine.step(data(engine, 2))
     handle.remove()
-    for use in (lambda: engine.step(data(engine, 2)), lambda: engine.save(path), engine.full_state_dict):
+    for use in (
+        lambda: engine.step(data(engine, 2)),
+        lambda: engine.save(path),
+        engine.full_state_dict,
+    ):
         with pytest.raises(RuntimeError, match=r"broke off .* load a checkpoint"):
             use()
     engine.load(path)

@@ -58,7 +58,10 @@ def make(values: Values) -> Case | None:
 
 
 SPACE = Space(
-    SETTINGS, make, lambda case: case.world * (1 + case.microbatches), lambda case: (case.pp, case.dp, case.tp)
+    SETTINGS,
+    make,
+    lambda case: case.world * (1 + case.microbatches),
+    lambda case: (case.pp, case.dp, case.tp),
 )
 
 
@@ -68,7 +71,9 @@ def check(result: Result, wanted: Result, initial: dict[str, Tensor], case: Case
     loss, norm = (BF16_LOSS, BF16_NORM) if low else (TOLERANCE, TOLERANCE)
     assert result.losses == pytest.approx(wanted.losses, rel=loss, abs=0), "losses"
     assert result.norms == pytest.approx(wanted.norms, rel=norm, abs=0), "norms"
-    defined = case.model not in BUFFERS or case.dp == 1  # else the mean is that of data rank 0's rows
+    defined = (
+        case.model not in BUFFERS or case.dp == 1
+    )  # else the mean is that of data rank 0's rows
     if defined:
         assert result.evaluation == pytest.approx(wanted.evaluation, rel=loss, abs=0), "evaluation"
     assert result.weights.keys() == wanted.weights.keys()
@@ -77,7 +82,9 @@ def check(result: Result, wanted: Result, initial: dict[str, Tensor], case: Case
             continue
         difference = result.weights[name] - want
         allowed = BF16_MOVED * (want - initial[name]).norm() if low else TOLERANCE
-        assert (difference.norm() if low else difference.abs().max()) <= allowed, f"{name}: {difference.abs().max()}"
+        assert (difference.norm() if low else difference.abs().max()) <= allowed, (
+            f"{name}: {difference.abs().max()}"
+        )
 
 
 Truths = dict[Case, tuple[Result, dict[str, Tensor]]]
@@ -106,7 +113,9 @@ def run_cases(cases: list[Case], truths: Truths) -> list[str]:
 
 def run_all(cases: list[Case]) -> None:
     """One world for all cases of a shape."""
-    (truths,) = run_ranks(1, find_truths, list(dict.fromkeys(case.truth for case in cases)), timeout=1200)
+    (truths,) = run_ranks(
+        1, find_truths, list(dict.fromkeys(case.truth for case in cases)), timeout=1200
+    )
     worlds = defaultdict(list)
     for case in cases:
         worlds[case.world].append(case)
@@ -131,4 +140,7 @@ def test_another_covering_set_of_users_models_equals_plain_pytorch(seed: int) ->
 def test_the_covering_set_covers_what_any_case_does() -> None:
     cases = SPACE.covering(seed=0)
     assert set().union(*map(SPACE.pairs, cases)) == set(SPACE.attained(random.Random(99), 30))
-    assert all({getattr(case, name) for case in cases} == set(options) for name, options in SETTINGS.items())
+    assert all(
+        {getattr(case, name) for case in cases} == set(options)
+        for name, options in SETTINGS.items()
+    )

@@ -103,7 +103,9 @@ class HalfForgotten(Plain):
 
     def block(self, name: str, width: int | None = None) -> layers.Block:
         found = super().block(name, width)
-        found.mlp = layers.MLP(f"{name}.mlp", self.hidden, 2 * self.hidden, Slicing(), std=STD, out_std=STD)
+        found.mlp = layers.MLP(
+            f"{name}.mlp", self.hidden, 2 * self.hidden, Slicing(), std=STD, out_std=STD
+        )
         return found
 
 
@@ -130,14 +132,30 @@ REFUSED: dict[str, tuple[type[Decoder], Case, list[str]]] = {
     "other std": (OtherStd, Case("albert", pp=2), [WORD, "initial values"]),
     "other decay": (OtherDecay, Case("albert", pp=2), [WORD, "decay"]),
     "frozen at one place": (FrozenTiedOne, Case("albert", pp=2), [WORD, "requires_grad"]),
-    "frozen at one place of a rank": (FrozenTiedOne, Case("albert", dp=2, zero=3), [WORD, "requires_grad"]),
+    "frozen at one place of a rank": (
+        FrozenTiedOne,
+        Case("albert", dp=2, zero=3),
+        [WORD, "requires_grad"],
+    ),
     "other shape": (OtherShape, Case("albert", pp=2), ["blocks.extra", "shape"]),
-    "one name twice": (OneNameTwice, Case("albert", dp=2), ["blocks.0.attention_norm.weight", "mlp_norm.weight"]),
+    "one name twice": (
+        OneNameTwice,
+        Case("albert", dp=2),
+        ["blocks.0.attention_norm.weight", "mlp_norm.weight"],
+    ),
     "no record": (NoRecord, Case("albert", dp=2), ["blocks.0", "scale.weight"]),
     "forgotten axis": (ForgottenAxis, Case("albert", tp=2), ["Slicing", "topology.axis('tp')"]),
-    "forgotten in a layer": (HalfForgotten, Case("albert", tp=2), ["blocks.0.mlp.up.weight", "tensor ranks"]),
+    "forgotten in a layer": (
+        HalfForgotten,
+        Case("albert", tp=2),
+        ["blocks.0.mlp.up.weight", "tensor ranks"],
+    ),
     "not marked as replicated": (NotMarked, Case("albert", tp=2), ["blocks.extra", "replicated"]),
-    "hook on a gradient": (Hooked, Case("albert", pp=2), ["blocks.1", "parameter", "has a gradient hook"]),
+    "hook on a gradient": (
+        Hooked,
+        Case("albert", pp=2),
+        ["blocks.1", "parameter", "has a gradient hook"],
+    ),
 }
 
 
@@ -216,7 +234,9 @@ class Shapes(nn.Module):
             decay=False,
         )
         self.scale = parameter(spec, ())
-        spec = ShardSpec((vector(f"{name}.one", 1, value=0.5),), slicing.replicated, slicing.partial)
+        spec = ShardSpec(
+            (vector(f"{name}.one", 1, value=0.5),), slicing.replicated, slicing.partial
+        )
         self.one = parameter(spec, (1,))
         self.cube = whole(f"{name}.cube", (3, 5, 7), slicing)
 
@@ -228,7 +248,9 @@ class OddShapes(Decoder):
     """Parameters of shapes that nobody expects."""
 
     def layers(self) -> list[nn.Module]:
-        shapes = [Shapes(f"shapes.{i}", self.norm(f"shapes.{i}.norm"), self.slicing) for i in range(2)]
+        shapes = [
+            Shapes(f"shapes.{i}", self.norm(f"shapes.{i}.norm"), self.slicing) for i in range(2)
+        ]
         return [self.embedding(), shapes[0], self.block("blocks.0"), shapes[1], self.head()]
 
 
@@ -239,7 +261,9 @@ class TwoInTurn(Decoder):
 
     def layers(self) -> list[nn.Module]:
         found = [
-            own.Gate(f"shared.{letter}", self.norm(f"shared.{letter}.norm"), self.hidden, self.slicing)
+            own.Gate(
+                f"shared.{letter}", self.norm(f"shared.{letter}.norm"), self.hidden, self.slicing
+            )
             for letter in self.letters
         ]
         return [self.embedding(), *found, self.head("head.weight")]
@@ -249,16 +273,22 @@ class Features(nn.Module):
     """x + down(silu(up(x) + the features of the layer before)), which passes on features times a gain: each tensor rank
     its own; or, `alike`, x times a gain."""
 
-    def __init__(self, name: str, norm: nn.Module, hidden: int, slicing: Slicing, gain: float, alike: bool) -> None:
+    def __init__(
+        self, name: str, norm: nn.Module, hidden: int, slicing: Slicing, gain: float, alike: bool
+    ) -> None:
         super().__init__()
         self.name, self.norm, self.slicing, self.alike = name, norm, slicing, alike
         self.up = layers.ColumnLinear(name, hidden, [("up", 2 * hidden)], slicing, std=STD)
         self.down = layers.RowLinear(f"{name}.down", 2 * hidden, hidden, slicing, std=STD)
         first, last = split(2 * hidden, slicing.tp.size, slicing.tp.index)
-        piece = Piece(f"{name}.gain", (2 * hidden,), (first,), (last - first,), init=Init(value=gain))
+        piece = Piece(
+            f"{name}.gain", (2 * hidden,), (first,), (last - first,), init=Init(value=gain)
+        )
         self.gain = parameter(ShardSpec((piece,)), (last - first,))
 
-    def forward(self, given: Tensor | tuple[Tensor, Tensor], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, given: Tensor | tuple[Tensor, Tensor], micro: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
         x, before = given if isinstance(given, tuple) else (given, given.new_zeros(()))
         y = self.up(self.norm(x)) + before
         passed = self.slicing.gather(x)[..., : len(self.gain)] if self.alike else y
@@ -272,7 +302,14 @@ class PerRank(Decoder):
 
     def layers(self) -> list[nn.Module]:
         made = [
-            Features(f"blocks.{i}", self.norm(f"blocks.{i}.norm"), self.hidden, self.slicing, self.gain, self.alike)
+            Features(
+                f"blocks.{i}",
+                self.norm(f"blocks.{i}.norm"),
+                self.hidden,
+                self.slicing,
+                self.gain,
+                self.alike,
+            )
             for i in range(3)
         ]
         return [self.embedding(), *made, own.Before(lambda given: given[0], self.head())]
@@ -308,7 +345,9 @@ class Rebuilt(nn.Module):
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         assert micro.inputs is not None
-        pixels = rearrange(micro.inputs["pixels"], "b c (i p) (j q) -> (i j) b (c p q)", p=own.PATCH, q=own.PATCH)
+        pixels = rearrange(
+            micro.inputs["pixels"], "b c (i p) (j q) -> (i j) b (c p q)", p=own.PATCH, q=own.PATCH
+        )
         first, last = self.slicing.sequence_range(len(pixels))
         error = (F.linear(x, self.weight) - pixels[first:last]).square().sum()
         if self.slicing.sequence_parallel:
@@ -437,16 +476,26 @@ def whole_batch_of(case: Case) -> Case:
     return Case(case.model, microbatches=case.microbatches * case.dp)
 
 
-def differences(case: Case, model: type[Decoder], batches: Batches, truth: Trained) -> Iterator[str]:
+def differences(
+    case: Case, model: type[Decoder], batches: Batches, truth: Trained
+) -> Iterator[str]:
     losses, norms, weights = trained(case, model, batches)
     if weights:
-        if losses != pytest.approx(truth[0], rel=TOLERANCE) or norms != pytest.approx(truth[1], rel=TOLERANCE):
+        if losses != pytest.approx(truth[0], rel=TOLERANCE) or norms != pytest.approx(
+            truth[1], rel=TOLERANCE
+        ):
             yield f"{losses} {norms}, should be {truth[:2]}"
         assert weights.keys() == truth[2].keys()
-        yield from (name for name, want in truth[2].items() if not (weights[name] - want).abs().max() <= TOLERANCE)
+        yield from (
+            name
+            for name, want in truth[2].items()
+            if not (weights[name] - want).abs().max() <= TOLERANCE
+        )
 
 
-def run_cases(cases: list[Case], model: type[Decoder], batches: Batches, truths: dict[Case, Trained]) -> list[str]:
+def run_cases(
+    cases: list[Case], model: type[Decoder], batches: Batches, truths: dict[Case, Trained]
+) -> list[str]:
     """What differs, case by case."""
     return [
         f"{case}: {wrong}"
@@ -464,7 +513,9 @@ def find_truths(cases: list[Case], model: type[Decoder], batches: Batches) -> di
 def test_an_unusual_model_is_right_in_every_topology(name: str) -> None:
     """As on one process: the parts are those of the models that equal plain PyTorch."""
     model, batches, cases = AGREES[name]
-    (truths,) = run_ranks(1, find_truths, list({whole_batch_of(case) for case in cases}), model, batches)
+    (truths,) = run_ranks(
+        1, find_truths, list({whole_batch_of(case) for case in cases}), model, batches
+    )
     for world in sorted({case.world for case in cases}):
         mine = [case for case in cases if case.world == world]
         assert not run_ranks(world, run_cases, mine, model, batches, truths, timeout=60)[0]
@@ -519,7 +570,11 @@ def stepped(case: Case, kind: str) -> str:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("rows", ["data rank", "rows"]), ("tokens", ["ids beyond the 53"]), ("labels", ["labels beyond the 53"])],
+    [
+        ("rows", ["data rank", "rows"]),
+        ("tokens", ["ids beyond the 53"]),
+        ("labels", ["labels beyond the 53"]),
+    ],
 )
 def test_a_batch_that_cannot_be_is_refused_by_name(kind: str, words: list[str]) -> None:
     """Other numbers of rows on data ranks; ids beyond the vocabulary."""

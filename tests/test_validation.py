@@ -65,7 +65,9 @@ def one_by_one(folder: str) -> list[float]:
         "train": {"global_batch": 1, "micro_batch": 1},
     }
     engine = engine_of(configuration(Path(folder), data, 1, **groups))
-    losses = torch.stack([engine.evaluate(data.valid.batch(i, 1)) for i in range(len(data.valid))]).tolist()
+    losses = torch.stack(
+        [engine.evaluate(data.valid.batch(i, 1)) for i in range(len(data.valid))]
+    ).tolist()
     return [math.fsum(losses[:asked]) / len(losses[:asked]) for asked in ASKED]
 
 
@@ -93,7 +95,11 @@ def share_of_text(data: Data, windows: int) -> float:
 
 
 @pytest.mark.parametrize("asked", [5, 10_000])
-def test_a_run_says_how_many_windows_there_are_and_counts_their_bytes(asked: int, tmp_path: Path) -> None:
+def test_a_run_says_how_many_windows_there_are_and_counts_their_bytes(
+    asked: int, tmp_path: Path
+) -> None:
     [(said, row, bytes_per_label)] = run_ranks(1, trained, str(tmp_path), asked)
     assert said.count("fewer than --train.eval-samples") == (asked == 10_000)
-    assert row["val/bits_per_byte"] == pytest.approx(row["val/loss"] / math.log(2) / bytes_per_label, rel=1e-12)
+    assert row["val/bits_per_byte"] == pytest.approx(
+        row["val/loss"] / math.log(2) / bytes_per_label, rel=1e-12
+    )

@@ -19,7 +19,15 @@ from tests.planted_faults import FAULTS, Model
 from threed import collectives, models
 from threed.cli import main
 from threed.config import Config, ConfigError
-from threed.testing import DEFAULTS, RanksFailed, Report, diagnose, differences, results_of, same_everywhere
+from threed.testing import (
+    DEFAULTS,
+    RanksFailed,
+    Report,
+    diagnose,
+    differences,
+    results_of,
+    same_everywhere,
+)
 from threed.testing.ranks import _World, note
 from threed.testing.topologies import DEFAULT, configured, ranks_of, words
 from threed.topology import Topology
@@ -73,8 +81,13 @@ def test_the_models_without_a_fault_are_the_same() -> None:
 
 def test_schedules_are_compared_with_whole_backwards_in_model_order() -> None:
     """Also one that a single process cannot have, and a cut that is for two."""
-    for parallel in ({"schedule": "chimera", "partition": (1, 4)}, {"schedule": "zb-v", "optimistic_step": True}):
-        report = same_everywhere(Model, None, ["pp2"], config=Config.model_validate({**DEFAULTS, "parallel": parallel}))
+    for parallel in (
+        {"schedule": "chimera", "partition": (1, 4)},
+        {"schedule": "zb-v", "optimistic_step": True},
+    ):
+        report = same_everywhere(
+            Model, None, ["pp2"], config=Config.model_validate({**DEFAULTS, "parallel": parallel})
+        )
         assert report.same, report
 
 
@@ -98,7 +111,11 @@ def results_twice(case: Case) -> list[bool]:
     third = results_of(engine, metrics)
     return [
         a.moments.keys() == b.moments.keys()
-        and all(torch.equal(values, b.parts[part][name]) for part in a.parts for name, values in a.parts[part].items())
+        and all(
+            torch.equal(values, b.parts[part][name])
+            for part in a.parts
+            for name, values in a.parts[part].items()
+        )
         for a, b in ((first, second), (first, third))
     ]
 
@@ -110,13 +127,27 @@ def test_results_are_those_of_an_ended_step() -> None:
 
 def test_the_example_is_the_same_on_the_command_line() -> None:
     """As a user runs it: a process of its own, which prints nothing but the report."""
-    line = [sys.executable, "-m", "threed", "verify", f"{EXAMPLE}:ParallelModel", "--json", "--model.layers", "2"]
+    line = [
+        sys.executable,
+        "-m",
+        "threed",
+        "verify",
+        f"{EXAMPLE}:ParallelModel",
+        "--json",
+        "--model.layers",
+        "2",
+    ]
     done = subprocess.run(
         [*line, "--topologies", "tp2-seq,pp2-dp2-zero3"], capture_output=True, text=True, timeout=240,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    same = {"same": True, "topologies": ["tp2-seq", "pp2-dp2-zero3"], "refused": [], "differences": []}
+    same = {
+        "same": True,
+        "topologies": ["tp2-seq", "pp2-dp2-zero3"],
+        "refused": [],
+        "differences": [],
+    }
     assert json.loads(done.stdout) == same
 
 
@@ -125,7 +156,9 @@ def examples() -> list[str]:
     found = []
     for path in sorted(EXAMPLE.parent.glob("*.py")):
         for node in ast.parse(path.read_text()).body:
-            methods = {item.name for item in getattr(node, "body", ()) if isinstance(item, ast.FunctionDef)}
+            methods = {
+                item.name for item in getattr(node, "body", ()) if isinstance(item, ast.FunctionDef)
+            }
             if isinstance(node, ast.ClassDef) and "layers" in methods:
                 found.append(f"{path.name}:{node.name}")
     return found
@@ -134,7 +167,9 @@ def examples() -> list[str]:
 @pytest.mark.parametrize("example", examples())
 def test_the_examples_are_the_same(example: str, capsys: pytest.CaptureFixture[str]) -> None:
     topologies = "tp2,tp2-seq,pp2-dp2-zero3-recompute"
-    assert main(["verify", f"{EXAMPLE.parent / example}", "--topologies", topologies]) == 0, capsys.readouterr().out
+    assert main(["verify", f"{EXAMPLE.parent / example}", "--topologies", topologies]) == 0, (
+        capsys.readouterr().out
+    )
     assert f"equal          {topologies.replace(',', ', ')}\nsame\n" in capsys.readouterr().out
 
 
@@ -188,18 +223,34 @@ def users(tmp_path: Path) -> Path:
     return tmp_path / "users.py"
 
 
-def test_a_users_file_with_a_batch_of_its_own(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", f"{users}:Faulty", "--topologies", "pp2,tp2", "--json", "--train.steps", "1"]) == 1
+def test_a_users_file_with_a_batch_of_its_own(
+    users: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            ["verify", f"{users}:Faulty", "--topologies", "pp2,tp2", "--json", "--train.steps", "1"]
+        )
+        == 1
+    )
     facts = json.loads(capsys.readouterr().out)
     (found,) = facts["differences"]
-    assert facts == {"same": False, "topologies": ["pp2", "tp2"], "refused": [], "differences": [found]}
+    assert facts == {
+        "same": False,
+        "topologies": ["pp2", "tp2"],
+        "refused": [],
+        "differences": [found],
+    }
     assert (found["topology"], found["layer"]) == ("tp2", "blocks.1")
     assert found["largest"] > 1e-3
     assert found.keys() == {"topology", "layer", "parameter", "what", "largest"}
 
 
-def test_a_module_is_compared_where_it_can_be_trained(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", f"{users}:Plain", "--topologies", "tp2,dp2-zero3", "--model.seq", "8"]) == 0
+def test_a_module_is_compared_where_it_can_be_trained(
+    users: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["verify", f"{users}:Plain", "--topologies", "tp2,dp2-zero3", "--model.seq", "8"]) == 0
+    )
     out = capsys.readouterr().out
     assert "not compared   tp2: Plain cannot be cut by pp 1 or tp 2" in out
     assert "equal          dp2-zero3" in out
@@ -215,13 +266,21 @@ def test_what_cannot_be_compared_is_said(users: Path, capsys: pytest.CaptureFixt
     assert "its classes are Mine, Faulty, Fails, Other, Plain" in says(f"{users}:Nobody")
     assert "write FILE.py:NAME" in says("nothing")
     assert "no such file" in says("nothing.py:Model")
-    assert "TypeError: not today (users.py, line 17)" in says(f"{users}:Fails", "--topologies", "tp2")
-    assert "TypeError: Other is no model: pass an nn.Module, or layers with" in says(f"{users}:Other")
+    assert "TypeError: not today (users.py, line 17)" in says(
+        f"{users}:Fails", "--topologies", "tp2"
+    )
+    assert "TypeError: Other is no model: pass an nn.Module, or layers with" in says(
+        f"{users}:Other"
+    )
     assert "'tq2' is no word of one" in says(f"{users}:Mine", "--topologies", "tq2")
     assert "takes 16 ranks, more than 8" in says(f"{users}:Mine", "--topologies", "tp4-pp4")
     assert "the topologies say them" in says(f"{users}:Mine", "--parallel.tp", "2")
     assert "did you mean --model.layers" in says(f"{users}:Mine", "--model.layer", "2")
-    for text, what in (("1 / 0", "ZeroDivisionError"), ("exit(3)", "SystemExit: 3; guard"), ("(", "SyntaxError")):
+    for text, what in (
+        ("1 / 0", "ZeroDivisionError"),
+        ("exit(3)", "SystemExit: 3; guard"),
+        ("(", "SyntaxError"),
+    ):
         users.with_name(f"{what[:4]}.py").write_text(text)
         assert what in says(f"{users.with_name(what[:4])}.py:Model")
 
@@ -240,23 +299,26 @@ WRONG_BATCHES = {
 def test_a_batch_that_is_none_is_refused_and_not_blamed_on_the_model(
     gives: str, users: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    users.write_text(f"{USERS.partition('def batch')[0]}def batch(config, step):\n    return {gives}\n")
+    users.write_text(
+        f"{USERS.partition('def batch')[0]}def batch(config, step):\n    return {gives}\n"
+    )
     assert main(["verify", f"{users}:Mine", "--topologies", "tp2"]) == 2
-    assert f"not compared   one process: {'' if 'oops' in gives else 'batch(config, 0) '}{WRONG_BATCHES[gives]}" in (
-        capsys.readouterr().out
+    assert (
+        f"not compared   one process: {'' if 'oops' in gives else 'batch(config, 0) '}{WRONG_BATCHES[gives]}"
+        in (capsys.readouterr().out)
     )
 
 
-def test_a_batch_that_depends_on_the_process_is_refused(users: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_that_depends_on_the_process_is_refused(
+    users: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Drawn once and kept, so that every process repeats its own."""
     users.write_text(
         f"{USERS.partition('def batch')[0]}drawn = {{}}\n\ndef batch(config, step):\n"
         "    ids = drawn.setdefault(step, torch.randint(0, 50, (8, 16)))\n    return {'tokens': ids, 'labels': ids}\n"
     )
     assert main(["verify", f"{users}:Plain", "--topologies", "dp2"]) == 2
-    want = (
-        "not compared   dp2: batch(config, 0) gave other values when it was called again, perhaps on another rank: seed"
-    )
+    want = "not compared   dp2: batch(config, 0) gave other values when it was called again, perhaps on another rank: seed"
     assert want in capsys.readouterr().out
 
 
@@ -296,10 +358,28 @@ def test_a_report_says_same_only_where_something_was_compared() -> None:
 
 def test_words_of_topologies() -> None:
     said = words("tp2-seq-pp2-dp2-zero3-recompute-offload-micro1")
-    assert said == {"tp": 2, "seq": 1, "pp": 2, "dp": 2, "zero": 3, "recompute": 1, "offload": 1, "micro": 1}
+    assert said == {
+        "tp": 2,
+        "seq": 1,
+        "pp": 2,
+        "dp": 2,
+        "zero": 3,
+        "recompute": 1,
+        "offload": 1,
+        "micro": 1,
+    }
     config = configured(Config.model_validate(DEFAULTS), said)
-    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp, config.parallel.sequence) == (2, 2, 2, True)
-    assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_params) == (3, "cpu", "cpu")
+    assert (
+        config.parallel.tp,
+        config.parallel.pp,
+        config.parallel.dp,
+        config.parallel.sequence,
+    ) == (2, 2, 2, True)
+    assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_params) == (
+        3,
+        "cpu",
+        "cpu",
+    )
     assert (config.recompute.mode, config.train.micro_batch) == ("full", 1)
     assert all(ranks_of(words(name)) <= 8 for name in DEFAULT)
     for name in ("offload", "seq", "dp3", "tp3-seq"):
@@ -316,7 +396,11 @@ def spoilt(case: Case, folder: str) -> list[str]:
     """On a rank: what differs from the truth, and from truths of which one number is wrong."""
     truth, found = torch.load(f"{folder}/truth.pt"), []
     engine, metrics = trained(case)
-    for part, name in (("", ""), ("weights", "blocks.0.mlp.up.weight"), ("exp_avg", "blocks.1.mlp.down.bias")):
+    for part, name in (
+        ("", ""),
+        ("weights", "blocks.0.mlp.up.weight"),
+        ("exp_avg", "blocks.1.mlp.down.bias"),
+    ):
         wrong = Result(**truth)
         if name:
             tensors = wrong.weights if part == "weights" else wrong.moments[part]
@@ -338,9 +422,13 @@ def test_one_wrong_number_is_found_on_the_rank_that_holds_it(tmp_path: Path) -> 
     ranks = run_ranks(4, spoilt, case, str(tmp_path))
     assert [found[0] for found in ranks] == [""] * 4
     weight = [found[1] for found in ranks]
-    assert weight[:3] == [""] * 3  # the last rows: the second tensor rank's; the last of them: the second data rank's
+    assert (
+        weight[:3] == [""] * 3
+    )  # the last rows: the second tensor rank's; the last of them: the second data rank's
     assert "weight of blocks.0.mlp.up.weight" in weight[3]
-    assert ["exp_avg of blocks.1.mlp.down.bias" in found[2] for found in ranks].count(True) == 2  # two copies
+    assert ["exp_avg of blocks.1.mlp.down.bias" in found[2] for found in ranks].count(
+        True
+    ) == 2  # two copies
     assert "loss: " in ranks[2][3]
     assert "cut of another.weight []: no rank holds it" in ranks[0][3]
 
@@ -357,7 +445,9 @@ def hang(rank: int) -> None:
 
 
 def test_a_rank_that_hangs_is_named_with_what_it_did_last() -> None:
-    with pytest.raises(RanksFailed, match=r"ranks still running: \[1\], last seen at \{1: 'call 3, ") as caught:
+    with pytest.raises(
+        RanksFailed, match=r"ranks still running: \[1\], last seen at \{1: 'call 3, "
+    ) as caught:
         run_ranks(2, hang, 1)
     assert caught.value.silent == [1]
     assert "RuntimeError: without the other" in caught.value.failures[0]

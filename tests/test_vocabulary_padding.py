@@ -27,7 +27,9 @@ def test_large_tables_have_rows_of_a_multiple_of_128(vocabulary: int, ranks: int
     held = 0
     shapes = set()
     for rank in range(ranks):
-        table = embedding.vocab_table("word", vocabulary, 16, Slicing(Axis("tp", tuple(range(ranks)), rank)))
+        table = embedding.vocab_table(
+            "word", vocabulary, 16, Slicing(Axis("tp", tuple(range(ranks)), rank))
+        )
         spec = spec_of(table)
         shapes.add(tuple(table.shape))
         assert table.numel() == spec.numel + spec.padding
@@ -41,7 +43,9 @@ def test_large_tables_have_rows_of_a_multiple_of_128(vocabulary: int, ranks: int
 def config(tp: int) -> Config:
     """A model of one layer with the vocabulary of GPT-2."""
     plain = config_of(Case(tp=tp, layers=1, model="gpt"))
-    small = plain.model.model_copy(update={"vocab": VOCABULARY, "heads": 6, "kv_heads": 6, "hidden": 24, "head_dim": 4})
+    small = plain.model.model_copy(
+        update={"vocab": VOCABULARY, "heads": 6, "kv_heads": 6, "hidden": 24, "head_dim": 4}
+    )
     return resolve(plain.model_copy(update={"model": small}), VOCABULARY, tp)
 
 
@@ -52,7 +56,10 @@ def losses(tp: int) -> tuple[list[float], list[float], int, Tensor]:
     engine = Engine(model, topology, settings)
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (settings.train.global_batch, 17), generator=draw)
-    metrics = [engine.step({"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}) for _ in range(2)]
+    metrics = [
+        engine.step({"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()})
+        for _ in range(2)
+    ]
     slots = [slot for group in engine.optimizer.layout.groups for slot in group.slots]
     (table,) = [slot.param for slot in slots if slot.spec.padding]
     padding = table.detach().flatten()[spec_of(table).numel :].clone()
@@ -84,8 +91,12 @@ def load(folder: Path, case: Case) -> dict[str, Tensor]:
     return engine.full_state_dict()
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [((2, 8), (1, 0)), ((1, 0), (4, 8)), ((2, 8), (4, 16)), ((4, 8), (2, 0))])
-def test_a_checkpoint_has_no_padding(tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [((2, 8), (1, 0)), ((1, 0), (4, 8)), ((2, 8), (4, 16)), ((4, 8), (2, 0))]
+)
+def test_a_checkpoint_has_no_padding(
+    tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
+) -> None:
     """(tensor ranks, rows of padding)"""
     first, second = (Case(tp=tp, pad=pad, zero=1) for tp, pad in (saved, loaded))
     before = run_ranks(first.tp, save, tmp_path / "step", first)[0]

@@ -22,18 +22,31 @@ QUICK = "--train.steps 2 --train.global-batch 4 --model.layers 2 --model.hidden 
 LESS = "--train.sample-tokens 0 --train.eval-samples 4 --checkpoint.export-hf false --log.wandb off"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("hatchling") is None, reason="needs hatchling, which pip gets itself"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("hatchling") is None,
+        reason="needs hatchling, which pip gets itself",
+    ),
 ]
 
 
 def environment(**changed: str) -> dict[str, str]:
-    plain = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "THREED", "WANDB"))}
+    plain = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("PYTHON", "THREED", "WANDB"))
+    }
     return {**plain, "OMP_NUM_THREADS": "1", **changed}
 
 
 def run(words: list[str], folder: Path, **changed: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words, cwd=folder, env=environment(**changed), capture_output=True, text=True, timeout=300, check=False
+        words,
+        cwd=folder,
+        env=environment(**changed),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -59,26 +72,46 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     home = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     python = str(home / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
     subprocess.run([*pip, str(wheel)], env=environment(), check=True)
     (site,) = home.glob("lib/python*/site-packages")
     # Lines of a .pth are added as they are: the .pth files in those folders, and so an editable threed, are not read.
-    (site / "others.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
+    (site / "others.pth").write_text(
+        "".join(f"{path}\n" for path in sys.path if path.endswith("site-packages"))
+    )
     return python
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An empty folder, but for a text to train on."""
-    (tmp_path / "text.txt").write_text("".join(f"the square of {n} is {n * n}\n" for n in range(2000)))
+    (tmp_path / "text.txt").write_text(
+        "".join(f"the square of {n} is {n * n}\n" for n in range(2000))
+    )
     return tmp_path
 
 
 def test_the_wheel_has_what_a_user_needs_and_says_where_it_runs(wheel: Path) -> None:
     files = zipfile.ZipFile(wheel)
     names = set(files.namelist())
-    assert {"threed/native/csrc/cpu/adam.cpp", "threed/native/lib/cpu.so", "threed/py.typed"} <= names
-    assert {f"threed/presets/{path.name}" for path in (ROOT / "threed" / "presets").iterdir()} <= names
+    assert {
+        "threed/native/csrc/cpu/adam.cpp",
+        "threed/native/lib/cpu.so",
+        "threed/py.typed",
+    } <= names
+    assert {
+        f"threed/presets/{path.name}" for path in (ROOT / "threed" / "presets").iterdir()
+    } <= names
     assert re.search(r"-py3-none-(?!any)", wheel.name)
     library = files.read("threed/native/lib/cpu.so")
     glibc = [(int(a), int(b)) for a, b in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)]
@@ -112,7 +145,9 @@ def test_without_a_compiler_the_wheel_has_the_sources_and_fits_any_platform(tmp_
 def test_an_installed_package_plans_and_trains_by_preset(python: str, folder: Path) -> None:
     at = run([python, "-c", "import threed; print(threed.__file__)"], folder).stdout.strip()
     assert not Path(at).is_relative_to(ROOT)
-    plan = run([str(Path(python).parent / "threed"), *"plan --preset tiny --world-size 8".split()], folder)
+    plan = run(
+        [str(Path(python).parent / "threed"), *"plan --preset tiny --world-size 8".split()], folder
+    )
     assert plan.returncode == 0, plan.stderr
     assert "rank 7" in plan.stdout
     launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

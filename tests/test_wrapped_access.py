@@ -147,7 +147,9 @@ def made(variant: str) -> Net:
 
 def batch(step: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(step)
-    return {key: torch.randn(2 * ROWS, WIDTH, generator=draw, dtype=torch.float64) for key in ("x", "y")}
+    return {
+        key: torch.randn(2 * ROWS, WIDTH, generator=draw, dtype=torch.float64) for key in ("x", "y")
+    }
 
 
 class Plain:
@@ -156,7 +158,9 @@ class Plain:
     def __init__(self, module: Net, stage: int) -> None:
         self.module = module
         trained = [param for param in module.parameters() if param.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(
+            trained, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+        )
 
     def forward(self, step: int) -> Tensor:
         self.optimizer.zero_grad()
@@ -211,7 +215,9 @@ def outcome(use: Later) -> float | str:
         return f"{type(error).__name__}: {error}"
 
 
-def run(kind: type[Plain] | type[Sharded], case: Case, stage: int = 0, without: bool = False) -> Any:
+def run(
+    kind: type[Plain] | type[Sharded], case: Case, stage: int = 0, without: bool = False
+) -> Any:
     """Trains three steps; at one moment of the second one (not if `without`) something is done to a parameter. Returns
     what that gave, and the weights."""
     module = made(case.variant)
@@ -266,7 +272,11 @@ def run_all(cases: list[Case], stage: int) -> list[Any]:
 def named(error: str) -> bool:
     """Whether an error names the parameter, and what to do."""
     kinds = ("RuntimeError: ", "InternalTorchDynamoError: RuntimeError: ")
-    return error.startswith(kinds) and "blocks." in error and ("gathered" in error or "clone()" in error)
+    return (
+        error.startswith(kinds)
+        and "blocks." in error
+        and ("gathered" in error or "clone()" in error)
+    )
 
 
 def compare(case: Case, stage: int, got: Any) -> str:
@@ -278,7 +288,9 @@ def compare(case: Case, stage: int, got: Any) -> str:
     if refused and stage < 3:
         return f"{case} stage {stage} refused: {refused}"
     values, expected = want(case, bool(refused))
-    if not refused and not all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(results, values, strict=True)):
+    if not refused and not all(
+        math.isclose(a, b, rel_tol=1e-9) for a, b in zip(results, values, strict=True)
+    ):
         return f"{case} stage {stage}: {results}, right: {values}"
     for name in weights:
         off = float((weights[name] - expected[name]).abs().max())
@@ -289,7 +301,9 @@ def compare(case: Case, stage: int, got: Any) -> str:
 
 def check(cases: list[Case], stage: int) -> None:
     got = run_ranks(2, run_all, cases, stage, timeout=600)[0]
-    wrong = [text for case, one in zip(cases, got, strict=True) if (text := compare(case, stage, one))]
+    wrong = [
+        text for case, one in zip(cases, got, strict=True) if (text := compare(case, stage, one))
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -300,7 +314,8 @@ FOREIGN = ("numpy", "dlpack")
 EVERYTHING = [
     Case(action, moment, variant)
     for action, moment, variant in itertools.product(ACTIONS, MOMENTS, VARIANTS)
-    if not (action in CHANGES and moment == "after") and not (action in FOREIGN and moment == "outdated")
+    if not (action in CHANGES and moment == "after")
+    and not (action in FOREIGN and moment == "outdated")
 ]
 
 
@@ -352,7 +367,9 @@ def penalty(module: Any, x: Tensor) -> Tensor:
 
 
 def tangent(module: Any, x: Tensor) -> Tensor:
-    return torch.func.jvp(lambda v: module.blocks[1](v).tanh(), (x,), (torch.ones_like(x),))[1].mean()
+    return torch.func.jvp(lambda v: module.blocks[1](v).tanh(), (x,), (torch.ones_like(x),))[
+        1
+    ].mean()
 
 
 def on_host(module: Any, x: Tensor) -> Tensor:
@@ -414,7 +431,9 @@ class Extra(Net):
         return loss + self.extra(self, x) if self.calls > 1 or not self.later else loss
 
 
-def train_extra(kind: type[Plain] | type[Sharded], extra: str, later: bool, stage: int) -> dict[str, Tensor]:
+def train_extra(
+    kind: type[Plain] | type[Sharded], extra: str, later: bool, stage: int
+) -> dict[str, Tensor]:
     torch.manual_seed(0)
     trainer = kind(Extra(extra, later).double(), stage)
     for step in range(STEPS):
@@ -427,7 +446,9 @@ def train_extras(cases: list[tuple[str, bool, int]]) -> list[dict[str, Tensor]]:
 
 
 def test_parameters_that_others_refer_to() -> None:
-    cases = [(extra, later, stage) for extra in EXTRAS for later in (False, True) for stage in (1, 3)]
+    cases = [
+        (extra, later, stage) for extra in EXTRAS for later in (False, True) for stage in (1, 3)
+    ]
     for case, got in zip(cases, run_ranks(2, train_extras, cases, timeout=300)[0], strict=True):
         for name, right in train_extra(Plain, *case).items():
             torch.testing.assert_close(
@@ -444,16 +465,26 @@ def check_contexts() -> None:
         nodes += [following for following, _ in node.next_functions if following is not None]
         for name in ("_saved_mat1", "_saved_mat2", "_saved_self"):
             if hasattr(type(node), name):  # None if it was not needed
-                values.append(outcome(lambda n=node, a=name: (getattr(n, a) if getattr(n, a) is not None else x).sum()))  # type: ignore[misc]
+                values.append(
+                    outcome(
+                        lambda n=node, a=name: (
+                            getattr(n, a) if getattr(n, a) is not None else x
+                        ).sum()
+                    )
+                )  # type: ignore[misc]
     assert any(isinstance(value, str) for value in values)
-    assert all(named(value) if isinstance(value, str) else not math.isnan(value) for value in values)
+    assert all(
+        named(value) if isinstance(value, str) else not math.isnan(value) for value in values
+    )
 
 
 def check_refusals() -> None:
     trainer = Sharded(made("plain"), 3)
     trainer.backward(trainer.forward(0))
     module = trainer.module
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.weight is sharded.*engine\.gathered.*full_state_dict"):
+    with pytest.raises(
+        RuntimeError, match=r"blocks\.0\.weight is sharded.*engine\.gathered.*full_state_dict"
+    ):
         module.state_dict()
     with pytest.raises(RuntimeError, match=r"blocks\.0\.weight is sharded"):
         module.to(torch.float32)
@@ -462,11 +493,15 @@ def check_refusals() -> None:
     with pytest.raises(RuntimeError, match=r"shares memory with blocks\.1\.weight.*clone"):
         kept.zero_()
     right = trainer.weights()
-    refused = pytest.raises(RuntimeError, match=r"blocks\.2\.weight was set to values of shape \[7, 6\] and")
+    refused = pytest.raises(
+        RuntimeError, match=r"blocks\.2\.weight was set to values of shape \[7, 6\] and"
+    )
     with refused, trainer.gathered():
         module.blocks[2].weight.data = torch.zeros(WIDTH + 1, WIDTH, dtype=torch.float64)  # type: ignore[union-attr]
     assert all(torch.equal(right[name], value) for name, value in trainer.weights().items())
-    refused = pytest.raises(RuntimeError, match=r"blocks\.2\.bias was set to values of shape \[6\] and torch\.float32")
+    refused = pytest.raises(
+        RuntimeError, match=r"blocks\.2\.bias was set to values of shape \[6\] and torch\.float32"
+    )
     with refused, trainer.gathered():
         module.to(torch.float32)
     trainer.backward(trainer.forward(1))
@@ -535,10 +570,16 @@ def train_all_compiled(cases: list[tuple[int, str, str]]) -> list[dict[str, Tens
 def test_compiled_modules() -> None:
     """torch.compile before and after the engine, of all and of blocks."""
     cases = [(stage, how, "eager") for how in ("before", "after", "blocks") for stage in (1, 3)]
-    cases += [(stage, how, "inductor") for how, stage in (("blocks", 3), ("after", 3), ("blocks", 1))]
+    cases += [
+        (stage, how, "inductor") for how, stage in (("blocks", 3), ("after", 3), ("blocks", 1))
+    ]
     trainer = Plain(made("plain"), 0)
     for step in range(STEPS):
         trainer.backward(trainer.forward(step))
-    for case, got in zip(cases, run_ranks(2, train_all_compiled, cases, timeout=400)[0], strict=True):
+    for case, got in zip(
+        cases, run_ranks(2, train_all_compiled, cases, timeout=400)[0], strict=True
+    ):
         for name, right in trainer.weights().items():
-            torch.testing.assert_close(got[name], right, rtol=0, atol=1e-9, msg=lambda m, c=case: f"{c} {m}")
+            torch.testing.assert_close(
+                got[name], right, rtol=0, atol=1e-9, msg=lambda m, c=case: f"{c} {m}"
+            )

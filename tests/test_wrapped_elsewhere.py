@@ -55,7 +55,10 @@ class InMicroBatches(nn.Module):
     def forward(self, **batch: Tensor) -> Tensor:
         parts = {name: value.split(MICRO) for name, value in batch.items()}
         return torch.stack(
-            [self.inner(**{name: part[n] for name, part in parts.items()}) for n in range(ROWS // MICRO)]
+            [
+                self.inner(**{name: part[n] for name, part in parts.items()})
+                for n in range(ROWS // MICRO)
+            ]
         ).mean()
 
 
@@ -96,7 +99,9 @@ def plainly(kind: str) -> Result:
     build, batch = KINDS[kind]
     module = made(build)
     whole = InMicroBatches(module) if kind == "batch norm" else module
-    losses, _ = plain_steps(whole, [batch(step) for step in range(STEPS)], clip if kind == "clipped" else None)
+    losses, _ = plain_steps(
+        whole, [batch(step) for step in range(STEPS)], clip if kind == "clipped" else None
+    )
     return losses, {name: p.detach() for name, p in module.named_parameters()}
 
 
@@ -132,7 +137,9 @@ def arrive(folder: Path, moves: Moves) -> dict[str, list[Result]]:
         for before, stage in moves.items():
             engine = engine_for(kind, stage, seed=9)
             engine.load(folder / f"{kind}-{before}")
-            results.setdefault(kind, []).append((train(kind, engine, range(HALF, STEPS)), engine.full_state_dict()))
+            results.setdefault(kind, []).append(
+                (train(kind, engine, range(HALF, STEPS)), engine.full_state_dict())
+            )
     return results
 
 
@@ -143,8 +150,12 @@ def test_modules_go_on_elsewhere(tmp_path: Path) -> None:
     for kind in KINDS:
         losses, weights = plainly(kind)
         for result, full in (one for results in ended for one in results[kind]):
-            assert begun[kind] + result == pytest.approx(losses, rel=1e-6 if kind == "causal" else 1e-9)
-            same_weights({name: value for name, value in full.items() if name not in BUFFERS}, weights)
+            assert begun[kind] + result == pytest.approx(
+                losses, rel=1e-6 if kind == "causal" else 1e-9
+            )
+            same_weights(
+                {name: value for name, value in full.items() if name not in BUFFERS}, weights
+            )
             assert (full.keys() >= BUFFERS) == (kind == "batch norm")
 
 
@@ -153,7 +164,9 @@ def statistics(folder: Path, stage: int) -> tuple[dict[str, Tensor], float]:
     engine = engine_for("batch norm", stage, seed=9)
     engine.load(folder / f"batch norm-{stage}")
     full = engine.full_state_dict()
-    return {name: full[name] for name in BUFFERS & full.keys()}, float(engine.evaluate(mine(tokens(7))))
+    return {name: full[name] for name in BUFFERS & full.keys()}, float(
+        engine.evaluate(mine(tokens(7)))
+    )
 
 
 def counted_by_rank_0() -> dict[str, Tensor]:
@@ -217,10 +230,15 @@ def test_two_engines_of_a_gan_go_on_elsewhere(tmp_path: Path) -> None:
 
 def rounded(folder: Path, save: bool, stage: int) -> list[float]:
     """A table of positions under bf16: losses of two steps, from the beginning or from the checkpoint."""
-    engine = engine_of(made(Sinusoid, seed=0 if save else 9).float(), stage, MICRO, precision={"dtype": "bf16"})
+    engine = engine_of(
+        made(Sinusoid, seed=0 if save else 9).float(), stage, MICRO, precision={"dtype": "bf16"}
+    )
     if not save:
         engine.load(folder / "bf16")
-    losses = [engine.step(mine(tokens(step))).loss for step in range(0 if save else HALF, HALF if save else STEPS)]
+    losses = [
+        engine.step(mine(tokens(step))).loss
+        for step in range(0 if save else HALF, HALF if save else STEPS)
+    ]
     if save:
         engine.save(folder / "bf16")
         losses += [engine.step(mine(tokens(step))).loss for step in range(HALF, STEPS)]

@@ -54,7 +54,10 @@ def mine(full: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if (p.dim() > 1) == m], "weight_decay": 0.1 * m} for m in (True, False)]
+    groups = [
+        {"params": [p for p in trained if (p.dim() > 1) == m], "weight_decay": 0.1 * m}
+        for m in (True, False)
+    ]
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
 
 
@@ -80,7 +83,9 @@ def same(got: Result, want: Result, atol: float = 1e-9) -> None:
 def same_weights(got: dict[str, Tensor], want: dict[str, Tensor], atol: float = 1e-9) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"{n} {m}")
+        torch.testing.assert_close(
+            got[name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"{n} {m}"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------- two engines
@@ -105,13 +110,18 @@ def judged(y: Tensor, real: bool) -> Tensor:
 
 def gan_data(step: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(step)
-    return {key: torch.randn(ROWS, n, generator=draw, dtype=torch.float64) for key, n in (("z", 4), ("x", WIDTH))}
+    return {
+        key: torch.randn(ROWS, n, generator=draw, dtype=torch.float64)
+        for key, n in (("z", 4), ("x", WIDTH))
+    }
 
 
 def gan_plainly(how: str) -> list[dict[str, Tensor]]:
     """how: what happens to the gradients that the maker's loss gives the judge."""
     maker, judge = made(Maker), made(Judge)
-    first, second = (torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.0) for m in (maker, judge))
+    first, second = (
+        torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.0) for m in (maker, judge)
+    )
     for step in range(STEPS):
         data = gan_data(step)
         if how != "keep":
@@ -133,7 +143,11 @@ def gan_engines(stage: int, seed: int = 0) -> tuple[Any, Any]:
         "train_micro_batch_size_per_gpu": ROWS // Topology().dp,
         "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 60},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": 60,
+        },
     }
     maker, *_ = threed.initialize(model=made(Maker, seed), config=ds)
     judge, *_ = threed.initialize(model=made(Judge, seed), config=ds)
@@ -172,7 +186,9 @@ def test_two_engines_of_a_gan(stages: tuple[int, ...]) -> None:
     """The maker's loss gives the judge gradients too: dropped by zero_grad, else they add up as in plain PyTorch."""
     cases = [(stage, how) for stage in stages for how in HOW]
     for (_, how), got in zip(cases, run_ranks(2, gans, cases)[0], strict=True):
-        for weights, want in zip(got, gan_plainly("zero_grad" if how == "optimizer" else how), strict=True):
+        for weights, want in zip(
+            got, gan_plainly("zero_grad" if how == "optimizer" else how), strict=True
+        ):
             same_weights(weights, want)
 
 
@@ -199,7 +215,9 @@ def test_gradients_of_two_loss_scales_never_mix() -> None:
         maker.step()
         if dropped:
             judge.zero_grad()
-    refused = pytest.raises(RuntimeError, match="another engine's backward left a gradient, with that engine's loss")
+    refused = pytest.raises(
+        RuntimeError, match="another engine's backward left a gradient, with that engine's loss"
+    )
     with refused:  # it is there before the judge's backward
         judge.backward(judged(judge(gan_data(1)["x"].half()), True))
     judge.zero_grad()
@@ -225,7 +243,10 @@ class Sometimes(nn.Module):
 def go_back(stage: int, folder: str) -> dict[str, Tensor]:
     """Uses `rare` after a save, and goes back to it."""
     engine = engine_of(made(Sometimes), stage)
-    data = [mine({"x": gan_data(step)["x"], "rare": torch.full((ROWS,), step == 1)}) for step in range(3)]
+    data = [
+        mine({"x": gan_data(step)["x"], "rare": torch.full((ROWS,), step == 1)})
+        for step in range(3)
+    ]
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         engine.step(data[0])
@@ -237,8 +258,12 @@ def go_back(stage: int, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_was_used_after_a_save_is_unused_again_when_that_is_loaded(stage: int, tmp_path: Path) -> None:
-    want = plain_steps(made(Sometimes), [{"x": gan_data(n)["x"], "rare": torch.zeros(ROWS)} for n in (0, 2)])[1]
+def test_what_was_used_after_a_save_is_unused_again_when_that_is_loaded(
+    stage: int, tmp_path: Path
+) -> None:
+    want = plain_steps(
+        made(Sometimes), [{"x": gan_data(n)["x"], "rare": torch.zeros(ROWS)} for n in (0, 2)]
+    )[1]
     same_weights(run_ranks(2, go_back, stage, str(tmp_path))[0], want)
 
 
@@ -252,7 +277,9 @@ def zero_grad_in_between(stage: int) -> dict[str, Tensor]:
     for step in range(2):
         for number, x in enumerate(mine(gan_data(step))["x"].chunk(2)):
             if (step, number) == (0, 1):
-                with pytest.warns(UserWarning, match="drops the gradients of 1 of this step's 2 micro-batches"):
+                with pytest.warns(
+                    UserWarning, match="drops the gradients of 1 of this step's 2 micro-batches"
+                ):
                     engine.zero_grad()
             engine.backward(judged(engine(x), True))
             with pytest.raises(RuntimeError, match="zero_grad between backward and step"):
@@ -315,10 +342,15 @@ class Taught(nn.Module):
 
 def pairs(steps: int = STEPS) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(5)
-    return [{k: torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64) for k in "xy"} for _ in range(steps)]
+    return [
+        {k: torch.randn(ROWS, WIDTH, generator=draw, dtype=torch.float64) for k in "xy"}
+        for _ in range(steps)
+    ]
 
 
-def taught(way: str, stage: int, zero: dict[str, Any], folder: str) -> tuple[Result, dict[str, Tensor]]:
+def taught(
+    way: str, stage: int, zero: dict[str, Any], folder: str
+) -> tuple[Result, dict[str, Tensor]]:
     """The training, in two halves: the second is another engine's, with a lower stage, from a checkpoint."""
     zero = {**zero, "nvme_path": folder} if "nvme" in zero.values() else zero
     engine = engine_of(made(lambda: Taught(way)), stage, zero=zero)
@@ -357,7 +389,9 @@ def between(way: str, stage: int, whole: bool) -> Result:
         elif stage < 3:
             module.follow()  # type: ignore[operator]
         else:
-            with pytest.raises(RuntimeError, match=r"teacher\.0\.weight is sharded.*engine\.gathered"):
+            with pytest.raises(
+                RuntimeError, match=r"teacher\.0\.weight is sharded.*engine\.gathered"
+            ):
                 module.follow()  # type: ignore[operator]
             return [], {}
     return losses, engine.full_state_dict()
@@ -395,7 +429,9 @@ def test_weights_that_are_clipped() -> None:
     """As a Wasserstein GAN's are. Masters of bf16 weights follow; what was not clipped stays as precise as it was."""
     want = plain_steps(made(lambda: Taught("in place", inside=False)), pairs(), clip)
     cases = [(stage, dtype) for dtype in ("fp64", "bf16") for stage in range(4)]
-    for (_, dtype), (got, both) in zip(cases, run_ranks(2, several, clipped, cases)[0], strict=True):
+    for (_, dtype), (got, both) in zip(
+        cases, run_ranks(2, several, clipped, cases)[0], strict=True
+    ):
         if dtype == "fp64":
             same(got, want)
         else:
@@ -418,7 +454,11 @@ def check_refused() -> None:
     sharded = made(Judge)
     engine_of(sharded, 3)
     weight = sharded[0].weight
-    for change in (weight.zero_, lambda: torch._foreach_mul_([weight], 2.0), lambda: weight.data.add_(1)):
+    for change in (
+        weight.zero_,
+        lambda: torch._foreach_mul_([weight], 2.0),
+        lambda: weight.data.add_(1),
+    ):
         with pytest.raises(RuntimeError, match=r"0\.weight is sharded \(ZeRO stage 3\)"):
             change()
 
@@ -445,7 +485,10 @@ def test_an_embedding_that_renormalises_its_rows() -> None:
     want = plain_steps(made(Renormalised), [tokens(step) for step in range(STEPS)])
     for zero in ({}, {"offload_optimizer": "cpu"}, {"offload_params": "cpu"}):
         engine = engine_of(made(Renormalised), 3 if "offload_params" in zero else 1, zero=zero)
-        same(([engine.step(tokens(step)).loss for step in range(STEPS)], engine.full_state_dict()), want)
+        same(
+            ([engine.step(tokens(step)).loss for step in range(STEPS)], engine.full_state_dict()),
+            want,
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- buffers
@@ -456,8 +499,14 @@ class Sinusoid(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm, self.out = nn.Embedding(VOCAB, 8), nn.BatchNorm1d(8), nn.Linear(8, VOCAB)
-        self.register_buffer("table", torch.arange(WIDTH * 8.0).view(WIDTH, 8).sin(), persistent=False)
+        self.embed, self.norm, self.out = (
+            nn.Embedding(VOCAB, 8),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, VOCAB),
+        )
+        self.register_buffer(
+            "table", torch.arange(WIDTH * 8.0).view(WIDTH, 8).sin(), persistent=False
+        )
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         y = self.norm((self.embed(x) + self.table).transpose(1, 2)).transpose(1, 2)
@@ -473,7 +522,9 @@ def test_buffers_are_in_the_compute_dtype(dtype: str) -> None:
     plain = copy.deepcopy(module).to({"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
     engine = engine_of(module, 1, precision={"dtype": dtype})
     assert engine.step(tokens(0)).loss == float(plain(**tokens(0)).detach())
-    assert all(b.dtype == dict(plain.named_buffers())[name].dtype for name, b in module.named_buffers())
+    assert all(
+        b.dtype == dict(plain.named_buffers())[name].dtype for name, b in module.named_buffers()
+    )
 
 
 def batch_norm(stage: int) -> Result:
@@ -498,7 +549,11 @@ def test_batch_norm_with_the_same_micro_batches() -> None:
     losses, weights = plain_steps(Cut(), [tokens(step) for step in range(STEPS)])
     want = losses, {name.removeprefix("inner."): value for name, value in weights.items()}
     for got in run_ranks(2, several, batch_norm, [(stage,) for stage in range(4)])[0]:
-        buffers = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}  # those of data rank 0's rows
+        buffers = {
+            "norm.running_mean",
+            "norm.running_var",
+            "norm.num_batches_tracked",
+        }  # those of data rank 0's rows
         assert got[1].keys() - want[1].keys() == buffers
         same((got[0], {name: value for name, value in got[1].items() if name not in buffers}), want)
 
@@ -530,12 +585,16 @@ def masked(step: int, ignored: int) -> dict[str, Tensor]:
 
 def counted(stage: int, micro: int, ignored: int) -> Result:
     engine = engine_of(made(MaskedMean), stage, micro)
-    return [engine.step(mine(masked(step, ignored))).loss for step in range(STEPS)], engine.full_state_dict()
+    return [
+        engine.step(mine(masked(step, ignored))).loss for step in range(STEPS)
+    ], engine.full_state_dict()
 
 
 def test_labels_below_zero_are_not_counted() -> None:
     want = plain_steps(made(MaskedMean), [masked(step, -1) for step in range(STEPS)])
-    cases = [(stage, micro, ignored) for stage in (1, 3) for micro in (4, 2, 1) for ignored in (-1, -100)]
+    cases = [
+        (stage, micro, ignored) for stage in (1, 3) for micro in (4, 2, 1) for ignored in (-1, -100)
+    ]
     for got in run_ranks(2, several, counted, cases)[0]:
         same(got, want)
 
@@ -547,9 +606,18 @@ class Tuned(nn.Module):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         super().__init__()
-        shape = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "use_cache": False}
+        shape = {
+            "vocab_size": VOCAB,
+            "n_positions": 16,
+            "n_embd": 8,
+            "n_layer": 1,
+            "n_head": 2,
+            "use_cache": False,
+        }
         drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        self.lm = GPT2LMHeadModel(GPT2Config(**shape, **drops, bos_token_id=None, eos_token_id=None))
+        self.lm = GPT2LMHeadModel(
+            GPT2Config(**shape, **drops, bos_token_id=None, eos_token_id=None)
+        )
         self.labels = labels
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -569,7 +637,9 @@ def answers(step: int) -> dict[str, Tensor]:
     return batch
 
 
-def tuned(labels: str, stage: int, micro: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def tuned(
+    labels: str, stage: int, micro: int
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     engine = engine_of(made(lambda: Tuned(labels)), stage, micro)
     metrics = [engine.step(mine(answers(step))) for step in range(2)]
     return [m.loss for m in metrics], [m.grad_norm for m in metrics], engine.full_state_dict()
@@ -587,11 +657,17 @@ def test_a_causal_model_inside_a_module(labels: str) -> None:
 
 def test_labels_of_which_nothing_is_known_are_refused() -> None:
     module = made(lambda: Tuned("its own"))
-    with pytest.raises(ValueError, match=r"lm computes the loss from labels that are not the batch's"):
+    with pytest.raises(
+        ValueError, match=r"lm computes the loss from labels that are not the batch's"
+    ):
         engine_of(module, 0, micro=2).step(answers(0))
-    counts = Wrapped(made(lambda: Tuned("its own")), count=lambda i: (i["labels"][:, 1:] >= 0).sum().double())
+    counts = Wrapped(
+        made(lambda: Tuned("its own")), count=lambda i: (i["labels"][:, 1:] >= 0).sum().double()
+    )
     want = engine_of(made(lambda: Tuned("given")), 0, micro=2).step(answers(0))
-    assert engine_of(counts, 0, micro=2).step(answers(0)).grad_norm == pytest.approx(want.grad_norm, rel=1e-9)
+    assert engine_of(counts, 0, micro=2).step(answers(0)).grad_norm == pytest.approx(
+        want.grad_norm, rel=1e-9
+    )
 
 
 # ------------------------------------------------------------------------------------------------ what is never used
@@ -633,7 +709,9 @@ def idle(stage: int, folder: str) -> tuple[Result, list[str]]:
     engine = engine_of(made(Idle, seed=3), stage)
     engine.load(Path(folder) / str(stage))
     losses += [engine.step(mine(batch)).loss for batch in idle_batches()[4:]]
-    return (losses, engine.full_state_dict()), [str(w.message) for w in told if "not used" in str(w.message)]
+    return (losses, engine.full_state_dict()), [
+        str(w.message) for w in told if "not used" in str(w.message)
+    ]
 
 
 def test_what_was_never_used_stays_as_it_is() -> None:
@@ -666,7 +744,10 @@ class Router(nn.Module):
 
     def __init__(self, frozen: bool = False) -> None:
         super().__init__()
-        self.body, self.router = nn.Linear(WIDTH, WIDTH).bfloat16(), nn.Linear(WIDTH, 4).requires_grad_(not frozen)
+        self.body, self.router = (
+            nn.Linear(WIDTH, WIDTH).bfloat16(),
+            nn.Linear(WIDTH, 4).requires_grad_(not frozen),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.router(self.body(x.bfloat16()).float()).square().mean()
@@ -725,7 +806,9 @@ def refused_here(stage: int) -> dict[str, str]:
         engine_of(first, stage)
         before = [(storage_of(p), p.shape) for p in second.parameters() if p.device.type != "meta"]
         said[name] = message_of(lambda second=second: engine_of(second, stage))  # type: ignore[misc]
-        assert before == [(storage_of(p), p.shape) for p in second.parameters() if p.device.type != "meta"]
+        assert before == [
+            (storage_of(p), p.shape) for p in second.parameters() if p.device.type != "meta"
+        ]
     for name, (build, _) in MODULES.items():
         said[name] = message_of(lambda build=build: engine_of(build(), stage))  # type: ignore[misc]
     return said
@@ -770,14 +853,21 @@ class Looks(nn.Module):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("casts", [False, True])
 def test_a_batch_keeps_its_dtypes_unless_they_are_to_be_cast(dtype: str, casts: bool) -> None:
-    kinds = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "ids": torch.int32, "on": torch.bool}
+    kinds = {
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+        "bf16": torch.bfloat16,
+        "ids": torch.int32,
+        "on": torch.bool,
+    }
     module = Looks()
     engine = engine_of(module, 1, precision={"dtype": dtype, "cast_inputs": casts})
     batch = {name: torch.ones(ROWS, 1).to(kind) for name, kind in kinds.items()}
     for run in (engine.step, engine.evaluate):
         run(batch)
         assert module.seen == {
-            n: engine.batches.dtype if casts and k.is_floating_point else k for n, k in kinds.items()
+            n: engine.batches.dtype if casts and k.is_floating_point else k
+            for n, k in kinds.items()
         }
 
 

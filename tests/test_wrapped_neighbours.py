@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from tests.harness import run_ranks
 from tests.test_wrapped_access import WIDTH, Net, Plain, Sharded
@@ -50,7 +54,9 @@ def selective(module: Any, x: Tensor) -> Tensor:
     saved = [torch.ops.aten.addmm.default]
     contexts = functools.partial(
         create_selective_checkpoint_contexts,
-        lambda _, op, *a, **k: CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE,
+        lambda _, op, *a, **k: (
+            CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+        ),
     )
     run = lambda v: module.blocks[2](module.blocks[1](v).tanh())  # noqa: E731
     return checkpoint(run, x, use_reentrant=False, context_fn=contexts).square().mean()
@@ -65,7 +71,9 @@ def compiled(module: Any, x: Tensor) -> Tensor:
     return whole(x, module.blocks[1].weight).mean()
 
 
-def train_with(term: Callable[[Any, Tensor], Tensor], kind: type[Trainer], stage: int) -> dict[str, Tensor]:
+def train_with(
+    term: Callable[[Any, Tensor], Tensor], kind: type[Trainer], stage: int
+) -> dict[str, Tensor]:
     trainer = kind(made(term), stage)
     for number in range(3):
         step(trainer, number)
@@ -149,7 +157,11 @@ RIGHT: dict[str, Callable[[type[Trainer], int], dict[str, Tensor]]] = {
 
 
 def train_all(stage: int) -> dict[str, dict[str, Tensor]]:
-    return {name: run(Sharded, stage) for name, run in RIGHT.items() if (name, stage) != ("fullgraph", 3)}
+    return {
+        name: run(Sharded, stage)
+        for name, run in RIGHT.items()
+        if (name, stage) != ("fullgraph", 3)
+    }
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -204,12 +216,28 @@ def compile_whole(trainer: Any) -> None:
 
 EVERY, SHARDED = (0, 1, 2, 3), (3,)
 REFUSED: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...]]] = {
-    "add": (add, r"late\.weight came into the module after the engine was made.*make a new engine", EVERY),
+    "add": (
+        add,
+        r"late\.weight came into the module after the engine was made.*make a new engine",
+        EVERY,
+    ),
     "freeze": (freeze, r"blocks\.1\.weight was frozen.*set requires_grad back", EVERY),
     "unfreeze": (unfreeze, r"blocks\.0\.weight was unfrozen.*would not be trained", EVERY),
-    "remove": (remove, r"blocks\.2\.(weight|bias) was replaced by another parameter, or removed", EVERY),
-    "exchange": (exchange, r"\[6, 6\] was exchanged|blocks\.1\.weight.*came into the module", EVERY),
-    "duplicate": (duplicate, r"an Engine, which has one, cannot be copied or pickled.*engine\.save", EVERY),
+    "remove": (
+        remove,
+        r"blocks\.2\.(weight|bias) was replaced by another parameter, or removed",
+        EVERY,
+    ),
+    "exchange": (
+        exchange,
+        r"\[6, 6\] was exchanged|blocks\.1\.weight.*came into the module",
+        EVERY,
+    ),
+    "duplicate": (
+        duplicate,
+        r"an Engine, which has one, cannot be copied or pickled.*engine\.save",
+        EVERY,
+    ),
     "set": (set_storage, r"blocks\.1\.weight is sharded", SHARDED),
     "as a plain tensor": (use_plain, r"blocks\.1\.weight is sharded", SHARDED),
     "fullgraph": (compile_whole, r"gathered here.*without fullgraph=True", SHARDED),
@@ -230,13 +258,17 @@ def refusal(name: str, stage: int) -> str:
 
 
 def refusals(stage: int) -> dict[str, str]:
-    return {name: refusal(name, stage) for name, (_, _, stages) in REFUSED.items() if stage in stages}
+    return {
+        name: refusal(name, stage) for name, (_, _, stages) in REFUSED.items() if stage in stages
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_would_be_lost_is_refused_by_name_on_every_rank(stage: int) -> None:
     for said in run_ranks(2, refusals, stage, timeout=120):
-        assert all(re.search(REFUSED[name][1], text, re.DOTALL) for name, text in said.items()), said
+        assert all(re.search(REFUSED[name][1], text, re.DOTALL) for name, text in said.items()), (
+            said
+        )
 
 
 def test_scripted_modules_are_refused() -> None:

@@ -66,7 +66,12 @@ def engine_of(stage: int, keep: bool) -> Engine:
 
 
 def blocks_of(engine: Engine) -> list[Any]:
-    return [layer for stage in engine.executor.stages for layer in stage.layers if isinstance(layer, Turned)]
+    return [
+        layer
+        for stage in engine.executor.stages
+        for layer in stage.layers
+        if isinstance(layer, Turned)
+    ]
 
 
 def train(engine: Engine, steps: int) -> dict[str, Tensor]:
@@ -80,9 +85,13 @@ def check_freed() -> None:
     engine = engine_of(3, keep=False)
     blocks, alive = blocks_of(engine), []
     head = engine.executor.stages[0].layers[-1]
-    head.register_forward_pre_hook(lambda *_: alive.append([ref.expired() for block in blocks for ref in block.seen]))
+    head.register_forward_pre_hook(
+        lambda *_: alive.append([ref.expired() for block in blocks for ref in block.seen])
+    )
     got, want = train(engine, 3), train(engine_of(1, keep=False), 3)
-    assert alive[0][:-1] == [True] * (len(alive[0]) - 1)  # the last block's, where the backward begins, may stay
+    assert alive[0][:-1] == [True] * (
+        len(alive[0]) - 1
+    )  # the last block's, where the backward begins, may stay
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=1e-9)
 

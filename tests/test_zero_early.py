@@ -29,14 +29,21 @@ from threed.precision import LossScale
 from threed.zero.early import Early
 from threed.zero.layout import Bucket
 
-ALL: dict[str, Any] = {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "order": "layer"}
+ALL: dict[str, Any] = {
+    "zero": 3,
+    "offload_optimizer": "nvme",
+    "offload_params": "nvme",
+    "order": "layer",
+}
 CASE = Case(**ALL, microbatches=4, bucket_mib=0.01, dtype="bf16", layers=2)
 NAN = float("nan")
 
 
 def changed(case: Case, **groups: dict[str, object]) -> Config:
     """The configuration of a case without clipping, and with some keys changed."""
-    return with_(config_of(case), **{**groups, "train": {"grad_clip": 0.0, **groups.get("train", {})}})
+    return with_(
+        config_of(case), **{**groups, "train": {"grad_clip": 0.0, **groups.get("train", {})}}
+    )
 
 
 def early_of(engine: Engine) -> Early:
@@ -76,7 +83,10 @@ RIGHT: dict[str, tuple[Config, str]] = {
     "fp32, whose weights are the parameters": (changed(replace(CASE, dtype="fp32")), "all"),
     "a large bucket": (changed(replace(CASE, bucket_mib=64.0, model="gpt-untied")), "all"),
     "Lion, recomputed": (changed(replace(CASE, recompute="nvme"), optim={"name": "lion"}), "all"),
-    "SGD, fp16": (changed(replace(CASE, dtype="fp16"), optim={"name": "sgd", "momentum": 0.0}), "all"),
+    "SGD, fp16": (
+        changed(replace(CASE, dtype="fp16"), optim={"name": "sgd", "momentum": 0.0}),
+        "all",
+    ),
     "small parameters stay whole": (changed(CASE, zero={"resident": 100}), "some"),
     "tiles": (changed(replace(CASE, model="llama", tile=3)), "all"),
     "never clipped": (changed(CASE, train={"grad_clip": 1e9}), "all"),
@@ -103,7 +113,11 @@ def against_late(config: Config, updated: str, steps: int = 4) -> list[str]:
         if not same(whole(engine), whole(late)):
             wrong.append(f"state after step {step}")
     begun = {"all": [largest] * 3, "first": [0] * 3, "some": count[1:], "any": count[1:]}[updated]
-    if count[0] or count[1:] != begun or (updated == "some" and not all(0 < n < largest for n in count[1:])):
+    if (
+        count[0]
+        or count[1:] != begun
+        or (updated == "some" and not all(0 < n < largest for n in count[1:]))
+    ):
         wrong.append(f"{count} of {largest} were updated early")
     if drive_of(engine).in_use > len(engine.optimizer.states) * 5:
         wrong.append("buffers are in use")
@@ -114,12 +128,24 @@ def against_late_all(cases: dict[str, tuple[Config, str]]) -> dict[str, list[str
     return {name: wrong for name, case in cases.items() if (wrong := against_late(*case))}
 
 
-OFTEN = ("bf16", "small parameters stay whole", "tiles", "always clipped", "clipped now and then", "tensor ranks")
+OFTEN = (
+    "bf16",
+    "small parameters stay whole",
+    "tiles",
+    "always clipped",
+    "clipped now and then",
+    "tensor ranks",
+)
 
 
 def test_every_bit_is_as_of_an_update_at_the_end() -> None:
-    assert run_ranks(1, against_late_all, {name: RIGHT[name] for name in OFTEN if name in RIGHT}) == [{}]
-    assert run_ranks(2, against_late_all, {name: RANKS[name] for name in OFTEN if name in RANKS}) == [{}] * 2
+    assert run_ranks(
+        1, against_late_all, {name: RIGHT[name] for name in OFTEN if name in RIGHT}
+    ) == [{}]
+    assert (
+        run_ranks(2, against_late_all, {name: RANKS[name] for name in OFTEN if name in RANKS})
+        == [{}] * 2
+    )
 
 
 @pytest.mark.grid
@@ -153,7 +179,9 @@ def skipped(config: Config) -> list[str]:
     for step in range(3):
         engine.step(data(engine, step))
         twin.step(data(twin, step))
-    for number, (bucket, value) in enumerate([(buckets[0], NAN), (buckets[-1], math.inf), (None, NAN)]):
+    for number, (bucket, value) in enumerate(
+        [(buckets[0], NAN), (buckets[-1], math.inf), (None, NAN)]
+    ):
         before = whole(engine)
         early_of(engine)._hopeful = True  # as after a step that was not skipped
         with mock.patch.object(early_of(engine).optimizer, "before_change") as updated:
@@ -181,7 +209,11 @@ def skipped(config: Config) -> list[str]:
     return wrong
 
 
-SKIPPED = [changed(CASE), changed(replace(CASE, dtype="fp16")), changed(CASE, train={"grad_clip": 0.5})]
+SKIPPED = [
+    changed(CASE),
+    changed(replace(CASE, dtype="fp16")),
+    changed(CASE, train={"grad_clip": 0.5}),
+]
 
 
 def skipped_all(configs: Sequence[Config]) -> list[list[str]]:
@@ -207,7 +239,9 @@ def broken_off(folder: Path, where: str) -> list[str]:
         twin.step(data(twin, step))
     before, updated, disk = whole(engine), list[int](), drive_of(engine).disk
 
-    on: tuple[Any, str] = (disk, "write") if where == "drive" else (early_of(engine).optimizer, "before_change")
+    on: tuple[Any, str] = (
+        (disk, "write") if where == "drive" else (early_of(engine).optimizer, "before_change")
+    )
     inner = getattr(*on)
 
     def fail(*about: Any) -> Any:
@@ -221,7 +255,9 @@ def broken_off(folder: Path, where: str) -> list[str]:
     wrong = [] if len(updated) > 2 else ["nothing was updated before"]
     engine.save(folder / "one")
     twin.save(folder / "other")
-    one, other = ((folder / name / "rank-00000.safetensors").read_bytes() for name in ("one", "other"))
+    one, other = (
+        (folder / name / "rank-00000.safetensors").read_bytes() for name in ("one", "other")
+    )
     wrong += [] if one == other else ["what was saved after it"]
     if not same(whole(engine), before):
         wrong.append("it changed something")
@@ -243,7 +279,10 @@ def changed_meanwhile() -> str:
     engine = engine_of(changed(CASE))
     for step in range(2):
         engine.step(data(engine, step))
-    engine.reducer.finish = lambda inner=engine.reducer.finish: (engine.optimizer.updates.add_(1), inner())[1]  # type: ignore[assignment, misc]
+    engine.reducer.finish = lambda inner=engine.reducer.finish: (
+        engine.optimizer.updates.add_(1),
+        inner(),
+    )[1]  # type: ignore[assignment, misc]
     with pytest.raises(RuntimeError, match="while a step ran") as caught:
         engine.step(data(engine, 2))
     with pytest.raises(RuntimeError, match="load a checkpoint"):
@@ -261,7 +300,9 @@ def test_a_rate_that_changes_within_a_step_is_refused() -> None:
 def moved(clip: float) -> dict[str, float]:
     """GB a step by the drive's own count, and by the kernel's; what it reserves by its own count and the forecast's."""
     wide = {"hidden": 256, "ffn": 1024, "vocab": 4096}
-    config = changed(replace(CASE, model="gpt-untied", bucket_mib=1.0), model=wide, train={"grad_clip": clip})
+    config = changed(
+        replace(CASE, model="gpt-untied", bucket_mib=1.0), model=wide, train={"grad_clip": clip}
+    )
     engine, moved = engine_of(config), Counter[str]()
     drive = drive_of(engine)
     for step in range(2):
@@ -325,11 +366,15 @@ def where_it_is_done(places: Sequence[dict[str, object]]) -> list[bool]:
 
 
 def test_where_it_is_done_by_itself() -> None:
-    assert run_ranks(1, where_it_is_done, [zero for zero, _ in PLACES]) == [[done for _, done in PLACES]]
+    assert run_ranks(1, where_it_is_done, [zero for zero, _ in PLACES]) == [
+        [done for _, done in PLACES]
+    ]
 
 
 @pytest.mark.parametrize("key", ["order", "offload_optimizer", "offload_params"])
 def test_what_it_needs_is_said(key: str) -> None:
     other = {"order": "micro", "offload_optimizer": "cpu", "offload_params": "cpu"}
     (problem,) = find_problems(changed(CASE, zero={"early_update": True, key: other[key]}), 1)
-    assert problem.startswith("--zero.early-update true needs --zero.order layer with both --zero.offload-optimizer")
+    assert problem.startswith(
+        "--zero.early-update true needs --zero.order layer with both --zero.offload-optimizer"
+    )

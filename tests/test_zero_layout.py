@@ -71,19 +71,35 @@ class Unit(nn.Module):
         for i, shape in enumerate(shapes):
             name, axis = f"u{number}.p{i}", "tp" if shape.partial else None
             size = (shape.rows, shape.columns) if shape.columns else (shape.rows,)
-            piece = matrix(name, size, 0, (0, shape.rows), 1.0) if len(size) == 2 else vector(name, shape.rows)
-            self.register_parameter(f"p{i}", parameter(ShardSpec((piece,), axis, axis, shape.decay), size))
+            piece = (
+                matrix(name, size, 0, (0, shape.rows), 1.0)
+                if len(size) == 2
+                else vector(name, shape.rows)
+            )
+            self.register_parameter(
+                f"p{i}", parameter(ShardSpec((piece,), axis, axis, shape.decay), size)
+            )
 
 
 SHAPES = st.builds(Shape, st.integers(0, 40), st.integers(0, 9), st.booleans(), st.booleans())
 UNITS = st.lists(st.lists(SHAPES, min_size=1, max_size=5).map(tuple), min_size=1, max_size=5)
 
 
-def policy(data: Axis, shards: bool, bucket_bytes: int, dtype: torch.dtype = torch.float32, stage: int = 1) -> Policy:
+def policy(
+    data: Axis, shards: bool, bucket_bytes: int, dtype: torch.dtype = torch.float32, stage: int = 1
+) -> Policy:
     """Slices over the data ranks (stage 1, or `stage`), or none (stage 0)."""
     alone = Axis("dp", (data.ranks[data.index],), 0, None, data.traffic)
     shard, replicas = (data, alone) if shards else (alone, data)
-    return Policy(stage if shards else 0, shard, replicas, bucket_bytes, dtype, torch.float32, options=by_decay)
+    return Policy(
+        stage if shards else 0,
+        shard,
+        replicas,
+        bucket_bytes,
+        dtype,
+        torch.float32,
+        options=by_decay,
+    )
 
 
 def by_decay(spec: ShardSpec) -> GroupOptions:
@@ -91,7 +107,12 @@ def by_decay(spec: ShardSpec) -> GroupOptions:
 
 
 def layouts(
-    units: list[tuple[Shape, ...]], data: int, bucket_bytes: int, *, shards: bool = True, tp_index: int = 0
+    units: list[tuple[Shape, ...]],
+    data: int,
+    bucket_bytes: int,
+    *,
+    shards: bool = True,
+    tp_index: int = 0,
 ) -> list[Layout]:
     """The layout of every data rank."""
     return [
@@ -120,7 +141,10 @@ def test_buckets_tile_their_group_and_slices_their_bucket(
         for buckets in zip(*(g.buckets for g in groups), strict=True):
             assert len({(b.first, b.last) for b in buckets}) == 1
             spans = [(b.own_first, b.own_last) for b in buckets]
-            assert [first for first, _ in spans] == [buckets[0].first, *(last for _, last in spans[:-1])]
+            assert [first for first, _ in spans] == [
+                buckets[0].first,
+                *(last for _, last in spans[:-1]),
+            ]
             assert spans[-1][1] == buckets[0].last
             assert len({last - first for first, last in spans}) == 1
             assert buckets[0].last - buckets[0].first <= max(bucket_bytes // 4, data * ALIGN)
@@ -141,13 +165,17 @@ def test_runs_cover_every_element_once_over_the_ranks(
     for plan in layouts(units, data, bucket_bytes, shards=shards):
         total = plan.parameters
         for slot in plan.slots:
-            slot.param.data.copy_(torch.arange(slot.param.numel(), dtype=torch.float64).view(slot.param.shape))
+            slot.param.data.copy_(
+                torch.arange(slot.param.numel(), dtype=torch.float64).view(slot.param.shape)
+            )
         for bucket in plan.buckets:
             own = bucket.group.params[bucket.own_first : bucket.own_last]
             covered = torch.zeros(len(own), dtype=torch.bool)
             for run in bucket.runs():
                 part = slice(run.offset, run.offset + run.last - run.first)
-                assert torch.equal(own[part], torch.arange(run.first, run.last, dtype=torch.float64))
+                assert torch.equal(
+                    own[part], torch.arange(run.first, run.last, dtype=torch.float64)
+                )
                 assert not covered[part].any()
                 covered[part] = True
                 seen.update((run.piece.name, element) for element in range(run.first, run.last))
@@ -166,7 +194,9 @@ def test_parameters_do_not_touch_and_lie_in_backward_order(
     for group in plan.groups:
         assert all(slot.first % ALIGN == 0 for slot in group.slots)
         assert all(a.last <= b.first for a, b in pairwise(group.slots))
-        assert [slot.units[0] for slot in group.slots] == sorted((s.units[0] for s in group.slots), reverse=True)
+        assert [slot.units[0] for slot in group.slots] == sorted(
+            (s.units[0] for s in group.slots), reverse=True
+        )
         kinds = {(by_decay(s.spec), s.spec.partial) for s in group.slots}
         assert kinds == {(group.key.options, group.key.partial)}
     earliest = [min((s.units[0] for s in bucket.slots()), default=-1) for bucket in plan.buckets]
@@ -182,9 +212,15 @@ def test_a_replicated_parameter_has_one_owner() -> None:
             for plan in layouts(units, 3, 200, shards=shards, tp_index=tp_index):
                 for bucket in plan.buckets:
                     for run in bucket.runs() if bucket.group.owned else ():
-                        owners.update((run.piece.name, element) for element in range(run.first, run.last))
-        assert {n for (name, _), n in owners.items() if name == "u0.p0"} == {1}  # replicated over tp
-        assert {n for (name, _), n in owners.items() if name == "u0.p1"} == {2}  # another shard on each tensor rank
+                        owners.update(
+                            (run.piece.name, element) for element in range(run.first, run.last)
+                        )
+        assert {n for (name, _), n in owners.items() if name == "u0.p0"} == {
+            1
+        }  # replicated over tp
+        assert {n for (name, _), n in owners.items() if name == "u0.p1"} == {
+            2
+        }  # another shard on each tensor rank
         assert len(owners) == 50 + 120
 
 
@@ -208,7 +244,9 @@ def test_a_tied_weight_is_owned_by_its_first_stage() -> None:
 def reducer_of(*shapes: Shape, bucket_bytes: int = 200) -> tuple[Reducer, Unit]:
     unit = Unit(0, shapes)
     topology = Topology()
-    return Reducer(layout.build([unit], {}, topology, policy(topology.axis("dp"), True, bucket_bytes))), unit
+    return Reducer(
+        layout.build([unit], {}, topology, policy(topology.axis("dp"), True, bucket_bytes))
+    ), unit
 
 
 def flat(reducer: Reducer) -> Tensor:
@@ -225,7 +263,11 @@ def test_gradients_of_a_step_add_up_and_the_next_step_begins_anew() -> None:
     for scale in (1.0, 10.0):
         reducer.begin(3)
         for micro in range(3):
-            (unit.p0.sum() * (scale + micro) + (unit.p1 * unit.p1.detach()).sum() * 0 + unit.p1.sum()).backward()
+            (
+                unit.p0.sum() * (scale + micro)
+                + (unit.p1 * unit.p1.detach()).sum() * 0
+                + unit.p1.sum()
+            ).backward()
         assert unit.p0.grad is None
         grads = flat(reducer)
         assert grads.sum() == 64 * (3 * scale + 3) + 40 * 3
@@ -256,7 +298,10 @@ def test_a_gradient_that_comes_too_late_is_an_error_by_name() -> None:
     reducer.begin(1)
     (unit.p0.sum() + unit.p1.sum()).backward()
     unit.p0.sum().backward()
-    with pytest.raises(RuntimeError, match=r"u0\.p0: a gradient came after the 2 of a micro-batch .*runs_vary = True"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"u0\.p0: a gradient came after the 2 of a micro-batch .*runs_vary = True",
+    ):
         unit.p0.sum().backward()
     reducer.finish()
     with pytest.raises(RuntimeError, match=r"u0\.p1: a gradient came after"):
@@ -320,7 +365,9 @@ def check_swapped() -> None:
         return made
 
     model.layers = layers  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"blocks\.0 \(Block\): parameter .* is not the same on ranks 0 and 1"):
+    with pytest.raises(
+        ValueError, match=r"blocks\.0 \(Block\): parameter .* is not the same on ranks 0 and 1"
+    ):
         Engine(model, topology, config)
 
 
@@ -342,9 +389,15 @@ def training_cases() -> list[Case]:
         small(tp=2, sequence=True, model="gpt-untied"),
         small(dp=3, zero=0, model="llama"),
     )
-    absurd = [replace(shape, bucket_mib=1e-4) for shape in shapes]  # 32 elements a rank: hundreds of buckets
+    absurd = [
+        replace(shape, bucket_mib=1e-4) for shape in shapes
+    ]  # 32 elements a rank: hundreds of buckets
     cases = absurd + [replace(shape, bucket_mib=mib) for mib in SIZES for shape in shapes]
-    return [replace(case, zero=zero) for case in cases for zero in ((case.zero,) if not case.zero else (1, 2, 3))]
+    return [
+        replace(case, zero=zero)
+        for case in cases
+        for zero in ((case.zero,) if not case.zero else (1, 2, 3))
+    ]
 
 
 def test_buckets_of_any_size_give_the_training_of_one_process() -> None:

@@ -22,7 +22,9 @@ from threed.zero.layout import Group
 def sized(case: Case, hidden: int, layers: int, bucket_mib: float) -> Config:
     """The configuration of a case with a model large enough that its states are more than a few buffers."""
     config = config_of(case)
-    model = config.model.model_copy(update={"hidden": hidden, "ffn": 4 * hidden, "layers": layers, "head_dim": None})
+    model = config.model.model_copy(
+        update={"hidden": hidden, "ffn": 4 * hidden, "layers": layers, "head_dim": None}
+    )
     model = model.model_copy(update={"head_dim": hidden // model.heads})
     zero = config.zero.model_copy(update={"bucket_mib": bucket_mib})
     return config.model_copy(update={"model": model, "zero": zero})
@@ -58,7 +60,9 @@ FORMULAS = {
 def at_rest_all(world: int, dtype: str) -> list[tuple[int, int]]:
     """By stage. Where buckets exist one by one, they are small: a handful must not count beside the states."""
     sizes = (64, 64, 0.02, 0.03)
-    cases = (Case(dp=world, zero=stage, dtype=dtype, microbatches=1, layers=2) for stage in range(4))
+    cases = (
+        Case(dp=world, zero=stage, dtype=dtype, microbatches=1, layers=2) for stage in range(4)
+    )
     return [bytes_at_rest(case, 128, 3, mib) for case, mib in zip(cases, sizes, strict=True)]
 
 
@@ -68,7 +72,9 @@ def test_model_states_take_what_the_formulas_say(world: int, dtype: str) -> None
     for measured in run_ranks(world, at_rest_all, world, dtype):
         for stage, (parameters, held) in enumerate(measured):
             whole, sliced = FORMULAS[dtype][stage]
-            assert held == pytest.approx(parameters * (whole + sliced / world), rel=0.03), f"stage {stage}"
+            assert held == pytest.approx(parameters * (whole + sliced / world), rel=0.03), (
+                f"stage {stage}"
+            )
 
 
 BUCKET_MIB = 0.02
@@ -82,12 +88,18 @@ def overheads(case: Case, layers: tuple[int, int], vocabularies: tuple[int, int]
     found = []
     for blocks, vocab in zip(layers, vocabularies, strict=True):
         config = sized(case, 32, blocks, BUCKET_MIB)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"vocab": vocab})})
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"vocab": vocab})}
+        )
         live, held = Live(), [0]
         with live:
             engine = engine_of(config)
             step(engine, 0)
-            watch(engine.reducer, case.microbatches, lambda held=held, live=live: held.append(live.bytes_now()))
+            watch(
+                engine.reducer,
+                case.microbatches,
+                lambda held=held, live=live: held.append(live.bytes_now()),
+            )
             step(engine, 1)
         whole, sliced = FORMULAS["fp32"][case.zero]
         formula = engine.layout.parameters * (whole + sliced / case.dp)
@@ -133,7 +145,9 @@ def test_sums_over_stages_do_not_grow_with_the_vocabulary() -> None:
 
 def peak_of_gathered(prefetch: int, schedule_pp: int) -> tuple[int, int]:
     """The most bytes of gathered parameters there were at once in two steps, and the largest window of units."""
-    case = Case(pp=schedule_pp, dp=2, zero=3, dtype="fp32", prefetch=prefetch, layers=6, model="gpt-untied")
+    case = Case(
+        pp=schedule_pp, dp=2, zero=3, dtype="fp32", prefetch=prefetch, layers=6, model="gpt-untied"
+    )
     engine = engine_of(config_of(case))
     sliced = [group for group in engine.layout.groups if group.sliced]
     peak, inner = 0, Group.allocate
@@ -167,7 +181,9 @@ def check_no_leak(stage: int, steps: int) -> tuple[list[int], list[int], int]:
     """Storages alive after 20 and after all steps, and how much the process has grown in the last 280: in the first 900
     the allocator's arenas fill, by 2 to 4 MiB in 150 steps, and then no more."""
     live = Live()
-    engine = engine_of(config_of(Case(dp=2, zero=stage, dtype="bf16", layers=1, microbatches=1, bucket_mib=0.02)))
+    engine = engine_of(
+        config_of(Case(dp=2, zero=stage, dtype="bf16", layers=1, microbatches=1, bucket_mib=0.02))
+    )
     with live:
         for number in range(20):
             step(engine, number)

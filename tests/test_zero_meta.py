@@ -30,7 +30,9 @@ def built(name: str, stage: int) -> tuple[dict[str, Tensor], float]:
     topology = Topology()
     engine = engine_of(Case(name, stage, microbatches=1), on_meta(name), topology)
     full = hf_models.batch(0, ROWS)
-    loss = engine.evaluate({key: value.chunk(topology.dp)[topology.rank] for key, value in full.items()})
+    loss = engine.evaluate(
+        {key: value.chunk(topology.dp)[topology.rank] for key, value in full.items()}
+    )
     return engine.full_state_dict(), float(loss)
 
 
@@ -53,7 +55,12 @@ def test_the_same_weights_whatever_the_stage_and_the_ranks(name: str) -> None:
             float(usual[key].detach().std(correction=0)), rel=0.35, abs=1e-3
         ), key
     matrices = [values for values in first.values() if values.dim() > 1]
-    assert not any(torch.equal(a, b) for i, a in enumerate(matrices) for b in matrices[:i] if a.shape == b.shape)
+    assert not any(
+        torch.equal(a, b)
+        for i, a in enumerate(matrices)
+        for b in matrices[:i]
+        if a.shape == b.shape
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -67,7 +74,9 @@ def test_buffers_get_their_values_too(name: str) -> None:
     counts = [float(count_items(part, shifts_labels(model))) for part in parts]
     with torch.no_grad():
         losses = [float(loss_of(model(**part))) for part in parts]
-    assert loss == pytest.approx(sum(n * x for n, x in zip(counts, losses, strict=True)) / sum(counts), rel=1e-6)
+    assert loss == pytest.approx(
+        sum(n * x for n, x in zip(counts, losses, strict=True)) / sum(counts), rel=1e-6
+    )
 
 
 class Deep(nn.Module):
@@ -90,7 +99,11 @@ def peak_while_built(blocks: int) -> tuple[int, int]:
     live, peak, inner = Live(), 0, Live.__torch_dispatch__
 
     def watch(
-        self: Live, func: Callable[..., object], types: object, args: object = (), kwargs: object = None
+        self: Live,
+        func: Callable[..., object],
+        types: object,
+        args: object = (),
+        kwargs: object = None,
     ) -> object:
         nonlocal peak
         out = inner(self, func, types, args, kwargs)
@@ -109,6 +122,9 @@ def peak_while_built(blocks: int) -> tuple[int, int]:
 
 def test_no_rank_ever_holds_the_whole_model_under_stage_3() -> None:
     """Above its slices a rank holds a few units while it builds: as many for 8 blocks as for 40."""
-    (few, _), (many, whole) = run_ranks(2, peak_while_built, 8)[0], run_ranks(2, peak_while_built, 40)[0]
+    (few, _), (many, whole) = (
+        run_ranks(2, peak_while_built, 8)[0],
+        run_ranks(2, peak_while_built, 40)[0],
+    )
     assert many <= few + 4096  # a few scalars
     assert many < whole / 8

@@ -18,8 +18,14 @@ from threed.zero.reducer import Gradient
 
 def difference(one: Result, other: Result) -> float:
     """The largest difference of two results in anything."""
-    pairs = [(one.weights, other.weights), *((one.moments[part], other.moments[part]) for part in other.moments)]
-    worst = max(abs(a - b) for a, b in zip((*one.losses, *one.norms), (*other.losses, *other.norms), strict=True))
+    pairs = [
+        (one.weights, other.weights),
+        *((one.moments[part], other.moments[part]) for part in other.moments),
+    ]
+    worst = max(
+        abs(a - b)
+        for a, b in zip((*one.losses, *one.norms), (*other.losses, *other.norms), strict=True)
+    )
     for mine, theirs in pairs:
         assert mine.keys() == theirs.keys()
         for name, tensor in theirs.items():
@@ -52,8 +58,14 @@ CASES = [
     (Case(dp=2, dtype="bf16", zero=3, microbatches=3, bucket_mib=0.01), STATES + PARAMS),
     (Case(dp=2, dtype="fp16", zero=3, prefetch=2), [("nvme", "nvme"), ("cpu", "cpu")]),
     (Case(pp=2, dp=2, dtype="fp32", zero=3, microbatches=3), STATES + PARAMS),
-    (Case(dp=2, tp=2, dtype="fp32", zero=3, sequence=True, dropout=0.1), [("nvme", "nvme"), ("cpu", "nvme")]),
-    (Case(pp=2, dp=2, tp=2, dtype="fp32", zero=2, model="llama"), [("nvme", "none"), ("cpu", "none")]),
+    (
+        Case(dp=2, tp=2, dtype="fp32", zero=3, sequence=True, dropout=0.1),
+        [("nvme", "nvme"), ("cpu", "nvme")],
+    ),
+    (
+        Case(pp=2, dp=2, tp=2, dtype="fp32", zero=2, model="llama"),
+        [("nvme", "none"), ("cpu", "none")],
+    ),
     (Case(dp=4, shard=2, dtype="fp32", zero=3, microbatches=1), [("nvme", "nvme")]),
 ]
 
@@ -83,9 +95,13 @@ def test_without_data_ranks_offload_is_what_makes_slices(case: Case, tolerance: 
 
 
 def train_one_bucket(microbatches: int, place: str, dp: int) -> list[float]:
-    case = Case(dp=dp, zero=2, layers=1, dtype="fp32", microbatches=microbatches, offload_optimizer=place)
+    case = Case(
+        dp=dp, zero=2, layers=1, dtype="fp32", microbatches=microbatches, offload_optimizer=place
+    )
     config = config_of(case)
-    config = config.model_copy(update={"optim": config.optim.model_copy(update={"weight_decay": 0.0})})
+    config = config.model_copy(
+        update={"optim": config.optim.model_copy(update={"weight_decay": 0.0})}
+    )
     engine, rows = engine_of(config), config.train.global_batch
     assert len(engine.layout.buckets) == 1
     return [engine.step(share(batch(step, rows), engine.topology)).grad_norm for step in range(3)]
@@ -94,14 +110,18 @@ def train_one_bucket(microbatches: int, place: str, dp: int) -> list[float]:
 @pytest.mark.parametrize(("dp", "microbatches"), [(1, 3), (2, 2), (2, 4)])
 def test_a_bucket_that_is_still_on_its_way_home_is_waited_for(dp: int, microbatches: int) -> None:
     """With one bucket, the next micro-batch's gradients leave right after, and are added to what comes from there."""
-    memory, drive = (run_ranks(dp, train_one_bucket, microbatches, place, dp)[0] for place in ("cpu", "nvme"))
+    memory, drive = (
+        run_ranks(dp, train_one_bucket, microbatches, place, dp)[0] for place in ("cpu", "nvme")
+    )
     assert drive == memory
 
 
 @pytest.mark.grid
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("shape", list(itertools.product((1, 2), repeat=3)), ids=lambda s: "pp{}-dp{}-tp{}".format(*s))
+@pytest.mark.parametrize(
+    "shape", list(itertools.product((1, 2), repeat=3)), ids=lambda s: "pp{}-dp{}-tp{}".format(*s)
+)
 def test_no_place_and_no_recompute_changes_a_bit(shape: tuple[int, int, int], stage: int) -> None:
     """Every place of states and parameters with every recompute, clipped, with dropout, with and without accumulation;
     without data ranks slices come with offload (above)."""
@@ -141,9 +161,13 @@ def delayed_truth(case: Case, steps: int) -> tuple[list[float], dict[str, Tensor
         inner, full = stale.reducer.finish, batch(step, config.train.global_batch)
         kept: list[Gradient] = []
 
-        def finish(inner: Callable[[], list[Gradient]] = inner, kept: list[Gradient] = kept) -> list[Gradient]:
+        def finish(
+            inner: Callable[[], list[Gradient]] = inner, kept: list[Gradient] = kept
+        ) -> list[Gradient]:
             gradients = inner()
-            kept.extend(Gradient(InMemory(g.storage.fetch().wait().clone()), g.squares) for g in gradients)
+            kept.extend(
+                Gradient(InMemory(g.storage.fetch().wait().clone()), g.squares) for g in gradients
+            )
             return gradients
 
         stale.reducer.finish = finish  # type: ignore[method-assign]
@@ -156,9 +180,13 @@ def delayed_truth(case: Case, steps: int) -> tuple[list[float], dict[str, Tensor
 
 def check_delayed(case: Case, truth: tuple[list[float], dict[str, Tensor]]) -> None:
     config = config_of(case)
-    config = config.model_copy(update={"zero": config.zero.model_copy(update={"delayed_update": True})})
+    config = config.model_copy(
+        update={"zero": config.zero.model_copy(update={"delayed_update": True})}
+    )
     engine, rows = engine_of(config), config.train.global_batch
-    losses = [engine.step(share(batch(step, rows), engine.topology)).loss for step in range(len(truth[0]))]
+    losses = [
+        engine.step(share(batch(step, rows), engine.topology)).loss for step in range(len(truth[0]))
+    ]
     weights = engine.full_state_dict()
     assert losses == pytest.approx(truth[0], abs=1e-9)
     assert not weights or weights.keys() == truth[1].keys()
@@ -166,7 +194,10 @@ def check_delayed(case: Case, truth: tuple[list[float], dict[str, Tensor]]) -> N
         assert (tensor - truth[1][name]).abs().max() <= 1e-9, name
 
 
-DELAYED = [Case(offload_optimizer="cpu"), Case(dp=2, zero=2, offload_optimizer="cpu", bucket_mib=0.01)]
+DELAYED = [
+    Case(offload_optimizer="cpu"),
+    Case(dp=2, zero=2, offload_optimizer="cpu", bucket_mib=0.01),
+]
 DELAYED += [Case(pp=2, dp=2, zero=3, offload_optimizer="cpu", offload_params="cpu", microbatches=1)]
 
 
@@ -188,7 +219,9 @@ def test_offload_from_a_gpu_trains_what_the_gpu_does(place: Place) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [DELAYED[0], Case(zero=3, offload_optimizer="cpu", offload_params="cpu")], ids=str)
+@pytest.mark.parametrize(
+    "case", [DELAYED[0], Case(zero=3, offload_optimizer="cpu", offload_params="cpu")], ids=str
+)
 def test_a_delayed_update_beside_a_gpu_is_one_step_late(case: Case) -> None:
     (truth,) = run_ranks(1, delayed_truth, case, 5)
     check_delayed(case, truth)

@@ -28,12 +28,22 @@ from threed.memory.tiers import Drive, StagedBuffer
 from threed.zero.reducer import Gradient
 from threed.zero.state import State
 
-CASE = Case(dp=2, zero=3, dtype="fp32", layers=2, offload_optimizer="nvme", offload_params="nvme", microbatches=1)
+CASE = Case(
+    dp=2,
+    zero=3,
+    dtype="fp32",
+    layers=2,
+    offload_optimizer="nvme",
+    offload_params="nvme",
+    microbatches=1,
+)
 
 
 def config_in(folder: Path, case: Case = CASE) -> Config:
     config = config_of(case)
-    return config.model_copy(update={"zero": config.zero.model_copy(update={"nvme_path": str(folder)})})
+    return config.model_copy(
+        update={"zero": config.zero.model_copy(update={"nvme_path": str(folder)})}
+    )
 
 
 def drive_of(engine: Engine) -> Drive:
@@ -154,7 +164,9 @@ def test_a_step_that_failed_is_tried_again_as_it_was(tmp_path: Path) -> None:
 
 def moments_survive(folder: Path) -> None:
     """A step that is given up leaves the swapped state as it was."""
-    engine = engine_of(config_in(folder, Case(zero=2, layers=2, offload_optimizer="nvme", dtype="fp32")))
+    engine = engine_of(
+        config_in(folder, Case(zero=2, layers=2, offload_optimizer="nvme", dtype="fp32"))
+    )
     steps(engine, 1)
     before = state_of(engine)
     sink = engine.reducer.sinks[0]
@@ -181,7 +193,9 @@ def in_use(engine: Engine) -> int:
 def fail_to_save(folder: Path) -> None:
     """A full disk under the checkpoint, many times over, and wrong weights: every buffer comes back."""
     engine = engine_of(
-        config_in(folder / "swap", Case(zero=3, layers=2, offload_optimizer="nvme", offload_params="nvme"))
+        config_in(
+            folder / "swap", Case(zero=3, layers=2, offload_optimizer="nvme", offload_params="nvme")
+        )
     )
     steps(engine, 1)
     before = state_of(engine)
@@ -209,9 +223,17 @@ def test_a_failed_save_gives_every_buffer_back(tmp_path: Path) -> None:
 
 
 def break_an_update(folder: Path, delayed: bool) -> str:
-    case = Case(zero=2, layers=2, offload_optimizer="cpu" if delayed else "nvme", dtype="fp32", bucket_mib=0.01)
+    case = Case(
+        zero=2,
+        layers=2,
+        offload_optimizer="cpu" if delayed else "nvme",
+        dtype="fp32",
+        bucket_mib=0.01,
+    )
     config = config_of(case)
-    config = config.model_copy(update={"zero": config.zero.model_copy(update={"delayed_update": delayed})})
+    config = config.model_copy(
+        update={"zero": config.zero.model_copy(update={"delayed_update": delayed})}
+    )
     engine = engine_of(config)
     steps(engine, 2)
     engine.save(folder / "good")
@@ -230,7 +252,11 @@ def break_an_update(folder: Path, delayed: bool) -> str:
         steps(engine, 2)
     type(engine.optimizer.rule).update = inner  # type: ignore[method-assign]
     messages = []
-    for attempt in (lambda: engine.save(folder / "bad"), engine.full_state_dict, lambda: steps(engine, 1)):
+    for attempt in (
+        lambda: engine.save(folder / "bad"),
+        engine.full_state_dict,
+        lambda: steps(engine, 1),
+    ):
         with pytest.raises((RuntimeError, OSError)) as caught:
             attempt()
         messages.append(str(caught.value))
@@ -242,13 +268,19 @@ def break_an_update(folder: Path, delayed: bool) -> str:
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-def test_an_update_that_breaks_off_is_neither_saved_nor_trained_on(tmp_path: Path, delayed: bool) -> None:
+def test_an_update_that_breaks_off_is_neither_saved_nor_trained_on(
+    tmp_path: Path, delayed: bool
+) -> None:
     run_ranks(1, break_an_update, tmp_path, delayed)
 
 
 def make_many(folder: Path) -> None:
     for _ in range(6):
-        engine = engine_of(config_in(folder, Case(zero=3, layers=2, offload_optimizer="nvme", offload_params="nvme")))
+        engine = engine_of(
+            config_in(
+                folder, Case(zero=3, layers=2, offload_optimizer="nvme", offload_params="nvme")
+            )
+        )
         steps(engine, 1)
         del engine
         gc.collect()
@@ -265,7 +297,14 @@ def test_engines_that_are_dropped_leave_no_file_open(tmp_path: Path) -> None:
 
 def keep_and_look(folder: Path, dtype: str) -> None:
     """What an update leaves in buffers is newer than the file: whoever looks at it, saves it or sets it sees that."""
-    case = Case(zero=3, layers=3, offload_optimizer="nvme", offload_params="cpu", dtype=dtype, bucket_mib=0.01)
+    case = Case(
+        zero=3,
+        layers=3,
+        offload_optimizer="nvme",
+        offload_params="cpu",
+        dtype=dtype,
+        bucket_mib=0.01,
+    )
     engine = engine_of(config_in(folder / "swap", case))
     twin = engine_of(config_of(replace(case, offload_optimizer="cpu")))
     for number in range(3):
@@ -275,7 +314,10 @@ def keep_and_look(folder: Path, dtype: str) -> None:
         assert all(not state.kept for state in twin.optimizer.states)
         if number:  # not after the first: then the second begins with what the first has kept
             assert distance(state_of(engine), state_of(twin)) == 0.0
-        assert all(torch.equal(value, twin.full_state_dict()[name]) for name, value in engine.full_state_dict().items())
+        assert all(
+            torch.equal(value, twin.full_state_dict()[name])
+            for name, value in engine.full_state_dict().items()
+        )
     steps(engine, 1)
     engine.save(folder / "saved")
     saved = state_of(engine)
@@ -353,7 +395,9 @@ def break_one_rank_at_the_end(folder: Path) -> None:
         inner(self, buffers, keep)
 
     State.put_back = put_back  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="Input/output") if engine.topology.rank == 1 else nullcontext():
+    with (
+        pytest.raises(OSError, match="Input/output") if engine.topology.rank == 1 else nullcontext()
+    ):
         steps(engine, 1)
     State.put_back = inner  # type: ignore[method-assign]
     engine.load(folder / "a")

@@ -17,7 +17,14 @@ from threed.forecast import Forecast
 from threed.memory.tiers import Drive
 from threed.zero.gradients import BucketGradients
 
-AWAY = Case(dtype="fp32", zero=3, microbatches=1, bucket_mib=0.02, offload_optimizer="nvme", offload_params="nvme")
+AWAY = Case(
+    dtype="fp32",
+    zero=3,
+    microbatches=1,
+    bucket_mib=0.02,
+    offload_optimizer="nvme",
+    offload_params="nvme",
+)
 
 
 def of_depth(case: Case, layers: int) -> Config:
@@ -61,7 +68,9 @@ def peak(case: Case, layers: int) -> int:
         step(engine, 0)
         most, inner = 0, BucketGradients.view
 
-        def view(self: BucketGradients, slot: object) -> object:  # at every gradient of the backward
+        def view(
+            self: BucketGradients, slot: object
+        ) -> object:  # at every gradient of the backward
             nonlocal most
             most = max(most, live.bytes_now())
             return inner(self, slot)  # type: ignore[arg-type]
@@ -118,14 +127,20 @@ def planned(case: Case) -> tuple[int, int]:
     assert isinstance(tier, Drive)
     away = Forecast.of(config, case.world).ranks[0].bytes
     storage = (
-        Forecast.of(config_of(replace(case, offload_optimizer="cpu", offload_params="none")), case.world).ranks[0].bytes
+        Forecast.of(
+            config_of(replace(case, offload_optimizer="cpu", offload_params="none")), case.world
+        )
+        .ranks[0]
+        .bytes
     )
     assert away["peak"] < storage["peak"] + tier.nbytes * tier.count
     return tier.nbytes * tier.count, away["offloaded"]
 
 
 def test_the_forecast_knows_what_is_on_the_drive() -> None:
-    (found,) = run_ranks(1, planned, Case(dtype="bf16", zero=3, offload_optimizer="nvme", offload_params="nvme"))
+    (found,) = run_ranks(
+        1, planned, Case(dtype="bf16", zero=3, offload_optimizer="nvme", offload_params="nvme")
+    )
     config = config_of(Case(dtype="bf16", zero=3))
     parameters = Forecast.of(config, 1).parameters
     assert found[1] == 18 * parameters
@@ -136,7 +151,8 @@ def buffers(cases: list[Case]) -> list[tuple[float, float, int]]:
     found = []
     for case in cases:
         plain, away = (
-            Forecast.of(config_of(c), 1).ranks[0].bytes for c in (replace(case, offload_optimizer="cpu"), case)
+            Forecast.of(config_of(c), 1).ranks[0].bytes
+            for c in (replace(case, offload_optimizer="cpu"), case)
         )
         tier = engine_of(config_of(case)).layout.policy.optimizer_tier
         assert isinstance(tier, Drive)
@@ -159,7 +175,9 @@ def test_the_forecast_knows_the_buffers_between_memory_and_the_drive(dtype: str)
 def held_by_a_delayed_update(case: Case) -> tuple[int, int, int]:
     """Bytes of live storages when a delayed update begins; what the planner says of the states, and of buffers."""
     config, live = of_depth(case, 12), Live()
-    config = config.model_copy(update={"zero": config.zero.model_copy(update={"delayed_update": True})})
+    config = config.model_copy(
+        update={"zero": config.zero.model_copy(update={"delayed_update": True})}
+    )
     with live:
         engine, held = engine_of(config), []
         inner = engine.optimizer._update_in_turn
@@ -172,13 +190,19 @@ def held_by_a_delayed_update(case: Case) -> tuple[int, int, int]:
         step(engine, 0)
         engine.optimizer.settle()
     said = Forecast.of(config, case.world).ranks[engine.topology.rank].bytes
-    return held[0], sum(said[part] for part in ("parameters", "gradients", "optimizer")), said["buffers"]
+    return (
+        held[0],
+        sum(said[part] for part in ("parameters", "gradients", "optimizer")),
+        said["buffers"],
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_forecast_knows_what_a_delayed_update_takes(ranks: int, dtype: str) -> None:
     """A copy of the gradients, and masters also of fp32 parameters."""
-    case = Case(dp=ranks, zero=2, dtype=dtype, microbatches=1, bucket_mib=0.02, offload_optimizer="cpu")
+    case = Case(
+        dp=ranks, zero=2, dtype=dtype, microbatches=1, bucket_mib=0.02, offload_optimizer="cpu"
+    )
     for held, states, buffers in run_ranks(ranks, held_by_a_delayed_update, case):
         assert states <= held <= states + buffers

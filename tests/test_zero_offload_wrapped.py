@@ -31,7 +31,13 @@ EPS = {"fp64": 1e-8, "fp32": 1e-5, "bf16": 1e-5, "fp16": 1e-5}
 Place = tuple[str, str]  # of the optimizer's states, of parameters
 HOME: Place = ("none", "none")
 STATES: list[Place] = [("cpu", "none"), ("nvme", "none")]
-PARAMS: list[Place] = [("none", "cpu"), ("none", "nvme"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu")]
+PARAMS: list[Place] = [
+    ("none", "cpu"),
+    ("none", "nvme"),
+    ("cpu", "cpu"),
+    ("cpu", "nvme"),
+    ("nvme", "cpu"),
+]
 ALL = [*STATES, *PARAMS, ("nvme", "nvme")]
 Result = tuple[list[float], list[float], dict[str, Tensor]]
 
@@ -58,7 +64,12 @@ def ds_config(case: Case) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": case.stage, "reduce_bucket_size": 3000}
     zero |= {"stage3_param_persistence_threshold": case.threshold}
     for key, device in zip(("offload_optimizer", "offload_param"), case.place, strict=True):
-        zero[key] = {"device": device, "nvme_path": tempfile.gettempdir(), "pin_memory": True, "buffer_count": 4}
+        zero[key] = {
+            "device": device,
+            "nvme_path": tempfile.gettempdir(),
+            "pin_memory": True,
+            "buffer_count": 4,
+        }
     return {
         "train_batch_size": ROWS, "gradient_accumulation_steps": case.accumulation, "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": EPS[case.dtype], "weight_decay": 0.1}},
@@ -130,7 +141,10 @@ def train_all(cases: Sequence[Case]) -> list[Result]:
 def difference(got: Result, want: Result) -> float:
     """The largest difference of two results in anything; infinite where only one of two is not a number."""
     assert got[2].keys() == want[2].keys()
-    pairs = [torch.tensor(two, dtype=torch.float64).unbind() for two in zip(got[:2], want[:2], strict=True)]
+    pairs = [
+        torch.tensor(two, dtype=torch.float64).unbind()
+        for two in zip(got[:2], want[:2], strict=True)
+    ]
     pairs += [(got[2][name].double(), tensor.double()) for name, tensor in want[2].items()]
     gaps = (torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()) for a, b in pairs)
     return max(float(gap.nan_to_num(nan=float("inf")).max()) for gap in gaps)
@@ -164,7 +178,10 @@ TWO_RANKS = [
     (Case("llama", stage=2, dtype="bf16", checkpointing=True), STATES),
     (Case(stage=2, dtype="fp16"), STATES),
     (Case("llama"), ALL),
-    (Case(dtype="bf16", checkpointing=True), [("none", "nvme"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")]),
+    (
+        Case(dtype="bf16", checkpointing=True),
+        [("none", "nvme"), ("cpu", "cpu"), ("nvme", "cpu"), ("nvme", "nvme")],
+    ),
     (Case("llama", dtype="fp16", accumulation=4), [("cpu", "cpu"), ("nvme", "nvme")]),
     (Case("odd", frozen="blocks.0.0"), [("nvme", "none"), ("nvme", "nvme")]),
     (Case("llama", dtype="bf16", threshold=10**6), [("nvme", "nvme")]),  # all of it stays whole
@@ -228,7 +245,9 @@ def test_it_is_what_plain_pytorch_computes(world: int) -> None:
 class SlowDrive(io.PythonThreads):
     """Transfers take their time, and what is read is not a number until they are done."""
 
-    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int) -> int:
+    def submit(
+        self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int
+    ) -> int:
         if not write:
             ctypes.memset(address, 0xFF, nbytes)
         return super().submit(write, fd, address, nbytes, offset, block)

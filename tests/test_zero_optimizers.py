@@ -40,7 +40,13 @@ SHAPES = [(1, 2, 1), (1, 2, 2), (2, 2, 1)]
 
 
 def config(case: Case, optimizer: str) -> Config:
-    optim = {"lr": LR, "min_lr": LR / 10, "weight_decay": DECAY, "groups": GROUPS, **OPTIMIZERS[optimizer]}
+    optim = {
+        "lr": LR,
+        "min_lr": LR / 10,
+        "weight_decay": DECAY,
+        "groups": GROUPS,
+        **OPTIMIZERS[optimizer],
+    }
     return with_(config_of(case), optim=optim)
 
 
@@ -53,7 +59,9 @@ def train(case: Case, optimizer: str) -> tuple[Result, list[dict[str, Tensor]]]:
     metrics, momenta = [], []
     for step in range(STEPS):
         metrics.append(engine.step(data(engine, step)))
-        momenta.append(result_of(engine, []).moments.get("exp_avg", {}) if optimizer == "lion" else {})
+        momenta.append(
+            result_of(engine, []).moments.get("exp_avg", {}) if optimizer == "lion" else {}
+        )
     return result_of(engine, metrics), momenta
 
 
@@ -76,17 +84,26 @@ def near_ties(momenta: list[dict[str, Tensor]], beta1: float, beta2: float) -> d
 
 def check(got: Result, truth: Result, close: dict[str, Tensor], what: str) -> None:
     """Raises AssertionError naming what differs; a weight near a tie may go either way, by 2 lr a step."""
-    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(truth.losses), rtol=1e-9, atol=0.0)
-    torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(truth.norms), rtol=1e-9, atol=0.0)
+    torch.testing.assert_close(
+        torch.tensor(got.losses), torch.tensor(truth.losses), rtol=1e-9, atol=0.0
+    )
+    torch.testing.assert_close(
+        torch.tensor(got.norms), torch.tensor(truth.norms), rtol=1e-9, atol=0.0
+    )
     assert got.moments.keys() == truth.moments.keys()
     for part, tensors in {"weight": truth.weights, **truth.moments}.items():
         found = {"weight": got.weights, **got.moments}[part]
         assert found.keys() == tensors.keys()
         for name, want in tensors.items():
-            gap, flips = (found[name] - want).abs(), close.get(name, torch.zeros_like(want, dtype=torch.bool))
+            gap, flips = (
+                (found[name] - want).abs(),
+                close.get(name, torch.zeros_like(want, dtype=torch.bool)),
+            )
             assert part != "weight" or float(gap.max()) <= 2.001 * STEPS * LR, f"{what}: {name}"
             gap = gap.masked_fill(flips, 0.0) if part == "weight" else gap
-            assert float(gap.max()) <= 1e-9, f"{what}: {part} of {name} is off by {float(gap.max())}"
+            assert float(gap.max()) <= 1e-9, (
+                f"{what}: {part} of {name} is off by {float(gap.max())}"
+            )
 
 
 @functools.cache
@@ -95,7 +112,9 @@ def truth_of(case: Case, optimizer: str) -> tuple[Result, dict[str, Tensor]]:
     result, momenta = train(case.truth, optimizer)
     close = near_ties(momenta, *OPTIMIZERS["lion"]["betas"]) if optimizer == "lion" else {}
     # A bias on keys adds the same to all scores of a query: its gradient is zero, and what is computed is rounding.
-    assert {name for name, flags in close.items() if flags.any()} <= {f"blocks.{n}.attention.key.bias" for n in (0, 1)}
+    assert {name for name, flags in close.items() if flags.any()} <= {
+        f"blocks.{n}.attention.key.bias" for n in (0, 1)
+    }
     return result, close
 
 
@@ -103,12 +122,19 @@ def truth_of(case: Case, optimizer: str) -> tuple[Result, dict[str, Tensor]]:
 def test_every_optimizer_with_groups_equals_one_process(shape: tuple[int, int, int]) -> None:
     """Stages 0 to 3, in 3 micro-batches, with clipping; a bucket holds parts of several parameters."""
     pp, dp, tp = shape
-    cases = [Case(pp, dp, tp, sequence=tp > 1, zero=zero, layers=2, bucket_mib=0.02) for zero in (0, 1, 2, 3)]
-    for (case, optimizer), got in run_ranks(pp * dp * tp, run, cases, ["adamw", "sgd", "lion"])[0].items():
+    cases = [
+        Case(pp, dp, tp, sequence=tp > 1, zero=zero, layers=2, bucket_mib=0.02)
+        for zero in (0, 1, 2, 3)
+    ]
+    for (case, optimizer), got in run_ranks(pp * dp * tp, run, cases, ["adamw", "sgd", "lion"])[
+        0
+    ].items():
         check(got, *truth_of(case, optimizer), f"{optimizer} {case}")
 
 
-@pytest.mark.parametrize(("optimizer", "moments"), [("adamw", 2), ("sgd", 1), ("sgd-plain", 0), ("lion", 1)])
+@pytest.mark.parametrize(
+    ("optimizer", "moments"), [("adamw", 2), ("sgd", 1), ("sgd-plain", 0), ("lion", 1)]
+)
 def test_the_forecast_knows_what_an_optimizer_keeps(optimizer: str, moments: int) -> None:
     forecast = Forecast.of(config(Case(dtype="fp32", zero=0), optimizer), 1)
     assert forecast.ranks[0].bytes["optimizer"] == moments * 4 * forecast.parameters
@@ -122,7 +148,9 @@ def test_groups_do_what_they_say() -> None:
     moved = {}
     for groups, engine in engines.items():
         engine.step(data(engine))
-        moved[groups] = {name: start[name] - values for name, values in engine.full_state_dict().items()}
+        moved[groups] = {
+            name: start[name] - values for name, values in engine.full_state_dict().items()
+        }
     for name, step in moved[()].items():
         decays = start[name].dim() > 1
         grad = step / LR - (DECAY * start[name] if decays else 0.0)
@@ -135,7 +163,9 @@ def test_groups_do_what_they_say() -> None:
             rate = 0.0
         elif ".mlp." in name and name.endswith(".weight"):
             rate, decay = 5e-3, 0.0
-        torch.testing.assert_close(moved[GROUPS][name], rate * (grad + decay * start[name]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            moved[GROUPS][name], rate * (grad + decay * start[name]), rtol=0, atol=1e-12
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------- plain torch
@@ -150,7 +180,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(2)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 20), nn.GELU(), nn.Linear(20, 8)) for _ in range(3)
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 20), nn.GELU(), nn.Linear(20, 8))
+            for _ in range(3)
         )
         self.head = nn.Linear(8, 3)
         self.double()
@@ -164,7 +195,10 @@ class Net(nn.Module):
 def inputs(step: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(step)
     shapes = {"x": (ROWS, 8), "y": (ROWS, 3)}
-    return {key: torch.randn(shape, generator=draw, dtype=torch.float64) for key, shape in shapes.items()}
+    return {
+        key: torch.randn(shape, generator=draw, dtype=torch.float64)
+        for key, shape in shapes.items()
+    }
 
 
 class Lion(torch.optim.Optimizer):
@@ -179,7 +213,9 @@ class Lion(torch.optim.Optimizer):
             beta1, beta2 = group["betas"]
             for param in group["params"]:
                 m = self.state[param].setdefault("m", torch.zeros_like(param))
-                update = (beta1 * m + (1 - beta1) * param.grad).sign() + group["weight_decay"] * param
+                update = (beta1 * m + (1 - beta1) * param.grad).sign() + group[
+                    "weight_decay"
+                ] * param
                 param -= group["lr"] * update
                 m.copy_(beta2 * m + (1 - beta2) * param.grad)
 
@@ -190,7 +226,10 @@ PLAIN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd-plain": lambda groups: torch.optim.SGD(groups, lr=LR),
     "lion": lambda groups: Lion(groups, LR, (0.9, 0.99)),
 }
-NET_GROUPS = (ParamGroup(match="blocks.1.*", lr=3e-3), ParamGroup(match="*.bias", lr=LR / 2, weight_decay=0.25))
+NET_GROUPS = (
+    ParamGroup(match="blocks.1.*", lr=3e-3),
+    ParamGroup(match="*.bias", lr=LR / 2, weight_decay=0.25),
+)
 
 
 def train_plainly(optimizer: str) -> dict[str, Tensor]:
@@ -264,9 +303,14 @@ def test_patterns_that_match_nothing_are_named(model: str) -> None:
     setup.check_groups(groups_of(*right).optim, layers)
     with pytest.raises(ConfigError) as caught:
         setup.check_groups(groups_of("blocks.7.*", *right, "Head.*").optim, layers)
-    named = [re.findall(r"--optim.groups '(.*)' matches no parameter", p) for p in caught.value.problems]
+    named = [
+        re.findall(r"--optim.groups '(.*)' matches no parameter", p) for p in caught.value.problems
+    ]
     assert named == [["blocks.7.*"], ["Head.*"]]
-    assert all("blocks.0." in problem or "embedding.word.weight" in problem for problem in caught.value.problems)
+    assert all(
+        "blocks.0." in problem or "embedding.word.weight" in problem
+        for problem in caught.value.problems
+    )
 
 
 def refuse() -> None:

@@ -21,7 +21,9 @@ from threed.zero.records import records
 from threed.zero.state import holdings
 
 BASE = Case(pp=2, layers=4, microbatches=4)
-Place = tuple[tuple[str, ...], int, int]  # a slice: the parameters of its bucket, where that begins, and the slice
+Place = tuple[
+    tuple[str, ...], int, int
+]  # a slice: the parameters of its bucket, where that begins, and the slice
 
 
 def test_training_equals_that_of_one_process() -> None:
@@ -50,7 +52,9 @@ KEPT = [
     replace(BASE, schedule="dualpipe", dp=2, zero=0, dtype="bf16"),
     replace(BASE, schedule="chimera", dp=2, zero=1, dtype="fp32", model="llama", bucket_mib=0.01),
     replace(BASE, schedule="chimera", dp=2, zero=2, dtype="bf16", model="gpt-untied"),
-    replace(BASE, schedule="dualpipe", dp=2, zero=3, dtype="bf16", model="qwen-tied", bucket_mib=0.01),
+    replace(
+        BASE, schedule="dualpipe", dp=2, zero=3, dtype="bf16", model="qwen-tied", bucket_mib=0.01
+    ),
 ]
 OFFLOADED = replace(BASE, schedule="chimera", dtype="bf16", offload_optimizer="cpu")
 
@@ -75,7 +79,9 @@ def keep(case: Case) -> Kept:
     engine.optimizer.settle()
     counts: dict[str, Tensor] = {}
     for record in records(engine.optimizer, ("exp_avg",)):
-        found = counts.setdefault(record.piece.name, torch.zeros(record.piece.shape, dtype=torch.int32))
+        found = counts.setdefault(
+            record.piece.name, torch.zeros(record.piece.shape, dtype=torch.int32)
+        )
         found[slices(record.box.start, record.box.size)] += 1
     return Kept(counts, params_of(engine), rounded(engine), held)
 
@@ -91,7 +97,9 @@ def params_of(engine: Engine) -> dict[Place, Tensor]:
 
 def rounded(engine: Engine) -> bool:
     """Whether what this rank updates are its masters in the parameters' format."""
-    both = [(s.bucket.portion.fetch().wait(), s.weight.fetch().wait()) for s in engine.optimizer.states]
+    both = [
+        (s.bucket.portion.fetch().wait(), s.weight.fetch().wait()) for s in engine.optimizer.states
+    ]
     return all(torch.equal(param, master.to(param.dtype)) for param, master in both)
 
 
@@ -104,7 +112,10 @@ def keep_all(cases: list[Case]) -> list[Kept]:
 def kept(world: int) -> list[tuple[Case, list[Kept]]]:
     """The cases of a world, and what its ranks keep."""
     cases = [case for case in KEPT if case.world == world]
-    return [(case, list(ranks)) for case, *ranks in zip(cases, *run_ranks(world, keep_all, cases), strict=True)]
+    return [
+        (case, list(ranks))
+        for case, *ranks in zip(cases, *run_ranks(world, keep_all, cases), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -116,7 +127,10 @@ def test_states_are_there_once_and_parameters_twice(world: int) -> None:
         names = {name for rank in ranks for name in rank.counts}
         for name in names:
             count = sum(rank.counts[name] for rank in ranks if name in rank.counts)
-            assert torch.equal(count, torch.full_like(count, case.dp if case.zero == 0 else 1)), (case, name)
+            assert torch.equal(count, torch.full_like(count, case.dp if case.zero == 0 else 1)), (
+                case,
+                name,
+            )
         for place in {place for rank in ranks for place in rank.params}:
             copies = [rank.params[place] for rank in ranks if place in rank.params]
             assert len(copies) == (4 if case.zero == 0 and case.dp == 2 else 2), (case, place)
@@ -145,4 +159,6 @@ def test_a_rank_of_a_pair_keeps_half() -> None:
         assert twice[0] == twice[-1]
         assert sum(twice) == pytest.approx(sum(once), rel=0.02)  # padding
     away = states(OFFLOADED)
-    assert away == pytest.approx([2 * half for half in states(replace(OFFLOADED, offload_optimizer="none"))], rel=0.02)
+    assert away == pytest.approx(
+        [2 * half for half in states(replace(OFFLOADED, offload_optimizer="none"))], rel=0.02
+    )

@@ -36,9 +36,18 @@ class Move:
     tolerance: float
 
 
-def exact(source: int, target: int, shape: tuple[int, int, int] = (1, 2, 1), **settings: Any) -> Move:
+def exact(
+    source: int, target: int, shape: tuple[int, int, int] = (1, 2, 1), **settings: Any
+) -> Move:
     """Another stage is all that differs: the same terms are summed in the same order."""
-    common = {"sequence": shape[2] > 1, "layers": 2, "dtype": "fp32", "microbatches": 1, "dropout": 0.1, **settings}
+    common = {
+        "sequence": shape[2] > 1,
+        "layers": 2,
+        "dtype": "fp32",
+        "microbatches": 1,
+        "dropout": 0.1,
+        **settings,
+    }
     return Move(Case(*shape, zero=source, **common), Case(*shape, zero=target, **common), 0.0)
 
 
@@ -63,7 +72,9 @@ MOVES = [
 
 def engine_for(move: Move, case: Case) -> Engine:
     """Bit for bit only without clipping: the norm's squares are summed slice by slice."""
-    return engine_of(with_(config_of(case), train={"grad_clip": 0.0 if move.tolerance == 0.0 else 0.5}))
+    return engine_of(
+        with_(config_of(case), train={"grad_clip": 0.0 if move.tolerance == 0.0 else 0.5})
+    )
 
 
 def go_on(engine: Engine) -> tuple[list[float], Result]:
@@ -105,7 +116,9 @@ def test_any_stage_goes_on_from_any_other(tmp_path: Path) -> None:
         found |= run_ranks(world, arrive, tmp_path, some)[0]
     for number, move in enumerate(MOVES):
         (losses, want), (got_losses, got) = wanted[number], found[number]
-        assert got_losses == (losses if move.tolerance == 0.0 else pytest.approx(losses, rel=1e-9, abs=0)), move
+        assert got_losses == (
+            losses if move.tolerance == 0.0 else pytest.approx(losses, rel=1e-9, abs=0)
+        ), move
         for part, tensors in {"weight": want.weights, **want.moments}.items():
             others = {"weight": got.weights, **got.moments}[part]
             assert others.keys() == tensors.keys()
@@ -125,7 +138,9 @@ class Net(nn.Module):
     def __init__(self, seed: int = 2, frozen: str = "") -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 20), nn.GELU(), nn.Linear(20, 8)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 20), nn.GELU(), nn.Linear(20, 8)) for _ in range(3)
+        )
         self.head = nn.Linear(8, 3)
         self.double()
         for name, param in self.named_parameters():
@@ -150,9 +165,16 @@ def train_wrapped(engine: Engine, count: int) -> list[float]:
     losses = []
     for _ in range(count):
         draw = torch.Generator().manual_seed(engine.steps)
-        full = {k: torch.randn(ROWS, n, generator=draw, dtype=torch.float64) for k, n in (("x", 8), ("y", 3))}
+        full = {
+            k: torch.randn(ROWS, n, generator=draw, dtype=torch.float64)
+            for k, n in (("x", 8), ("y", 3))
+        }
         topology = engine.topology
-        losses.append(engine.step({key: value.chunk(topology.dp)[topology.rank] for key, value in full.items()}).loss)
+        losses.append(
+            engine.step(
+                {key: value.chunk(topology.dp)[topology.rank] for key, value in full.items()}
+            ).loss
+        )
     return losses
 
 
@@ -184,7 +206,9 @@ def test_wrapped_modules_go_on_and_keep_what_is_frozen(tmp_path: Path) -> None:
     names, saved = {name for name, _ in Net().named_parameters()}, parts_of(tmp_path / "net")
     assert saved.keys() == weights.keys() == names
     for name, parts in saved.items():
-        assert parts == ({"weight"} if name.startswith("blocks.1.") else {"weight", "exp_avg", "exp_avg_sq"}), name
+        assert parts == (
+            {"weight"} if name.startswith("blocks.1.") else {"weight", "exp_avg", "exp_avg_sq"}
+        ), name
     alone = wrapped(Net(seed=5, frozen="blocks.1"), 0)
     alone.load(tmp_path / "net")
     assert train_wrapped(alone, AFTER) == pytest.approx(losses, rel=1e-9)
@@ -198,7 +222,9 @@ def test_wrapped_modules_go_on_and_keep_what_is_frozen(tmp_path: Path) -> None:
 def resume_scale(folder: Path) -> None:
     """From stage 3 to stage 1, with an overflow just before and one after the checkpoint."""
     rule = LossScale(initial=256.0, window=3)
-    first = engine_of(config_of(Case(dp=2, zero=3, dtype="fp16", layers=1, microbatches=1)), loss_scale=rule)
+    first = engine_of(
+        config_of(Case(dp=2, zero=3, dtype="fp16", layers=1, microbatches=1)), loss_scale=rule
+    )
     for poisoned in (False, True):
         if poisoned and first.topology.rank == 1:
             POISONS["sink"](first, float("inf"))
@@ -206,7 +232,9 @@ def resume_scale(folder: Path) -> None:
     first.save(folder)
     saved = first.optimizer.scaler.state()
     assert saved == {"loss_scale": 256.0, "good_steps": 0.0, "hysteresis_left": 1.0}
-    second = engine_of(config_of(Case(dp=2, zero=1, dtype="fp16", layers=1, microbatches=1)), loss_scale=rule)
+    second = engine_of(
+        config_of(Case(dp=2, zero=1, dtype="fp16", layers=1, microbatches=1)), loss_scale=rule
+    )
     second.load(folder)
     assert second.optimizer.scaler.state() == saved
     for engine in (first, second):
@@ -242,7 +270,11 @@ KEPT = {"adamw": "exp_avg, exp_avg_sq", "sgd": "momentum_buffer", "lion": "exp_a
 def everything(engine: Engine) -> tuple[Any, ...]:
     optimizer = engine.optimizer
     counters = (engine.steps, engine.consumed, float(optimizer.updates), float(optimizer.skips))
-    return *counters, optimizer.scaler.state(), [(part, name, v.tolist()) for part, name, v in state_of(engine)]
+    return (
+        *counters,
+        optimizer.scaler.state(),
+        [(part, name, v.tolist()) for part, name, v in state_of(engine)],
+    )
 
 
 def refused(folder: Path, engine: Engine, twin: Engine, message: str) -> None:

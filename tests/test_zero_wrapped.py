@@ -79,7 +79,9 @@ def train(case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
 
 
 @functools.cache
-def plainly(model: str, frozen: str, pieces: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def plainly(
+    model: str, frozen: str, pieces: int
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Plain PyTorch's training, which knows nothing of slices; checkpointing changes no number of it."""
     case = Case(model, 0, frozen=frozen)
     return hf_models.train_plainly(prepared(case), case.steps, ROWS, pieces)
@@ -113,7 +115,13 @@ def test_gradient_checkpointing(model: str) -> None:
     check([Case(model, stage, checkpointing=kind) for stage in (2, 3) for kind in kinds], 2)
 
 
-FROZEN = [("gpt2", "attn"), ("llama", "layers.1"), ("qwen3", "embed_tokens"), ("bert", "embeddings"), ("t5", "shared")]
+FROZEN = [
+    ("gpt2", "attn"),
+    ("llama", "layers.1"),
+    ("qwen3", "embed_tokens"),
+    ("bert", "embeddings"),
+    ("t5", "shared"),
+]
 
 
 @pytest.mark.parametrize(("model", "frozen"), FROZEN)
@@ -137,8 +145,17 @@ def test_ranks_may_use_different_parameters() -> None:
 
 
 def test_slices_over_a_part_of_the_ranks() -> None:
-    check([Case(m, stage, microbatches=1, shard=2) for m in ("gpt2", "t5") for stage in (1, 2, 3)], 4)
+    check(
+        [Case(m, stage, microbatches=1, shard=2) for m in ("gpt2", "t5") for stage in (1, 2, 3)], 4
+    )
 
 
 def test_small_parameters_may_stay_whole() -> None:
-    check([Case("llama", 3, resident=size, bucket_mib=mib) for size in (100, 10**6) for mib in (1e-3, 64.0)], 2)
+    check(
+        [
+            Case("llama", 3, resident=size, bucket_mib=mib)
+            for size in (100, 10**6)
+            for mib in (1e-3, 64.0)
+        ],
+        2,
+    )

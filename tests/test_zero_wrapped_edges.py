@@ -41,14 +41,18 @@ class Net(nn.Module):
         return F.mse_loss(x, y)
 
 
-def made(stage: int, kind: Callable[[], nn.Module] = Net, seed: int = 0) -> tuple[Engine, nn.Module]:
+def made(
+    stage: int, kind: Callable[[], nn.Module] = Net, seed: int = 0
+) -> tuple[Engine, nn.Module]:
     torch.manual_seed(seed)
     module = kind().double()
     return engine_of(Case("", stage, microbatches=1, bucket_mib=1e-3), module, Topology()), module
 
 
 def whole_batch(step: int) -> Tensor:
-    return torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    return torch.randn(
+        2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+    )
 
 
 def data(step: int) -> dict[str, Tensor]:
@@ -62,7 +66,9 @@ def trained(engine: Engine, steps: range) -> tuple[list[float], dict[str, Tensor
     return losses, engine.full_state_dict()
 
 
-def same(a: tuple[list[float], dict[str, Tensor]], b: tuple[list[float], dict[str, Tensor]]) -> None:
+def same(
+    a: tuple[list[float], dict[str, Tensor]], b: tuple[list[float], dict[str, Tensor]]
+) -> None:
     assert a[0] == b[0]
     assert all(torch.equal(a[1][name], b[1][name]) for name in b[1])
 
@@ -116,7 +122,10 @@ def check_detours(stage: int) -> None:
             plain.load_state_dict(weights)
             plain.zero_grad()
             plain(*whole_batch(step)).backward()
-            want = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None) ** 0.5
+            want = (
+                sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None)
+                ** 0.5
+            )
             assert norm == pytest.approx(want, rel=1e-12), (step, route)
 
 
@@ -260,14 +269,21 @@ class Regularised(nn.Module):
         x = x.to(next(self.parameters()).device)
         for block in self.blocks:
             x = x + block(x).tanh()
-        return F.mse_loss(x, y) + 1e-3 * torch.stack([p.square().sum() for p in self.parameters()]).sum()
+        return (
+            F.mse_loss(x, y)
+            + 1e-3 * torch.stack([p.square().sum() for p in self.parameters()]).sum()
+        )
 
 
-def run_kind(kind: type[nn.Module], stages: tuple[int, ...]) -> list[tuple[list[float], dict[str, Tensor]]]:
+def run_kind(
+    kind: type[nn.Module], stages: tuple[int, ...]
+) -> list[tuple[list[float], dict[str, Tensor]]]:
     return [trained(made(stage, kind)[0], range(3)) for stage in stages]
 
 
-@pytest.mark.parametrize("kind", [UsesReturned, Direct, DirectReentrant, Fused, Recurrent, Regularised])
+@pytest.mark.parametrize(
+    "kind", [UsesReturned, Direct, DirectReentrant, Fused, Recurrent, Regularised]
+)
 def test_unusual_uses_are_those_of_one_process(kind: type[nn.Module]) -> None:
     ((losses, weights),) = run_kind(kind, (0,))
     for got_losses, got in run_ranks(2, run_kind, kind, (1, 3))[0]:
@@ -305,7 +321,11 @@ def check_outside() -> None:
     engine = engine_of(Case("", 3, microbatches=1), module, Topology())
     engine.step(data(0))
     weight = module.blocks[0].weight
-    assert (weight.shape, weight.dtype, weight.device.type) == ((WIDTH, WIDTH), torch.float64, "cpu")
+    assert (weight.shape, weight.dtype, weight.device.type) == (
+        (WIDTH, WIDTH),
+        torch.float64,
+        "cpu",
+    )
     assert all(param is before[name] for name, param in module.named_parameters())
     with pytest.raises(RuntimeError, match=r"use Engine\.load_full_state_dict"):
         module.load_state_dict({})
@@ -355,7 +375,10 @@ class Detached(Net):
 def check_detached(stage: int) -> None:
     engine, module = made(stage, Detached)
     assert engine.evaluate(data(0)).isfinite()
-    with pytest.raises(RuntimeError, match=r"the loss that module \(Detached\) returned has no gradient: .* no_grad"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"the loss that module \(Detached\) returned has no gradient: .* no_grad",
+    ):
         engine.step(data(0))
     module.eval()  # goes on as if nothing had been
     assert engine.step(data(0)).grad_norm > 0
@@ -376,7 +399,9 @@ def test_schedules_with_several_chunks_are_refused_by_name(schedule: str) -> Non
         Engine(Net(), Topology(), config)
     (problem,) = found.value.problems
     assert problem.startswith(f"--parallel.schedule {schedule} with a wrapped module: ")
-    assert ("cannot be cut into 2 chunks; use a schedule with one chunk a rank" in problem) == (schedule != "2bw")
+    assert ("cannot be cut into 2 chunks; use a schedule with one chunk a rank" in problem) == (
+        schedule != "2bw"
+    )
 
 
 class OfLayers(nn.Module):

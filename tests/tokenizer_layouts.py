@@ -14,7 +14,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 VOCAB = 512  # rows of the models that these are for
 CORPUS = [
@@ -23,14 +33,35 @@ CORPUS = [
     "def main() -> None:\n    print('hello, world')  # </s> <b>bold</b>\n",
 ] * 30  # fmt: skip
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}"
-SPELT = ["<|endoftext|>", "</s>", "<s>", "<bos>", "<eos>", "<|im_start|>", "<|eot_id|>", "[SEP]", "<unk>"]
+SPELT = [
+    "<|endoftext|>",
+    "</s>",
+    "<s>",
+    "<bos>",
+    "<eos>",
+    "<|im_start|>",
+    "<|eot_id|>",
+    "[SEP]",
+    "<unk>",
+]
 Write = Callable[[Path], None]
 
 
 def strings(count: int, seed: int) -> list[str]:
     """Random texts: words, white space, special tokens spelt out, and characters of any plane."""
     draw = random.Random(seed)
-    words = [*" ".join(CORPUS[:3]).split(), *SPELT, "\t", "\n\n", "   ", "\u00a0", "\u200b", "e\u0301", "\x00", "🏳️‍🌈"]
+    words = [
+        *" ".join(CORPUS[:3]).split(),
+        *SPELT,
+        "\t",
+        "\n\n",
+        "   ",
+        "\u00a0",
+        "\u200b",
+        "e\u0301",
+        "\x00",
+        "🏳️‍🌈",
+    ]
 
     def piece() -> str:
         kind = draw.randrange(4)
@@ -39,7 +70,11 @@ def strings(count: int, seed: int) -> list[str]:
         if kind == 2:
             return draw.choice(["", " ", "  ", "\n", "\r\n"])
         code = draw.choice(
-            [draw.randrange(0x20, 0x500), draw.randrange(0x20, 0xD800), draw.randrange(0xE000, 0x110000)]
+            [
+                draw.randrange(0x20, 0x500),
+                draw.randrange(0x20, 0xD800),
+                draw.randrange(0xE000, 0x110000),
+            ]
         )
         return chr(code)
 
@@ -90,13 +125,23 @@ def saved_by_transformers(folder: Path) -> None:
 
 def llama3_instruct(folder: Path) -> None:
     """bos by the post-processor, an eos that ends a turn, whole words looked up, the template in the configuration."""
-    names = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    names = [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ]
     backend = byte_level(names)
     bos = ("<|begin_of_text|>", backend.token_to_id("<|begin_of_text|>"))
     template = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", pair="<|begin_of_text|> $A <|begin_of_text|> $B", special_tokens=[bos]
+        single="<|begin_of_text|> $A",
+        pair="<|begin_of_text|> $A <|begin_of_text|> $B",
+        special_tokens=[bos],
     )
-    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    backend.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), template]
+    )
     backend.save(str(folder / "tokenizer.json"))
     about = json.loads((folder / "tokenizer.json").read_text())
     about["model"]["ignore_merges"] = True
@@ -119,15 +164,32 @@ def llama3_instruct(folder: Path) -> None:
 
 def gemma(folder: Path) -> None:
     """Byte fallback, spaces written as U+2581, bos by the post-processor, and `</s>` as a piece of plain text."""
-    words = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256)), "</s>", "<b>"]
-    letters = sorted({letter for text in CORPUS for letter in text.replace(" ", "\u2581")} - {"\n", "\t"})
+    words = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<mask>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "</s>",
+        "<b>",
+    ]
+    letters = sorted(
+        {letter for text in CORPUS for letter in text.replace(" ", "\u2581")} - {"\n", "\t"}
+    )
     vocab = {word: i for i, word in enumerate([*words, *letters, "th", "the", "ca", "cat"])}
     merges = [("t", "h"), ("th", "e"), ("c", "a"), ("ca", "t")]
-    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     backend.normalizer = normalizers.Replace(" ", "\u2581")
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     backend.add_special_tokens([special(name) for name in words[:4]])
-    backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in ("<mask>", "</s>", "<b>")])
+    backend.add_tokens(
+        [AddedToken(name, special=False, normalized=False) for name in ("<mask>", "</s>", "<b>")]
+    )
     backend.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", 2)]
     )
@@ -199,15 +261,36 @@ def qwen(folder: Path) -> None:
     })  # fmt: skip
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     set_ids(folder, bos_token_id=ids["<|endoftext|>"], eos_token_id=ids["<|im_end|>"])
-    write(folder, generation_config={"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]], "top_k": 20})
+    write(
+        folder,
+        generation_config={"eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]], "top_k": 20},
+    )
 
 
 def word_pieces(folder: Path) -> None:
     """vocab.txt, as BERT was published."""
     letters = sorted({letter for text in CORPUS for letter in text.lower() if not letter.isspace()})
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "dog", *letters, *("##" + c for c in letters)]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "the",
+        "cat",
+        "dog",
+        *letters,
+        *("##" + c for c in letters),
+    ]
     (folder / "vocab.txt").write_text("\n".join(words) + "\n")
-    write(folder, tokenizer_config={"tokenizer_class": "BertTokenizer", "do_lower_case": True, "eos_token": "[SEP]"})
+    write(
+        folder,
+        tokenizer_config={
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": True,
+            "eos_token": "[SEP]",
+        },
+    )
     set_ids(folder, bos_token_id=2, eos_token_id=3, pad_token_id=0)
 
 

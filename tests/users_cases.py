@@ -110,7 +110,9 @@ def batch(model: str, step: int) -> Batch:
     """The global batch of a step; labels are ignored unevenly over rows, and one row has none."""
     draw = torch.Generator().manual_seed(step)
     if model == "vision":
-        pixels = torch.randn(ROWS, CHANNELS, 2 * PATCH, SEQ // 2 * PATCH, generator=draw, dtype=torch.float64)
+        pixels = torch.randn(
+            ROWS, CHANNELS, 2 * PATCH, SEQ // 2 * PATCH, generator=draw, dtype=torch.float64
+        )
         labels = torch.randint(0, CLASSES, (ROWS,), generator=draw)
         labels[[1, 4]] = -1
         return {"pixels": pixels, "labels": labels}
@@ -135,7 +137,9 @@ def train(case: Case, model: type[Decoder] | None = None) -> Result:
 
 def steps_of(engine: Engine, case: Case) -> Result:
     """What an engine gives."""
-    metrics = [engine.step(share(batch(case.model, step), engine.topology)) for step in range(STEPS)]
+    metrics = [
+        engine.step(share(batch(case.model, step), engine.topology)) for step in range(STEPS)
+    ]
     evaluation = float(engine.evaluate(share(batch(case.model, STEPS), engine.topology)))
     weights: dict[str, Tensor] = engine.full_state_dict()
     return Result([m.loss for m in metrics], [m.grad_norm for m in metrics], weights, evaluation)
@@ -149,4 +153,6 @@ def truth(case: Case) -> tuple[Result, dict[str, Tensor]]:
     if case.model in BF16:
         return train(case), weights
     batches = [batch(case.model, step) for step in range(STEPS + 1)]
-    return users_truths.train(case.model, weights, batches[:-1], case.microbatches, batches[-1]), weights
+    return users_truths.train(
+        case.model, weights, batches[:-1], case.microbatches, batches[-1]
+    ), weights

@@ -42,12 +42,16 @@ def cut(name: str, shape: tuple[int, ...], dim: int, slicing: Slicing) -> nn.Par
 
 def enter(x: Tensor, slicing: Slicing) -> Tensor:
     """Into a part that is cut over tensor ranks: [s b h] or [s/t b h] -> [s b h]."""
-    return (collectives.gather_from if slicing.sequence_parallel else collectives.copy_to)(x, slicing.tp)
+    return (collectives.gather_from if slicing.sequence_parallel else collectives.copy_to)(
+        x, slicing.tp
+    )
 
 
 def leave(x: Tensor, slicing: Slicing) -> Tensor:
     """Out of it: parts of a sum [s b h] -> [s b h] or [s/t b h]."""
-    return (collectives.scatter_to if slicing.sequence_parallel else collectives.reduce_from)(x, slicing.tp)
+    return (collectives.scatter_to if slicing.sequence_parallel else collectives.reduce_from)(
+        x, slicing.tp
+    )
 
 
 class FactorisedEmbedding(nn.Module):
@@ -80,7 +84,9 @@ class FactorisedHead(nn.Module):
 class WordMemory(nn.Module):
     """x + tanh(norm(x) W^T) W, where W is the word table, cut by words."""
 
-    def __init__(self, name: str, norm: nn.Module, vocab: int, hidden: int, slicing: Slicing) -> None:
+    def __init__(
+        self, name: str, norm: nn.Module, vocab: int, hidden: int, slicing: Slicing
+    ) -> None:
         super().__init__()
         self.name, self.norm, self.slicing = name, norm, slicing
         self.weight = cut(WORD, (vocab, hidden), 0, slicing)
@@ -156,12 +162,16 @@ class Running(nn.Module):
 
     recomputable = False  # a second forward would count the micro-batch twice
 
-    def __init__(self, name: str, norm: nn.Module, hidden: int, length: int, slicing: Slicing) -> None:
+    def __init__(
+        self, name: str, norm: nn.Module, hidden: int, length: int, slicing: Slicing
+    ) -> None:
         super().__init__()
         self.name, self.norm, self.slicing = name, norm, slicing
         self.register_buffer("mean", torch.zeros(hidden, dtype=torch.float64))
         self.register_buffer("scale", torch.ones((), dtype=torch.float64))
-        table = torch.sin(torch.arange(length * hidden, dtype=torch.float64)).view(length, 1, hidden)
+        table = torch.sin(torch.arange(length * hidden, dtype=torch.float64)).view(
+            length, 1, hidden
+        )
         self.register_buffer("positions", table, persistent=False)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
@@ -232,17 +242,27 @@ class Latent(nn.Module):
         self.rank = r = 10
         column = functools.partial(layers.ColumnLinear, slicing=slicing, std=STD, bias=False)
         self.norm = layers.RMSNorm(f"{name}.norm", hidden, slicing)
-        self.query = column(name, hidden, [("query", heads * (self.d + self.turned))], multiple=self.d + self.turned)
+        self.query = column(
+            name, hidden, [("query", heads * (self.d + self.turned))], multiple=self.d + self.turned
+        )
         self.down = whole(f"{name}.down.weight", (r + self.turned, hidden), slicing)
         self.latent_norm = layers.RMSNorm(f"{name}.latent_norm", r, slicing)
-        self.up = column(name, r, [("key", heads * self.d), ("value", heads * self.d)], multiple=self.d)
-        self.out = layers.RowLinear(f"{name}.out", heads * self.d, hidden, slicing, std=STD, multiple=self.d)
+        self.up = column(
+            name, r, [("key", heads * self.d), ("value", heads * self.d)], multiple=self.d
+        )
+        self.out = layers.RowLinear(
+            f"{name}.out", heads * self.d, hidden, slicing, std=STD, multiple=self.d
+        )
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         y = self.norm(x)
         latent, turned = F.linear(y, self.down).split([self.rank, self.turned], -1)
-        k, v = (self._heads(part, self.d) for part in self.up(self.latent_norm(latent)).chunk(2, -1))
-        q, q_turned = self._heads(self.query(y), self.d + self.turned).split([self.d, self.turned], -1)
+        k, v = (
+            self._heads(part, self.d) for part in self.up(self.latent_norm(latent)).chunk(2, -1)
+        )
+        q, q_turned = self._heads(self.query(y), self.d + self.turned).split(
+            [self.d, self.turned], -1
+        )
         k_turned = rotate(enter(turned, self.slicing).unsqueeze(2), 1e4).expand(*k.shape[:-1], -1)
         q, k = torch.cat((q, rotate(q_turned, 1e4)), -1), torch.cat((k, k_turned), -1)
         q, k, v = (rearrange(part, "s b a d -> b a s d") for part in (q, k, v))
@@ -289,7 +309,9 @@ class ValueEmbedding(nn.Module):
         super().__init__()
         self.word = word
 
-    def forward(self, given: tuple[Tensor, Tensor, Tensor], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, given: tuple[Tensor, Tensor, Tensor], micro: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
         x, memory, ids = given
         return x + self.word(ids), pool(memory)
 
@@ -315,11 +337,15 @@ class Supervised(nn.Module):
     Without one, the loss is the mean square of its output over all labelled tokens.
     """
 
-    def __init__(self, layer: nn.Module, slicing: Slicing, head: layers.LanguageModelHead | None = None) -> None:
+    def __init__(
+        self, layer: nn.Module, slicing: Slicing, head: layers.LanguageModelHead | None = None
+    ) -> None:
         super().__init__()
         self.name, self.layer, self.slicing, self.head = layer.name, layer, slicing, head
 
-    def forward(self, given: Tensor | tuple[Tensor, Tensor], micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, given: Tensor | tuple[Tensor, Tensor], micro: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
         x, loss = given if isinstance(given, tuple) else (given, given.new_zeros(()))
         x = self.layer(x, micro)
         if micro.labels is None:
@@ -353,7 +379,9 @@ class Patches(nn.Module):
         super().__init__()
         self.slicing = slicing
         self.weight = whole("patches.weight", (hidden, CHANNELS, PATCH, PATCH), slicing)
-        self.positions = layers.PositionEmbedding("patches.positions", count, hidden, slicing, std=STD)
+        self.positions = layers.PositionEmbedding(
+            "patches.positions", count, hidden, slicing, std=STD
+        )
 
     def forward(self, x: None, micro: MicroBatch) -> Tensor:
         assert micro.inputs is not None
@@ -373,7 +401,9 @@ class Encoder(nn.Module):
         self.norm = layers.LayerNorm(f"{name}.norm", hidden, slicing)
         packed = [(part, hidden) for part in ("query", "key", "value")]
         self.qkv = layers.ColumnLinear(name, hidden, packed, slicing, std=STD, multiple=self.d)
-        self.out = layers.RowLinear(f"{name}.out", hidden, hidden, slicing, std=STD, multiple=self.d)
+        self.out = layers.RowLinear(
+            f"{name}.out", hidden, hidden, slicing, std=STD, multiple=self.d
+        )
         self.mlp_norm = layers.LayerNorm(f"{name}.mlp_norm", hidden, slicing)
         self.mlp = layers.MLP(f"{name}.mlp", hidden, 2 * hidden, slicing, std=STD, out_std=STD)
 

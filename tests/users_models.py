@@ -45,13 +45,17 @@ class Decoder:
         h, slicing = width or self.hidden, self.slicing
         heads = self.config.heads * h // self.hidden
         norms = (self.norm(f"{name}.attention_norm", h), self.norm(f"{name}.mlp_norm", h))
-        attention = layers.Attention(f"{name}.attention", h, heads, slicing, rotary=1e4, std=STD, out_std=STD)
+        attention = layers.Attention(
+            f"{name}.attention", h, heads, slicing, rotary=1e4, std=STD, out_std=STD
+        )
         mlp = layers.MLP(f"{name}.mlp", h, 2 * h, slicing, std=STD, out_std=STD)
         return layers.Block(name, norms, attention, mlp, slicing)
 
     def head(self, weight: str = WORD, width: int | None = None) -> layers.LanguageModelHead:
         h = width or self.hidden
-        return layers.LanguageModelHead("head", weight, self.norm("head.norm", h), self.vocab, h, self.slicing, std=STD)
+        return layers.LanguageModelHead(
+            "head", weight, self.norm("head.norm", h), self.vocab, h, self.slicing, std=STD
+        )
 
 
 class TwoTies(Decoder):
@@ -60,7 +64,9 @@ class TwoTies(Decoder):
     def layers(self) -> list[nn.Module]:
         e = self.hidden // 2
         word = layers.VocabEmbedding("embedding.word", self.vocab, e, self.slicing, std=STD)
-        first, last = (own.whole("embedding.up.weight", (self.hidden, e), self.slicing) for _ in range(2))
+        first, last = (
+            own.whole("embedding.up.weight", (self.hidden, e), self.slicing) for _ in range(2)
+        )
         ends = own.FactorisedEmbedding(word, first), own.FactorisedHead(last, self.head(width=e))
         return [ends[0], self.block("blocks.0"), self.block("blocks.1"), ends[1]]
 
@@ -69,8 +75,16 @@ class ThreeWayTie(Decoder):
     """One matrix in the first, the middle and the last layer: at pp 3 on all stages."""
 
     def layers(self) -> list[nn.Module]:
-        memory = own.WordMemory("memory", self.norm("memory.norm"), self.vocab, self.hidden, self.slicing)
-        return [self.embedding(), self.block("blocks.0"), memory, self.block("blocks.1"), self.head()]
+        memory = own.WordMemory(
+            "memory", self.norm("memory.norm"), self.vocab, self.hidden, self.slicing
+        )
+        return [
+            self.embedding(),
+            self.block("blocks.0"),
+            memory,
+            self.block("blocks.1"),
+            self.head(),
+        ]
 
 
 class Albert(Decoder):
@@ -84,7 +98,11 @@ class Alternating(Decoder):
     """Two blocks in turn: A B A B A."""
 
     def layers(self) -> list[nn.Module]:
-        return [self.embedding(), *(self.block(f"shared.{letter}") for letter in "ababa"), self.head("head.weight")]
+        return [
+            self.embedding(),
+            *(self.block(f"shared.{letter}") for letter in "ababa"),
+            self.head("head.weight"),
+        ]
 
 
 class UsedTwice(Decoder):
@@ -92,7 +110,13 @@ class UsedTwice(Decoder):
 
     def layers(self) -> list[nn.Module]:
         twice = self.block("twice")
-        return [self.embedding(), twice, own.Universal(self.block("universal")), twice, self.head("head.weight")]
+        return [
+            self.embedding(),
+            twice,
+            own.Universal(self.block("universal")),
+            twice,
+            self.head("head.weight"),
+        ]
 
 
 class FrozenEmbedding(Decoder):
@@ -121,7 +145,10 @@ class Kernels(Decoder):
 
     def layers(self) -> list[nn.Module]:
         parts = {"gate": own.Gate, "convolution": own.Convolution, "stacked": own.Stacked}
-        made = (kind(name, self.norm(f"{name}.norm"), self.hidden, self.slicing) for name, kind in parts.items())
+        made = (
+            kind(name, self.norm(f"{name}.norm"), self.hidden, self.slicing)
+            for name, kind in parts.items()
+        )
         return [self.embedding(), *made, self.head()]
 
 
@@ -130,7 +157,13 @@ class Buffers(Decoder):
 
     def layers(self) -> list[nn.Module]:
         running = (
-            own.Running(f"running.{i}", self.norm(f"running.{i}.norm"), self.hidden, self.config.seq, self.slicing)
+            own.Running(
+                f"running.{i}",
+                self.norm(f"running.{i}.norm"),
+                self.hidden,
+                self.config.seq,
+                self.slicing,
+            )
             for i in range(2)
         )
         return [self.embedding(), next(running), self.block("blocks.0"), next(running), self.head()]
@@ -148,7 +181,10 @@ class Cast(Decoder):
     """An fp32 boundary in an fp64 model."""
 
     def layers(self) -> list[nn.Module]:
-        blocks = [own.Before(Tensor.double, own.After(Tensor.float, self.block(f"blocks.{i}"))) for i in range(2)]
+        blocks = [
+            own.Before(Tensor.double, own.After(Tensor.float, self.block(f"blocks.{i}")))
+            for i in range(2)
+        ]
         return [self.embedding(), *blocks, own.Before(Tensor.double, self.head())]
 
 
@@ -160,14 +196,23 @@ class Hourglass(Decoder):
         narrow = own.After(lambda x: x[..., :half].contiguous(), self.block("blocks.0"))
         widen = own.After(lambda x: torch.cat((x, x.square()), -1), self.block("blocks.1", half))
         short = own.Before(own.pool, self.block("blocks.2"))
-        return [self.embedding(), narrow, widen, short, own.Before(own.stretch, self.head("head.weight"))]
+        return [
+            self.embedding(),
+            narrow,
+            widen,
+            short,
+            own.Before(own.stretch, self.head("head.weight")),
+        ]
 
 
 class LatentAttention(Decoder):
     """Attention by a latent, as DeepSeek has it."""
 
     def layers(self) -> list[nn.Module]:
-        latents = [own.Latent(f"latent.{i}", self.hidden, self.config.heads, self.slicing) for i in range(2)]
+        latents = [
+            own.Latent(f"latent.{i}", self.hidden, self.config.heads, self.slicing)
+            for i in range(2)
+        ]
         return [self.embedding(), latents[0], self.block("blocks.0"), latents[1], self.head()]
 
 
@@ -175,10 +220,21 @@ class TwoTensors(Decoder):
     """Boundaries of three tensors, one of integers, and of two, one of them wide and later short."""
 
     def layers(self) -> list[nn.Module]:
-        word = functools.partial(layers.VocabEmbedding, vocab=self.vocab, hidden=self.hidden, slicing=self.slicing)
-        first, value = own.Sources(word("embedding.word", std=STD)), own.ValueEmbedding(word("value.word", std=STD))
+        word = functools.partial(
+            layers.VocabEmbedding, vocab=self.vocab, hidden=self.hidden, slicing=self.slicing
+        )
+        first, value = (
+            own.Sources(word("embedding.word", std=STD)),
+            own.ValueEmbedding(word("value.word", std=STD)),
+        )
         blocks = [own.Passing(self.block(f"blocks.{i}")) for i in range(2)]
-        return [first, blocks[0], value, blocks[1], own.Join(self.head(), self.hidden, self.slicing)]
+        return [
+            first,
+            blocks[0],
+            value,
+            blocks[1],
+            own.Join(self.head(), self.hidden, self.slicing),
+        ]
 
 
 class MiddleLosses(Decoder):
@@ -187,19 +243,26 @@ class MiddleLosses(Decoder):
     def layers(self) -> list[nn.Module]:
         blocks = [self.block(f"blocks.{i}") for i in range(3)]
         heads = [self.exit("exit.0", WORD), None, self.exit("exit.1", "exit.1.weight")]
-        supervised = [own.Supervised(b, self.slicing, h) for b, h in zip(blocks, heads, strict=True)]
+        supervised = [
+            own.Supervised(b, self.slicing, h) for b, h in zip(blocks, heads, strict=True)
+        ]
         return [self.embedding(), *supervised, own.WithLosses(self.head())]
 
     def exit(self, name: str, weight: str) -> layers.LanguageModelHead:
         norm = self.norm(f"{name}.norm")
-        return layers.LanguageModelHead(name, weight, norm, self.vocab, self.hidden, self.slicing, std=STD)
+        return layers.LanguageModelHead(
+            name, weight, norm, self.vocab, self.hidden, self.slicing, std=STD
+        )
 
 
 class Vision(Decoder):
     """A vision transformer: no tokens, pixels in the batch, labels of one dimension, a parameter of four."""
 
     def layers(self) -> list[nn.Module]:
-        blocks = [own.Encoder(f"blocks.{i}", self.hidden, self.config.heads, self.slicing) for i in range(2)]
+        blocks = [
+            own.Encoder(f"blocks.{i}", self.hidden, self.config.heads, self.slicing)
+            for i in range(2)
+        ]
         patches = own.Patches(self.hidden, self.config.seq, self.slicing)
         return [patches, *blocks, own.Classifier(self.hidden, self.slicing)]
 

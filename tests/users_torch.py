@@ -21,7 +21,10 @@ class Torch(nn.Module):
     def __init__(self, name: str, slicing: Slicing, run: Run, *modules: nn.Module) -> None:
         super().__init__()
         self.name, self.run, self.inner = name, run, nn.ModuleList(modules).double()
-        made = {param: whole(f"{name}.{path}", param.shape, slicing) for path, param in self.inner.named_parameters()}
+        made = {
+            param: whole(f"{name}.{path}", param.shape, slicing)
+            for path, param in self.inner.named_parameters()
+        }
         for owner in self.inner.modules():
             for key, param in list(owner.named_parameters(recurse=False)):
                 setattr(owner, key, made[param])
@@ -63,7 +66,12 @@ class TorchModules(Decoder):
 
     def layers(self) -> list[nn.Module]:
         h, slicing = self.hidden, self.slicing
-        parts = (nn.Linear(h, h), nn.ReLU(inplace=True), nn.Linear(h, h, bias=False), nn.ReLU(inplace=True))
+        parts = (
+            nn.Linear(h, h),
+            nn.ReLU(inplace=True),
+            nn.Linear(h, h, bias=False),
+            nn.ReLU(inplace=True),
+        )
         normed = nn.utils.parametrizations.weight_norm(nn.Linear(h, h))
         found = [
             Torch("in-place", slicing, in_place, *parts),

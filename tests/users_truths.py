@@ -51,7 +51,10 @@ def rms(w: Weights, name: str, x: Tensor) -> Tensor:
 
 def layer_norm(w: Weights, name: str, x: Tensor) -> Tensor:
     x = x - x.mean(-1, keepdim=True)
-    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
+    return (
+        x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * w[f"{name}.weight"]
+        + w[f"{name}.bias"]
+    )
 
 
 def dense(w: Weights, name: str, x: Tensor) -> Tensor:
@@ -78,7 +81,9 @@ def mlp(w: Weights, name: str, x: Tensor) -> Tensor:
 
 def block(w: Weights, name: str, x: Tensor, count: int = HEADS) -> Tensor:
     y = rms(w, f"{name}.attention_norm", x)
-    q, k, v = (heads(dense(w, f"{name}.attention.{part}", y), count) for part in ("query", "key", "value"))
+    q, k, v = (
+        heads(dense(w, f"{name}.attention.{part}", y), count) for part in ("query", "key", "value")
+    )
     x = x + dense(w, f"{name}.attention.out", attend(turn(q, 1e4), turn(k, 1e4), v))
     return x + mlp(w, f"{name}.mlp", rms(w, f"{name}.mlp_norm", x))
 
@@ -219,7 +224,9 @@ TRUTHS: dict[str, Callable[[Weights, Batch, Run], Tensor]] = {
     "two-ties": two_ties,
     "three-way-tie": three_way_tie,
     "albert": a_list(["shared"] * 3, WORD),
-    "a-b-a-b-a": a_list(["shared.a", "shared.b", "shared.a", "shared.b", "shared.a"], "head.weight"),
+    "a-b-a-b-a": a_list(
+        ["shared.a", "shared.b", "shared.a", "shared.b", "shared.a"], "head.weight"
+    ),
     "used-twice": a_list(["twice", *["universal"] * 3, "twice"], "head.weight"),
     "frozen-embedding": a_list(["blocks.0", "blocks.1"], "head.weight"),
     "frozen-middle": a_list(["blocks.0", "blocks.1", "blocks.2"], WORD),
@@ -232,7 +239,10 @@ TRUTHS: dict[str, Callable[[Weights, Batch, Run], Tensor]] = {
     "middle-losses": middle_losses,
     "vision": vision,
 }
-FROZEN = {"frozen-embedding": ("embedding.", "blocks.0."), "frozen-middle": ("blocks.1.", "blocks.2.mlp.")}
+FROZEN = {
+    "frozen-embedding": ("embedding.", "blocks.0."),
+    "frozen-middle": ("blocks.1.", "blocks.2.mlp."),
+}
 
 
 # ----------------------------------------------------------------------------------------------------------- training
@@ -251,11 +261,21 @@ def loss_of(name: str, w: Weights, part: Batch, run: Run) -> Tensor:
     return sum(run.losses, loss)
 
 
-def train(name: str, weights: Weights, batches: Sequence[Batch], microbatches: int, evaluated: Batch) -> Result:
+def train(
+    name: str, weights: Weights, batches: Sequence[Batch], microbatches: int, evaluated: Batch
+) -> Result:
     """A step of AdamW on each batch, cut into micro-batches; then the mean loss of one more."""
     buffers = (".mean", ".scale")
-    w = {key: value.double().clone().requires_grad_() for key, value in weights.items() if not key.endswith(buffers)}
-    trained = {key: value for key, value in w.items() if not key.startswith(FROZEN.get(name, ("no such name",)))}
+    w = {
+        key: value.double().clone().requires_grad_()
+        for key, value in weights.items()
+        if not key.endswith(buffers)
+    }
+    trained = {
+        key: value
+        for key, value in w.items()
+        if not key.startswith(FROZEN.get(name, ("no such name",)))
+    }
     groups = [
         {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": DECAY},
         {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
@@ -264,7 +284,9 @@ def train(name: str, weights: Weights, batches: Sequence[Batch], microbatches: i
     run, result = Run(), Result([], [], {}, 0.0)
     for run.step, batch in enumerate(batches):
         optimizer.zero_grad()
-        result.losses.append(sum(backward(name, w, part, batch, run) for part in cut(batch, microbatches)))
+        result.losses.append(
+            sum(backward(name, w, part, batch, run) for part in cut(batch, microbatches))
+        )
         result.norms.append(float(torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)))
         optimizer.step()
     run.step, run.training = len(batches), False
@@ -273,7 +295,10 @@ def train(name: str, weights: Weights, batches: Sequence[Batch], microbatches: i
         result.evaluation = float(loss_of(name, w, evaluated, run) / (labels >= 0).sum())
     result.weights = {key: value.detach() for key, value in w.items()}
     for layer, mean in run.means.items():
-        result.weights |= {f"{layer}.mean": mean, f"{layer}.scale": torch.tensor(1 / len(batches), dtype=torch.float64)}
+        result.weights |= {
+            f"{layer}.mean": mean,
+            f"{layer}.scale": torch.tensor(1 / len(batches), dtype=torch.float64),
+        }
     return result
 
 

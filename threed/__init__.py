@@ -23,7 +23,17 @@ _HOMES = {
     "Topology": "threed.topology",
     "initialize": "threed.deepspeed",
 }
-_ROOMS = ("checkpoint", "config", "data", "layers", "models", "monitor", "planner", "schedules", "testing")
+_ROOMS = (
+    "checkpoint",
+    "config",
+    "data",
+    "layers",
+    "models",
+    "monitor",
+    "planner",
+    "schedules",
+    "testing",
+)
 __all__ = [*_HOMES, *_ROOMS]
 
 

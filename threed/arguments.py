@@ -27,7 +27,9 @@ from threed.schema import BaseModel, ErrorDetails, FieldInfo, ValidationError
 from threed.values import Takes
 
 GROUPS: Mapping[str, type[BaseModel]] = {
-    name: info.annotation for name, info in Config.model_fields.items() if isinstance(info.annotation, type)
+    name: info.annotation
+    for name, info in Config.model_fields.items()
+    if isinstance(info.annotation, type)
 }
 PRESETS = Path(__file__).with_name("presets")
 _WORDS = ("preset", "config", "world-size")
@@ -65,7 +67,10 @@ class _Draft:
 
 
 def load(
-    argv: list[str], *, defaults: Mapping[str, Mapping[str, Any]] | None = None, presets: Path = PRESETS
+    argv: list[str],
+    *,
+    defaults: Mapping[str, Mapping[str, Any]] | None = None,
+    presets: Path = PRESETS,
 ) -> tuple[Config, Options]:
     """Read the command line; raises ConfigError with every problem of every key at once.
 
@@ -92,8 +97,14 @@ def load_checked(
     if options.help:
         return config, options
     asked = options.world_size
-    found = find_problems(config, asked or world_size, None if asked else local_world) if draft.complete else []
-    problems = draft.problems + [text for text in found if not any(_mentions(text, flag) for flag in draft.suspects)]
+    found = (
+        find_problems(config, asked or world_size, None if asked else local_world)
+        if draft.complete
+        else []
+    )
+    problems = draft.problems + [
+        text for text in found if not any(_mentions(text, flag) for flag in draft.suspects)
+    ]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return config, options
@@ -103,7 +114,10 @@ def format_problems(problems: list[str]) -> str:
     """The report to print: a count, then each problem with its fix."""
     head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return "\n".join(
-        [f"threed: {head} in the configuration; nothing was started", *(f"  - {text}" for text in problems)]
+        [
+            f"threed: {head} in the configuration; nothing was started",
+            *(f"  - {text}" for text in problems),
+        ]
     )
 
 
@@ -113,12 +127,17 @@ def to_toml(config: Config) -> str:
     for group in GROUPS:
         values = getattr(config, group)
         lines += [f"[{key_name(group)}]"]
-        lines += [f"{key_name(name)} = {_toml_value(getattr(values, name))}" for name in GROUPS[group].model_fields]
+        lines += [
+            f"{key_name(name)} = {_toml_value(getattr(values, name))}"
+            for name in GROUPS[group].model_fields
+        ]
         lines += [""]
     return "\n".join(lines)
 
 
-def help_text(config: Config, prog: str, *, width: int | None = None, about: str | None = None) -> str:
+def help_text(
+    config: Config, prog: str, *, width: int | None = None, about: str | None = None
+) -> str:
     """Returns the text of `--help`: every key with its meaning, and its value in `config` as the default, in groups.
 
     width: in columns. about: the description of a custom program, which has no presets and no dry run.
@@ -139,12 +158,19 @@ def help_text(config: Config, prog: str, *, width: int | None = None, about: str
     blocks = [textwrap.fill(f"{usage} [--group.key value …]", width, subsequent_indent="    ")]
     blocks += [*([] if about is None else [about.strip()]), _help_rows(options, width)]
     for name, group in GROUPS.items():
-        rows = [_help_row(name, key, info, getattr(config, name)) for key, info in group.model_fields.items()]
-        blocks.append(textwrap.fill(f"{name}: {group.__doc__}", width) + "\n" + _help_rows(rows, width))
+        rows = [
+            _help_row(name, key, info, getattr(config, name))
+            for key, info in group.model_fields.items()
+        ]
+        blocks.append(
+            textwrap.fill(f"{name}: {group.__doc__}", width) + "\n" + _help_rows(rows, width)
+        )
     return "\n\n".join(blocks) + "\n"
 
 
-def _read(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Path) -> tuple[Config, Options, _Draft]:
+def _read(
+    argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Path
+) -> tuple[Config, Options, _Draft]:
     draft = _Draft()
     for group, keys in defaults.items():
         for key, value in keys.items():
@@ -171,7 +197,9 @@ def _read(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: P
 def _fit_warmup(draft: _Draft, suggested: set[str]) -> None:
     """Resets a warm-up that is not shorter than the run to its default, if it comes from one of the `suggested`
     sources."""
-    steps, warmup = (str(draft.values.get(place)) for place in (("train", "steps"), ("optim", "warmup")))
+    steps, warmup = (
+        str(draft.values.get(place)) for place in (("train", "steps"), ("optim", "warmup"))
+    )
     from_them = draft.sources.get(("optim", "warmup")) in suggested
     if from_them and steps.isdecimal() and warmup.isdecimal() and int(warmup) >= int(steps):
         draft.say("optim", "warmup", "none")
@@ -222,7 +250,9 @@ def _find_file(words: dict[str, str], presets: Path, problems: list[str]) -> Pat
         names = _preset_names(presets)
         if words["preset"] in names:
             return presets / f"{words['preset']}.toml"
-        problems.append(f"--preset {words['preset']}: no such preset; there are {', '.join(names) or 'none'}")
+        problems.append(
+            f"--preset {words['preset']}: no such preset; there are {', '.join(names) or 'none'}"
+        )
     if "config" in words:
         path = Path(words["config"])
         if path.is_file():
@@ -246,12 +276,16 @@ def _read_toml(path: Path, draft: _Draft) -> None:
         return
     for group, keys in tables.items():
         if not isinstance(keys, dict):
-            draft.problems.append(f"{path}: {group} stands outside any group; put it under one, such as [train]")
+            draft.problems.append(
+                f"{path}: {group} stands outside any group; put it under one, such as [train]"
+            )
             continue
         for key, value in keys.items():
             alike = sorted(other for other in keys if python_name(other) == python_name(key))
             if key != alike[0]:
-                draft.problems.append(f"{path}: {group} has both {alike[0]} and {key}, which are one key; remove one")
+                draft.problems.append(
+                    f"{path}: {group} has both {alike[0]} and {key}, which are one key; remove one"
+                )
             draft.say(group, key, value, str(path))
 
 
@@ -272,7 +306,9 @@ def _judge(draft: _Draft) -> Config:
     except ValidationError as error:
         for detail in error.errors():
             _describe(detail, draft)
-    said = {place: value for place, value in draft.values.items() if _flag(*place) not in draft.suspects}
+    said = {
+        place: value for place, value in draft.values.items() if _flag(*place) not in draft.suspects
+    }
     return Config.model_validate(_nested(said))
 
 
@@ -287,7 +323,11 @@ def _describe(detail: ErrorDetails, draft: _Draft) -> None:
     """Add one of pydantic's errors to the problems, in the words of the command line."""
     group, *rest = (str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        for place in [place for place in draft.values if place[0] == group and (not rest or place[1] == rest[0])]:
+        for place in [
+            place
+            for place in draft.values
+            if place[0] == group and (not rest or place[1] == rest[0])
+        ]:
             _describe_unknown(_flag(*place).removeprefix("--"), draft.sources[place], draft)
         return
     place = (group, rest[0])
@@ -303,7 +343,9 @@ def _describe_unknown(name: str, source: str, draft: _Draft) -> None:
     draft.suspects |= {f"--{name}", *close}
     hint = f" (did you mean {' or '.join(close)}?)" if close else ""
     where = f" (in {source})" if source else ""
-    draft.problems.append(f"--{name}{where}: no such {'key' if '.' in name else 'flag'}{hint}; --help lists all")
+    draft.problems.append(
+        f"--{name}{where}: no such {'key' if '.' in name else 'flag'}{hint}; --help lists all"
+    )
 
 
 def reason(detail: ErrorDetails) -> str:
@@ -312,7 +354,9 @@ def reason(detail: ErrorDetails) -> str:
     if kind == "literal_error":
         words = [word.strip("'") for word in context["expected"].replace(" or ", ", ").split(", ")]
         close = difflib.get_close_matches(str(detail["input"]), words, 1)
-        return f"must be {context['expected'].replace(chr(39), '')}" + (f" (did you mean {close[0]}?)" if close else "")
+        return f"must be {context['expected'].replace(chr(39), '')}" + (
+            f" (did you mean {close[0]}?)" if close else ""
+        )
     if kind in ("int_parsing", "int_from_float", "int_type"):
         return "must be a whole number"
     if kind in ("float_parsing", "float_type"):
@@ -329,7 +373,11 @@ def _flag(group: str, name: str) -> str:
 
 def _close_flags(name: str) -> list[str]:
     """Flags that `name` may have meant: the same key in another group, or one that is spelt much alike."""
-    keys = {f"{group}.{key_name(key)}": key_name(key) for group, model in GROUPS.items() for key in model.model_fields}
+    keys = {
+        f"{group}.{key_name(key)}": key_name(key)
+        for group, model in GROUPS.items()
+        for key in model.model_fields
+    }
     name = name.replace("_", "-")
     group, _, key = name.rpartition(".")
     close = [flag for flag, short in keys.items() if short == key] if group not in GROUPS else []
@@ -361,7 +409,10 @@ def _toml_value(value: Any) -> str:
 
 
 def _help_row(group: str, name: str, info: FieldInfo, values: BaseModel) -> tuple[str, str]:
-    return f"{_flag(group, name)} {takes(info)}", f"{info.description} (default {written(name, getattr(values, name))})"
+    return (
+        f"{_flag(group, name)} {takes(info)}",
+        f"{info.description} (default {written(name, getattr(values, name))})",
+    )
 
 
 def written(name: str, value: Any) -> str:

@@ -84,7 +84,10 @@ def publish(building: Path, path: Path) -> None:
 def _swap(a: Path, b: Path) -> bool:
     """Exchanges two names by Linux's renameat2(2); False where there is no such call, or not on this file system."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
-    return call is not None and call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+    return (
+        call is not None
+        and call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+    )
 
 
 def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
@@ -97,11 +100,16 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
         wanted = wanted.expanduser().absolute()
         wanted.parent.mkdir(parents=True, exist_ok=True)
-        wanted.mkdir(mode=0o700, exist_ok=True)  # compiled code may lie there too, which nobody else may write
+        wanted.mkdir(
+            mode=0o700, exist_ok=True
+        )  # compiled code may lie there too, which nobody else may write
         with tempfile.TemporaryFile(dir=wanted):
             return wanted, ""
     fallback = _private_temporary_folder()
-    return fallback, f"The cache folder {wanted} is not writable; using {fallback}. Set THREED_CACHE to choose another."
+    return (
+        fallback,
+        f"The cache folder {wanted} is not writable; using {fallback}. Set THREED_CACHE to choose another.",
+    )
 
 
 def _private_temporary_folder() -> Path:

@@ -36,8 +36,12 @@ class Guard:
         self._compared = engine.steps
         self._recheck = Recheck(engine, note) if engine.config.run.recheck_bad_steps else None
         if engine.config.run.check_replicas:
-            copies, alone = (nbytes / MIB for nbytes in replicas.compared(engine.optimizer, engine.topology))
-            note(f"replicas   of {copies + alone:.1f} MiB on rank 0, {copies:.1f} have copies to be compared with")
+            copies, alone = (
+                nbytes / MIB for nbytes in replicas.compared(engine.optimizer, engine.topology)
+            )
+            note(
+                f"replicas   of {copies + alone:.1f} MiB on rank 0, {copies:.1f} have copies to be compared with"
+            )
 
     def step(self, batch: Batch) -> StepMetrics:
         """An optimizer step."""

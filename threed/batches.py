@@ -32,21 +32,27 @@ class Batches:
     layers: all layers of the model; an `Embedding` needs the batch's tokens, a `LanguageModelHead` its labels.
     """
 
-    def __init__(self, model: Model, topology: Topology, config: Config, layers: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, model: Model, topology: Topology, config: Config, layers: Sequence[nn.Module] = ()
+    ) -> None:
         self.wrapped = model if isinstance(model, Wrapped) else None
         self.topology, self.slicing = topology, model.slicing
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
         self.casts = config.precision.cast_inputs
         needs = {"tokens": Embedding, "labels": LanguageModelHead}
-        self.ids = [key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)]
+        self.ids = [
+            key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)
+        ]
         self.empty = Flag("no label of the global batch counts (all are below 0)", error=False)
 
     def rows(self, batch: Batch) -> int:
         """Sequences (or rows) in a batch. Raises ValueError when they make no whole micro-batches."""
         for name, value in batch.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
-                raise ValueError(f"the batch's {name!r} is no tensor with rows: pass tensors that are cut along rows")
+                raise ValueError(
+                    f"the batch's {name!r} is no tensor with rows: pass tensors that are cut along rows"
+                )
         sizes = {len(value) for value in batch.values()}
         rows = sizes.pop() if len(sizes) == 1 else 0
         if sizes:
@@ -54,7 +60,9 @@ class Batches:
                 f"the batch's tensors have different numbers of rows: { ({k: len(v) for k, v in batch.items()}) }"
             )
         if rows == 0 or rows % self.size:
-            raise ValueError(f"this rank's batch of {rows} sequences is not a multiple of micro-batch {self.size}")
+            raise ValueError(
+                f"this rank's batch of {rows} sequences is not a multiple of micro-batch {self.size}"
+            )
         return rows
 
     def _check_ids(self, batch: Batch) -> None:
@@ -65,19 +73,28 @@ class Batches:
             if (given := batch[key].dtype) != torch.int64:
                 whole = not (given.is_floating_point or given.is_complex)
                 fix = f"convert with batch[{key!r}].long()" if whole else "pass integer ids"
-                raise ValueError(f"the batch's {key!r} are {str(given).removeprefix('torch.')}, not int64: {fix}")
+                raise ValueError(
+                    f"the batch's {key!r} are {str(given).removeprefix('torch.')}, not int64: {fix}"
+                )
             if batch[key].dim() != 2:
-                raise ValueError(f"the batch's {key!r} are {list(batch[key].shape)}: the model needs {key!r} [b s]")
+                raise ValueError(
+                    f"the batch's {key!r} are {list(batch[key].shape)}: the model needs {key!r} [b s]"
+                )
 
     def _agreed_rows(self, batch: Batch, training: bool) -> int:
         """Rows of the batch. Raises ValueError where data ranks pass different numbers of them: they would lose each
         other. A step does not ask the other ranks: its rows are known."""
         data = self.topology.axis("dp")
         if not training and data.size > 1:
-            given = {len(value) if isinstance(value, Tensor) and value.dim() else 0 for value in batch.values()}
+            given = {
+                len(value) if isinstance(value, Tensor) and value.dim() else 0
+                for value in batch.values()
+            }
             everyone = collectives.exchange(sorted(given), data)
             if any(other != everyone[0] for other in everyone):
-                raise ValueError(f"data ranks evaluate different numbers of rows, {everyone}: give each equally many")
+                raise ValueError(
+                    f"data ranks evaluate different numbers of rows, {everyone}: give each equally many"
+                )
         rows, due = self.rows(batch), self.global_batch // data.size
         if training and data.size > 1 and rows != due:
             raise ValueError(
@@ -103,28 +120,45 @@ class Batches:
         if self.wrapped is not None:
             return self._of_a_module(self.wrapped, batch, rows // self.size, step, scale, training)
         if "tokens" in batch:
-            self.slicing.sequence_range(batch["tokens"].shape[1])  # refuses what cannot be cut over tensor ranks
+            self.slicing.sequence_range(
+                batch["tokens"].shape[1]
+            )  # refuses what cannot be cut over tensor ranks
         whole = {key: self._placed(value) for key, value in batch.items()}
         first = consumed + self.topology.axis("dp").index * rows
         whole.setdefault("samples", torch.arange(first, first + rows, device=self.topology.device))
         weight = self._weight(count_items(whole, shifted=False), scale)
         return [
-            self._micro_batch({key: value[at : at + self.size] for key, value in whole.items()}, weight, step, training)
+            self._micro_batch(
+                {key: value[at : at + self.size] for key, value in whole.items()},
+                weight,
+                step,
+                training,
+            )
             for at in range(0, rows, self.size)
         ]
 
-    def _micro_batch(self, part: dict[str, Tensor], weight: Tensor, step: int, training: bool) -> MicroBatch:
+    def _micro_batch(
+        self, part: dict[str, Tensor], weight: Tensor, step: int, training: bool
+    ) -> MicroBatch:
         tokens, labels, samples = (part.pop(key, None) for key in ("tokens", "labels", "samples"))
         return MicroBatch(tokens, labels, samples, weight, step, training, part or None)
 
     def _of_a_module(
-        self, wrapped: Wrapped, batch: Batch, count: int, step: int, scale: Tensor | float, training: bool
+        self,
+        wrapped: Wrapped,
+        batch: Batch,
+        count: int,
+        step: int,
+        scale: Tensor | float,
+        training: bool,
     ) -> list[MicroBatch]:
         """Each one's mean loss weighs as much as the items it is a mean over."""
         whole = {key: self._placed(value) for key, value in batch.items()}
         parts = [{key: value.chunk(count)[i] for key, value in whole.items()} for i in range(count)]
         items = [wrapped.count(part) for part in parts]
-        total = collectives.sum_of_scalars(torch.stack(items).sum(0).view(-1), self.topology.axis("dp"))
+        total = collectives.sum_of_scalars(
+            torch.stack(items).sum(0).view(-1), self.topology.axis("dp")
+        )
         self.empty.note(total.amax() == 0)
         weights = [(n * (scale / total.clamp(min=1))).view(n.shape) for n in items]
         parts = [with_some_label(part, n) for part, n in zip(parts, items, strict=True)]

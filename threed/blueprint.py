@@ -23,7 +23,12 @@ from threed.layers import LanguageModelHead
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
-from threed.pipeline.activation_checkpointing import build, recomputed_layers, sliced_over, with_recompute
+from threed.pipeline.activation_checkpointing import (
+    build,
+    recomputed_layers,
+    sliced_over,
+    with_recompute,
+)
 from threed.pipeline.layer_major import LayerMajorStage
 from threed.pipeline.replicated_inputs import unlike_inputs
 from threed.pipeline.stage import AlwaysWhole, ParameterGatherer, Stage
@@ -69,7 +74,9 @@ class Pipeline:
             _agree(plan, topology)
         if p.partition == "measured" and p.pp > 1:
             found = divide(plan, layers)
-            made = cls(name, found.plan, Cut.of(found.ranges, plan), found.costs, found.limit, found)
+            made = cls(
+                name, found.plan, Cut.of(found.ranges, plan), found.costs, found.limit, found
+            )
         else:
             made = _cut_by_cost(name, plan, layers, config, costs)
         if made.plan is not plan:
@@ -91,17 +98,25 @@ def _agree(plan: Plan, topology: Topology) -> None:
 
 
 def _cut_by_cost(
-    name: str, plan: Plan, layers: list[nn.Module], config: Config, costs: Callable[[list[nn.Module]], Sequence[float]]
+    name: str,
+    plan: Plan,
+    layers: list[nn.Module],
+    config: Config,
+    costs: Callable[[list[nn.Module]], Sequence[float]],
 ) -> Pipeline:
     """Cut by layers' costs, which are then the times that a schedule plans by; or by counts, with equal times."""
     p, flops = config.parallel, functools.cache(lambda: tuple(costs(layers)))
     again = recomputed_layers(config, layers) if config.recompute.mode == "full" else ()
-    ranges = partition(p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again))
+    ranges = partition(
+        p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again)
+    )
     cut = Cut.of(ranges, plan)
     if p.partition != "balanced" or p.pp == 1 or not schedules.plans_by_times(name):
         return Pipeline(name, plan, cut)
     times = stage_costs(times_by_flops(flops(), again), ranges)
-    return Pipeline(name, schedules.build(name, p.pp, plan.microbatches, plan.chunks, times), cut, times)
+    return Pipeline(
+        name, schedules.build(name, p.pp, plan.microbatches, plan.chunks, times), cut, times
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +134,12 @@ class Blueprint:
 
     @classmethod
     def draw(
-        cls, model: Model, layers: list[nn.Module], topology: Topology, config: Config, pipeline: Pipeline
+        cls,
+        model: Model,
+        layers: list[nn.Module],
+        topology: Topology,
+        config: Config,
+        pipeline: Pipeline,
     ) -> Blueprint:
         """Lays out this rank's parameters. Collective where the topology has groups.
 
@@ -130,18 +150,28 @@ class Blueprint:
         ties = cut.ties([names(layer) for layer in layers])
         axes = {name for name in setup.shard_axes(config, topology) if name}
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
-        held = [(n, chunk) for chunk, part in enumerate(cut.chunks(topology.axis("pp").index)) for n in part]
+        held = [
+            (n, chunk)
+            for chunk, part in enumerate(cut.chunks(topology.axis("pp").index))
+            for n in part
+        ]
         units: Sequence[HasModules] = wrapped.units if wrapped else [layers[n] for n, _ in held]
         chunks = None if wrapped else [chunk for _, chunk in held]
         if wrapped and pipeline.plan.asynchronous:
             raise ConfigError(
-                [f"--parallel.schedule {pipeline.schedule} with a wrapped module: build it from threed.layers"]
+                [
+                    f"--parallel.schedule {pipeline.schedule} with a wrapped module: build it from threed.layers"
+                ]
             )
         if wrapped and (problems := find_problems(wrapped.module, topology.dp)):
             raise ConfigError(problems)
-        laid_out = layout.build(units, ties, topology, setup.policy(config, topology, cut.ways), chunks)
+        laid_out = layout.build(
+            units, ties, topology, setup.policy(config, topology, cut.ways), chunks
+        )
         setup.size_buffers(laid_out, config, len(setup.rule(config.optim).state_names))
-        return cls(model, topology, config, layers, recomputed_layers(config, layers), pipeline, laid_out)
+        return cls(
+            model, topology, config, layers, recomputed_layers(config, layers), pipeline, laid_out
+        )
 
     def lowered(
         self, microbatches: int, training: bool = True, part: Callable[[Plan], Plan] | None = None
@@ -149,7 +179,9 @@ class Blueprint:
         """Returns a step's plan with its communication; of forwards alone for evaluation and sampling; of an
         asynchronous one the `part`, if not all."""
         validates = training and self.optimistic
-        return _lowered(self.pipeline, microbatches, training, self.config.zero.stage == 3, validates, part)
+        return _lowered(
+            self.pipeline, microbatches, training, self.config.zero.stage == 3, validates, part
+        )
 
     @property
     def plan(self) -> Plan:
@@ -173,11 +205,15 @@ class Blueprint:
         """
         first, stages, mine = 0, list[Stage](), [self.layers[number] for number in self.held]
         between = None if reducer.early is None else reducer.early.progress
-        layer_major = functools.partial(LayerMajorStage, unit_ended=reducer.unit_ended, between=between)
+        layer_major = functools.partial(
+            LayerMajorStage, unit_ended=reducer.unit_ended, between=between
+        )
         make: Callable[..., Stage] = layer_major if self.layer_major else Stage
         wrapped = isinstance(self.model, Wrapped)
         units = {} if wrapped else {unit: mine[unit] for unit in self.recomputed_units}
-        recomputed = build(self.config, units, self.live, self.model.slicing, self.topology, self._unlike)
+        recomputed = build(
+            self.config, units, self.live, self.model.slicing, self.topology, self._unlike
+        )
         for chunk in self.chunks:
             layers, own = mine[first : first + len(chunk)], AlwaysWhole() if wrapped else gatherer
             stages.append(make(layers, own, self.config.zero.prefetch, first, recomputed))
@@ -211,8 +247,15 @@ class Blueprint:
     @property
     def flags(self) -> list[Flag]:
         """The flags of all layers of the model, and of the stages; the same list on every rank."""
-        found = [f for layer in self.layers for m in layer.modules() for f in getattr(m, "data_flags", ())]
-        sliced = not isinstance(self.model, Wrapped) and sliced_over(self.config, self.model.slicing)
+        found = [
+            f
+            for layer in self.layers
+            for m in layer.modules()
+            for f in getattr(m, "data_flags", ())
+        ]
+        sliced = not isinstance(self.model, Wrapped) and sliced_over(
+            self.config, self.model.slicing
+        )
         return [*found, self._unlike] if sliced and self.config.recompute.mode == "full" else found
 
     @functools.cached_property  # every step asks, and a plan is long to hash
@@ -246,7 +289,9 @@ def _lowered(
 ) -> Plan:  # fmt: skip
     placement = pipeline.cut.one_way
     if not training:
-        return schedules.lower(schedules.forward_only(len(placement), microbatches, placement), gathers)
+        return schedules.lower(
+            schedules.forward_only(len(placement), microbatches, placement), gathers
+        )
     plan = pipeline.plan_of(microbatches)
     return schedules.lower(plan if part is None else part(plan), gathers, validates)
 
@@ -254,7 +299,9 @@ def _lowered(
 def step_plan(config: Config, data_ranks: int) -> Plan:
     """The compute actions of a step; with equal times, where a schedule plans by times."""
     p = config.parallel
-    return schedules.build(schedule_of(config), p.pp, count_microbatches(config, data_ranks), p.chunks)
+    return schedules.build(
+        schedule_of(config), p.pp, count_microbatches(config, data_ranks), p.chunks
+    )
 
 
 def schedule_of(config: Config) -> str:

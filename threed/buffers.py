@@ -54,7 +54,9 @@ class Place:
     def store(self, values: Tensor) -> None:
         """Takes values; the tensor that is there stays the same object if it can be written to."""
         old = self.value
-        repeated = old is not None and any(n > 1 and step == 0 for n, step in zip(old.shape, old.stride(), strict=True))
+        repeated = old is not None and any(
+            n > 1 and step == 0 for n, step in zip(old.shape, old.stride(), strict=True)
+        )
         if old is None or repeated or old.is_inference():
             self.owner._buffers[self.key] = values.clone()
         else:
@@ -75,7 +77,9 @@ def find(roots: Roots) -> list[Place]:
     places, memo = [], set[nn.Module]()
     for prefix, root in roots:
         for path, owner in root.named_modules(memo, prefix):
-            places += [Place(f"{path}.{key}" if path else key, owner, key) for key in owner._buffers]
+            places += [
+                Place(f"{path}.{key}" if path else key, owner, key) for key in owner._buffers
+            ]
     return places
 
 
@@ -86,7 +90,9 @@ def bytes_of(value: Tensor) -> Tensor:
 
 def of_bytes(data: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
     """The tensor [*shape] of dtype (such as "float32") whose memory `data` is."""
-    return data.clone().view(getattr(torch, dtype)).view(tuple(shape))  # cloned, for it may begin at an odd byte
+    return (
+        data.clone().view(getattr(torch, dtype)).view(tuple(shape))
+    )  # cloned, for it may begin at an odd byte
 
 
 def dtype_name(value: Tensor) -> str:
@@ -102,7 +108,11 @@ class Buffers:
     """
 
     def __init__(
-        self, stages: Sequence[Roots], topology: Topology, again: Collection[str] = (), twice: bool = False
+        self,
+        stages: Sequence[Roots],
+        topology: Topology,
+        again: Collection[str] = (),
+        twice: bool = False,
     ) -> None:
         self.topology, self._again, self._twice = topology, frozenset(again), twice
         self._stage, self._data = topology.axis("pp").index, topology.axis("dp")
@@ -129,10 +139,16 @@ class Buffers:
                 place.owner._buffers[place.key] = place.value.to(self.topology.device)
         held = self._held()
         about = [[place.name, dtype_name(value), list(value.shape)] for place, value in held]
-        for rank, other in zip(self._data.ranks, collectives.exchange(about, self._data) if held else (), strict=False):
+        for rank, other in zip(
+            self._data.ranks, collectives.exchange(about, self._data) if held else (), strict=False
+        ):
             if other != about:
                 names = sorted(
-                    {str(entry[0]) for entry in (*about, *other) if entry not in about or entry not in other}
+                    {
+                        str(entry[0])
+                        for entry in (*about, *other)
+                        if entry not in about or entry not in other
+                    }
                 )
                 raise ValueError(
                     f"rank {rank} has other buffers than rank {self.topology.rank}: {', '.join(names[:5])}"
@@ -159,7 +175,9 @@ class Buffers:
 
     def changing(self) -> list[tuple[Place, Tensor]]:
         """The buffers that forwards change, as far as known, with copies of their values."""
-        return [(place, place.value.clone()) for place, *_ in self._changing if place.value is not None]
+        return [
+            (place, place.value.clone()) for place, *_ in self._changing if place.value is not None
+        ]
 
     def _held(self) -> list[tuple[Place, Tensor]]:
         held = [(place, place.value) for place in find(self._roots) if place.value is not None]
@@ -168,7 +186,9 @@ class Buffers:
 
     def _look(self, copy: bool) -> dict[tuple[nn.Module, str], Seen]:
         return {
-            (place.owner, place.key): Seen(weakref.ref(value), _version(value), value.clone() if copy else None)
+            (place.owner, place.key): Seen(
+                weakref.ref(value), _version(value), value.clone() if copy else None
+            )
             for place, value in self._held()
         }
 
@@ -178,8 +198,16 @@ class Buffers:
         pairs = [(place, value, seen.get((place.owner, place.key))) for place, value in held]
         # The kernels of batch_norm leave version counters as they are: so values are compared in the first step, and
         # later a module's other buffers are taken for changed with the one that says so (num_batches_tracked).
-        owners = {place.owner for place, value, before in pairs if before is None or _replaced(value, before)}
-        if same := [(p.owner, b.copy, v) for p, v, b in pairs if b and b.copy is not None and p.owner not in owners]:
+        owners = {
+            place.owner
+            for place, value, before in pairs
+            if before is None or _replaced(value, before)
+        }
+        if same := [
+            (p.owner, b.copy, v)
+            for p, v, b in pairs
+            if b and b.copy is not None and p.owner not in owners
+        ]:
             differ = torch.stack([(copy != value).any() for _, copy, value in same]).tolist()
             owners |= {owner for (owner, *_), changed in zip(same, differ, strict=True) if changed}
         # A buffer that is no state and is another tensor now is a cache, whose shape may be each rank's own.
@@ -217,10 +245,14 @@ class Buffers:
             value = place.value
             if value is None or (value.shape, value.dtype) != (shape, dtype):
                 now = "nothing" if value is None else f"{value.dtype} {list(value.shape)}"
-                raise RuntimeError(f"buffer {place.name} was {dtype} {list(shape)} and is {now} now: keep its shape")
+                raise RuntimeError(
+                    f"buffer {place.name} was {dtype} {list(shape)} and is {now} now: keep its shape"
+                )
         sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in chosen]
         if self._data.index == 0:
-            flat = torch.cat([bytes_of(place.value) for place, *_ in chosen if place.value is not None])
+            flat = torch.cat(
+                [bytes_of(place.value) for place, *_ in chosen if place.value is not None]
+            )
         else:
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.topology.device)
         collectives.broadcast(flat, self._data, 0)
@@ -241,14 +273,25 @@ class Buffers:
         if (self._data.index > 0 and not any_copy) or self.topology.axis("tp").index > 0:
             return {}
         first, places = self._first, self.persistent()
-        own = {name: place.value for name, place in places.items() if first.get(name, self._stage) == self._stage}
+        own = {
+            name: place.value
+            for name, place in places.items()
+            if first.get(name, self._stage) == self._stage
+        }
         return {name: value for name, value in sorted(own.items()) if value is not None}
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
         """Every persistent buffer of the model and its shape, None where it has no value. Collective."""
-        mine = [[n, None if p.value is None else list(p.value.shape)] for n, p in self.persistent().items()]
+        mine = [
+            [n, None if p.value is None else list(p.value.shape)]
+            for n, p in self.persistent().items()
+        ]
         stages = collectives.exchange(mine, self.topology.axis("pp"))
-        return {name: None if shape is None else tuple(shape) for stage in stages for name, shape in stage}
+        return {
+            name: None if shape is None else tuple(shape)
+            for stage in stages
+            for name, shape in stage
+        }
 
     def different(self) -> list[str]:
         """The persistent buffers whose values are not the same on all tensor ranks. Collective."""
@@ -256,7 +299,9 @@ class Buffers:
         if line.size == 1 or not values:
             return []
         mine = {
-            name: "" if value is None else hashlib.sha256(bytes_of(value).cpu().numpy().data).hexdigest()
+            name: ""
+            if value is None
+            else hashlib.sha256(bytes_of(value).cpu().numpy().data).hexdigest()
             for name, value in values.items()
         }
         ranks = collectives.exchange(mine, line)
@@ -274,14 +319,17 @@ class Buffers:
         line, mine = self.topology.axis("pp"), self.owned()
         if self._data.index > 0 or self.topology.axis("tp").index > 0:
             return {}
-        about = collectives.exchange([[n, dtype_name(v), list(v.shape), v.nbytes] for n, v in mine.items()], line)
+        about = collectives.exchange(
+            [[n, dtype_name(v), list(v.shape), v.nbytes] for n, v in mine.items()], line
+        )
         empty = torch.empty(0, dtype=torch.uint8, device=self.topology.device)
         flats = collectives.gather_to_first(torch.cat([empty, *map(bytes_of, mine.values())]), line)
         out: dict[str, Tensor] = {}
         for stage, flat in zip(about, flats, strict=False):
             parts = flat.split([nbytes for *_, nbytes in stage])
             out |= {
-                name: of_bytes(part, dtype, shape) for (name, dtype, shape, _), part in zip(stage, parts, strict=True)
+                name: of_bytes(part, dtype, shape)
+                for (name, dtype, shape, _), part in zip(stage, parts, strict=True)
             }
         return out
 
@@ -304,7 +352,10 @@ def build(
     """
     if wrapped is not None:
         return Buffers([[("", wrapped)]], topology)
-    roots = [(str(getattr(layer, "name", f"layers.{number}")), layer) for number, layer in enumerate(layers)]
+    roots = [
+        (str(getattr(layer, "name", f"layers.{number}")), layer)
+        for number, layer in enumerate(layers)
+    ]
     empty = [place.name for place in find(roots) if place.value is not None and place.value.is_meta]
     if empty:
         raise ValueError(
@@ -313,4 +364,6 @@ def build(
         )
     again = {place.name for number in recomputed for place in find([roots[number]])}
     held = [[n for chunk in cut.chunks(rank) for n in chunk] for rank in range(topology.pp)]
-    return Buffers([[roots[number] for number in numbers] for numbers in held], topology, again, cut.ways == 2)
+    return Buffers(
+        [[roots[number] for number in numbers] for numbers in held], topology, again, cut.ways == 2
+    )

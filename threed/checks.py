@@ -61,14 +61,26 @@ def find_refusals(config: Config) -> list[str]:
     """What an engine refuses: the features that are not there yet, each with what is, and keys of memory that would do
     nothing."""
     missing = [
-        problem for refusal in (*_OTHERS, *_of_schedule(config.parallel.schedule)) if (problem := refusal.find(config))
+        problem
+        for refusal in (*_OTHERS, *_of_schedule(config.parallel.schedule))
+        if (problem := refusal.find(config))
     ]
-    own = (_check_memory_limit, _check_offload, _check_order, _check_recompute, _check_optimistic, _check_asynchronous)
+    own = (
+        _check_memory_limit,
+        _check_offload,
+        _check_order,
+        _check_recompute,
+        _check_optimistic,
+        _check_asynchronous,
+    )
     return [*missing, *(problem for look in own for problem in look(config))]
 
 
 def find_problems(
-    config: Config, world_size: int, local_world: int | None = None, tokenizer_vocab: int | None = None
+    config: Config,
+    world_size: int,
+    local_world: int | None = None,
+    tokenizer_vocab: int | None = None,
 ) -> list[str]:
     """All problems of this configuration in a world of `world_size` ranks, `local_world` of them on a machine.
 
@@ -80,7 +92,11 @@ def find_problems(
         dp = derive_dp(config, world_size)
     except ConfigError as error:
         machines = local_world not in (None, world_size)
-        how = f"--nnodes × --nproc-per-node, now {local_world} on this machine" if machines else "--nproc-per-node"
+        how = (
+            f"--nnodes × --nproc-per-node, now {local_world} on this machine"
+            if machines
+            else "--nproc-per-node"
+        )
         problems.append(f"{error} (torchrun {how})")
     own = (
         _check_loss_scale,
@@ -112,7 +128,9 @@ def _as_written(value: object) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]  # of any that is meant, all
+    small = [
+        n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0
+    ]  # of any that is meant, all
     return sorted({*small, *(number // n for n in small)})
 
 
@@ -140,9 +158,7 @@ def _check_loss_scale(config: Config) -> Iterator[str]:
 def _check_memory_limit(config: Config) -> Iterator[str]:
     p = config.parallel
     if p.memory_limit_gib is not None and (p.partition != "measured" or p.pp == 1):
-        given = (
-            f"--parallel.memory-limit-gib {p.memory_limit_gib:g} with --parallel.partition {_as_written(p.partition)}"
-        )
+        given = f"--parallel.memory-limit-gib {p.memory_limit_gib:g} with --parallel.partition {_as_written(p.partition)}"
         why = "it bounds the cut by measured times over several pipeline ranks"
         yield f"{given} and --parallel.pp {p.pp}: {why}; use --parallel.partition measured, or leave it out"
 
@@ -180,8 +196,14 @@ def _check_offload(config: Config) -> Iterator[str]:
         yield f"--zero.tile {zero.tile} {stage}: {why}; use --zero.stage 3, or leave it out"
     if zero.delayed_update and zero.offload_optimizer != "cpu":
         yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
-    if zero.early_update is True and (zero.order, *list(places.values())[:2]) != ("layer", "nvme", "nvme"):
-        needs = "--zero.order layer with both --zero.offload-optimizer and --zero.offload-params nvme"
+    if zero.early_update is True and (zero.order, *list(places.values())[:2]) != (
+        "layer",
+        "nvme",
+        "nvme",
+    ):
+        needs = (
+            "--zero.order layer with both --zero.offload-optimizer and --zero.offload-params nvme"
+        )
         yield f"--zero.early-update true needs {needs}; use auto, which is true there, or set these"
 
 
@@ -194,7 +216,10 @@ def _check_optimistic(config: Config) -> Iterator[str]:
         yield f"{given} with --parallel.pp 1: no stage waits for another; use auto, or --parallel.pp 2 or more"
     if zero.delayed_update:
         yield f"{given} with --zero.delayed-update true: both let the next step begin early; use one of them"
-    places = {"--zero.offload-optimizer": zero.offload_optimizer, "--zero.offload-params": zero.offload_params}
+    places = {
+        "--zero.offload-optimizer": zero.offload_optimizer,
+        "--zero.offload-params": zero.offload_params,
+    }
     for flag, place in places.items():
         if place != "none" and not zero.delayed_update:
             yield f"{given} with {flag} {place}: it keeps copies of what is on the device; use auto, or {flag} none"
@@ -209,7 +234,10 @@ def _check_asynchronous(config: Config) -> Iterator[str]:
     if zero.stage > 1:
         why = "slices of gradients would be summed into those of the step before"
         yield f"{given} with --zero.stage {zero.stage}: {why}; use --zero.stage 0 or 1"
-    places = {"--zero.offload-optimizer": zero.offload_optimizer, "--zero.offload-params": zero.offload_params}
+    places = {
+        "--zero.offload-optimizer": zero.offload_optimizer,
+        "--zero.offload-params": zero.offload_params,
+    }
     for flag, place in places.items():
         if place != "none":
             yield f"{given} with {flag} {place}: both versions of the weights are on the device; use {flag} none"
@@ -273,13 +301,19 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
     """Whether the schedule has a plan for the stages and micro-batches of this run, and the model layers for it."""
     name, p, train = config.parallel.schedule, config.parallel, config.train
     whole = dp is not None and train.global_batch % (train.micro_batch * dp) == 0
-    count = count_microbatches(config, dp) if whole and dp else None  # a batch that cannot be cut is said elsewhere
+    count = (
+        count_microbatches(config, dp) if whole and dp else None
+    )  # a batch that cannot be cut is said elsewhere
     if schedules.names_file(name):
         yield from _check_file(config, count)
     elif name in schedules.available():
-        chunks = p.chunks if schedules.chunks_are_free(name) else None  # another number is refused by name
+        chunks = (
+            p.chunks if schedules.chunks_are_free(name) else None
+        )  # another number is refused by name
         if schedules.is_asynchronous(name) and count is not None and count < p.pp:
-            given = f"--parallel.schedule {name} with {count} micro-batches and --parallel.pp {p.pp}"
+            given = (
+                f"--parallel.schedule {name} with {count} micro-batches and --parallel.pp {p.pp}"
+            )
             rows = f"{p.pp * train.micro_batch * (dp or 1)}"
             fix = f"use --train.global-batch {rows} or more, or a smaller micro-batch"
             yield f"{given}: it needs one for each stage; {fix}"
@@ -295,7 +329,9 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
     """Whether the layers are enough for the stages of a plan, and an explicit partition has a number for each."""
     p, layers = config.parallel, config.model.layers
-    several = f" × {stages // p.pp} chunks of --parallel.schedule {p.schedule}" if stages != p.pp else ""
+    several = (
+        f" × {stages // p.pp} chunks of --parallel.schedule {p.schedule}" if stages != p.pp else ""
+    )
     if layers >= p.pp and layers + 2 < stages:  # fewer are refused already
         given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"
         yield f"{given} of --parallel.pp {p.pp}{several}: use --model.layers {stages - 2} or more, or another schedule"
@@ -310,14 +346,17 @@ def _check_file(config: Config, count: int | None) -> Iterator[str]:
     try:
         schedules.check_name(name)
         fixed = schedules.read_csv(name) if name.endswith(".csv") else None
-        if fixed is not None and (fixed.stages, fixed.microbatches) != (p.pp, count or fixed.microbatches):
+        if fixed is not None and (fixed.stages, fixed.microbatches) != (
+            p.pp,
+            count or fixed.microbatches,
+        ):
             given = f"{name} is for {fixed.stages} stages and {fixed.microbatches} micro-batches"
-            fix = (
-                f"--parallel.pp {fixed.stages} and --train.global-batch {fixed.microbatches} × --train.micro-batch × dp"
-            )
+            fix = f"--parallel.pp {fixed.stages} and --train.global-batch {fixed.microbatches} × --train.micro-batch × dp"
             yield f"--parallel.schedule {given}, and this run has {p.pp} and {count or 'another number'}: use {fix}"
         elif count is not None:
-            yield from _check_stages(config, schedules.build(name, p.pp, count, p.chunks).total_stages)
+            yield from _check_stages(
+                config, schedules.build(name, p.pp, count, p.chunks).total_stages
+            )
     except ValueError as error:
         yield schedule_problem(error)
 
@@ -355,7 +394,10 @@ def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
         return
     smaller = max((n for n in range(1, micro) if batch % (n * dp) == 0), default=0)
     other = f", or --train.micro-batch {smaller}" if smaller else ""
-    product, use = f"--train.micro-batch {micro} × dp {dp} = {micro * dp}", _around(batch, micro * dp)
+    product, use = (
+        f"--train.micro-batch {micro} × dp {dp} = {micro * dp}",
+        _around(batch, micro * dp),
+    )
     yield f"--train.global-batch {batch} is not divisible by {product}: use {use}{other}"
 
 
@@ -363,7 +405,10 @@ def _check_recheck(config: Config) -> Iterator[str]:
     """What changes weights between a step and its second computation."""
     if not config.run.recheck_bad_steps:
         return
-    given, why = "--run.recheck-bad-steps true with", "weights change before a step could be computed again"
+    given, why = (
+        "--run.recheck-bad-steps true with",
+        "weights change before a step could be computed again",
+    )
     if config.zero.delayed_update:
         yield f"{given} --zero.delayed-update true: {why}; use one of them"
     if schedules.is_asynchronous(config.parallel.schedule):

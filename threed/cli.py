@@ -57,32 +57,54 @@ def _tool(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="threed", description="Training, and the tools beside it.")
+    parser = argparse.ArgumentParser(
+        prog="threed", description="Training, and the tools beside it."
+    )
     tools = parser.add_subparsers(required=True, metavar="TOOL")
 
-    def tool(name: str, text: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+    def tool(
+        name: str, text: str, run: Callable[[argparse.Namespace], None]
+    ) -> argparse.ArgumentParser:
         sub = tools.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
         return sub
 
     named = "|".join(architectures.NAMES)
-    tools.add_parser("train", help=f"[{named}] --preset tiny …: trains; `threed train --help` lists every key")
+    tools.add_parser(
+        "train", help=f"[{named}] --preset tiny …: trains; `threed train --help` lists every key"
+    )
     sub = tool("schedule", "plays a pipeline schedule out, and draws it", _schedule)
-    sub.add_argument("name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv")
-    sub.add_argument("--stages", type=int, help="pipeline ranks; of FILE.csv as many as it has rows")
-    sub.add_argument("--microbatches", type=int, help="micro-batches of a step; of FILE.csv its own")
+    sub.add_argument(
+        "name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv"
+    )
+    sub.add_argument(
+        "--stages", type=int, help="pipeline ranks; of FILE.csv as many as it has rows"
+    )
+    sub.add_argument(
+        "--microbatches", type=int, help="micro-batches of a step; of FILE.csv its own"
+    )
     sub.add_argument("--chunks", type=int, default=None, help="model chunks on a rank")
     for name in ("forward", "backward-input", "backward-weight"):
-        sub.add_argument(f"--{name}", type=float, default=1.0, help="time of it for one micro-batch (default 1)")
+        sub.add_argument(
+            f"--{name}", type=float, default=1.0, help="time of it for one micro-batch (default 1)"
+        )
     sub.add_argument("--send", type=float, default=0.0, help="latency of a message (default 0)")
     sub.add_argument(
-        "--overlapped", type=float, help="time of a forward run together with a backward (default the sum)"
+        "--overlapped",
+        type=float,
+        help="time of a forward run together with a backward (default the sum)",
     )
     sub.add_argument("--svg", type=Path, help="draw the timeline into this file")
-    sub.add_argument("--csv", type=Path, help="write the plan as torch.distributed.pipelining reads it")
+    sub.add_argument(
+        "--csv", type=Path, help="write the plan as torch.distributed.pipelining reads it"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
-    tools.add_parser("plan", help="what a run would take; takes the flags of training and --world-size N")
-    sub = tool("tokenize", "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx", _tokenize)
+    tools.add_parser(
+        "plan", help="what a run would take; takes the flags of training and --world-size N"
+    )
+    sub = tool(
+        "tokenize", "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx", _tokenize
+    )
     sub.add_argument("src")
     sub.add_argument("dst", help="prefix of the .bin and .idx to write")
     help_text = "bytes (default), the folder of a tokenizer, or the path of a tokenizer.json"
@@ -95,28 +117,52 @@ def _parser() -> argparse.ArgumentParser:
     sub = tool("convert", text, _convert)
     sub.add_argument("src", type=Path)
     sub.add_argument("dst", type=Path)
-    sub.add_argument("--to", choices=["native", "hf"], help="what DST is to be; default: the other one than SRC is")
     sub.add_argument(
-        "--tokenizer", help="bytes, a folder, a tokenizer.json, or none; default: the folder's, or the run's"
+        "--to",
+        choices=["native", "hf"],
+        help="what DST is to be; default: the other one than SRC is",
     )
-    sub.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights")
+    sub.add_argument(
+        "--tokenizer",
+        help="bytes, a folder, a tokenizer.json, or none; default: the folder's, or the run's",
+    )
+    sub.add_argument(
+        "--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights"
+    )
     help_text = "read checkpoints of DeepSpeed and Megatron, which are pickles, in a process that is cut off"
     sub.add_argument("--allow-pickle", action="store_true", help=help_text)
     sub.add_argument(
-        "--config", type=Path, help="config.json of DeepSpeed's model; default: the one in SRC or above it"
+        "--config",
+        type=Path,
+        help="config.json of DeepSpeed's model; default: the one in SRC or above it",
     )
-    sub = tool("inspect", "shows versions and devices, or what is in a checkpoint, all hashes verified", _inspect)
+    sub = tool(
+        "inspect",
+        "shows versions and devices, or what is in a checkpoint, all hashes verified",
+        _inspect,
+    )
     sub.add_argument("checkpoint", type=Path, nargs="?")
-    sub.add_argument("--drive", default=tempfile.gettempdir(), help="folder whose drive is timed (default %(default)s)")
+    sub.add_argument(
+        "--drive",
+        default=tempfile.gettempdir(),
+        help="folder whose drive is timed (default %(default)s)",
+    )
     sub = tool("report", "draws a run's figures again from its folder", _report)
     sub.add_argument("folder", type=Path)
     text = "trains a model in every topology and compares with one process: exit code 0 same, 1 differs, 2 not compared"
-    sub = tools.add_parser("verify", help=text, allow_abbrev=False, description=f"{text}; takes flags of training too")
-    sub.add_argument("model", metavar="FILE.py:NAME", help="a class called with a ModelConfig and a Slicing")
-    sub.add_argument(
-        "--topologies", help="such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN microN seq zeroN recompute offload"
+    sub = tools.add_parser(
+        "verify", help=text, allow_abbrev=False, description=f"{text}; takes flags of training too"
     )
-    sub.add_argument("--timeout", type=float, default=120, help="seconds for one topology (default 120)")
+    sub.add_argument(
+        "model", metavar="FILE.py:NAME", help="a class called with a ModelConfig and a Slicing"
+    )
+    sub.add_argument(
+        "--topologies",
+        help="such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN microN seq zeroN recompute offload",
+    )
+    sub.add_argument(
+        "--timeout", type=float, default=120, help="seconds for one topology (default 120)"
+    )
     sub.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -172,7 +218,11 @@ def _schedule(a: argparse.Namespace) -> None:
         peak = f"at most {max(timeline.peak_activations):g} micro-batches in memory"
         subtitle = f"ends at {timeline.makespan:g}, bubble {timeline.bubble:.1%}, {peak}"
         a.svg.write_text(schedules.svg(timeline.spans, title, subtitle, ways=plan.ways))
-    print(json.dumps(facts) if a.json else "\n".join(f"{name:<17} {value}" for name, value in facts.items()))
+    print(
+        json.dumps(facts)
+        if a.json
+        else "\n".join(f"{name:<17} {value}" for name, value in facts.items())
+    )
 
 
 def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
@@ -190,10 +240,16 @@ def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
 def _tokenize(a: argparse.Namespace) -> None:
     from threed.data import load_tokenizer, tokenize_to_megatron
 
-    tokenizer = load_tokenizer(a.tokenizer, {"true": True, "false": False}.get(a.bos, "auto"), a.special_tokens)
+    tokenizer = load_tokenizer(
+        a.tokenizer, {"true": True, "false": False}.get(a.bos, "auto"), a.special_tokens
+    )
     made = tokenize_to_megatron(a.src, a.dst, tokenizer)
-    print(f"{made.documents:,} documents, {made.tokens:,} tokens: {', '.join(str(file) for file in made.files)}")
-    begin = f"begin with {list(tokenizer.bos_ids)} (bos)" if tokenizer.bos_ids else "begin without bos"
+    print(
+        f"{made.documents:,} documents, {made.tokens:,} tokens: {', '.join(str(file) for file in made.files)}"
+    )
+    begin = (
+        f"begin with {list(tokenizer.bos_ids)} (bos)" if tokenizer.bos_ids else "begin without bos"
+    )
     print(f"documents {begin} and end with {tokenizer.eot}")
 
 
@@ -225,13 +281,17 @@ def _machine_facts(drive: str) -> str:
     from threed.topology import backends
 
     lines = [f"python       {platform.python_version()}"]
-    for name in "threed torch numpy safetensors pydantic tokenizers wandb transformers matplotlib".split():
+    for (
+        name
+    ) in "threed torch numpy safetensors pydantic tokenizers wandb transformers matplotlib".split():
         try:
             lines.append(f"{name:<12} {version(name)}")
         except PackageNotFoundError:
             lines.append(f"{name:<12} not installed")
     devices = [str(device.name(torch.device("cuda", i))) for i in range(device.count())]
-    lines.append(f"devices      {', '.join(devices) or f'CPU, {torch.get_num_threads()} threads in this process'}")
+    lines.append(
+        f"devices      {', '.join(devices) or f'CPU, {torch.get_num_threads()} threads in this process'}"
+    )
     lines.append(f"backends     {', '.join(backends()) or 'none'}")
     for name, found in native.status().items():
         found = found.replace("\n", "\n" + " " * 13)
@@ -250,7 +310,11 @@ def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
     try:
         disk, buffer, rates = Disk(folder, "inspect"), host_buffer(nbytes), []
         place = disk.reserve(nbytes)
-        for transfer in (disk.write, disk.write, disk.read):  # the first write is of blocks that were never written
+        for transfer in (
+            disk.write,
+            disk.write,
+            disk.read,
+        ):  # the first write is of blocks that were never written
             began = time.perf_counter()
             transfer(place, buffer).wait()
             rates.append(nbytes / (time.perf_counter() - began) / 1e9)
@@ -281,7 +345,10 @@ def _checkpoint_facts(path: Path) -> str:
         f"after step {state['steps']} and {state['consumed']} samples",
         f"model {model['arch']}, saved on {manifest['topology']}",
         *(f"{name:<44} {list(shape)}" for name, shape in sorted(reader.shapes.items())),
-        *(f"{name:<44} {list(shape)} buffer, {dtype}" for name, (_, dtype, shape) in sorted(reader.buffers.items())),
+        *(
+            f"{name:<44} {list(shape)} buffer, {dtype}"
+            for name, (_, dtype, shape) in sorted(reader.buffers.items())
+        ),
     ]
     return "\n".join(lines)
 

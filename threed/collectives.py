@@ -66,7 +66,10 @@ def split(size: int, parts: int, index: int) -> tuple[int, int]:
 
 def same_start(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors begin at the same place in memory."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
+    return (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.storage_offset() == b.storage_offset()
+    )
 
 
 def _gloo(axis: Axis) -> bool:
@@ -75,7 +78,9 @@ def _gloo(axis: Axis) -> bool:
     return dist.get_backend(axis.group) == "gloo"
 
 
-def _start(collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis) -> dist.Work | None:
+def _start(
+    collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
+) -> dist.Work | None:
     """Begins a collective; on the meta device, where tensors have shapes only, nothing is sent."""
     return None if out.is_meta else collective(out, *args, group=axis.group, async_op=True)
 
@@ -117,7 +122,12 @@ def all_gather(shard: Tensor, axis: Axis) -> Tensor:
 
 
 def start_reduce_scatter(
-    full: Tensor, axis: Axis, *, wire: torch.dtype | None = None, into: Tensor | None = None, add: bool = False
+    full: Tensor,
+    axis: Axis,
+    *,
+    wire: torch.dtype | None = None,
+    into: Tensor | None = None,
+    add: bool = False,
 ) -> Pending:
     """Begins to sum `full` [size*n ...] over the axis; the result is this rank's part [n ...] of the sum.
 
@@ -127,7 +137,9 @@ def start_reduce_scatter(
     if axis.size == 1:
         return done(full if into is None else _store(full, into, add))
     if full.shape[0] % axis.size:
-        raise ValueError(f"reduce-scatter of {tuple(full.shape)}: dimension 0 is no multiple of {axis.size} ranks")
+        raise ValueError(
+            f"reduce-scatter of {tuple(full.shape)}: dimension 0 is no multiple of {axis.size} ranks"
+        )
     moved = full.contiguous().to(wire or full.dtype)
     axis.count(_nbytes(moved) // axis.size * (axis.size - 1))
     if _gloo(axis):
@@ -144,7 +156,9 @@ def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
     return into if same_start(into, value) else into.copy_(value)
 
 
-def _exchange_sum(full: Tensor, axis: Axis, dtype: torch.dtype, into: Tensor | None, add: bool) -> Pending:
+def _exchange_sum(
+    full: Tensor, axis: Axis, dtype: torch.dtype, into: Tensor | None, add: bool
+) -> Pending:
     """Sends each peer its part and adds up my part's versions in rank order.
 
     More than two ranks send to themselves too, by a copy of one part here: else those in the middle would have to copy
@@ -160,7 +174,9 @@ def _exchange_sum(full: Tensor, axis: Axis, dtype: torch.dtype, into: Tensor | N
     # Narrow numbers are added in fp32 and rounded once; a sum of two is rounded once anyway.
     narrow = dtype in (torch.bfloat16, torch.float16) and (axis.size > 2 or add)
     wide = torch.float32 if narrow else dtype
-    direct = into.view(-1) if into is not None and not add and full.dtype == wide == into.dtype else None
+    direct = (
+        into.view(-1) if into is not None and not add and full.dtype == wide == into.dtype else None
+    )
 
     def add_up() -> Tensor:
         versions = list(got.view(max(1, axis.size * (axis.size > 2)), row).unbind(0))
@@ -193,7 +209,9 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, wire: torch.dtype | None = N
     if not _gloo(axis):
         axis.count(2 * _nbytes(moved) * (axis.size - 1) // axis.size)
         return Pending(lambda: moved.to(dtype), _start(dist.all_reduce, moved, axis=axis))
-    if axis.size == 2:  # two ranks simply swap: the same bytes as reduce-scatter and all-gather, in one step
+    if (
+        axis.size == 2
+    ):  # two ranks simply swap: the same bytes as reduce-scatter and all-gather, in one step
         return _swap_sum(moved, axis, dtype)
     return _start_scattered_all_reduce(moved, axis, dtype)
 
@@ -202,7 +220,9 @@ def _swap_sum(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
     other = torch.empty_like(tensor)
     splits = [0, tensor.numel()] if axis.index == 0 else [tensor.numel(), 0]
     axis.count(_nbytes(tensor))
-    work = _start(dist.all_to_all_single, other.view(-1), tensor.view(-1), splits, splits, axis=axis)
+    work = _start(
+        dist.all_to_all_single, other.view(-1), tensor.view(-1), splits, splits, axis=axis
+    )
     # a + b == b + a bit for bit: both ranks get the same
     return Pending(lambda: other.to(dtype).add_(tensor), work)
 
@@ -211,7 +231,9 @@ def _start_scattered_all_reduce(tensor: Tensor, axis: Axis, dtype: torch.dtype) 
     """Reduce-scatter, then all-gather; padded to a multiple of the ranks."""
     flat = tensor.view(-1)
     padding = -flat.numel() % axis.size
-    part = start_reduce_scatter(torch.nn.functional.pad(flat, (0, padding)) if padding else flat, axis)
+    part = start_reduce_scatter(
+        torch.nn.functional.pad(flat, (0, padding)) if padding else flat, axis
+    )
     return Pending(lambda: all_gather(part.wait(), axis)[: flat.numel()].view_as(tensor).to(dtype))
 
 
@@ -263,7 +285,9 @@ def receive(outs: Sequence[Tensor], link: Link) -> list[Pending]:
     return _begin(dist.irecv, outs, link)
 
 
-def _begin(message: Callable[..., dist.Work | None], tensors: Sequence[Tensor], link: Link) -> list[Pending]:
+def _begin(
+    message: Callable[..., dist.Work | None], tensors: Sequence[Tensor], link: Link
+) -> list[Pending]:
     """Begins messages; several as one launch where the backend can, which then has one work for all of them."""
     peer, group = link.peer, link.axis.group
     if len(tensors) < 2:
@@ -303,7 +327,9 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(dy.clone(), ctx.axis), None  # NCCL sums in place, and dy may be another branch's too
+        return all_reduce(
+            dy.clone(), ctx.axis
+        ), None  # NCCL sums in place, and dy may be another branch's too
 
 
 class _ReduceFrom(torch.autograd.Function):

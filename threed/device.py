@@ -53,13 +53,19 @@ def processor(device: torch.device) -> str:
     if (gpu := name(device)) is not None:
         return gpu
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+        return next(
+            (line.partition(":")[2].strip() for line in file if line.startswith("model name")), ""
+        )
     return ""
 
 
 def memory_bytes(device: torch.device) -> int | None:
     """The memory of a GPU; None for a CPU."""
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+    return (
+        int(torch.cuda.get_device_properties(device).total_memory)
+        if device.type == "cuda"
+        else None
+    )
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -92,7 +98,9 @@ def beside(stream: torch.Stream) -> Iterator[None]:
     to wait for it where it uses it. So memory of this stream may be let go once its last use was told."""
     before = current_stream(stream.device)
     stream.wait_stream(before)
-    torch.accelerator.set_stream(stream)  # not `with stream`, which one thread at a time may enter, and once
+    torch.accelerator.set_stream(
+        stream
+    )  # not `with stream`, which one thread at a time may enter, and once
     try:
         yield
     finally:
@@ -141,7 +149,9 @@ def copy_stream(device: torch.device, direction: str) -> torch.Stream:
 def made_current(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU the one that kernels are started on; nothing where it is so already."""
     return (
-        nullcontext() if device.index in (None, torch.accelerator.current_device_index()) else torch.cuda.device(device)
+        nullcontext()
+        if device.index in (None, torch.accelerator.current_device_index())
+        else torch.cuda.device(device)
     )
 
 

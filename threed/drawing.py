@@ -16,7 +16,9 @@ from threed.models.check import check
 from threed.topology import Topology
 
 
-def draw(model: Model, topology: Topology, config: Config, *, wrapped: bool) -> tuple[Config, Blueprint]:
+def draw(
+    model: Model, topology: Topology, config: Config, *, wrapped: bool
+) -> tuple[Config, Blueprint]:
     """Returns the configuration with the order of layers decided, and the blueprint of this rank. Collective.
 
     wrapped: the model is a module that knows nothing of threed. ModelError for one that is not right in this topology,
@@ -26,7 +28,9 @@ def draw(model: Model, topology: Topology, config: Config, *, wrapped: bool) -> 
     if wrapped and chunks > 1:
         given = f"--parallel.schedule {config.parallel.schedule} with a wrapped module"
         fix = "use a schedule with one chunk a rank, such as 1f1b or gpipe, or build it from threed.layers"
-        raise ConfigError([f"{given}: the module is one layer, which cannot be cut into {chunks} chunks; {fix}"])
+        raise ConfigError(
+            [f"{given}: the module is one layer, which cannot be cut into {chunks} chunks; {fix}"]
+        )
     layers = model.layers()
     if not wrapped:
         check(layers, model.slicing, topology.axis("tp"), topology.axis("world"))
@@ -43,7 +47,9 @@ def draw(model: Model, topology: Topology, config: Config, *, wrapped: bool) -> 
     return config, blueprint
 
 
-def _costs(model: Model, layers: list[nn.Module], topology: Topology, config: Config) -> Sequence[float]:
+def _costs(
+    model: Model, layers: list[nn.Module], topology: Topology, config: Config
+) -> Sequence[float]:
     """What stages are balanced by: FLOPs of all tensor ranks, so that each of them cuts alike. Collective."""
     own = getattr(model, "costs", None)
     if own is not None:

@@ -25,7 +25,16 @@ from threed.checkpoint import native, resuming
 from threed.checkpoint.copies import Copies
 from threed.checkpoint.files import CheckpointError, in_units
 from threed.checkpoint.hf_folder import is_hf_folder
-from threed.checkpoint.node_memory import FOLDER, RECORD, SLOTS, Machines, Place, Record, base, too_small
+from threed.checkpoint.node_memory import (
+    FOLDER,
+    RECORD,
+    SLOTS,
+    Machines,
+    Place,
+    Record,
+    base,
+    too_small,
+)
 from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.checkpoint.run_folder import RunFolderError
 from threed.checkpoint.union import Found, Loading, look
@@ -54,7 +63,9 @@ class Memory:
         self._again = False
         if not self.every:
             if self.world.index == 0:
-                (folder / RECORD).unlink(missing_ok=True)  # a run without copies goes another way than theirs
+                (folder / RECORD).unlink(
+                    missing_ok=True
+                )  # a run without copies goes another way than theirs
             return
         self.record = _record(folder, self.world)
         self.place = self._agreed(lambda: Place(self.record.run))
@@ -103,9 +114,13 @@ class Memory:
             raise CheckpointError(f"step {found.step} is not whole in memory: {found.problem}")
         engine = self.engine
         others = resuming.model_differences(found.manifest, engine.config)
-        others += resuming.optimizer_differences(found.manifest, engine.config, engine.optimizer.rule.state_names)
+        others += resuming.optimizer_differences(
+            found.manifest, engine.config, engine.optimizer.rule.state_names
+        )
         if others:  # as with a checkpoint: a start anew would drop it
-            raise RunFolderError(f"step {found.step} of this run is in memory, and {'; '.join(others)}")
+            raise RunFolderError(
+                f"step {found.step} of this run is in memory, and {'; '.join(others)}"
+            )
         loading = Loading(self.place, self.machines, engine.topology)
         extra: dict[str, Any] = loading.load(found, engine.optimizer, engine.extras, engine.load)
         self.taken = found.epoch, found.step
@@ -138,7 +153,11 @@ class Memory:
         if problems:
             raise RunFolderError("; ".join(problems))
         machines = f"{self.machines.count} machine{'s' * (self.machines.count > 1)}"
-        copies = ", with a neighbour's copies" if self.copies.neighbour else ", no neighbour to keep more" * replicate
+        copies = (
+            ", with a neighbour's copies"
+            if self.copies.neighbour
+            else ", no neighbour to keep more" * replicate
+        )
         often = "each step" if self.every == 1 else f"every {self.every} steps"
         self.tell(
             f"memory     {often} in {self.place.folder}, {in_units(SLOTS * max(held))} on each of {machines}{copies}"
@@ -153,7 +172,9 @@ class Memory:
         self.copies.save(self.engine.counters(extra()))
         if self.copies.problem and self.copies.problem != self._told:
             self._told = self.copies.problem
-            self.tell(f"no copies in memory of the step before {step}: {self._told}; training goes on")
+            self.tell(
+                f"no copies in memory of the step before {step}: {self._told}; training goes on"
+            )
 
     def finish(self, patience: float = PATIENCE_S) -> None:
         """Lets copies that are written end. Not collective, in any thread."""
@@ -165,7 +186,10 @@ class Memory:
         """Where the block ends by an error, copies that are written have some seconds to end."""
         try:
             yield
-        except (BadStepsError, ReplicaError):  # on all ranks alike: the states themselves may be wrong
+        except (
+            BadStepsError,
+            ReplicaError,
+        ):  # on all ranks alike: the states themselves may be wrong
             self.drop()
             raise
         except Exception:
@@ -230,9 +254,17 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
         if copy is None:
             saved = retention.trust(Path(path)) == f"step-{engine.steps}"
             manifest = None if is_hf_folder(Path(path)) else native.read_manifest(Path(path))
-            return {**extra, "path": Path(path), "problems": problems, "saved": saved, "manifest": manifest}
+            return {
+                **extra,
+                "path": Path(path),
+                "problems": problems,
+                "saved": saved,
+                "manifest": manifest,
+            }
         newest = max((_step(path) for path in paths), default=-1)  # of those that were not refused
-        checkpoint = f"the newest checkpoint is step {newest}" if newest >= 0 else "there is no checkpoint"
+        checkpoint = (
+            f"the newest checkpoint is step {newest}" if newest >= 0 else "there is no checkpoint"
+        )
         machines = f"the memory of {copy.machines} machine{'s' * (copy.machines > 1)}"
         text = f"step {copy.step} from {machines}; {checkpoint}"
         path = str(folder / "checkpoints" / f"step-{copy.step}")

@@ -87,16 +87,22 @@ class Engine:
         self.steps, self.consumed, self._begun = 0, 0, False
         self._numbers: Later | None = None  # of the last step
         agreement.check_configuration(config, topology.axis("world"))
-        self.config, blueprint = draw(self.model, topology, config, wrapped=self.wrapped is not None)
+        self.config, blueprint = draw(
+            self.model, topology, config, wrapped=self.wrapped is not None
+        )
         self.blueprint = blueprint
         layers, mine = blueprint.layers, [blueprint.layers[number] for number in blueprint.held]
         self.batches = Batches(self.model, topology, config, layers)
         self.layout = blueprint.layout
-        self.faults = Faults([self.batches.empty, *blueprint.flags], topology.device, warns=topology.rank == 0)
+        self.faults = Faults(
+            [self.batches.empty, *blueprint.flags], topology.device, warns=topology.rank == 0
+        )
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
         wire, dynamic = setup.wire(config.precision), self.wrapped is not None
-        self.gatherer = Gatherer(self.layout, setup.gather_axis(config, topology, self.layout.policy), dynamic)
+        self.gatherer = Gatherer(
+            self.layout, setup.gather_axis(config, topology, self.layout.policy), dynamic
+        )
         self.reducer = Reducer(self.layout, wire, dynamic, blueprint.layer_major)
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
@@ -104,7 +110,10 @@ class Engine:
             grad_clip=config.train.grad_clip, loss_scale=loss_scale or setup.loss_scale(config.precision),
             optimistic=blueprint.optimistic, max_spike=config.train.max_norm_spike,
         )  # fmt: skip
-        self.reducer.warns, self.reducer.early = topology.axis("tp").index == 0, self.optimizer.early
+        self.reducer.warns, self.reducer.early = (
+            topology.axis("tp").index == 0,
+            self.optimizer.early,
+        )
         self.saver = Saver(self.optimizer, topology, self.config)
         self.asynchronous: Asynchronous | None = None
         if blueprint.plan.asynchronous:
@@ -112,7 +121,9 @@ class Engine:
         agreement.check_buckets(self.layout, topology)
         if self.wrapped is not None:
             self.wrapped.agree(topology.axis("dp"), topology.device)
-        records.initialise(self.optimizer, self._initial_value, again=self.wrapped is None)  # a module has them once
+        records.initialise(
+            self.optimizer, self._initial_value, again=self.wrapped is None
+        )  # a module has them once
         self.hooks = self._hook_up(mine)
         for layer in mine if blueprint.plan.splits else ():
             use_sinks(layer)
@@ -130,12 +141,18 @@ class Engine:
     def _overlap(self, mine: list[nn.Module]) -> Overlap | None:
         """The streams of pairs. What a layer frees, another stream could reuse while it is read: so pairs run one after
         the other where parameters are freed, or buffers may be replaced."""
-        frees = self.layout.slices_parameters or any(True for layer in mine for _ in layer.buffers())
+        frees = self.layout.slices_parameters or any(
+            True for layer in mine for _ in layer.buffers()
+        )
         return None if frees else Overlap(self.topology.device)
 
     def _initial_value(self, part: str, piece: Piece, box: Box) -> Tensor:
         seed = self.config.train.seed
-        return initial(piece, box, seed) if self.wrapped is None else self.wrapped.initial(piece, box, seed)
+        return (
+            initial(piece, box, seed)
+            if self.wrapped is None
+            else self.wrapped.initial(piece, box, seed)
+        )
 
     def _hook_up(self, mine: list[nn.Module]) -> Hooks | None:
         if self.wrapped is None:
@@ -172,8 +189,12 @@ class Engine:
                 rewind()
         self._backwards_s = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
-        metrics = (self.update if self.asynchronous is None else self._end_step)(self._carry(losses), tokens)
-        self.consumed += self.batches.rows(batch) * self.topology.dp  # as `steps`: only of a step that was done
+        metrics = (self.update if self.asynchronous is None else self._end_step)(
+            self._carry(losses), tokens
+        )
+        self.consumed += (
+            self.batches.rows(batch) * self.topology.dp
+        )  # as `steps`: only of a step that was done
         return metrics
 
     def begin(self, microbatches: int) -> None:
@@ -200,7 +221,9 @@ class Engine:
         """Runs the backward of one micro-batch of a wrapped module, of loss * weight * the loss scale. If it raises,
         the step's gradients are discarded: call `begin` for the next step."""
         if not self._begun:
-            raise RuntimeError("call Engine.begin(microbatches) first: gradients of the last step are in the way")
+            raise RuntimeError(
+                "call Engine.begin(microbatches) first: gradients of the last step are in the way"
+            )
         began = time.perf_counter()
         check_scales(self.config.precision.dtype, self.layout.slots)
         self._begun = False
@@ -230,7 +253,9 @@ class Engine:
         self.buffers.end_step()  # refuses what must not change, while nothing is updated
         update = self.optimizer.step(gradients, self.faults.appended_to(loss))
         times.append(time.perf_counter())
-        return self._metrics(update, tokens, (self._backwards_s, times[1] - times[0], times[2] - times[1]))
+        return self._metrics(
+            update, tokens, (self._backwards_s, times[1] - times[0], times[2] - times[1])
+        )
 
     def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
         """Ends a step whose update comes in the next one; it has made that of the step before."""
@@ -241,7 +266,9 @@ class Engine:
         results = self.asynchronous.results(self.faults.appended_to(loss))
         return self._metrics(results, tokens, (self._backwards_s - sum(spent), *spent))
 
-    def _metrics(self, update: Callable[[], Update], tokens: int, seconds: Sequence[float]) -> StepMetrics:
+    def _metrics(
+        self, update: Callable[[], Update], tokens: int, seconds: Sequence[float]
+    ) -> StepMetrics:
         self.steps += 1
         if self._numbers is not None:
             self._numbers()  # faults are counted in the order of steps
@@ -253,7 +280,15 @@ class Engine:
 
     def _numbers_of(self, update: Update) -> Numbers:
         loss, found = loss_of(update.sums), self.faults.add(update.sums[1:])
-        return Numbers(loss, update.grad_norm, update.lr, update.loss_scale, update.skips, update.in_a_row, found)
+        return Numbers(
+            loss,
+            update.grad_norm,
+            update.lr,
+            update.loss_scale,
+            update.skips,
+            update.in_a_row,
+            found,
+        )
 
     def _pass_ended(self, chunk: int = 0) -> None:
         self.reducer.pass_ended(chunk)
@@ -330,7 +365,9 @@ class Engine:
         device = self.topology.device
         if not losses or self.topology.axis("tp").index > 0:
             return torch.zeros(1, dtype=torch.float64, device=device)
-        return torch.stack(losses).double().sum().view(1) / (self.optimizer.scaler.scale if scale is None else scale)
+        return torch.stack(losses).double().sum().view(1) / (
+            self.optimizer.scaler.scale if scale is None else scale
+        )
 
     def _micro_batches(self, batch: Batch, training: bool) -> list[MicroBatch]:
         self.reducer.recover()
@@ -352,21 +389,34 @@ class Engine:
         return self.saver.save(Path(path), self.counters(extra), self.extras)
 
     def start_save(
-        self, path: str | Path, extra: Mapping[str, Any] | None = None, published: Callable[[], None] | None = None
+        self,
+        path: str | Path,
+        extra: Mapping[str, Any] | None = None,
+        published: Callable[[], None] | None = None,
     ) -> Save:
         """Begins to write a checkpoint, of this step, while training goes on; `Save.wait` before the program ends. One
         at a time: waits for the one before. published: called in a thread of the first rank, once it is whole."""
-        state, now = self.counters(extra), self.wrapped is not None  # whose parameters anybody may change
+        state, now = (
+            self.counters(extra),
+            self.wrapped is not None,
+        )  # whose parameters anybody may change
         return self.saver.start(Path(path), state, self.extras, now=now, published=published)
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         """Returns the counters for a manifest, after the last update. Collective. DataError: see `save`."""
         self._take_in()
         if self._numbers is not None:
-            self.faults.raise_before_save(self.steps, self._numbers().found, self.topology.axis("world"))
+            self.faults.raise_before_save(
+                self.steps, self._numbers().found, self.topology.axis("world")
+            )
         learnt = collectives.exchange(self.reducer.learnt(), self.topology.axis("pp"))
         uses = {name: count for stage in learnt for name, count in stage.items()}
-        state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {}), "uses": uses}
+        state = {
+            "steps": self.steps,
+            "consumed": self.consumed,
+            "extra": dict(extra or {}),
+            "uses": uses,
+        }
         state |= {} if self.asynchronous is None else self.asynchronous.state()
         if self.optimizer.unused is not None:
             state["unused"] = self.optimizer.unused.state()

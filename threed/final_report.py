@@ -33,12 +33,20 @@ def sample_text(engine: Engine, data: Data, count: int) -> str:
 def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dict[str, Any]]:
     """Returns the predicted and the measured bytes of every rank in a step, for the picture."""
     return [
-        {"rank": rank.rank, "label": rank.label, "predicted": rank.bytes, "measured": peak, "step": step}
+        {
+            "rank": rank.rank,
+            "label": rank.label,
+            "predicted": rank.bytes,
+            "measured": peak,
+            "step": step,
+        }
         for rank, peak in zip(forecast.ranks, peaks, strict=True)
     ]
 
 
-def export(checkpoint: Path, folder: Path, tokenizer: Tokenizer, note: Callable[[str], None]) -> list[tuple[str, Path]]:
+def export(
+    checkpoint: Path, folder: Path, tokenizer: Tokenizer, note: Callable[[str], None]
+) -> list[tuple[str, Path]]:
     """Writes a Hugging Face folder and returns its entry for the report. If a package is missing, calls `note` with a
     message and returns no entry."""
     try:
@@ -68,7 +76,10 @@ def _drawn(
     memory: Sequence[Mapping[str, Any]],
 ) -> list[Path]:  # fmt: skip
     figures.save_figure_data(
-        folder, uniform_entropy=data.uniform_entropy, unigram_entropy=data.unigram_entropy, memory=list(memory)
+        folder,
+        uniform_entropy=data.uniform_entropy,
+        unigram_entropy=data.unigram_entropy,
+        memory=list(memory),
     )
     drawn = figures.report(folder)
     if any(spans):

@@ -60,7 +60,11 @@ class Footprint:
 
 
 def trace(
-    model: Model, layers: list[nn.Module], config: Config, topology: Topology, recomputed: Sequence[int] = ()
+    model: Model,
+    layers: list[nn.Module],
+    config: Config,
+    topology: Topology,
+    recomputed: Sequence[int] = (),
 ) -> list[LayerCost]:
     """The cost of every layer to this rank, `recomputed` those that compute something again.
 
@@ -69,7 +73,9 @@ def trace(
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
     tracer = Tracer(example(model, config), wide, grads, topology.traffic)
-    costs = tracer.trace(layers, activation_checkpointing.on_paper(config, recomputed, model.slicing))
+    costs = tracer.trace(
+        layers, activation_checkpointing.on_paper(config, recomputed, model.slicing)
+    )
     if config.recompute.mode == "full":
         for number in recomputed:
             costs[number] = _moved(costs[number], config, default_device().type)
@@ -79,13 +85,19 @@ def trace(
 def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topology) -> list[int]:
     """The forward FLOPs of every layer on this rank: as layers state them, or else by tracing them."""
     stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
-    return [cost.flops for cost in trace(model, layers, config, topology)] if stated is None else stated
+    return (
+        [cost.flops for cost in trace(model, layers, config, topology)]
+        if stated is None
+        else stated
+    )
 
 
 def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:
     """The cost of a layer whose input is kept as a copy: in an arena, or elsewhere than on the device."""
     r = config.recompute
-    copied = cost.input if cost.keeps_input else cost.kept  # of slices that is all that the layer keeps
+    copied = (
+        cost.input if cost.keeps_input else cost.kept
+    )  # of slices that is all that the layer keeps
     if r.offload == "nvme" or (r.offload == "cpu" and device != "cpu"):
         passing = cost.backward + activation_checkpointing.BUFFERS * copied
         return replace(cost, kept=0, keeps_input=False, elsewhere=copied, backward=passing)
@@ -100,7 +112,11 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
     if (own := getattr(model, "example", None)) is not None:
         casts = precision.cast_inputs
         batch = {"samples": batch["samples"]} | {
-            name: _on(device, value, dtype(precision.dtype) if casts and value.is_floating_point() else value.dtype)
+            name: _on(
+                device,
+                value,
+                dtype(precision.dtype) if casts and value.is_floating_point() else value.dtype,
+            )
             for name, value in own(rows).items()
         }
     tokens, labels, samples = (batch.pop(name, None) for name in ("tokens", "labels", "samples"))
@@ -110,7 +126,11 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
 
 def _on(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor of an example on a device; zeros where it has no values."""
-    return torch.zeros_like(value, dtype=dtype, device=device) if value.is_meta else value.to(device, dtype)
+    return (
+        torch.zeros_like(value, dtype=dtype, device=device)
+        if value.is_meta
+        else value.to(device, dtype)
+    )
 
 
 def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
@@ -122,7 +142,9 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     if blueprint.optimistic:
         held["optimizer"] += copied_bytes(states)
     if delayed:
-        held["optimizer"] += sum(bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets)
+        held["optimizer"] += sum(
+            bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets
+        )
     gathered = _gather(blueprint)
     chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
     reductions = _Reductions(blueprint, states)
@@ -134,7 +156,10 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     held["buffers"] = most - kept + _tiles(layout) + _standing(blueprint, chunks)
     sends = {axis: traffic[axis] - before[axis] for axis in AXES}
     _passes_send(blueprint, chunks, sends)
-    elsewhere, gpu = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks), default_device().type == "cuda"
+    elsewhere, gpu = (
+        held.pop("offloaded") + _kept_elsewhere(blueprint, chunks),
+        default_device().type == "cuda",
+    )
     saving = save_bytes(config.checkpoint, layout, states, gpu)
     held |= {"saving": saving} if saving and not gpu else {}
     copies = memory_bytes(config, layout, states)
@@ -144,7 +169,9 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     return Footprint({**held, **({"offloaded": elsewhere} if elsewhere else {})}, sends)
 
 
-def decide_order(config: Config, model: Model, layers: list[nn.Module], topology: Topology) -> Config:
+def decide_order(
+    config: Config, model: Model, layers: list[nn.Module], topology: Topology
+) -> Config:
     """The configuration with `zero.order` decided, alike on all ranks, where it is auto. Collective.
 
     Raises ConfigError for `layer` with a wrapped module. A model that cannot be traced runs by micro-batch.
@@ -181,19 +208,29 @@ def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -
     return config.model_copy(update={"zero": zero.model_copy(update={"order": order})})
 
 
-def order_facts(config: Config, layers: Sequence[nn.Module], costs: Sequence[LayerCost]) -> tuple[int, int]:
+def order_facts(
+    config: Config, layers: Sequence[nn.Module], costs: Sequence[LayerCost]
+) -> tuple[int, int]:
     """Bytes that one micro-batch keeps on this tensor rank, and those of parameters that ZeRO-3 does not keep whole."""
     zero, data = config.zero, config.parallel.dp or 1
     ranks = data if zero.shard_size == "all" else int(zero.shard_size)
     params = {spec_of(param).name: param for layer in layers for param in layer.parameters()}
-    large = [param for param in params.values() if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)]
+    large = [
+        param
+        for param in params.values()
+        if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)
+    ]
     nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
-    kept = Pass(costs[:-1] or costs).kept + costs[-1].input  # the last layer runs a micro-batch at a time
+    kept = (
+        Pass(costs[:-1] or costs).kept + costs[-1].input
+    )  # the last layer runs a micro-batch at a time
     return kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
 
 
 @contextmanager
-def measuring(layout: Layout, states: Sequence[State], device: torch.device) -> Iterator[Callable[[], int]]:
+def measuring(
+    layout: Layout, states: Sequence[State], device: torch.device
+) -> Iterator[Callable[[], int]]:
     """While this is open, finds the most bytes that tensors have in memory at once, those of the layout and the states
     among them: by a GPU's allocator, or by looking at every operation on a CPU."""
     if device.type == "cuda":
@@ -228,24 +265,41 @@ def _activations(
     """The most bytes that micro-batches keep at once, and the most with what a pass needs beside them."""
     passes, width = [Pass(chunk) for chunk in chunks], blueprint.layout.policy.param_dtype.itemsize
     plan, rank = blueprint.plan, blueprint.topology.axis("pp").index
-    actions = [part for action in plan.ranks[rank] if action.kind in COMPUTE for part in action.parts]
-    last = {(a.chunk, a.microbatch >= 0): n for n, a in enumerate(actions) if a.kind in (Kind.B, Kind.W)}
-    ending = [number for (_, own), number in last.items() if not (own and plan.is_left(rank, plan.microbatches - 1))]
+    actions = [
+        part for action in plan.ranks[rank] if action.kind in COMPUTE for part in action.parts
+    ]
+    last = {
+        (a.chunk, a.microbatch >= 0): n for n, a in enumerate(actions) if a.kind in (Kind.B, Kind.W)
+    }
+    ending = [
+        number
+        for (_, own), number in last.items()
+        if not (own and plan.is_left(rank, plan.microbatches - 1))
+    ]
     now = kept = most = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
     units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
     for number, action in enumerate(actions):
         one, whole = passes[action.chunk], gathered[action.chunk]
         if action.kind is Kind.F:
-            most, now = max(most, now + one.forward + reductions.standing + whole.forward * width), now + one.kept
+            most, now = (
+                max(most, now + one.forward + reductions.standing + whole.forward * width),
+                now + one.kept,
+            )
             kept = max(kept, now)
             continue
-        if action.kind is Kind.W:  # a product into the gradients' memory; what an I has used is there until then
+        if (
+            action.kind is Kind.W
+        ):  # a product into the gradients' memory; what an I has used is there until then
             most, now = max(most, now + reductions.standing), now - one.kept
-            reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
+            reductions.standing = max(
+                reductions.standing, reductions.left if reductions.always else 0
+            )
             continue
         leaving = reductions.always or number in ending
         first = units[action.chunk]
-        for unit, (nbytes, numel) in enumerate(zip(one.backward, whole.backward, strict=True), first):
+        for unit, (nbytes, numel) in enumerate(
+            zip(one.backward, whole.backward, strict=True), first
+        ):
             beside = numel * width + (reductions.during[unit] if leaving else 0)
             most = max(most, now - one.kept + nbytes + beside)
         now -= 0 if action.kind is Kind.I else one.kept
@@ -255,7 +309,10 @@ def _activations(
 
 
 def _activations_by_layer(
-    blueprint: Blueprint, layers: Sequence[LayerCost], reductions: _Reductions, gathered: Gathering[Group]
+    blueprint: Blueprint,
+    layers: Sequence[LayerCost],
+    reductions: _Reductions,
+    gathered: Gathering[Group],
 ) -> tuple[int, int]:
     """The same where a layer runs all micro-batches before the next. Beside the one that runs, others wait before the
     layer or have passed it: most bytes are alive at the first micro-batch or at the last. The last layer runs forward
@@ -266,12 +323,19 @@ def _activations_by_layer(
     for unit, cost in enumerate(layers):
         stays = cost.input * (cost.keeps_input or kept_before)
         passed = cost.kept + stays + cost.output
-        waiting = passed + cost.output * cost.keeps_output  # for their backward, with the gradient of the output
+        waiting = (
+            passed + cost.output * cost.keeps_output
+        )  # for their backward, with the gradient of the output
         if unit == len(layers) - 1:
             all_kept = kept + others * cost.input + cost.kept + stays
             passed = waiting = cost.input * (1 + kept_before)
         forward = kept + others * max(passed, cost.input) + cost.forward
-        backward = kept + others * max(waiting, cost.input) + cost.backward + stays * (not cost.keeps_input)
+        backward = (
+            kept
+            + others * max(waiting, cost.input)
+            + cost.backward
+            + stays * (not cost.keeps_input)
+        )
         most = max(most, forward + reductions.standing + gathered.forward * width)
         most = max(most, backward + reductions.during[unit] + gathered.backward[unit] * width)
         kept += (others + 1) * (cost.kept + stays)
@@ -290,11 +354,18 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
     actions = blueprint.plan.ranks[blueprint.topology.axis("pp").index]
     if blueprint.layer_major:  # all micro-batches are one pass
         actions = (Action(Kind.F, 0), Action(Kind.B, 0))
-    times = Counter({group: 1 for group in layout.groups if group.key.trainable and not group.sliced})
+    times = Counter(
+        {group: 1 for group in layout.groups if group.key.trainable and not group.sliced}
+    )
     for number, chunk in enumerate(blueprint.chunks):
         units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
-        reads = [getattr(blueprint.layers[n], "backward_reads_weights", True) or n in blueprint.again for n in chunk]
-        found = gathering(units, reads, actions, prefetch=blueprint.config.zero.prefetch, chunk=number)
+        reads = [
+            getattr(blueprint.layers[n], "backward_reads_weights", True) or n in blueprint.again
+            for n in chunk
+        ]
+        found = gathering(
+            units, reads, actions, prefetch=blueprint.config.zero.prefetch, chunk=number
+        )
         times.update(found.times)
         chunks.append(found)
         first += len(chunk)
@@ -303,8 +374,12 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
             part = torch.empty(bucket.share, dtype=layout.policy.param_dtype, device=META)
             before = blueprint.topology.traffic["dp"]
             collectives.start_all_gather(part, group.shard)
-            blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (count - 1)
-    for bucket in layout.buckets:  # after an update the pipeline ranks that share a slice complete it
+            blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (
+                count - 1
+            )
+    for (
+        bucket
+    ) in layout.buckets:  # after an update the pipeline ranks that share a slice complete it
         part = torch.empty(bucket.updates, dtype=layout.policy.param_dtype, device=META)
         collectives.start_all_gather(part, bucket.group.holders)
     return chunks
@@ -318,14 +393,24 @@ def _tiles(layout: Layout) -> int:
 
 def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:
     """What a unit gathers before it runs, and how many elements that is."""
-    groups = [group for group in layout.groups if group.key.tile is None and unit in (group.key.units or ())]
+    groups = [
+        group
+        for group in layout.groups
+        if group.key.tile is None and unit in (group.key.units or ())
+    ]
     return {group: group.numel for group in groups}
 
 
-def _passes_send(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]) -> None:
+def _passes_send(
+    blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]
+) -> None:
     """Adds what layers send, and what goes to other stages, for every micro-batch."""
     plan, topology = blueprint.plan, blueprint.topology
-    microbatches, rank, tensor = plan.microbatches // plan.ways, topology.axis("pp").index, topology.axis("tp")
+    microbatches, rank, tensor = (
+        plan.microbatches // plan.ways,
+        topology.axis("pp").index,
+        topology.axis("tp"),
+    )
     sliced = isinstance(links(blueprint.model, topology), SlicedLinks)
     for number, chunk in enumerate(chunks):
         for cost in chunk:
@@ -335,10 +420,14 @@ def _passes_send(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], se
             (Kind.F, chunk[-1].output, chunk[0].input),
             (Kind.B, chunk[0].input, chunk[-1].output),
         ):
-            passes = [find(rank, Action(kind, 0, number)) for find in (plan.consumer, plan.producer)]
+            passes = [
+                find(rank, Action(kind, 0, number)) for find in (plan.consumer, plan.producer)
+            ]
             to, source = (place is not None and place[0] != rank for place in passes)
             sends["pp"] += microbatches * to * sent // (tensor.size if sliced else 1)
-            sends["tp"] += microbatches * source * back // tensor.size * (tensor.size - 1) if sliced else 0
+            sends["tp"] += (
+                microbatches * source * back // tensor.size * (tensor.size - 1) if sliced else 0
+            )
 
 
 class _Reductions:
@@ -357,7 +446,9 @@ class _Reductions:
         traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
         staged = [drive.take() for drive in layout.policy.drives]  # counted with the drives
         with Watch([*storages(layout, states), *staged]) as watch:
-            for _ in range(2 if reducer.sliced and rounds < STEADY else 1):  # buffers stay from step to step
+            for _ in range(
+                2 if reducer.sliced and rounds < STEADY else 1
+            ):  # buffers stay from step to step
                 traffic.clear()
                 traffic.update(before)
                 self._step(blueprint, reducer, rounds, watch)

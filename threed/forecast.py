@@ -79,13 +79,20 @@ class Forecast:
         build: makes a model of one's own, built from `threed.layers`, for a slicing; by default what `config.model` is.
         division: the engine's cut by measured times; by default layers are timed here, if they are to be.
         """
-        own, build = build is not None, build or (lambda slicing: models.build(config.model, slicing))
+        own, build = (
+            build is not None,
+            build or (lambda slicing: models.build(config.model, slicing)),
+        )
         p = config.parallel
         grid = Grid.of(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
-        alike: dict[object, _Column] = {}  # columns that hold parameters of the same shapes count as one
+        alike: dict[
+            object, _Column
+        ] = {}  # columns that hold parameters of the same shapes count as one
         columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
         columns = [alike.setdefault(column.shapes, column) for column in columns]
-        config = with_order(config, lambda: [order_facts(config, c.layers, c.costs) for c in set(columns)])
+        config = with_order(
+            config, lambda: [order_facts(config, c.layers, c.costs) for c in set(columns)]
+        )
         for column in columns:
             column.config = config
         whole = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
@@ -93,8 +100,14 @@ class Forecast:
         if division is None and p.partition == "measured" and grid.pp > 1:
             division = _divide(list(alike.values()), flops, build)
         pipeline = columns[0].pipeline(flops, division)
-        drawn = {column: [column.blueprint(stage, pipeline) for stage in range(grid.pp)] for column in alike.values()}
-        held = {column: [footprint(one, column.costs) for one in stages] for column, stages in drawn.items()}
+        drawn = {
+            column: [column.blueprint(stage, pipeline) for stage in range(grid.pp)]
+            for column in alike.values()
+        }
+        held = {
+            column: [footprint(one, column.costs) for one in stages]
+            for column, stages in drawn.items()
+        }
         ranks = []
         for rank in range(world):
             place = grid.coordinates(rank)
@@ -116,22 +129,34 @@ class Forecast:
     def text(self) -> str:
         """Returns the forecast as text: one line per fact, and one per set of ranks that hold the same."""
         c, train = self.config, self.config.train
-        grid = " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1) or "one rank"
+        grid = (
+            " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1)
+            or "one rank"
+        )
         widths, moments, dp = _widths(c), len(rule(c.optim).state_names), self.sizes["dp"]
         shards = dp if c.zero.shard_size == "all" or c.zero.stage == 0 else int(c.zero.shard_size)
         small = c.zero.resident
-        states = regime(*widths, c.zero.stage, shards, replicas=dp // shards, moments=moments, resident=small)
+        states = regime(
+            *widths, c.zero.stage, shards, replicas=dp // shards, moments=moments, resident=small
+        )
         sends = {axis: max(rank.sends[axis] for rank in self.ranks) for axis in AXES}
         sent = " + ".join(f"{axis} {_gib(size)}" for axis, size in sends.items() if size)
         lines = [
             f"model      {self.model}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
             f"states     {states}{_ways_text(c, self.ways)}",
-            *([f"versions   {_VERSIONS}"] if schedules.is_asynchronous(c.parallel.schedule) else []),
+            *(
+                [f"versions   {_VERSIONS}"]
+                if schedules.is_asynchronous(c.parallel.schedule)
+                else []
+            ),
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches a data rank",
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
             *([f"partition  {self.division.text()}"] if self.division else []),
-            *(f"partition  {notice}" for notice in (self.division.notices if self.division else ())),
+            *(
+                f"partition  {notice}"
+                for notice in (self.division.notices if self.division else ())
+            ),
             *([f"order      {_order_text(self.microbatches)}"] if c.zero.order == "layer" else []),
             *([f"recompute  {_recompute_text(c)}"] if c.recompute.mode != "none" else []),
             *([f"traffic    up to {sent} GiB sent by a rank in a step"] if sent else []),
@@ -161,7 +186,11 @@ def _head(same: Sequence[RankForecast]) -> str:
 
 def _holds(rank: RankForecast) -> str:
     """Returns the layers and sizes of a rank as text."""
-    device = [f"{name} {_gib(size)}" for name, size in rank.bytes.items() if name not in ("peak", "offloaded")]
+    device = [
+        f"{name} {_gib(size)}"
+        for name, size in rank.bytes.items()
+        if name not in ("peak", "offloaded")
+    ]
     away = f"; offloaded {_gib(rank.bytes['offloaded'])}" if "offloaded" in rank.bytes else ""
     layers = "layers " + ", ".join(f"{chunk.start}–{chunk.stop - 1}" for chunk in rank.layers)
     return f"{layers:<14} {_gib(rank.bytes['peak']):>6} GiB = {' + '.join(device)}{away}"
@@ -185,14 +214,20 @@ def _width(name: str) -> int:
 class _Column:
     """The ranks of one place on the tensor axis: their model, and the costs of its layers."""
 
-    def __init__(self, config: Config, grid: Grid, build: Callable[[Slicing], Model], number: int) -> None:
+    def __init__(
+        self, config: Config, grid: Grid, build: Callable[[Slicing], Model], number: int
+    ) -> None:
         self.config, self.grid, self.number = config, grid, number
         self.topology = Topology.drawn(grid, number)
         sequence = bool(config.parallel.sequence)
-        self.model = build(Slicing(self.topology.axis("tp"), sequence, config.train.seed, config.zero.tile))
+        self.model = build(
+            Slicing(self.topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
+        )
         self.layers = self.model.layers()
         set_loss_chunks(self.layers, config)
-        self.shapes = tuple(tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers)
+        self.shapes = tuple(
+            tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers
+        )
 
     @functools.cached_property
     def costs(self) -> list[LayerCost]:
@@ -204,12 +239,18 @@ class _Column:
     def flops(self) -> list[float]:
         """Of every layer, forward and backward: a backward is twice a forward."""
         own = getattr(self.model, "costs", None)
-        return [3.0 * cost.flops for cost in self.costs] if own is None else list(own(self.config.train.micro_batch))
+        return (
+            [3.0 * cost.flops for cost in self.costs]
+            if own is None
+            else list(own(self.config.train.micro_batch))
+        )
 
     @property
     def parameters(self) -> int:
         """Elements of all parameters that this column holds."""
-        found = {spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()}
+        found = {
+            spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()
+        }
         return sum(found.values())
 
     def pipeline(self, flops: Sequence[float], division: Division | None) -> Pipeline:
@@ -220,7 +261,11 @@ class _Column:
 
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
         """Returns the times of stages, proportional to their FLOPs."""
-        again = recomputed_layers(self.config, self.layers) if self.config.recompute.mode == "full" else ()
+        again = (
+            recomputed_layers(self.config, self.layers)
+            if self.config.recompute.mode == "full"
+            else ()
+        )
         return stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
 
     def blueprint(self, stage: int, pipeline: Pipeline) -> Blueprint:
@@ -230,7 +275,9 @@ class _Column:
         return Blueprint.draw(self.model, self.layers, topology, self.config, pipeline)
 
 
-def _divide(columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]) -> Division:
+def _divide(
+    columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]
+) -> Division:
     """The cut by times of this machine: those of an earlier start if there are any, else of layers that are whole, for
     there are no other tensor ranks here."""
     first, device = columns[0], default_device()
@@ -243,10 +290,18 @@ def _divide(columns: Sequence[_Column], flops: Sequence[float], build: Callable[
         set_loss_chunks(layers, config)
         found = layer_times(model, layers, config, alone, device)
         if first.grid.tp > 1:
-            found = replace(found, notices=(*found.notices, f"times of whole layers, not of 1/{first.grid.tp} of them"))
+            found = replace(
+                found,
+                notices=(
+                    *found.notices,
+                    f"times of whole layers, not of 1/{first.grid.tp} of them",
+                ),
+            )
 
     def held() -> list[LayerBytes]:
-        return fullest([held_by(c.model, c.layers, config, c.topology, device, plan.ways) for c in columns])
+        return fullest(
+            [held_by(c.model, c.layers, config, c.topology, device, plan.ways) for c in columns]
+        )
 
     return divided(plan, first.layers, found, flops, held, config, device)
 
@@ -261,7 +316,9 @@ def _ways_text(config: Config, ways: int) -> str:
     """What it means that several ranks hold a stage, if they do."""
     zero = config.zero
     shared = "share" if zero.offload_optimizer == zero.offload_params == "none" else "each keep"
-    return f"; every stage is on {ways} ranks, which {shared} its optimizer state" if ways > 1 else ""
+    return (
+        f"; every stage is on {ways} ranks, which {shared} its optimizer state" if ways > 1 else ""
+    )
 
 
 def _recompute_text(config: Config) -> str:
@@ -274,7 +331,9 @@ def _recompute_text(config: Config) -> str:
     if r.partition:
         parts.append("sliced over tp" + (" (by sequence parallelism already)" if sliced else ""))
     if r.offload == "cpu":
-        parts.append("in host memory" + ("" if on_gpu() else " (where it is anyway: there is no GPU)"))
+        parts.append(
+            "in host memory" + ("" if on_gpu() else " (where it is anyway: there is no GPU)")
+        )
     elif r.offload == "nvme":
         parts.append(f"in {config.zero.nvme_path}")
     return ", ".join(parts + ["in an arena"] * r.arena)

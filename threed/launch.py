@@ -66,7 +66,9 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
     try:
         return _run(argv, {"model": {"arch": arch}} if arch else {}, prog)
     except KeyboardInterrupt as interrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a launcher passes on what the terminal sent already
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # a launcher passes on what the terminal sent already
         if _local_rank() == 0:
             print(f"threed: interrupted; {interrupt or 'nothing was begun yet'}", flush=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -81,8 +83,12 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         return refuse(f"threed: {error}")
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
-        start = pretrained.find(argv, defaults, check=_local_rank() == 0)  # the others are ended with it
-        flags, groups = (argv, defaults) if start is None else ([*start.flags, *argv], start.defaults)
+        start = pretrained.find(
+            argv, defaults, check=_local_rank() == 0
+        )  # the others are ended with it
+        flags, groups = (
+            (argv, defaults) if start is None else ([*start.flags, *argv], start.defaults)
+        )
         config, options = _load(flags, groups, world, local_world)
         if options.help:
             return _say(help_text(config, prog))
@@ -94,7 +100,9 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
     except ConfigError as error:
         return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast, data, options.dry_run)
-    if options.dry_run:  # of a run on another machine, perhaps: what is in the way on this one is only said
+    if (
+        options.dry_run
+    ):  # of a run on another machine, perhaps: what is in the way on this one is only said
         text = [] if forecast is None else [forecast.text()]
         return _say("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
@@ -105,7 +113,9 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         _say(f"threed: {note}")
     words = None if start is None else _words(argv, config, start)
     command = [*prog.split(), *(argv if words is None else words)]
-    if config.parallel.partition == "measured":  # by the ranks' times: the trainer makes the forecast then
+    if (
+        config.parallel.partition == "measured"
+    ):  # by the ranks' times: the trainer makes the forecast then
         forecast = None
     code = _exit_code(config, words, lambda: _train(config, data, command, forecast))
     try:
@@ -132,7 +142,9 @@ def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None])
     except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
         print(f"threed: {error}", file=sys.stderr, flush=True)
         return 2
-    except OSError as error:  # of a run folder that this rank cannot write any more: the others end with it
+    except (
+        OSError
+    ) as error:  # of a run folder that this rank cannot write any more: the others end with it
         if not is_unwritable(error):
             raise
         folder = Path(config.run.dir or "runs")
@@ -154,7 +166,9 @@ def _interrupt(*_: object) -> None:
 
 
 def _train(config: Config, data: Data, words: list[str], forecast: Forecast | None) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored, as in a shell's background
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # and not ignored, as in a shell's background
         signal.signal(signal.SIGINT, _interrupt)
     try:
         train(config, data, words, forecast)
@@ -170,7 +184,11 @@ def _words(argv: list[str], config: Config, start: Pretrained | None) -> list[st
     """The flags that go on with a run; of one that began from a folder, which said what its model is, all its keys."""
     if start is None:
         return argv
-    arch = ["--model.arch", config.model.arch] if any(word.split("=")[0] == "--model.arch" for word in argv) else []
+    arch = (
+        ["--model.arch", config.model.arch]
+        if any(word.split("=")[0] == "--model.arch" for word in argv)
+        else []
+    )
     return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
 
 
@@ -185,14 +203,20 @@ def _how_to_go_on(config: Config, words: list[str] | None) -> str:
 
 
 def _check_arch(
-    config: Config, argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str, from_folder: bool
+    config: Config,
+    argv: list[str],
+    defaults: Mapping[str, Mapping[str, Any]],
+    prog: str,
+    from_folder: bool,
 ) -> None:
     """Refuses another architecture in the preset or file than the one that was asked for by name.
 
     from_folder: the model is that of the folder that the run begins from, and cannot be another.
     """
     named, found = defaults.get("model", {}).get("arch"), config.model.arch
-    if named not in (None, found) and not any(word.split("=")[0] == "--model.arch" for word in argv):
+    if named not in (None, found) and not any(
+        word.split("=")[0] == "--model.arch" for word in argv
+    ):
         which = f"the preset, file or folder says model.arch {found}: add --model.arch {found}"
         other = f"use `threed train {found}`" if from_folder else f"--model.arch {named}"
         raise ConfigError([f"{prog} trains {named}, and {which}, or {other}"])
@@ -220,7 +244,9 @@ def train(config: Config, data: Data, command: list[str], forecast: Forecast | N
     """Builds topology, model and engine from a resolved configuration, and trains; forecast: of it, if known."""
     p = config.parallel
     limit = config.run.hang_timeout
-    timeout = max(TIMEOUT, timedelta(seconds=limit + GRACE_S))  # no less: loading and the end are not watched
+    timeout = max(
+        TIMEOUT, timedelta(seconds=limit + GRACE_S)
+    )  # no less: loading and the end are not watched
     if config.run.recheck_bad_steps:
         recheck.configure_cublas()
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=timeout)
@@ -251,7 +277,9 @@ def refuse(text: str) -> int:
 
 def _open(config: Config) -> Data:
     d = config.data
-    problems = find_data_problems(d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens)
+    problems = find_data_problems(
+        d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens
+    )
     if not problems:
         try:
             return open_data(
@@ -281,7 +309,9 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
     if _local_rank() > 0:
         return None
     if config.parallel.partition == "measured" and not alone:
-        balanced = config.parallel.model_copy(update={"partition": "balanced", "memory_limit_gib": None})
+        balanced = config.parallel.model_copy(
+            update={"partition": "balanced", "memory_limit_gib": None}
+        )
         config = config.model_copy(update={"parallel": balanced})
     try:
         return Forecast.of(config, world)
@@ -289,13 +319,18 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
         raise ConfigError([str(error)]) from None
 
 
-def _problems_here(config: Config, forecast: Forecast | None, data: Data, dry_run: bool) -> list[str]:
+def _problems_here(
+    config: Config, forecast: Forecast | None, data: Data, dry_run: bool
+) -> list[str]:
     """Returns the problems of a run with this machine's disk, drive and devices, and with a checkpoint to resume.
 
     dry_run: the run may be planned for another machine, so free space and the drive of this one are not checked.
     """
     folder = Path(config.run.dir or "runs")
-    problems = [*(_folder_problems(folder) or _resume_problems(folder, config, data)), *_device_problems(config)]
+    problems = [
+        *(_folder_problems(folder) or _resume_problems(folder, config, data)),
+        *_device_problems(config),
+    ]
     if not dry_run:
         problems += [*_space_problems(folder, forecast), *_drive_problems(config.zero.nvme_path)]
     return problems
@@ -308,13 +343,19 @@ def _drive_problems(folder: str | None) -> list[str]:
     there = _existing(Path(folder))
     if there.is_dir() and os.access(there, os.W_OK):
         return []
-    why = "may not be written by this user, or is on a read-only drive" if there.is_dir() else "is not a folder"
+    why = (
+        "may not be written by this user, or is on a read-only drive"
+        if there.is_dir()
+        else "is not a folder"
+    )
     return [f"--zero.nvme-path {folder}: {there} {why}; name a folder on the drive"]
 
 
 def _existing(folder: Path) -> Path:
     """The folder, or the nearest one above that exists, be it a link that leads nowhere."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    return next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)
+    )
 
 
 def _why_not(place: Path) -> str:
@@ -323,7 +364,9 @@ def _why_not(place: Path) -> str:
         return f": {place} is {'a file' if os.path.exists(place) else 'a link that leads nowhere'};"
     if os.access(place, os.W_OK):
         return ""
-    return f" in {place}{', which is read-only' if os.statvfs(place).f_flag & os.ST_RDONLY else ''}:"
+    return (
+        f" in {place}{', which is read-only' if os.statvfs(place).f_flag & os.ST_RDONLY else ''}:"
+    )
 
 
 def _folder_problems(folder: Path) -> list[str]:
@@ -331,11 +374,17 @@ def _folder_problems(folder: Path) -> list[str]:
         os.lstat(folder / "checkpoints")
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return [f"the run folder {folder} cannot be made: {error.strerror}; choose another with --run.dir"]
+            return [
+                f"the run folder {folder} cannot be made: {error.strerror}; choose another with --run.dir"
+            ]
     there, saves = _existing(folder), _existing(folder / "checkpoints")
     place = there if saves == there or _why_not(there) else saves
     if why_not := _why_not(place):
-        what = f"the run folder {folder} cannot be made" if place == there else f"nothing can be saved in {folder}"
+        what = (
+            f"the run folder {folder} cannot be made"
+            if place == there
+            else f"nothing can be saved in {folder}"
+        )
         return [f"{what}{why_not} choose another with --run.dir"]
     return []
 
@@ -345,7 +394,8 @@ def _space_problems(folder: Path, forecast: Forecast | None) -> list[str]:
         return []
     try:
         check_space(
-            _existing(folder / "checkpoints"), checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype)
+            _existing(folder / "checkpoints"),
+            checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype),
         )
     except CheckpointError as error:
         return [str(error)]
@@ -360,7 +410,9 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
         return []  # looked at already
     if resume not in ("auto", "none") and not os.path.exists(Path(resume) / native.MANIFEST):
         where = f"--checkpoint.resume {resume}: no checkpoint is there (no {native.MANIFEST}, no config.json)"
-        others = "give a step-N folder, or one of Hugging Face's (`threed convert` makes one of others')"
+        others = (
+            "give a step-N folder, or one of Hugging Face's (`threed convert` makes one of others')"
+        )
         return [f"{where}; {native.did_you_mean(Path(resume)) or others}"]
     for path in candidates(folder, resume):
         try:
@@ -374,8 +426,12 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
 def _device_problems(config: Config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = device.count()
-    own = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ  # srun may make only its own GPU visible to each task
+    own = (
+        count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    )  # srun may make only its own GPU visible to each task
     if 0 < count < local_world and not own:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
-        return [f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"]
+        return [
+            f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"
+        ]
     return []

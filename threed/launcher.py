@@ -70,14 +70,20 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
     started = f"{launcher.command} started {numbers['WORLD_SIZE']} processes"
     if missing := [name for name in NAMES if name not in numbers]:
         names = " and ".join(f"{name}=..." for name in missing)
-        raise LauncherError(f"{started}, without a variable for {', '.join(missing)}: set {names}, or {TORCHRUN}")
+        raise LauncherError(
+            f"{started}, without a variable for {', '.join(missing)}: set {names}, or {TORCHRUN}"
+        )
     size, rank, local_size, local_rank = (numbers[name] for name in NAMES)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        raise LauncherError(f"{started}, and this one has rank {rank} ({local_rank} of {local_size} here): {TORCHRUN}")
+        raise LauncherError(
+            f"{started}, and this one has rank {rank} ({local_rank} of {local_size} here): {TORCHRUN}"
+        )
     address = environment.get("MASTER_ADDR") or _address(launcher, environment, size == local_size)
     if address is None:
         export = launcher.exports.format("MASTER_ADDR=HOST")
-        raise LauncherError(f"{started} on several machines: name the one of rank 0 with {export}, or {TORCHRUN}")
+        raise LauncherError(
+            f"{started} on several machines: name the one of rank 0 with {export}, or {TORCHRUN}"
+        )
     _check_port(environment)
     environment.update({name: str(numbers[name]) for name in NAMES}, MASTER_ADDR=address)
     environment.setdefault("MASTER_PORT", str(_port(launcher, environment)))
@@ -88,7 +94,9 @@ def _check(environment: Variables) -> None:
     size = _whole(environment, "WORLD_SIZE") if "WORLD_SIZE" in environment else 1
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 else ()
     if missing := [name for name in needed if not environment.get(name)]:
-        raise LauncherError(f"WORLD_SIZE is {size}, without {', '.join(missing)}: unset WORLD_SIZE, or {TORCHRUN}")
+        raise LauncherError(
+            f"WORLD_SIZE is {size}, without {', '.join(missing)}: unset WORLD_SIZE, or {TORCHRUN}"
+        )
     rank = _whole(environment, "RANK") if "RANK" in environment else 0
     if rank >= size:
         given = f"WORLD_SIZE={size}" if "WORLD_SIZE" in environment else "no WORLD_SIZE"
@@ -98,8 +106,13 @@ def _check(environment: Variables) -> None:
 
 
 def _check_port(environment: Variables) -> None:
-    if "MASTER_PORT" in environment and not 0 < _whole(environment, "MASTER_PORT", "a port") < 1 << 16:
-        raise LauncherError(f"MASTER_PORT={environment['MASTER_PORT']} is not a port: give one from 1 to 65535")
+    if (
+        "MASTER_PORT" in environment
+        and not 0 < _whole(environment, "MASTER_PORT", "a port") < 1 << 16
+    ):
+        raise LauncherError(
+            f"MASTER_PORT={environment['MASTER_PORT']} is not a port: give one from 1 to 65535"
+        )
 
 
 def world_size() -> int:
@@ -170,7 +183,11 @@ def _tasks_here(environment: Variables, size: int) -> int | None:
         counts += [int(tasks)] * int(times or 1)
     if sum(counts) != size or ("SLURM_NODEID" not in environment and len(counts) > 1):
         return None
-    node = _whole(environment, "SLURM_NODEID", "the number of a machine") if "SLURM_NODEID" in environment else 0
+    node = (
+        _whole(environment, "SLURM_NODEID", "the number of a machine")
+        if "SLURM_NODEID" in environment
+        else 0
+    )
     return counts[node] if node < len(counts) else None
 
 

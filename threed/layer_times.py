@@ -66,7 +66,11 @@ class Found:
 
 
 def layer_times(
-    model: Model, layers: list[nn.Module], config: Config, topology: Topology, device: torch.device | None = None
+    model: Model,
+    layers: list[nn.Module],
+    config: Config,
+    topology: Topology,
+    device: torch.device | None = None,
 ) -> Found:
     """The times of every layer on this machine, from the cache or measured here; the same on every rank. Collective.
 
@@ -86,7 +90,9 @@ def layer_times(
     return Found([LayerTimes(*layer) for layer in known], (notice,) if notice else ())
 
 
-def known_times(model: Model, layers: list[nn.Module], config: Config, device: torch.device) -> Found | None:
+def known_times(
+    model: Model, layers: list[nn.Module], config: Config, device: torch.device
+) -> Found | None:
     """What is in the cache for these layers, if anything usable is; of this process alone."""
     times, _ = Entry.of(model, layers, config, device).read()
     return None if times is None else Found([LayerTimes(*layer) for layer in times])
@@ -103,7 +109,9 @@ def _measure(
         config.train.seed, lambda layer: compiling.compile_layers([layer], layers, config.run),
     )  # fmt: skip
     try:
-        return timer.measure(layers, activation_checkpointing.on_paper(config, numbers, model.slicing, device))
+        return timer.measure(
+            layers, activation_checkpointing.on_paper(config, numbers, model.slicing, device)
+        )
     finally:
         topology.traffic.clear()
         topology.traffic.update(before)
@@ -121,7 +129,9 @@ class Entry:
     made_by: dict[str, str]
 
     @classmethod
-    def of(cls, model: Model, layers: list[nn.Module], config: Config, device: torch.device) -> Entry:
+    def of(
+        cls, model: Model, layers: list[nn.Module], config: Config, device: torch.device
+    ) -> Entry:
         """The entry of a model's layers, as this rank has them."""
         numbers, r = activation_checkpointing.recomputed_layers(config, layers), config.recompute
         identity = {
@@ -132,7 +142,10 @@ class Entry:
             "tp": [model.slicing.tp.size, model.slicing.sequence_parallel],
             "recompute": [r.mode, r.ops, r.partition, r.loss_chunks, numbers],
             "compile": [config.run.compile, config.run.compile_backend],
-            "processor": [processor(device), torch.get_num_threads() if device.type == "cpu" else 0],
+            "processor": [
+                processor(device),
+                torch.get_num_threads() if device.type == "cpu" else 0,
+            ],
         }
         text = json.dumps(identity, sort_keys=True)
         name = f"times-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
@@ -144,20 +157,31 @@ class Entry:
         try:
             data = parse_json(self.path.read_bytes(), str(self.path))
             times = [[float(part) for part in layer] for layer in data["times"]]
-            fits = len(times) == len(self.identity["layers"]) and all(len(layer) == 3 for layer in times)
-            if data["identity"] != self.identity or not fits or not all(0 <= t < 1e6 for row in times for t in row):
+            fits = len(times) == len(self.identity["layers"]) and all(
+                len(layer) == 3 for layer in times
+            )
+            if (
+                data["identity"] != self.identity
+                or not fits
+                or not all(0 <= t < 1e6 for row in times for t in row)
+            ):
                 raise ValueError("it holds something else")
         except FileNotFoundError:
             return None, ""
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             return None, f"{self.path} is broken ({error}): layers were timed again"
         if data.get("made_by") != self.made_by:
-            return None, f"{self.path} is of {_listed(data.get('made_by'))}: layers were timed again"
+            return (
+                None,
+                f"{self.path} is of {_listed(data.get('made_by'))}: layers were timed again",
+            )
         return times, ""
 
     def write(self, times: list[list[float]]) -> None:
         """Keeps the times; a folder that cannot be written to only costs the next start its time."""
-        text = json.dumps({"identity": self.identity, "made_by": self.made_by, "times": times}, indent=1)
+        text = json.dumps(
+            {"identity": self.identity, "made_by": self.made_by, "times": times}, indent=1
+        )
         with contextlib.suppress(OSError), building(self.path) as (scratch,):
             scratch.write_text(text + "\n", encoding="utf-8")
 
@@ -170,7 +194,11 @@ def _version(package: str) -> str:
 
 
 def _listed(made_by: object) -> str:
-    return " and ".join(f"{k} {v}" for k, v in made_by.items()) if isinstance(made_by, dict) else "another version"
+    return (
+        " and ".join(f"{k} {v}" for k, v in made_by.items())
+        if isinstance(made_by, dict)
+        else "another version"
+    )
 
 
 def _described(layer: nn.Module) -> bytes:
@@ -193,7 +221,10 @@ def _describe(value: Any, name: str, sources: dict[str, str], around: tuple[int,
         return kind
     inside = partial(_describe, name=name, sources=sources, around=(*around, id(value)))
     if isinstance(value, dict):
-        return [(str(key).replace(name, "") if name else str(key), inside(item)) for key, item in value.items()]
+        return [
+            (str(key).replace(name, "") if name else str(key), inside(item))
+            for key, item in value.items()
+        ]
     if isinstance(value, list | tuple):
         return [inside(item) for item in value]
     if isinstance(value, set | frozenset):
@@ -218,7 +249,10 @@ def _source(kind: type) -> str:
 
 
 def cut_by_times(
-    model: Model, config: Config, topology: Topology, costs: Callable[[list[nn.Module]], Sequence[float]]
+    model: Model,
+    config: Config,
+    topology: Topology,
+    costs: Callable[[list[nn.Module]], Sequence[float]],
 ) -> Callable[[Plan, list[nn.Module]], Division]:
     """Returns what an engine cuts its model by: a function of the plan and the model's layers. That is collective.
 
@@ -235,7 +269,9 @@ def cut_by_times(
         flops = None
         with contextlib.suppress(TraceError):
             flops = costs(layers)
-        return division(plan, layers, found, flops, lambda: held(plan, layers), config, topology.device)
+        return division(
+            plan, layers, found, flops, lambda: held(plan, layers), config, topology.device
+        )
 
     return cut
 
@@ -263,11 +299,19 @@ def division(
 
 
 def _cutter(
-    plan: Plan, layers: Sequence[nn.Module], found: Found, flops: Sequence[float] | None, config: Config
+    plan: Plan,
+    layers: Sequence[nn.Module],
+    found: Found,
+    flops: Sequence[float] | None,
+    config: Config,
 ) -> Callable[[Sequence[LayerBytes] | None, float | None], Division]:
     """What cuts, given bytes of the layers and the limit of a rank."""
     name, stages = config.parallel.schedule, plan.total_stages
-    again = activation_checkpointing.recomputed_layers(config, layers) if config.recompute.mode == "full" else ()
+    again = (
+        activation_checkpointing.recomputed_layers(config, layers)
+        if config.recompute.mode == "full"
+        else ()
+    )
     cuts = {"uniform": uniform(len(layers), stages)}
     if flops is not None:
         cuts["balanced"] = balanced(activation_checkpointing.with_recompute(flops, again), stages)
@@ -285,7 +329,12 @@ def _cutter(
 
 
 def held_by(
-    model: Model, layers: list[nn.Module], config: Config, topology: Topology, device: torch.device, ways: int = 1
+    model: Model,
+    layers: list[nn.Module],
+    config: Config,
+    topology: Topology,
+    device: torch.device,
+    ways: int = 1,
 ) -> list[LayerBytes]:
     """Bytes of every layer on this rank, if it held it. Raises TraceError naming a layer that cannot be traced."""
     recomputed = activation_checkpointing.recomputed_layers(config, layers)
@@ -295,7 +344,10 @@ def held_by(
 
 def fullest(ranks: Sequence[Sequence[LayerBytes]]) -> list[LayerBytes]:
     """The most of several tensor ranks, layer by layer."""
-    return [LayerBytes(*(max(parts) for parts in zip(*layer, strict=True))) for layer in zip(*ranks, strict=True)]
+    return [
+        LayerBytes(*(max(parts) for parts in zip(*layer, strict=True)))
+        for layer in zip(*ranks, strict=True)
+    ]
 
 
 def layer_bytes(
@@ -315,7 +367,9 @@ def layer_bytes(
         params = list(layer.parameters())
         states = sum(param.numel() * (each if param.requires_grad else width) for param in params)
         kept = cost.kept + cost.input * (cost.keeps_input or handed_on)
-        found.append(LayerBytes(math.ceil(states), kept, max(0, max(cost.forward, cost.backward) - kept)))
+        found.append(
+            LayerBytes(math.ceil(states), kept, max(0, max(cost.forward, cost.backward) - kept))
+        )
         handed_on = cost.keeps_output
     return found
 
@@ -325,9 +379,15 @@ def _state_bytes(config: Config, shards: int, device: torch.device, ways: int) -
     zero, width = config.zero, dtype(config.precision.dtype).itemsize
     away = ("nvme", "cpu") if is_accelerator(device) else ("nvme",)
     params = 0 if zero.offload_params in away else width / (shards if zero.stage == 3 else 1)
-    grads = dtype(config.precision.grad_dtype or "fp32").itemsize / (shards if zero.stage >= 2 else 1)
-    optimizer = optimizer_bytes(width, len(rule(config.optim).state_names)) / (shards if zero.stage else 1)
+    grads = dtype(config.precision.grad_dtype or "fp32").itemsize / (
+        shards if zero.stage >= 2 else 1
+    )
+    optimizer = optimizer_bytes(width, len(rule(config.optim).state_names)) / (
+        shards if zero.stage else 1
+    )
     once = ways if zero.offload_optimizer == zero.offload_params == "none" else 1
     kept = params + grads + (0 if zero.offload_optimizer in away else optimizer / once)
-    again = width + dtype(config.precision.grad_dtype or "fp32").itemsize / (shards if zero.stage else 1)
+    again = width + dtype(config.precision.grad_dtype or "fp32").itemsize / (
+        shards if zero.stage else 1
+    )
     return kept + again * is_asynchronous(config.parallel.schedule)

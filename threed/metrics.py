@@ -69,7 +69,9 @@ class Faults:
     def raise_new(self, step: int, counts: Tensor) -> None:
         """Raises DataError for errors up to this step that were not raised before; warns of other flags."""
         if what := self._new(counts):
-            self._raised[step] = f"up to step {step}, since metrics were last read: {', '.join(what)}"
+            self._raised[step] = (
+                f"up to step {step}, since metrics were last read: {', '.join(what)}"
+            )
         if step in self._raised:
             raise DataError(self._raised[step])
 

@@ -68,7 +68,9 @@ def _from_text(text: str) -> dict[str, Any]:
     for setting in settings.split(","):
         key, equals, number = (part.strip() for part in setting.partition("="))
         if not equals or key == "match":
-            raise ValueError(f"{setting.strip()!r} of {text.strip()!r} is no setting; write {_FORM}")
+            raise ValueError(
+                f"{setting.strip()!r} of {text.strip()!r} is no setting; write {_FORM}"
+            )
         if key in table:
             raise ValueError(f"{text.strip()!r} says {key} twice; keep one")
         table[key] = number
@@ -89,7 +91,9 @@ def _from_table(table: dict[Any, Any]) -> dict[str, Any]:
         if field in _KEYS:
             values[field] = _number(key, value, match.strip())
         elif field != "match":
-            raise ValueError(f"{key} of {match.strip()!r}: no such setting; a group has lr and weight-decay")
+            raise ValueError(
+                f"{key} of {match.strip()!r}: no such setting; a group has lr and weight-decay"
+            )
     return values
 
 

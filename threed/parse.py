@@ -64,17 +64,30 @@ def _toml(text: str) -> dict[str, Any]:
     for some in re.split(r"[=,\n]", text):
         if some.count(".") > MOST_DEPTH:
             words = [part.strip(" \t") for part in some.split(".")]
-            parts = [" " in word and word[0] not in "\"'" for word in words]  # that is no key, but text or numbers
-            if max((len(list(run)) for spaced, run in itertools.groupby(parts) if not spaced), default=0) > MOST_DEPTH:
+            parts = [
+                " " in word and word[0] not in "\"'" for word in words
+            ]  # that is no key, but text or numbers
+            if (
+                max(
+                    (len(list(run)) for spaced, run in itertools.groupby(parts) if not spaced),
+                    default=0,
+                )
+                > MOST_DEPTH
+            ):
                 raise RecursionError
     return tomllib.loads(text)
 
 
 def parse_json(data: bytes | str, place: str, *, finite: bool = True) -> Any:
     """Returns the value that JSON says. place: what to call it in messages. finite: refuse NaN and infinities, too."""
-    hooks: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
+    hooks: dict[str, Any] = (
+        {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
+    )
     return _parse(
-        lambda text: json.loads(text, object_pairs_hook=_unique, parse_int=_whole, **hooks), data, place, "JSON"
+        lambda text: json.loads(text, object_pairs_hook=_unique, parse_int=_whole, **hooks),
+        data,
+        place,
+        "JSON",
     )
 
 
@@ -83,7 +96,9 @@ def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:  # ValueError: a name with NUL
-        raise ParseError(path, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ParseError(
+            path, f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     try:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):

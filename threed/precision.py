@@ -7,7 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
 
 
 def dtype(name: str) -> torch.dtype:
@@ -37,7 +42,9 @@ class Scaler:
     def __init__(self, rule: LossScale, device: torch.device) -> None:
         self.rule = rule
         self.scale = torch.full((), rule.initial, dtype=torch.float64, device=device)
-        self.good = torch.zeros((), dtype=torch.float64, device=device)  # updates since the last overflow
+        self.good = torch.zeros(
+            (), dtype=torch.float64, device=device
+        )  # updates since the last overflow
         self.left = torch.full((), float(rule.hysteresis), dtype=torch.float64, device=device)
 
     def update(self, skipped: Tensor) -> None:
@@ -49,7 +56,9 @@ class Scaler:
         halve = bad & (self.left <= 1)
         double = ~bad & (self.good % self.rule.window == 0)
         halved = (self.scale / 2).clamp(min=self.rule.minimum)
-        self.scale.copy_(torch.where(halve, halved, torch.where(double, self.scale * 2, self.scale)))
+        self.scale.copy_(
+            torch.where(halve, halved, torch.where(double, self.scale * 2, self.scale))
+        )
         refill = ~bad if self.rule.consecutive else double
         spent = torch.where(bad & ~halve, self.left - 1, self.left)
         self.left.copy_(torch.where(refill, full, spent))
@@ -63,7 +72,11 @@ class Scaler:
         """What a checkpoint keeps of it; of a constant scale nothing, it is the configuration's."""
         if not self.rule.dynamic:
             return {}
-        return {"loss_scale": float(self.scale), "good_steps": float(self.good), "hysteresis_left": float(self.left)}
+        return {
+            "loss_scale": float(self.scale),
+            "good_steps": float(self.good),
+            "hysteresis_left": float(self.left),
+        }
 
     def restore(self, state: dict[str, float]) -> None:
         """Restores the scale of a checkpoint; for a checkpoint without a loss scale, the initial one."""

@@ -63,7 +63,9 @@ class Stop:
         if not is_accelerator(self.device):
             pending = collectives.start_sum_of_scalars(flag, self.axis)
             return lambda: float(pending.wait())
-        stream = copy_stream(self.device, "flags")  # beside the step: nothing of it waits for the slowest rank's flag
+        stream = copy_stream(
+            self.device, "flags"
+        )  # beside the step: nothing of it waits for the slowest rank's flag
         with beside(stream):
             total = collectives.sum_of_scalars(start_copy_in(flag, self.device), self.axis)
             host = torch.empty(1, pin_memory=True)
@@ -89,7 +91,9 @@ def _read(host: Tensor, event: torch.Event) -> float:
     return float(host)
 
 
-def mark(folder: Path, step: int, reason: str, checkpoint: Path | None, job: str | None, world: int) -> None:
+def mark(
+    folder: Path, step: int, reason: str, checkpoint: Path | None, job: str | None, world: int
+) -> None:
     """Writes the file of a run that was preempted."""
     about = {
         "step": step,
@@ -98,7 +102,9 @@ def mark(folder: Path, step: int, reason: str, checkpoint: Path | None, job: str
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     scratch = folder / f"{FILE}.tmp"
-    with contextlib.suppress(OSError):  # a disk that fails: the exit code and the message say it all the same
+    with contextlib.suppress(
+        OSError
+    ):  # a disk that fails: the exit code and the message say it all the same
         scratch.write_text(json.dumps({**about, "job": job, "attempt": _attempt(), "world": world}))
         scratch.replace(folder / FILE)
 

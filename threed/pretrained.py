@@ -60,7 +60,12 @@ def find(argv: list[str], defaults: Groups, check: bool = True) -> Pretrained | 
     found = Pretrained(_flags(saved), _with(defaults, saved, tokenizer))
     model = load([*found.flags, *argv], defaults=found.defaults)[0].model
     if differences := model_differences(path, saved, model):
-        raise ConfigError([f"{text}: leave the flag out, the folder says what its model is" for text in differences])
+        raise ConfigError(
+            [
+                f"{text}: leave the flag out, the folder says what its model is"
+                for text in differences
+            ]
+        )
     return found
 
 
@@ -101,7 +106,11 @@ def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None
 
 def _flags(model: ModelConfig) -> list[str]:
     said = {name: value for name, value in model if name != "seq"}
-    return [word for name, value in said.items() for word in (f"--model.{key_name(name)}", written(name, value))]
+    return [
+        word
+        for name, value in said.items()
+        for word in (f"--model.{key_name(name)}", written(name, value))
+    ]
 
 
 def _with(defaults: Groups, model: ModelConfig, tokenizer: str | None) -> Groups:

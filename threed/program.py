@@ -15,7 +15,12 @@ from threed.config import Config, ConfigError
 
 
 def program_config(
-    argv: list[str], *, prog: str, about: str, defaults: Mapping[str, Mapping[str, Any]], world_size: int
+    argv: list[str],
+    *,
+    prog: str,
+    about: str,
+    defaults: Mapping[str, Mapping[str, Any]],
+    world_size: int,
 ) -> Config:
     """Returns the checked configuration of a custom program. Such a program has no presets and no dry run.
 

@@ -22,7 +22,11 @@ def provenance(topology: Topology, parameters: int) -> dict[str, Any]:
         topology: of the run.
         parameters: the number of elements of all parameters.
     """
-    versions = {"threed": version(), "torch": torch.__version__, "python": platform.python_version()}
+    versions = {
+        "threed": version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     return {
         "world_size": topology.world,
         "device": processor(topology.device),

@@ -62,7 +62,10 @@ def configure_cublas() -> None:
 def deterministic() -> Iterator[None]:
     """Makes torch use deterministic kernels only, inside the block. Raises NondeterministicError for an operation
     without one."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -73,7 +76,9 @@ def deterministic() -> Iterator[None]:
         if "use_deterministic_algorithms" not in str(error):
             raise
         what = "--run.recheck-bad-steps compares two computations of a step, and one operation is not deterministic"
-        raise NondeterministicError(f"{what}: {error} Leave --run.recheck-bad-steps off for this model.") from error
+        raise NondeterministicError(
+            f"{what}: {error} Leave --run.recheck-bad-steps off for this model."
+        ) from error
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = fill
@@ -107,10 +112,21 @@ class Record:
 
     def bad_samples(self) -> list[int]:
         """The samples of micro-batches whose loss is not finite, where this rank has losses."""
-        if len(self.losses) != len(self.micros):  # of two ways through the pipeline each has its own
+        if len(self.losses) != len(
+            self.micros
+        ):  # of two ways through the pipeline each has its own
             return []
-        bad = [micro for micro, loss in zip(self.micros, self.losses, strict=True) if not bool(loss.isfinite().all())]
-        return [number for micro in bad if micro.samples is not None for number in micro.samples.tolist()]
+        bad = [
+            micro
+            for micro, loss in zip(self.micros, self.losses, strict=True)
+            if not bool(loss.isfinite().all())
+        ]
+        return [
+            number
+            for micro in bad
+            if micro.samples is not None
+            for number in micro.samples.tolist()
+        ]
 
 
 class _Sending:
@@ -218,7 +234,9 @@ class Recheck:
             erred = f"rank {named} erred" if len(ranks) == 1 else f"one of the ranks {named} erred"
             self.note(f"{head}, with different results: {erred}; {end}")
         elif not skipped:
-            self.note(f"{head}, alike on every rank before sums over ranks and not after: the network erred; {end}")
+            self.note(
+                f"{head}, alike on every rank before sums over ranks and not after: the network erred; {end}"
+            )
         else:
             bad = sorted({number for _, samples, _ in everyone for number in samples})
             self.note(f"{head}, alike: {self._what(bad)}")
@@ -232,7 +250,9 @@ class Recheck:
         return f"no machine erred, the data are bad (among samples {last - size + 1} to {last}), or the weights"
 
 
-def culprits(differs: Sequence[Sequence[bool]], places: Sequence[Place], in_turn: bool) -> list[int]:
+def culprits(
+    differs: Sequence[Sequence[bool]], places: Sequence[Place], in_turn: bool
+) -> list[int]:
     """Returns the ranks one of which erred.
 
     differs: of each rank, whether what came out of its forwards differs, and its gradients. in_turn: whether pipeline
@@ -240,10 +260,16 @@ def culprits(differs: Sequence[Sequence[bool]], places: Sequence[Place], in_turn
     """
     found: list[int] = []
     for data in sorted({place["dp"] for place in places}):
-        ranks = [rank for rank, place in enumerate(places) if place["dp"] == data and any(differs[rank])]
+        ranks = [
+            rank for rank, place in enumerate(places) if place["dp"] == data and any(differs[rank])
+        ]
         forward = [rank for rank in ranks if differs[rank][0]]
         if in_turn and ranks:
-            blamed = min(places[r]["pp"] for r in forward) if forward else max(places[r]["pp"] for r in ranks)
+            blamed = (
+                min(places[r]["pp"] for r in forward)
+                if forward
+                else max(places[r]["pp"] for r in ranks)
+            )
             ranks = [rank for rank in forward or ranks if places[rank]["pp"] == blamed]
         found += ranks
     return found

@@ -19,13 +19,21 @@ def derive_dp(config: Config, world_size: int) -> int:
     dp = parallel.dp or max(1, world_size // others)
     if others * dp == world_size:
         return dp
-    factors = f"tp {parallel.tp} × pp {parallel.pp}" + (f" × cp {parallel.cp}" if parallel.cp > 1 else "")
+    factors = f"tp {parallel.tp} × pp {parallel.pp}" + (
+        f" × cp {parallel.cp}" if parallel.cp > 1 else ""
+    )
     if parallel.dp is None:
         sizes = " or ".join(str(n) for n in sorted({others * dp, others * (dp + 1)}))
-        raise ConfigError([f"world size {world_size} is not a multiple of {factors} = {others}: start {sizes} ranks"])
+        raise ConfigError(
+            [
+                f"world size {world_size} is not a multiple of {factors} = {others}: start {sizes} ranks"
+            ]
+        )
     problem = f"world size {world_size} ≠ {factors} × dp {dp} = {others * dp}"
     if world_size % others == 0:
-        raise ConfigError([f"{problem}: use --parallel.dp {world_size // others}, or start {others * dp} ranks"])
+        raise ConfigError(
+            [f"{problem}: use --parallel.dp {world_size // others}, or start {others * dp} ranks"]
+        )
     raise ConfigError([f"{problem}: start {others * dp} ranks, or {others} with --parallel.dp 1"])
 
 
@@ -45,7 +53,9 @@ def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config
     What stays None means itself: `train.stop_after`, `data.path`, `zero.nvme_path`, `log.profile_steps`. The path of
     a schedule's file becomes absolute. Raises ConfigError where that file is wrong.
     """
-    parallel = config.parallel.model_copy(update={"schedule": schedules.absolute(config.parallel.schedule)})
+    parallel = config.parallel.model_copy(
+        update={"schedule": schedules.absolute(config.parallel.schedule)}
+    )
     config = config.model_copy(update={"parallel": parallel})
     updates = {
         "parallel": _resolve_parallel(config, world_size),
@@ -60,7 +70,9 @@ def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config
 
 
 def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
-    return group.model_copy(update={key: value for key, value in values.items() if getattr(group, key) is None})
+    return group.model_copy(
+        update={key: value for key, value in values.items() if getattr(group, key) is None}
+    )
 
 
 def _resolve_parallel(config: Config, world_size: int | None) -> dict[str, Any]:

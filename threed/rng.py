@@ -31,7 +31,9 @@ def key(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
-def philox(counter: Sequence[Tensor | int], stream: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(
+    counter: Sequence[Tensor | int], stream: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words (int64 tensors holding 32 bits each) for every counter of four broadcastable 32-bit words.
 
     A 32 x 32-bit product wraps in int64, but its bits are right modulo 2^64, and masking undoes the sign. Numbers of
@@ -41,7 +43,12 @@ def philox(counter: Sequence[Tensor | int], stream: tuple[int, int]) -> tuple[Te
     k0, k1 = stream
     for _ in range(10):
         p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
+            p1 & _MASK,
+            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
+            p0 & _MASK,
+        )
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
     return cast(tuple[Tensor, Tensor, Tensor, Tensor], (c0, c1, c2, c3))
 
@@ -57,7 +64,9 @@ def _normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
     if native_normal is None:
         return normal_blocks(blocks, stream)
     blocks, out = blocks.contiguous(), torch.empty(blocks.numel(), 4, dtype=torch.float32)
-    native_normal(out.data_ptr(), blocks.data_ptr(), blocks.numel(), *stream, torch.get_num_threads())
+    native_normal(
+        out.data_ptr(), blocks.data_ptr(), blocks.numel(), *stream, torch.get_num_threads()
+    )
     return out
 
 
@@ -76,12 +85,15 @@ def _normal_range(first: int, last: int, stream: tuple[int, int]) -> Tensor:
     """The normals of the elements [first, last)."""
     head, tail = first // 4, -(-last // 4)
     parts = [
-        _normal_blocks(torch.arange(at, min(at + _CHUNK, tail)), stream).view(-1) for at in range(head, tail, _CHUNK)
+        _normal_blocks(torch.arange(at, min(at + _CHUNK, tail)), stream).view(-1)
+        for at in range(head, tail, _CHUNK)
     ]
     return torch.cat(parts)[first - 4 * head : last - 4 * head]
 
 
-def normal(seed: int, name: str, shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Tensor:
+def normal(
+    seed: int, name: str, shape: Sequence[int], start: Sequence[int], size: Sequence[int]
+) -> Tensor:
     """Standard normals, fp32 [*size]: the box at `start` of the global tensor `name` of `shape`.
 
     Only the box is made: the runs of elements that lie side by side, each with its unaligned ends.
@@ -89,7 +101,9 @@ def normal(seed: int, name: str, shape: Sequence[int], start: Sequence[int], siz
     stream = key(seed, name)
     if 0 in size:
         return torch.empty(tuple(size))
-    cut = max((d for d in range(len(shape)) if size[d] != shape[d]), default=0)  # from here on runs are whole
+    cut = max(
+        (d for d in range(len(shape)) if size[d] != shape[d]), default=0
+    )  # from here on runs are whole
     run = math.prod(size[cut:])
     begins = torch.zeros(1, dtype=torch.int64)
     for d in range(cut):
@@ -119,17 +133,31 @@ def keep_mask(
     Made in blocks of positions: beside the mask itself, 125 bytes for each of `_CHUNK` counters at a time, 8.2 MB
     on a CPU and 131 MB elsewhere, or for those of one position's columns where they are more.
     """
-    stream, first, run, device = key(seed, name), columns[0], columns[1] - columns[0], samples.device
+    stream, first, run, device = (
+        key(seed, name),
+        columns[0],
+        columns[1] - columns[0],
+        samples.device,
+    )
     keep = torch.empty((rows[1] - rows[0]) * len(samples), run, dtype=torch.bool, device=device)
     aligned = width % 4 == first % 4 == 0
-    counters = -(-run // 4) if aligned else (run + 6) // 4  # that cover a run, in the second case wherever it begins
+    counters = (
+        -(-run // 4) if aligned else (run + 6) // 4
+    )  # that cover a run, in the second case wherever it begins
     column = torch.arange(max(run, counters), device=device)
     lines = max(1, (_CHUNK if device.type == "cpu" else 16 * _CHUNK) // max(counters, 1))
-    for at in range(0, min(len(keep), lines) if keep.is_meta else len(keep), lines):  # one block shows what it takes
+    for at in range(
+        0, min(len(keep), lines) if keep.is_meta else len(keep), lines
+    ):  # one block shows what it takes
         out = keep[at : at + lines]
         line = torch.arange(at, at + len(out), device=device).view(-1, 1)
-        begin, sample = (line // len(samples) + rows[0]) * width + first, samples[line % len(samples)]
-        words = philox((begin // 4 + column[:counters], sample & _MASK, sample >> 32, step & _MASK), stream)
+        begin, sample = (
+            (line // len(samples) + rows[0]) * width + first,
+            samples[line % len(samples)],
+        )
+        words = philox(
+            (begin // 4 + column[:counters], sample & _MASK, sample >> 32, step & _MASK), stream
+        )
         drawn = torch.stack([word >= int(p * 2**32) for word in words], -1).flatten(1)
         out.copy_(drawn[:, :run] if aligned else drawn.gather(1, begin % 4 + column[:run]))
     return keep.view(rows[1] - rows[0], len(samples), run)

@@ -13,7 +13,9 @@ class NotFiniteError(RuntimeError):
     """A model whose next token cannot be drawn; the same on every rank."""
 
 
-def generate(engine: Engine, prompt: list[int], count: int, temperature: float = 0.8, seed: int = 0) -> list[int]:
+def generate(
+    engine: Engine, prompt: list[int], count: int, temperature: float = 0.8, seed: int = 0
+) -> list[int]:
     """`prompt` (at least one token id) continued by `count` tokens. Collective; the same on every rank.
 
     The context is the model's sequence length, filled up on the right: causal attention does not see the filling, and
@@ -32,16 +34,24 @@ def generate(engine: Engine, prompt: list[int], count: int, temperature: float =
     return ids
 
 
-def _next(engine: Engine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator) -> int:
+def _next(
+    engine: Engine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator
+) -> int:
     """The next token: drawn where the model ends, told to the others; -1 where none can be drawn."""
     logits = engine.logits(tokens)
     chosen = torch.zeros(1, dtype=torch.int64, device=tokens.device)
     if logits is not None:
         scores = _whole(engine, logits[0, position]).cpu().double() / temperature
         shares = torch.softmax(scores, 0)
-        drawn = torch.multinomial(shares, 1, generator=draw) if bool(shares.isfinite().all()) else torch.tensor([-1])
+        drawn = (
+            torch.multinomial(shares, 1, generator=draw)
+            if bool(shares.isfinite().all())
+            else torch.tensor([-1])
+        )
         chosen += drawn.to(tokens.device)
-    return int(collectives.broadcast(chosen, engine.topology.axis("pp"), engine.blueprint.cut.ends[0]))
+    return int(
+        collectives.broadcast(chosen, engine.topology.axis("pp"), engine.blueprint.cut.ends[0])
+    )
 
 
 def _whole(engine: Engine, shard: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ def check_saves(config: Config) -> Iterator[str]:
     """Yields what means nothing where only the end is saved."""
     c = config.checkpoint
     for flag, there in (
-        () if c.every else (("async true", c.async_ is True), (f"keep-every {c.keep_every}", c.keep_every))
+        ()
+        if c.every
+        else (("async true", c.async_ is True), (f"keep-every {c.keep_every}", c.keep_every))
     ):
         if there:
             what = f"--checkpoint.{flag} with --checkpoint.every 0: only the end is saved then"
@@ -31,7 +33,9 @@ def check_copies(config: Config) -> Iterator[str]:
         yield f"{given} with --checkpoint.memory-every 0: there is nothing to copy; leave one of them out"
     late = {
         "--zero.delayed-update true": config.zero.delayed_update,
-        f"--parallel.schedule {config.parallel.schedule}": schedules.is_asynchronous(config.parallel.schedule),
+        f"--parallel.schedule {config.parallel.schedule}": schedules.is_asynchronous(
+            config.parallel.schedule
+        ),
     }
     for flag, there in late.items():
         if there and (every or (neighbour and every is None)):
@@ -53,11 +57,19 @@ def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterat
         factors = f"tp {p.tp} × pp {p.pp}"
         yield f"{asked} may give {uncut[0]} ranks, no multiple of {factors}: let each machine have a multiple"
         return
-    fits = [size // others for size in sizes if train.global_batch % (train.micro_batch * size // others) == 0]
+    fits = [
+        size // others
+        for size in sizes
+        if train.global_batch % (train.micro_batch * size // others) == 0
+    ]
     if len(fits) < len(sizes):
         whole = train.micro_batch * math.lcm(*(size // others for size in sizes))
         rows = -(-train.global_batch // whole) * whole
         bad = next(size // others for size in sizes if size // others not in fits)
-        works = f"works for dp {', '.join(map(str, fits))}" if fits else "works for none of these sizes"
-        given = f"--train.global-batch {train.global_batch} with micro-batches of {train.micro_batch}"
+        works = (
+            f"works for dp {', '.join(map(str, fits))}" if fits else "works for none of these sizes"
+        )
+        given = (
+            f"--train.global-batch {train.global_batch} with micro-batches of {train.micro_batch}"
+        )
         yield f"{asked} may give dp {bad}, and {given} {works}: use --train.global-batch {rows}, or fewer machines"

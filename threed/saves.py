@@ -27,7 +27,11 @@ class Saves:
     checkpoint is published, perhaps in another thread."""
 
     def __init__(
-        self, engine: Engine, retention: Retention, note: Callable[[str], None], first: Callable[[], None]
+        self,
+        engine: Engine,
+        retention: Retention,
+        note: Callable[[str], None],
+        first: Callable[[], None],
     ) -> None:
         self.engine, self.retention, self.note, self.first = engine, retention, note, first
         engine.saver.before_publishing = first
@@ -58,7 +62,11 @@ class Saves:
             return False
         first, room = saver.room is None, saver.has_room()
         if first and not room:
-            what = "updates wait for the drive" if asked is True else "training waits for each checkpoint"
+            what = (
+                "updates wait for the drive"
+                if asked is True
+                else "training waits for each checkpoint"
+            )
             self.note(f"no memory for a copy of what is saved: {what}")
         return room or asked is True
 
@@ -70,8 +78,14 @@ class Saves:
 
     def look(self) -> None:
         """Says it if the save that is written has failed; the first rank learns that before it ends on the others."""
-        if self._under_way is not None and self._under_way.done and self._under_way.problem is not None:
-            self._tell(self._under_way.path, f"{self._under_way.problem} (earlier checkpoints are intact)")
+        if (
+            self._under_way is not None
+            and self._under_way.done
+            and self._under_way.problem is not None
+        ):
+            self._tell(
+                self._under_way.path, f"{self._under_way.problem} (earlier checkpoints are intact)"
+            )
 
     def end(self) -> None:
         """Waits for the save that is written, if there is one. Collective."""

@@ -132,7 +132,9 @@ def spec_of(param: Tensor) -> ShardSpec:
     """The record of a parameter; TypeError when it has none."""
     spec = getattr(param, "spec", None)
     if spec is None:
-        raise TypeError("a parameter without a sharding record: build it with threed.layers or sharding.parameter")
+        raise TypeError(
+            "a parameter without a sharding record: build it with threed.layers or sharding.parameter"
+        )
     return cast(ShardSpec, spec)
 
 
@@ -159,14 +161,18 @@ def initial(piece: Piece, box: Box, seed: int) -> Tensor:
     return rng.normal(seed, piece.name, piece.shape, box.start, box.size).mul_(piece.init.std)
 
 
-def matrix(name: str, shape: tuple[int, int], dim: int, span: tuple[int, int], std: float, offset: int = 0) -> Piece:
+def matrix(
+    name: str, shape: tuple[int, int], dim: int, span: tuple[int, int], std: float, offset: int = 0
+) -> Piece:
     """The piece of a matrix that is cut along `dim` to rows or columns [span[0], span[1])."""
     start, size = [0, 0], list(shape)
     start[dim], size[dim] = span[0], span[1] - span[0]
     return Piece(name, shape, (start[0], start[1]), (size[0], size[1]), offset, Init(std=std))
 
 
-def vector(name: str, length: int, span: tuple[int, int] | None = None, value: float = 0.0, offset: int = 0) -> Piece:
+def vector(
+    name: str, length: int, span: tuple[int, int] | None = None, value: float = 0.0, offset: int = 0
+) -> Piece:
     """The piece of a vector in [span[0], span[1]), by default all of it."""
     first, last = span or (0, length)
     return Piece(name, (length,), (first,), (last - first,), offset, Init(value=value))
@@ -198,7 +204,9 @@ def _flat_boxes(
         for start, size, offset in _flat_boxes(shape[1:], first - tail * row, last - tail * row):
             yield (tail, *start), (1, *size), offset
         return
-    for start, size, offset in _flat_boxes(shape[1:], first - (head - 1) * row, row) if first < head * row else ():
+    for start, size, offset in (
+        _flat_boxes(shape[1:], first - (head - 1) * row, row) if first < head * row else ()
+    ):
         yield (head - 1, *start), (1, *size), offset
     if head < tail:
         yield (head, *(0,) * (len(shape) - 1)), (tail - head, *shape[1:]), head * row - first
@@ -206,9 +214,14 @@ def _flat_boxes(
         yield (tail, *start), (1, *size), tail * row - first + offset
 
 
-def slices(start: Sequence[int], size: Sequence[int], origin: Sequence[int] = ()) -> tuple[slice, ...]:
+def slices(
+    start: Sequence[int], size: Sequence[int], origin: Sequence[int] = ()
+) -> tuple[slice, ...]:
     """The index of a box, in a tensor that begins at `origin` (by default at zero)."""
-    return tuple(slice(a - o, a - o + n) for a, n, o in zip(start, size, origin or [0] * len(start), strict=True))
+    return tuple(
+        slice(a - o, a - o + n)
+        for a, n, o in zip(start, size, origin or [0] * len(start), strict=True)
+    )
 
 
 def intersect(a_start: Sequence[int], a_size: Sequence[int], b_start: Sequence[int], b_size: Sequence[int]) -> (
@@ -216,7 +229,9 @@ def intersect(a_start: Sequence[int], a_size: Sequence[int], b_start: Sequence[i
 ):  # fmt: skip
     """The common part (start, size) of two boxes of one global tensor, or None."""
     start = tuple(max(a, b) for a, b in zip(a_start, b_start, strict=True))
-    stop = tuple(min(a + n, b + m) for a, n, b, m in zip(a_start, a_size, b_start, b_size, strict=True))
+    stop = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(a_start, a_size, b_start, b_size, strict=True)
+    )
     if any(lo >= hi for lo, hi in zip(start, stop, strict=True)):
         return None
     return start, tuple(hi - lo for lo, hi in zip(start, stop, strict=True))

@@ -44,12 +44,19 @@ class Supervision:
     """Watches this rank while entered. Made by all ranks together. interrupted: set when Ctrl-C has ended the run."""
 
     def __init__(
-        self, folder: Path, topology: Topology, config: Config, interrupted: threading.Event | None = None
+        self,
+        folder: Path,
+        topology: Topology,
+        config: Config,
+        interrupted: threading.Event | None = None,
     ) -> None:
         self.topology, self.limit = topology, config.train.time_limit
         self.interrupted = interrupted or threading.Event()
         coordinates = topology.coordinates
-        place = ", ".join(f"{'stage' if axis == 'pp' else axis} {coordinates[axis]}" for axis in ("pp", "dp", "tp"))
+        place = ", ".join(
+            f"{'stage' if axis == 'pp' else axis} {coordinates[axis]}"
+            for axis in ("pp", "dp", "tp")
+        )
         self.heart = Heartbeat(folder / "heartbeat", topology.rank, place)
         if topology.rank == 0:
             for old in self.heart.folder.glob("hung-*"):
@@ -57,14 +64,20 @@ class Supervision:
         token = collectives.exchange(secrets.token_hex(4), topology.axis("world"))[0]
         self.watchdog = Watchdog(self.heart, topology.world, config.run.hang_timeout, token)
         self.signals = Signals()
-        self.before_exit: Callable[[], None] = lambda: None  # called where another rank's failure ends this one
+        self.before_exit: Callable[[], None] = lambda: (
+            None
+        )  # called where another rank's failure ends this one
         self._over = threading.Event()
         self._failing = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="threed-supervision")
 
     def asked(self) -> str:
         """Why this rank is to stop; of the time limit the first rank alone says so."""
-        over = self.limit is not None and self.topology.rank == 0 and process.since_launch() > self.limit
+        over = (
+            self.limit is not None
+            and self.topology.rank == 0
+            and process.since_launch() > self.limit
+        )
         return self.signals.asked or (f"train.time-limit {self.limit:g} s" if over else "")
 
     @contextmanager
@@ -83,7 +96,10 @@ class Supervision:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if isinstance(error, Exception):
@@ -95,7 +111,9 @@ class Supervision:
             self._over.set()
             self.signals.wake()
             self._thread.join()
-            self.signals.close(ignore=isinstance(error, Exception))  # a launcher ends all ranks with the first
+            self.signals.close(
+                ignore=isinstance(error, Exception)
+            )  # a launcher ends all ranks with the first
             self.heart.close()
 
     def _watch(self) -> None:
@@ -127,7 +145,9 @@ class Supervision:
             self.heart.mark("failed", about)
             beat = heartbeat.read(self.heart.folder, self.topology.rank)
             text = (
-                f"{who(beat)} failed in {when(beat)}: {about}" if beat else f"rank {self.topology.rank} failed: {about}"
+                f"{who(beat)} failed in {when(beat)}: {about}"
+                if beat
+                else f"rank {self.topology.rank} failed: {about}"
             )
             failure.write_error_file(text)
             _say(text + failure.attempt())

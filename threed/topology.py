@@ -76,7 +76,9 @@ def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> N
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never depend on what its name resolves to
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # one machine: never depend on what its name resolves to
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(_meet(store, rank, size), store)
     cuda = device is not None and device.type == "cuda"
@@ -99,7 +101,9 @@ def _meet(store: dist.Store, rank: int, size: int) -> str:
         name = store.get(f"ask/{mine}").decode()
         store.set(f"here/{name}/{rank}", "")
         return name
-    words, answers = ([f"{key}/{other}" for other in range(1, size)] for key in (f"meet/{size}", f"here/{mine}"))
+    words, answers = (
+        [f"{key}/{other}" for other in range(1, size)] for key in (f"meet/{size}", f"here/{mine}")
+    )
     asked = set[bytes]()
     while not store.check(answers):
         for word in set(store.multi_get(words)) - asked:
@@ -115,7 +119,9 @@ def start_from_file(file: str, rank: int, world: int) -> None:
     file: of a folder that they share; it must not exist yet.
     """
     if world > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(file, world), rank=rank, world_size=world)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(file, world), rank=rank, world_size=world
+        )
 
 
 def default_device() -> torch.device:
@@ -129,7 +135,11 @@ def default_device() -> torch.device:
 
 def backends() -> list[str]:
     """The communication backends this torch was built with."""
-    return [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there]
+    return [
+        name
+        for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
+        if there
+    ]
 
 
 class Topology:
@@ -181,7 +191,10 @@ class Topology:
         self._link((stage, stage + 1) for stage in range(grid.pp - 1))
 
     def prepare(
-        self, blocks: Iterable[str] = (), ties: Iterable[tuple[int, ...]] = (), links: Iterable[tuple[int, int]] = ()
+        self,
+        blocks: Iterable[str] = (),
+        ties: Iterable[tuple[int, ...]] = (),
+        links: Iterable[tuple[int, int]] = (),
     ) -> None:
         """Makes the groups that a model asks for beyond the grid's lines. Collective over the world, same arguments.
 
@@ -220,7 +233,9 @@ class Topology:
             missing = [pair for pair in missing if pair not in at_once]
             mine = next((pair for pair in at_once if self.rank in pair), None)
             ranks = [self.rank] if mine is None else list(mine)
-            group = dist.new_group(ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True)
+            group = dist.new_group(
+                ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True
+            )
             if mine is not None:
                 axis = Axis("host", mine, mine.index(self.rank), group)
                 links[mine] = Link(mine[1 - axis.index], axis)
@@ -228,7 +243,11 @@ class Topology:
 
     def shared_axes(self) -> list[Axis]:
         """The axes that gradients may be summed over and this rank is on, in one order that all ranks share."""
-        lines = [self._axes[name] for name in sorted(self._axes) if name not in ("pp", "world") and "@" not in name]
+        lines = [
+            self._axes[name]
+            for name in sorted(self._axes)
+            if name not in ("pp", "world") and "@" not in name
+        ]
         ties = [self._ties[stages] for stages in sorted(self._ties)]
         return [axis for axis in (*lines, *ties) if axis.size > 1 and axis.index >= 0]
 

@@ -69,7 +69,12 @@ class Trainer:
         self.forecast = (forecast or self._forecast()) if self.main else None
         asked = self.config.checkpoint
         self.retention = Retention(self.folder, asked.keep, self.world, asked.keep_every)
-        self.saves = Saves(engine, self.retention, lambda text: self.monitor.note(text), lambda: self.monitor.sync())
+        self.saves = Saves(
+            engine,
+            self.retention,
+            lambda text: self.monitor.note(text),
+            lambda: self.monitor.sync(),
+        )
         self.saving_s = 0.0
         self.spans: list[Any] = []
         self.traffic = Traffic()
@@ -77,7 +82,9 @@ class Trainer:
         self.profiler: torch.profiler.profile | None = None
 
     def _forecast(self) -> Forecast:
-        return Forecast.of(self.config, self.topology.world, division=self.engine.blueprint.division)
+        return Forecast.of(
+            self.config, self.topology.world, division=self.engine.blueprint.division
+        )
 
     def run(self) -> None:
         """The whole run. RunFolderError where another run has the folder, or some rank cannot use it; Preempted where
@@ -87,7 +94,9 @@ class Trainer:
             preemption.begin(self.folder, job_name(), self.world)
             if self.main:
                 self.retention.sweep()
-            with Supervision(self.folder, self.topology, self.config, self.interrupted) as supervision:
+            with Supervision(
+                self.folder, self.topology, self.config, self.interrupted
+            ) as supervision:
                 self.supervision = supervision
                 self.heartbeat, self.watchdog = supervision.heart, supervision.watchdog
                 self.stop = Stop(self.world, self.topology.device, supervision.asked)
@@ -105,7 +114,9 @@ class Trainer:
         train = self.config.train
         self.last = last = min(train.steps, train.stop_after or train.steps)
         steps = self.engine.steps
-        writes = steps < last or steps != self.saves.last_saved  # else it only looks at what is there
+        writes = (
+            steps < last or steps != self.saves.last_saved
+        )  # else it only looks at what is there
         aside = self.retention.set_aside(extra.get("path"), self.engine.steps) if writes else ""
         with self._monitor(extra, writes) as self.monitor:
             self.guard = Guard(self.engine, self.monitor.note)
@@ -143,13 +154,22 @@ class Trainer:
     def _preempted(self) -> None:
         """Leaves word in the run folder that the run was asked to end; raises Preempted."""
         self._mark()
-        raise Preempted(f"preempted by {self.stop.reason} after step {self.engine.steps}, which is saved")
+        raise Preempted(
+            f"preempted by {self.stop.reason} after step {self.engine.steps}, which is saved"
+        )
 
     def _mark(self) -> None:
         """Writes that the run was asked to end, before any rank leaves."""
         if self.main:
             newest = next(candidates(self.folder, "auto"), None)
-            preemption.mark(self.folder, self.engine.steps, self.stop.reason, newest, job_name(), self.world.size)
+            preemption.mark(
+                self.folder,
+                self.engine.steps,
+                self.stop.reason,
+                newest,
+                job_name(),
+                self.world.size,
+            )
         collectives.barrier(self.world)
 
     # ---------------------------------------------------------------------------------------------------- beginning
@@ -188,7 +208,9 @@ class Trainer:
             note(f"resumed    {self.extra['resumed']}")
         elif "path" in self.extra:
             begun = is_hf_folder(self.extra["path"])
-            note(f"{'begun from' if begun else 'resumed   '} {self.extra['path']}{', with moments of zero' * begun}")
+            note(
+                f"{'begun from' if begun else 'resumed   '} {self.extra['path']}{', with moments of zero' * begun}"
+            )
         if aside:
             note(f"set aside  {aside}: this run starts at step {self.engine.steps}")
         for line in self.changes:
@@ -207,7 +229,9 @@ class Trainer:
         """This data rank's share of a step's batch: a pure function of the samples consumed before it."""
         size, axis = self.config.train.global_batch, self.topology.axis("dp")
         share = size // axis.size
-        first = self.begun_samples + (step - self.begun_step) * size  # the batch may have been another before a resume
+        first = (
+            self.begun_samples + (step - self.begun_step) * size
+        )  # the batch may have been another before a resume
         return self.data.train.batch(first + axis.index * share, share)
 
     def _one_step(self, batches: Prefetcher[dict[str, torch.Tensor]]) -> None:
@@ -222,12 +246,16 @@ class Trainer:
         self._profile(step)
         self.topology.traffic.clear()  # only steps count: not the start, evaluation and saves
         metrics = self._step(step, batch)
-        loss = metrics.loss if logged else None  # reading it waits for the device, so only where it is told
+        loss = (
+            metrics.loss if logged else None
+        )  # reading it waits for the device, so only where it is told
         self.traffic.add(self.topology.traffic)
         # Saving counts with the step after it: a checkpoint is written once the step's line is, or a crash between
         # the two would lose the line for good.
         spent = time.perf_counter() - begin + self.saving_s
-        self.meter.add(metrics.tokens, spent, data_s=data_s, ckpt_s=self.saving_s, **metrics.seconds)
+        self.meter.add(
+            metrics.tokens, spent, data_s=data_s, ckpt_s=self.saving_s, **metrics.seconds
+        )
         row = self._row(metrics, loss) if loss is not None else {}
         self.guard.compare()
         self.stop.check()
@@ -241,7 +269,9 @@ class Trainer:
     def _step(self, step: int, batch: Batch) -> StepMetrics:
         """A step; the second one, or the only one, is looked at for the memory it takes."""
         device = self.topology.device
-        hidden = self.config.run.compile and device.type == "cpu"  # kernels of a compiler are no operations to look at
+        hidden = (
+            self.config.run.compile and device.type == "cpu"
+        )  # kernels of a compiler are no operations to look at
         if hidden or step != min(self.begun_step + 2, self.last):
             return self.guard.step(batch)
         engine, self.weighed = self.engine, step
@@ -287,7 +317,9 @@ class Trainer:
 
     def _tokens(self) -> int:
         """Returns the tokens of all steps so far; sequences may have had another length before a resume."""
-        return int(self.begun_tokens + (self.engine.consumed - self.begun_samples) * self.config.model.seq)
+        return int(
+            self.begun_tokens + (self.engine.consumed - self.begun_samples) * self.config.model.seq
+        )
 
     def _all_spans(self) -> list[Any]:
         """What ran when on every stage of this rank's column, in seconds of this rank's clock."""
@@ -301,7 +333,11 @@ class Trainer:
             return {}
         self.heartbeat.beat(step, "evaluate")
         loss = self.evaluate()
-        return {} if loss is None else {"val/loss": loss, "val/bits_per_byte": self.validation.bits_per_byte(loss)}
+        return (
+            {}
+            if loss is None
+            else {"val/loss": loss, "val/bits_per_byte": self.validation.bits_per_byte(loss)}
+        )
 
     def evaluate(self) -> float | None:
         """The mean token loss over the validation windows; None if the run is to stop meanwhile. Collective."""
@@ -359,8 +395,16 @@ class Trainer:
     def _beside(self) -> dict[str, Any]:
         """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
         tokenizer = self.data.tokenizer
-        known: dict[str, Any] = {"wandb": self.monitor.run_id, "data_sha256": self.data.sha256, "job": job_name()}
-        known |= {"tokenizer": tokenizer.files, "fingerprint": tokenizer.fingerprint, "hf": self.extra.get("hf")}
+        known: dict[str, Any] = {
+            "wandb": self.monitor.run_id,
+            "data_sha256": self.data.sha256,
+            "job": job_name(),
+        }
+        known |= {
+            "tokenizer": tokenizer.files,
+            "fingerprint": tokenizer.fingerprint,
+            "hf": self.extra.get("hf"),
+        }
         return {**known, "eot": tokenizer.eot, "tokens": self._tokens()}
 
     def checkpoint(self, step: int) -> Path:
@@ -374,15 +418,24 @@ class Trainer:
         note, count = self.monitor.note, self.config.train.sample_tokens
         self.heartbeat.beat(self.engine.steps, "end")
         peaks = collectives.exchange(self.peak, self.world)
-        text = final_report.sample_text(self.engine, self.data, count) if count and not self.stop.now() else ""
+        text = (
+            final_report.sample_text(self.engine, self.data, count)
+            if count and not self.stop.now()
+            else ""
+        )
         self.watchdog.stop()  # from here on ranks wait for the first one's pictures and export
         if self.forecast is None:
             return
         memory = final_report.memory_rows(self.forecast, peaks, self.weighed) if any(peaks) else []
         plan = self.engine.blueprint.plan
-        drawn = final_report.draw(self.folder, self.data, self.forecast, plan, self.spans, memory, note)
+        drawn = final_report.draw(
+            self.folder, self.data, self.forecast, plan, self.spans, memory, note
+        )
         made = [("figures", path) for path in drawn]
-        made += [("metrics", self.folder / "metrics.jsonl"), ("checkpoint", self.checkpoint(self.saves.last_saved))]
+        made += [
+            ("metrics", self.folder / "metrics.jsonl"),
+            ("checkpoint", self.checkpoint(self.saves.last_saved)),
+        ]
         if self.config.checkpoint.export_hf:
             made += final_report.export(made[-1][1], self.folder / "hf", self.data.tokenizer, note)
         if text:

@@ -59,7 +59,9 @@ def _word_or(word: str, number: type[int] | type[float]) -> BeforeValidator:
         except ValueError:
             parsed = number(0)
         if not 0 < parsed < float("inf"):
-            raise ValueError(f"must be {word} or a positive {'whole ' if number is int else ''}number")
+            raise ValueError(
+                f"must be {word} or a positive {'whole ' if number is int else ''}number"
+            )
         return parsed
 
     return BeforeValidator(validate)
@@ -69,9 +71,15 @@ def _partition(value: object) -> object:
     if value in ("balanced", "uniform", "measured"):
         return value
     items = value.split(",") if isinstance(value, str) else value
-    counts = [int(str(i)) if str(i).strip().isdigit() else 0 for i in items] if isinstance(items, list | tuple) else []
+    counts = (
+        [int(str(i)) if str(i).strip().isdigit() else 0 for i in items]
+        if isinstance(items, list | tuple)
+        else []
+    )
     if not counts or min(counts) < 1:
-        raise ValueError("must be balanced, uniform, measured, or the layers of each stage, such as 3,2,2")
+        raise ValueError(
+            "must be balanced, uniform, measured, or the layers of each stage, such as 3,2,2"
+        )
     return tuple(counts)
 
 
@@ -84,7 +92,11 @@ def _betas(value: object) -> object:
 
 def _steps(value: object) -> object:
     items = str(value).split(":") if isinstance(value, int | str) else value
-    numbers = [int(str(i)) if str(i).isdigit() else 0 for i in items] if isinstance(items, list | tuple) else []
+    numbers = (
+        [int(str(i)) if str(i).isdigit() else 0 for i in items]
+        if isinstance(items, list | tuple)
+        else []
+    )
     if len(numbers) not in (1, 2) or min(numbers) < 1 or numbers[0] > numbers[-1]:
         raise ValueError("must be a step or first:last, such as 10:12, counted from 1")
     return (numbers[0], numbers[-1])
@@ -142,7 +154,9 @@ def _duration(value: object) -> object:
         hours, minutes, rest = map(int, text.split(":"))
         return float(hours * 3600 + minutes * 60 + rest)
     if isinstance(value, str) and re.fullmatch(r"(\d{1,12}(\.\d{1,12})?[dhms])+", text):
-        return sum(float(number) * _UNITS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text))
+        return sum(
+            float(number) * _UNITS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text)
+        )
     try:
         seconds = float("nan") if isinstance(value, bool) else float(text)
     except ValueError:
@@ -155,17 +169,23 @@ def _duration(value: object) -> object:
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number), Takes("N")]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(_number), Takes("N")]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number), Takes("X")]
-MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(_number), Takes("X")]  # of which bytes are finite
+MemorySize = Annotated[
+    float, Field(gt=0, le=1e12), BeforeValidator(_number), Takes("X")
+]  # of which bytes are finite
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")]
 Spike = Annotated[NonNegative, AfterValidator(_zero_or_above_one)]
 Duration = Annotated[float, Field(gt=0, le=1e9), BeforeValidator(_duration), Takes("TIME")]
 DurationOrNone = Annotated[float, Field(ge=0, le=1e9), BeforeValidator(_duration), Takes("TIME")]
 Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number), Takes("X")]
 Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
-AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_auto_or_boolean), Takes("auto|true|false")]
+AutoSwitch = Annotated[
+    Literal["auto"] | bool, BeforeValidator(_auto_or_boolean), Takes("auto|true|false")
+]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("TEXT")]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("PATH")]
-LocalPath = Annotated[PathText, AfterValidator(os.path.expanduser)]  # of this machine: ~ is the user's home
+LocalPath = Annotated[
+    PathText, AfterValidator(os.path.expanduser)
+]  # of this machine: ~ is the user's home
 Partition = Annotated[
     Literal["balanced", "uniform", "measured"] | tuple[int, ...],
     BeforeValidator(_partition),
@@ -186,7 +206,11 @@ LayerPattern = Annotated[str, Field(pattern=r"^[sf]+$"), Takes("TEXT")]
 Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(_number), Takes("X")]
 Scaling = Annotated[RopeScaling, BeforeValidator(read_scaling), Takes('"TYPE: key=X, …"')]
 ParamGroups = Annotated[
-    tuple[ParamGroup, ...], BeforeValidator(read_groups), Takes('"PATTERN: lr=X, weight-decay=X; …"')
+    tuple[ParamGroup, ...],
+    BeforeValidator(read_groups),
+    Takes('"PATTERN: lr=X, weight-decay=X; …"'),
 ]
-RecomputeOps = Annotated[tuple[str, ...], BeforeValidator(_operations), Takes("attention,activation,norm")]
+RecomputeOps = Annotated[
+    tuple[str, ...], BeforeValidator(_operations), Takes("attention,activation,norm")
+]
 StepRange = Annotated[tuple[int, int], BeforeValidator(_steps), Takes("N|N:N")]

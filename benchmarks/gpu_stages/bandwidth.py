@@ -22,7 +22,9 @@ def rates(found: dict[str, float], nbytes: int) -> dict[str, Any]:
 
 def on_device(size: int, device: torch.device, rounds: int) -> dict[str, Any]:
     """A copy of so many bytes."""
-    given = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)  # zeros may be faster than numbers
+    given = torch.randint(
+        0, 255, (size,), dtype=torch.uint8, device=device
+    )  # zeros may be faster than numbers
     out = torch.empty_like(given)
     return rates(interleaved({"copy": lambda: out.copy_(given)}, device, rounds)["copy"], 2 * size)
 
@@ -52,7 +54,10 @@ def with_host(size: int, device: torch.device, rounds: int) -> dict[str, Any]:
         "both_at_once": both,
     }
     found = interleaved(ways, device, rounds)
-    return {name: rates(times, (2 if name == "both_at_once" else 1) * size) for name, times in found.items()}
+    return {
+        name: rates(times, (2 if name == "both_at_once" else 1) * size)
+        for name, times in found.items()
+    }
 
 
 def run(stage: Stage) -> None:
@@ -62,9 +67,13 @@ def run(stage: Stage) -> None:
         if stage.memory() > 4 * mib * MIB:
             found[str(mib)] = on_device(mib * MIB, stage.device, 3 if stage.small else 50)
             stage.put(copy_by_mib=found)
-    stage.put(copy_gb_per_s=found[max(found, key=int)]["gb_per_s"], copy_mib=int(max(found, key=int)))
+    stage.put(
+        copy_gb_per_s=found[max(found, key=int)]["gb_per_s"], copy_mib=int(max(found, key=int))
+    )
     stage.put(host_mib=2 if stage.small else 256)
-    stage.put(host=with_host((2 if stage.small else 256) * MIB, stage.device, 3 if stage.small else 20))
+    stage.put(
+        host=with_host((2 if stage.small else 256) * MIB, stage.device, 3 if stage.small else 20)
+    )
 
 
 if __name__ == "__main__":

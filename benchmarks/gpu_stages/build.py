@@ -28,7 +28,11 @@ NOT_AVAILABLE = "not available"
 
 def versions() -> dict[str, str]:
     """Of everything that the figures depend on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+    }
     for package in ("triton", "liger-kernel"):
         try:
             found[package] = importlib.metadata.version(package)
@@ -36,7 +40,11 @@ def versions() -> dict[str, str]:
             found[package] = NOT_AVAILABLE
     try:
         command = [*build.find_compiler(build.CUDA), "--version"]
-        lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip().splitlines()
+        lines = (
+            subprocess.run(command, capture_output=True, text=True, check=False)
+            .stdout.strip()
+            .splitlines()
+        )
         found["nvcc"] = next((line for line in lines if "release" in line), NOT_AVAILABLE)
     except build.BuildError as error:
         found["nvcc"] = f"{NOT_AVAILABLE}: {error}"
@@ -65,7 +73,11 @@ def state() -> dict[str, str]:
                 [tool, f"--query-gpu={field}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20,
                 check=False,
             )  # fmt: skip
-            found[field] = done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ""
+            found[field] = (
+                done.stdout.strip().splitlines()[0]
+                if done.returncode == 0 and done.stdout.strip()
+                else ""
+            )
         except (OSError, subprocess.TimeoutExpired):
             found[field] = ""
     return {field: value or NOT_AVAILABLE for field, value in found.items()}

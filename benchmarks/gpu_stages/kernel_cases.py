@@ -84,7 +84,10 @@ def gradient_of(function: Callable[..., Any], gradients: int) -> Callable[[Compi
         work = compiled(function)
 
         def prepare(*inputs: Tensor) -> Callable[[], Results]:
-            given, leaves = inputs[:gradients], [x.detach().requires_grad_() for x in inputs[gradients:]]
+            given, leaves = (
+                inputs[:gradients],
+                [x.detach().requires_grad_() for x in inputs[gradients:]],
+            )
             outputs = _tuple(work(*leaves))
             return lambda: torch.autograd.grad(outputs, leaves, given, retain_graph=True)
 
@@ -172,11 +175,14 @@ def _norm(layer: bool, residual: bool) -> Callable[..., Any]:
         other, (weight, *bias) = (rest[:1], rest[1:]) if residual else ((), rest)
         total = x + other[0] if residual else x
         if residual and total.dtype == torch.float64:
-            total = total + (total.bfloat16().double() - total).detach()  # all sides normalise the rounded sum
-        if layer:
-            y = F.layer_norm(total, weight.shape, weight, bias[0], EPS)
-        else:
-            y = F.rms_norm(total, weight.shape, weight, EPS)
+            total = (
+                total + (total.bfloat16().double() - total).detach()
+            )  # all sides normalise the rounded sum
+        y = (
+            F.layer_norm(total, weight.shape, weight, bias[0], EPS)
+            if layer
+            else F.rms_norm(total, weight.shape, weight, EPS)
+        )
         return (total, y) if residual else y
 
     return work
@@ -231,7 +237,11 @@ def _norm_backward(layer: bool, residual: bool) -> Side:
         def work() -> Results:
             dbias = gradients[1] if layer else None
             dx = norm.backward(dy, done, weight, gradients[0], dbias, add=False, residual=ds)
-            return (dx, *((dx,) if residual else ()), *gradients)  # x and the residual have one gradient
+            return (
+                dx,
+                *((dx,) if residual else ()),
+                *gradients,
+            )  # x and the residual have one gradient
 
         return work
 
@@ -242,7 +252,11 @@ def _liger_norm(layer: bool, backward: bool) -> Callable[[], Side]:
     def made() -> Side:
         work = liger("liger_layer_norm" if layer else "liger_rms_norm")
         # in_place=False: its backward would write over the gradient that is given again.
-        ours = (lambda x, w, b: work(x, w, b, EPS)) if layer else (lambda x, w: work(x, w, EPS, in_place=False))
+        ours = (
+            (lambda x, w, b: work(x, w, b, EPS))
+            if layer
+            else (lambda x, w: work(x, w, EPS, in_place=False))
+        )
         return (gradient_of(ours, 1) if backward else call(ours))(lambda same: same)
 
     return made
@@ -294,7 +308,9 @@ def dropouts(s: Sizes, device: torch.device) -> list[Case]:
     length = s.rows // s.sequences
     x, residual = (bf16(length, s.sequences, s.h, device=device) for _ in range(2))
     bias = bf16(s.h, device=device)
-    draw = dropout.Draw(1, "blocks.0.mlp.dropout", 2, torch.arange(s.sequences, device=device), 0, 0.1)
+    draw = dropout.Draw(
+        1, "blocks.0.mlp.dropout", 2, torch.arange(s.sequences, device=device), 0, 0.1
+    )
     return [
         Case(
             "dropout + bias + residual", ("dropout",), 6 * x.numel(), (x, bias, residual),
@@ -315,7 +331,19 @@ def updates(s: Sizes, device: torch.device) -> list[Case]:
     def ours(p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor) -> Callable[[], Results]:
         def work() -> Results:
             adam.call_cuda(
-                p, m, v, g, out, now.lr, now.step, now.scale, now.skip, rule.beta1, rule.beta2, rule.eps, 0.1
+                p,
+                m,
+                v,
+                g,
+                out,
+                now.lr,
+                now.step,
+                now.scale,
+                now.skip,
+                rule.beta1,
+                rule.beta2,
+                rule.eps,
+                0.1,
             )
             return p, m, v, out
 
@@ -327,7 +355,9 @@ def updates(s: Sizes, device: torch.device) -> list[Case]:
         return p, m, v, out
 
     def fused() -> Side:
-        def prepare(p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor) -> Callable[[], Results]:
+        def prepare(
+            p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor
+        ) -> Callable[[], Results]:
             def work() -> Results:
                 adam.adamw_(p, g, m, v, now, rule, 0.1)
                 out.copy_(p)
@@ -338,7 +368,9 @@ def updates(s: Sizes, device: torch.device) -> list[Case]:
         return prepare
 
     inputs = (p, 0.1 * m, 0.01 * v.square(), g, out)
-    return [Case("AdamW", ("adamw",), 28 * s.n, inputs, ours, call(formulas), {"torch fused": fused})]
+    return [
+        Case("AdamW", ("adamw",), 28 * s.n, inputs, ours, call(formulas), {"torch fused": fused})
+    ]
 
 
 def sums_of(s: Sizes, device: torch.device) -> list[Case]:
@@ -386,8 +418,12 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
         turn = liger("liger_rope")
 
         def prepare(x: Tensor) -> Callable[[], Results]:
-            q, k = (part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts(x))  # [b a s d]
-            angle = rotary.angles(length, s.d, THETA, x.device).repeat(1, 2).unsqueeze(0).to(x.dtype)
+            q, k = (
+                part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts(x)
+            )  # [b a s d]
+            angle = (
+                rotary.angles(length, s.d, THETA, x.device).repeat(1, 2).unsqueeze(0).to(x.dtype)
+            )
             cosines, sines = angle.cos(), angle.sin()
             return lambda: tuple(part.permute(2, 0, 1, 3) for part in turn(q, k, cosines, sines))
 
@@ -396,7 +432,17 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
     def plain(x: Tensor) -> Results:
         return tuple(rotary.reference(part, THETA).to(x.dtype) for part in parts(x))
 
-    return [Case("rotary positions", ("rotary",), 4 * x.numel(), (x,), ours, call(plain), {"liger": by_liger})]
+    return [
+        Case(
+            "rotary positions",
+            ("rotary",),
+            4 * x.numel(),
+            (x,),
+            ours,
+            call(plain),
+            {"liger": by_liger},
+        )
+    ]
 
 
 def quantisations(s: Sizes, device: torch.device) -> list[Case]:
@@ -434,18 +480,32 @@ def _worst(x: Tensor, whole: Any, scales: Any, bits: int) -> Tensor:
 
 
 # Makers, and not cases: one set of inputs is alive at a time.
-FAMILIES = (cross_entropies, norms, activations, dropouts, updates, sums_of, rotaries, quantisations)
+FAMILIES = (
+    cross_entropies,
+    norms,
+    activations,
+    dropouts,
+    updates,
+    sums_of,
+    rotaries,
+    quantisations,
+)
 
 
 def sizes_for(memory: int) -> Sizes:
     """Large, or with fewer rows where a GPU has less than 40 GB."""
     rows = LARGE.rows if memory > 40e9 else LARGE.rows // 4
-    return Sizes(rows, *(getattr(LARGE, name) for name in ("sequences", "h", "f", "v", "d", "n", "blocks")))
+    return Sizes(
+        rows, *(getattr(LARGE, name) for name in ("sequences", "h", "f", "v", "d", "n", "blocks"))
+    )
 
 
 # Relative: two roundings to bf16; sums in fp32, which differ by their order.
 _LIMITS = {torch.bfloat16: 2.0**-7, torch.float32: 1e-4, torch.float64: 1e-5}
-_OTHERS = {**_LIMITS, torch.bfloat16: 2.0**-5}  # others may add up in bf16, as eager LayerNorm's backward on a CPU does
+_OTHERS = {
+    **_LIMITS,
+    torch.bfloat16: 2.0**-5,
+}  # others may add up in bf16, as eager LayerNorm's backward on a CPU does
 
 
 def limit_of(result: Tensor, ours: bool) -> float:

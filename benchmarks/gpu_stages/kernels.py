@@ -14,7 +14,15 @@ import torch
 from torch._functorch import config as functorch
 
 from benchmarks.gpu_stages import record
-from benchmarks.gpu_stages.kernel_cases import FAMILIES, SMALL, Case, Results, Side, limit_of, sizes_for
+from benchmarks.gpu_stages.kernel_cases import (
+    FAMILIES,
+    SMALL,
+    Case,
+    Results,
+    Side,
+    limit_of,
+    sizes_for,
+)
 from benchmarks.gpu_stages.record import NOT_MEASURED
 from benchmarks.gpu_stages.stage import Stage, main
 from benchmarks.gpu_stages.timing import difference, interleaved
@@ -22,7 +30,9 @@ from benchmarks.gpu_stages.timing import difference, interleaved
 
 def copies(inputs: tuple[Any, ...], dtype: torch.dtype | None = None) -> tuple[Any, ...]:
     """Copies of the inputs; floating ones in a dtype."""
-    return tuple(x.to(dtype, copy=True) if dtype and x.is_floating_point() else x.clone() for x in inputs)
+    return tuple(
+        x.to(dtype, copy=True) if dtype and x.is_floating_point() else x.clone() for x in inputs
+    )
 
 
 def truth_of(case: Case) -> Results:
@@ -77,12 +87,18 @@ def measured(case: Case, stage: Stage, bandwidth: float | None) -> dict[str, Any
             found[name] = {"difference": off, **({"wrong": why} if why else {})}
             if not why:
                 works[name] = side(*copies(case.inputs))
-        except Exception as error:  # another's library, or a compiler's refusal: the other sides go on
+        except (
+            Exception
+        ) as error:  # another's library, or a compiler's refusal: the other sides go on
             text = f"{type(error).__name__}: {str(error)[:200]}"
             found[name] = {"wrong": text} if name == "ours" else {"note": f"{NOT_MEASURED}: {text}"}
     for name, times in interleaved(works, stage.device, rounds=3 if stage.small else 40).items():
         rate = case.nbytes / times["median_ms"] / 1e6
-        found[name] |= {**times, "gb_per_s": rate, "share": rate / bandwidth if bandwidth else NOT_MEASURED}
+        found[name] |= {
+            **times,
+            "gb_per_s": rate,
+            "share": rate / bandwidth if bandwidth else NOT_MEASURED,
+        }
     return {"bytes": case.nbytes, "kernels": list(case.kernels), "sides": found}
 
 
@@ -130,4 +146,10 @@ def _once(case: Case, stage: Stage) -> None:
 
 
 if __name__ == "__main__":
-    main("kernels", run, lambda parser: parser.add_argument("--once", action="store_true", help="run ours once each"))
+    main(
+        "kernels",
+        run,
+        lambda parser: parser.add_argument(
+            "--once", action="store_true", help="run ours once each"
+        ),
+    )

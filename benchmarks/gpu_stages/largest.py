@@ -39,7 +39,11 @@ def shapes(layers: int, small: bool) -> GPTConfig:
 
 def settings_of(place: str, folder: str) -> dict[str, Any]:
     """bf16 with its gradients, ZeRO-3, full recompute; states in a place."""
-    where = {"offload_optimizer": place, "offload_params": place, "nvme_path": folder if place == "nvme" else None}
+    where = {
+        "offload_optimizer": place,
+        "offload_params": place,
+        "nvme_path": folder if place == "nvme" else None,
+    }
     return {
         "precision": {"dtype": "bf16", "grad_dtype": "bf16"}, "zero": {"stage": 3, **where},
         "recompute": {"mode": "full"}, "train": {"global_batch": BATCH, "micro_batch": BATCH, "grad_clip": 1.0},
@@ -93,7 +97,9 @@ def room(place: str, folder: str) -> float:
     if place == "nvme":
         return shutil.disk_usage(folder).free
     with open("/proc/meminfo") as file:
-        return next(1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+        return next(
+            1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable")
+        )
 
 
 def should_fit(place: str, folder: str, stage: Stage) -> int:
@@ -110,7 +116,17 @@ def should_fit(place: str, folder: str, stage: Stage) -> int:
 
 def attempt(layers: int, place: str, folder: str, stage: Stage, seconds: float) -> dict[str, Any]:
     """A model in a process of its own: its figures, or why it did not train."""
-    command = [sys.executable, "-m", __spec__.name, "--layers", str(layers), "--place", place, "--folder", folder]
+    command = [
+        sys.executable,
+        "-m",
+        __spec__.name,
+        "--layers",
+        str(layers),
+        "--place",
+        place,
+        "--folder",
+        folder,
+    ]
     command += ["--device", stage.device.type, *(["--small"] if stage.small else [])]
     done = stage.run(command, seconds)
     lines = [line.removeprefix(LAST) for line in done.stdout.splitlines() if line.startswith(LAST)]
@@ -121,7 +137,9 @@ def attempt(layers: int, place: str, folder: str, stage: Stage, seconds: float) 
     return {"layers": layers, "failed": "no time" if done.returncode == 124 else why[0][:300]}
 
 
-def search(first: int, work: Callable[[int], dict[str, Any] | None], tries: int = 8) -> dict[str, Any]:
+def search(
+    first: int, work: Callable[[int], dict[str, Any] | None], tries: int = 8
+) -> dict[str, Any]:
     """The largest that trains, from a first guess by eighths of it; and what the next one failed of, if one did.
 
     work(layers): None where no time is left.
@@ -141,7 +159,10 @@ def search(first: int, work: Callable[[int], dict[str, Any] | None], tries: int 
             best, layers = found, layers + step
         if (best and failed) or layers < 1:
             break
-    return {"largest": best or {"note": NOT_MEASURED}, "next": failed or {"note": f"{NOT_MEASURED}: tries ended"}}
+    return {
+        "largest": best or {"note": NOT_MEASURED},
+        "next": failed or {"note": f"{NOT_MEASURED}: tries ended"},
+    }
 
 
 def run(stage: Stage) -> None:
@@ -149,7 +170,10 @@ def run(stage: Stage) -> None:
     stage.put(features=shapes(1, stage.small).d_model, memory_gib=stage.memory() / 2**30)
     found: dict[str, Any] = {}
     if stage.small:  # a rehearsal trains one model, and forecasts the others
-        found |= {p: {"forecast": should_fit(p, folder, stage), "largest": {}, "next": {}} for p in PLACES[:-1]}
+        found |= {
+            p: {"forecast": should_fit(p, folder, stage), "largest": {}, "next": {}}
+            for p in PLACES[:-1]
+        }
     for number, place in enumerate(PLACES):
         if place in found:
             continue
@@ -157,19 +181,35 @@ def run(stage: Stage) -> None:
 
         def work(layers: int, place: str = place, budget: float = budget) -> dict[str, Any] | None:
             left = budget - time.monotonic()
-            return attempt(layers, place, folder, stage, 0.7 * left) if left > (3 if stage.small else 25) else None
+            return (
+                attempt(layers, place, folder, stage, 0.7 * left)
+                if left > (3 if stage.small else 25)
+                else None
+            )
 
-        guess = min(2, should_fit(place, folder, stage)) if stage.small else should_fit(place, folder, stage)
+        guess = (
+            min(2, should_fit(place, folder, stage))
+            if stage.small
+            else should_fit(place, folder, stage)
+        )
         found[place] = {"forecast": guess, **search(guess, work, 1 if stage.small else 8)}
         stage.put(places=found)
-    faults = [f"{place}: {one['next'].get('failed')}" for place, one in found.items() if "note" in one["largest"]]
+    faults = [
+        f"{place}: {one['next'].get('failed')}"
+        for place, one in found.items()
+        if "note" in one["largest"]
+    ]
     if faults:
         raise AssertionError(f"nothing trained: {'; '.join(faults)}")
 
 
 def options(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--folder", default=tempfile.gettempdir(), help="on the drive that is swapped to")
-    made.add_argument("--layers", type=int, help="one model of so many layers, with its states in --place")
+    made.add_argument(
+        "--folder", default=tempfile.gettempdir(), help="on the drive that is swapped to"
+    )
+    made.add_argument(
+        "--layers", type=int, help="one model of so many layers, with its states in --place"
+    )
     made.add_argument("--place", choices=PLACES, default="none")
     made.add_argument("--trace", help="write a Chrome trace of a step there")
 
@@ -182,7 +222,10 @@ def one_model() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device")
     device = torch.device("cuda:0" if args.device == "cuda" else "cpu")
-    print(LAST + json.dumps(trained(args.layers, args.place, args.folder, device, args.small, args.trace)))
+    print(
+        LAST
+        + json.dumps(trained(args.layers, args.place, args.folder, device, args.small, args.trace))
+    )
 
 
 if __name__ == "__main__":

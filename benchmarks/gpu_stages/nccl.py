@@ -78,13 +78,23 @@ def collectives(device: torch.device) -> str:
     dist.all_gather_into_tensor(gathered, mine)
     dist.reduce_scatter_tensor(part, mine)
     right = bool((summed == total).all()) and bool((part == total).all())
-    right = right and gathered.view(world, -1)[:, 0].tolist() == [float(n + 1) for n in range(world)]
-    return "right" if right else f"wrong: {summed.tolist()}, {part.tolist()}, {gathered.tolist()}"[:300]
+    right = right and gathered.view(world, -1)[:, 0].tolist() == [
+        float(n + 1) for n in range(world)
+    ]
+    return (
+        "right"
+        if right
+        else f"wrong: {summed.tolist()}, {part.tolist()}, {gathered.tolist()}"[:300]
+    )
 
 
 def rank(args: argparse.Namespace) -> None:
     """One rank of a world; rank 0 writes what all ways gave."""
-    cuda, number, world = args.device == "cuda", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cuda, number, world = (
+        args.device == "cuda",
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+    )
     device = torch.device("cuda", number) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -108,18 +118,33 @@ def rank(args: argparse.Namespace) -> None:
 def world_of(stage: Stage, size: int) -> dict[str, Any]:
     """What a world of so many ranks on this machine gave."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
-        own = ["--answer", f"{folder}/answer", "--meet", f"{folder}/meet", "--device", stage.device.type]
+        own = [
+            "--answer",
+            f"{folder}/answer",
+            "--meet",
+            f"{folder}/meet",
+            "--device",
+            stage.device.type,
+        ]
         command = [sys.executable, "-m", __spec__.name, *own, *(["--small"] if stage.small else [])]
         known = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": str(size)}
         logs = [files.enter_context(open(f"{folder}/{n}.log", "w+")) for n in range(size)]
         ranks = [
             subprocess.Popen(
-                command, cwd=ROOT, env={**known, "RANK": str(n), "LOCAL_RANK": str(n)}, stdout=log, stderr=log
+                command,
+                cwd=ROOT,
+                env={**known, "RANK": str(n), "LOCAL_RANK": str(n)},
+                stdout=log,
+                stderr=log,
             )
             for n, log in enumerate(logs)
         ]
         end = time.monotonic() + stage.time_left() - 5
-        while time.monotonic() < end and any(r.poll() is None for r in ranks) and not any(r.poll() for r in ranks):
+        while (
+            time.monotonic() < end
+            and any(r.poll() is None for r in ranks)
+            and not any(r.poll() for r in ranks)
+        ):
             time.sleep(0.1)
         codes = [process.poll() for process in ranks]
         for process in ranks:
@@ -128,7 +153,10 @@ def world_of(stage: Stage, size: int) -> dict[str, Any]:
         if any(codes) or None in codes:
             texts = [Path(f"{folder}/{n}.log").read_text()[-6000:] for n in range(size)]
             print("\n".join(texts))
-            said = next((first_error(text) for code, text in zip(codes, texts, strict=True) if code), "no time left")
+            said = next(
+                (first_error(text) for code, text in zip(codes, texts, strict=True) if code),
+                "no time left",
+            )
             raise RuntimeError(f"ranks of {size} ended with {codes}: {said}")
         found: dict[str, Any] = json.loads(Path(f"{folder}/answer").read_text())
         return found
@@ -158,8 +186,15 @@ def run(stage: Stage) -> None:
         for name, got in found.items():
             dtype = name.split()[-1]
             off = max(abs(a - b) / abs(b) for a, b in zip(got, truth[dtype], strict=True))
-            table[name] = {"ranks": ranks, "losses": got, "difference": off, "same": off <= TOLERANCE[dtype]}
-            faults += [] if off <= TOLERANCE[dtype] else [f"{name} differs from one GPU by {off:.2e}"]
+            table[name] = {
+                "ranks": ranks,
+                "losses": got,
+                "difference": off,
+                "same": off <= TOLERANCE[dtype],
+            }
+            faults += (
+                [] if off <= TOLERANCE[dtype] else [f"{name} differs from one GPU by {off:.2e}"]
+            )
     stage.put(ways=table)
     if faults:
         raise AssertionError("; ".join(faults))

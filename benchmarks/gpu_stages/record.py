@@ -37,7 +37,9 @@ def read(folder: Path, stage: str) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise CorruptRecord(f"{path} is not JSON: {error}") from error
-    fits = isinstance(found, dict) and found.get("stage") == stage and found.get("status") in STATUSES
+    fits = (
+        isinstance(found, dict) and found.get("stage") == stage and found.get("status") in STATUSES
+    )
     if not fits or not isinstance(found.get("figures"), dict):
         raise CorruptRecord(f"{path} is no record of the stage {stage!r}")
     return found
@@ -67,7 +69,14 @@ class Record:
     def __init__(self, folder: Path, stage: str, **about: Any) -> None:
         self._folder, self._began = folder, time.monotonic()
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        self.content = {"stage": stage, "status": RUNNING, "message": "", **about, "began": now, "figures": {}}
+        self.content = {
+            "stage": stage,
+            "status": RUNNING,
+            "message": "",
+            **about,
+            "began": now,
+            "figures": {},
+        }
         self._write()
 
     def put(self, **found: Any) -> None:

@@ -34,7 +34,9 @@ BEYOND = {
 
 def tool() -> str | None:
     """Where compute-sanitizer is."""
-    return shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    return shutil.which("compute-sanitizer") or shutil.which(
+        "/usr/local/cuda/bin/compute-sanitizer"
+    )
 
 
 def built(folder: Path, architecture: str) -> Path:
@@ -58,7 +60,13 @@ def names_of(program: Path) -> list[str]:
 
 def verdict(code: int) -> str:
     """What an exit code of a planted kernel's run says; nothing where nobody saw a fault."""
-    said = {FOUND: "reported", REFUSED: "launch refused", ENDED: "ended with an error", 124: "hung", 0: ""}
+    said = {
+        FOUND: "reported",
+        REFUSED: "launch refused",
+        ENDED: "ended with an error",
+        124: "hung",
+        0: "",
+    }
     return said.get(code, f"exit code {code}")
 
 
@@ -70,8 +78,12 @@ def judged(seen: dict[str, dict[str, str]]) -> dict[str, Any]:
         "planted": len(faulty),
         "found": {name: found[name] for name in faulty if found[name]},
         "missed": [name for name in faulty if not found[name] and name not in BEYOND],
-        "not_looked_for": {name: BEYOND[name] for name in faulty if not found[name] and name in BEYOND},
-        "false_alarms": [f"{name}: {what}" for name in seen if name.startswith("right") for what in found[name]],
+        "not_looked_for": {
+            name: BEYOND[name] for name in faulty if not found[name] and name in BEYOND
+        },
+        "false_alarms": [
+            f"{name}: {what}" for name in seen if name.startswith("right") for what in found[name]
+        ],
     }
 
 
@@ -80,7 +92,15 @@ def planted(stage: Stage, sanitizer: str, program: Path) -> dict[str, Any]:
     names = names_of(program)
 
     def one(number: int, name: str) -> str:
-        command = [sanitizer, "--tool", name, "--error-exitcode", str(FOUND), str(program), str(number)]
+        command = [
+            sanitizer,
+            "--tool",
+            name,
+            "--error-exitcode",
+            str(FOUND),
+            str(program),
+            str(number),
+        ]
         return verdict(stage.run(command, 40).returncode)
 
     with ThreadPoolExecutor(4) as pool:
@@ -92,7 +112,15 @@ def planted(stage: Stage, sanitizer: str, program: Path) -> dict[str, Any]:
 def ours(stage: Stage, sanitizer: str, name: str) -> dict[str, Any]:
     """Our kernels, once each, under a tool: the number of reports, and the beginning of what it said."""
     with tempfile.TemporaryDirectory() as folder:
-        work = [sys.executable, "-m", "benchmarks.gpu_stages.kernels", "--once", "--small", "--out", folder]
+        work = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu_stages.kernels",
+            "--once",
+            "--small",
+            "--out",
+            folder,
+        ]
         command = [sanitizer, "--tool", name, "--error-exitcode", str(FOUND), *work]
         # Without its cache each tensor of torch is an allocation, whose ends the tool knows.
         done = stage.run(command, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
@@ -104,19 +132,28 @@ def reports(text: str) -> dict[str, Any]:
     """The errors that a tool counted, and the first lines that it said before."""
     summary = re.search(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", text)
     said = [line for line in text.splitlines() if line.startswith("=====")]
-    return {"errors": int(summary[1] or summary[2]) if summary else None, "said": [line[:200] for line in said[:20]]}
+    return {
+        "errors": int(summary[1] or summary[2]) if summary else None,
+        "said": [line[:200] for line in said[:20]],
+    }
 
 
 def run(stage: Stage) -> None:
     sanitizer = tool()
     if not stage.cuda or sanitizer is None:
-        what = "compute-sanitizer is not installed" if sanitizer is None else "a rehearsal has no GPU"
+        what = (
+            "compute-sanitizer is not installed" if sanitizer is None else "a rehearsal has no GPU"
+        )
         stage.put(tools=NOT_AVAILABLE, why=what)
         return
     stage.put(tools=list(TOOLS), where=sanitizer)
     found: dict[str, Any] = {}
     for name in TOOLS:
-        found[name] = ours(stage, sanitizer, name) if stage.has_time(60) else {"note": "not measured: no time"}
+        found[name] = (
+            ours(stage, sanitizer, name)
+            if stage.has_time(60)
+            else {"note": "not measured: no time"}
+        )
         stage.put(ours=found)
     with tempfile.TemporaryDirectory() as folder:
         architecture = "{}{}".format(*_capability(stage))
@@ -126,8 +163,16 @@ def run(stage: Stage) -> None:
         f"{name} over our kernels: exit code {one['exit']} after {one['cases']} cases, {one['errors']} errors"
         for name, one in found.items() if "exit" in one and (one["exit"] or not one["cases"])
     ]  # fmt: skip
-    bad += [f"planted faults that no tool reported: {', '.join(faults['missed'])}"] if faults["missed"] else []
-    bad += [f"reported without a fault: {', '.join(faults['false_alarms'])}"] if faults["false_alarms"] else []
+    bad += (
+        [f"planted faults that no tool reported: {', '.join(faults['missed'])}"]
+        if faults["missed"]
+        else []
+    )
+    bad += (
+        [f"reported without a fault: {', '.join(faults['false_alarms'])}"]
+        if faults["false_alarms"]
+        else []
+    )
     if bad:
         raise AssertionError("; ".join(bad)[:450])
 

@@ -50,11 +50,15 @@ def check(stage: Stage) -> float:
     for device, dtype in ((torch.device("cpu"), "fp32"), (stage.device, "bf16")):
         engine = trainer(config, device, dtype, batch=8, micro=4)
         engine.load_full_state_dict(renamed(reference.initial_weights(config), config.n_head))
-        steps = [engine.step({"tokens": x, "labels": y}) for x, y in reference.batches(config, 5, 8)]
+        steps = [
+            engine.step({"tokens": x, "labels": y}) for x, y in reference.batches(config, 5, 8)
+        ]
         losses.append([metrics.loss for metrics in steps])
     difference = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
     if not difference <= TOLERANCE:
-        raise AssertionError(f"bf16 on the device differs from fp32 on the CPU by {difference:.3f}: {losses}")
+        raise AssertionError(
+            f"bf16 on the device differs from fp32 on the CPU by {difference:.3f}: {losses}"
+        )
     return difference
 
 

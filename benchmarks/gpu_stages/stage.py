@@ -27,7 +27,18 @@ from benchmarks.gpu_stages.record import CorruptRecord, Record
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-STAGES = ("build", "tests", "bandwidth", "kernels", "step", "sanitizer", "nccl", "sizes", "largest", "table")
+STAGES = (
+    "build",
+    "tests",
+    "bandwidth",
+    "kernels",
+    "step",
+    "sanitizer",
+    "nccl",
+    "sizes",
+    "largest",
+    "table",
+)
 
 
 class NotHere(RuntimeError):
@@ -67,18 +78,24 @@ class Stage:
         """Bytes of the GPU's memory; a rehearsal has 64 MiB."""
         return torch.cuda.get_device_properties(self.device).total_memory if self.cuda else 64 << 20
 
-    def run(self, command: list[str], seconds: float | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, command: list[str], seconds: float | None = None, **more: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Runs a process in the repository; it is killed after so many seconds, at most those left: exit code 124."""
         limit = max(1.0, min(self.time_left(), seconds or self.time_left()) - 2)
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes, **more) as process:
+        with subprocess.Popen(
+            command, cwd=ROOT, start_new_session=True, **pipes, **more
+        ) as process:
             try:
                 out, said = process.communicate(timeout=limit)
                 return subprocess.CompletedProcess(command, process.returncode, out, said)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it started
                 out, said = process.communicate()
-                return subprocess.CompletedProcess(command, 124, out, f"{said}\nkilled after {limit:.0f} seconds")
+                return subprocess.CompletedProcess(
+                    command, 124, out, f"{said}\nkilled after {limit:.0f} seconds"
+                )
 
 
 def device_name(device: torch.device) -> str:
@@ -90,9 +107,16 @@ def commit() -> str:
     """The commit of this checkout, with a plus where files were changed; "unknown" outside of one."""
     done = [
         subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-        for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        for words in (
+            ["rev-parse", "--short", "HEAD"],
+            ["status", "--porcelain", "--untracked-files=no"],
+        )
     ]
-    return "unknown" if done[0].returncode else done[0].stdout.strip() + "+" * bool(done[1].stdout.strip())
+    return (
+        "unknown"
+        if done[0].returncode
+        else done[0].stdout.strip() + "+" * bool(done[1].stdout.strip())
+    )
 
 
 def _check_same(folder: Path, name: str, about: dict[str, Any]) -> None:
@@ -102,9 +126,15 @@ def _check_same(folder: Path, name: str, about: dict[str, Any]) -> None:
             found = record.read(folder, other) if other not in (name, "table") else None
         except CorruptRecord:
             continue
-        if found and found["device"] != "unknown" and any(found.get(key) != value for key, value in about.items()):
+        if (
+            found
+            and found["device"] != "unknown"
+            and any(found.get(key) != value for key, value in about.items())
+        ):
             what = f"{found['device']}{', a rehearsal' if found['rehearsal'] else ''}"
-            raise NotHere(f"{folder} holds figures of another device ({what}): choose another --out")
+            raise NotHere(
+                f"{folder} holds figures of another device ({what}): choose another --out"
+            )
 
 
 def parser(name: str, text: str | None) -> argparse.ArgumentParser:
@@ -115,13 +145,19 @@ def parser(name: str, text: str | None) -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files")
     made.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    made.add_argument("--small", action="store_true", help="a rehearsal: tiny shapes, figures that mean nothing")
-    made.add_argument("--seconds", type=float, default=530.0, help="leave out what would take longer")
+    made.add_argument(
+        "--small", action="store_true", help="a rehearsal: tiny shapes, figures that mean nothing"
+    )
+    made.add_argument(
+        "--seconds", type=float, default=530.0, help="leave out what would take longer"
+    )
     return made
 
 
 def main(
-    name: str, run: Callable[[Stage], None], options: Callable[[argparse.ArgumentParser], Any] | None = None
+    name: str,
+    run: Callable[[Stage], None],
+    options: Callable[[argparse.ArgumentParser], Any] | None = None,
 ) -> None:
     """Runs a stage from the command line; exit code 1 where it fails, whose message is in its record."""
     made = parser(name, inspect.getmodule(run).__doc__)

@@ -33,7 +33,15 @@ from threed.ops import activation, adam, cross_entropy, launch, norm, sums
 from threed.topology import Topology
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets.
-PEAK = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "L40S": 362.0, "L4": 121.0, "A10G": 70.0, "4090": 165.0}
+PEAK = {
+    "H200": 989.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10G": 70.0,
+    "4090": 165.0,
+}
 TARGET_MFU, TARGET_RATIO = 0.58, 1.05  # of the peak; of compiled plain PyTorch's speed
 LARGE, SMALL = GPTConfig(24, 2048, 16, 2048, 50304), GPTConfig(2, 64, 4, 64, 512)
 LEARNING_RATE = 1e-4  # without warm-up: at the benchmarks' 1e-3 a model of this size leaps, and no losses would agree
@@ -74,7 +82,9 @@ def plan_for(memory: int, small: bool) -> Plan:
     if small:
         return Plan(SMALL, 4, 2, 1, 2, 3)
     if memory < 60e9:
-        raise NotHere(f"two engines of 1.3 billion parameters need 60 GB, and this GPU has {memory / 1e9:.0f}")
+        raise NotHere(
+            f"two engines of 1.3 billion parameters need 60 GB, and this GPU has {memory / 1e9:.0f}"
+        )
     return Plan(LARGE, 16, 4 if memory > 75e9 else 2, 3, 5, 5)
 
 
@@ -91,7 +101,9 @@ class Side:
 class Ours(Side):
     """threed's engine."""
 
-    def __init__(self, plan: Plan, weights: dict[str, Tensor], device: torch.device, **run: Any) -> None:
+    def __init__(
+        self, plan: Plan, weights: dict[str, Tensor], device: torch.device, **run: Any
+    ) -> None:
         settings = {
             "precision": {"dtype": "bf16"}, "optim": {"lr": LEARNING_RATE}, "run": run,
             "train": {"global_batch": plan.batch, "micro_batch": plan.micro, "grad_clip": 1.0},
@@ -106,12 +118,16 @@ class Ours(Side):
 class Plain(Side):
     """The reference model in plain PyTorch under autocast, whole through torch.compile where a backend is given."""
 
-    def __init__(self, plan: Plan, weights: dict[str, Tensor], device: torch.device, backend: str | None) -> None:
+    def __init__(
+        self, plan: Plan, weights: dict[str, Tensor], device: torch.device, backend: str | None
+    ) -> None:
         with device:
             self.model = reference.GPT(plan.config)
         self.model.load_state_dict(weights)
         self.micro, self.device = plan.micro, device
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **{**ADAM, "lr": LEARNING_RATE})  # type: ignore[arg-type]
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), fused=True, **{**ADAM, "lr": LEARNING_RATE}
+        )  # type: ignore[arg-type]
         self.loss: Callable[[Tensor, Tensor], Tensor] = self._loss
         if backend is not None:
             self.loss = torch.compile(self._loss, backend=backend, fullgraph=True)
@@ -218,13 +234,17 @@ def free() -> None:
 def agree(ours: list[float], others: list[float]) -> str:
     """Why two sides' losses do not agree; nothing where they do."""
     apart = [abs(a - b) / abs(a) for a, b in zip(ours, others, strict=True)]
-    for number, (found, limit) in enumerate(zip(apart, [FIRST_LOSS] + [LATER_LOSSES] * (len(apart) - 1), strict=True)):
+    for number, (found, limit) in enumerate(
+        zip(apart, [FIRST_LOSS] + [LATER_LOSSES] * (len(apart) - 1), strict=True)
+    ):
         if not found <= limit:  # NaN, too
             return f"losses of step {number + 1} are {found:.4f} apart, more than {limit:.4f}: {ours}, {others}"
     return ""
 
 
-def beside(bench: Bench, ours: Side, expected: list[float], make: Callable[[], Side]) -> dict[str, Any]:
+def beside(
+    bench: Bench, ours: Side, expected: list[float], make: Callable[[], Side]
+) -> dict[str, Any]:
     """Another side against ours: losses, speed of both in turn, their ratio by round, memory."""
     found: dict[str, Any] = {}
     with bench.memory(found):
@@ -266,7 +286,11 @@ def ablation(bench: Bench, ours: Side) -> dict[str, Any]:
     seconds = bench.in_turn(works, 1 if bench.stage.small else 3)
     base = statistics.median(seconds["none"])
     return {
-        name: {"step_s": statistics.median(times), "longer_by": statistics.median(times) / base - 1, "blocks_s": times}
+        name: {
+            "step_s": statistics.median(times),
+            "longer_by": statistics.median(times) / base - 1,
+            "blocks_s": times,
+        }
         for name, times in seconds.items()
     }
 
@@ -274,7 +298,11 @@ def ablation(bench: Bench, ours: Side) -> dict[str, Any]:
 def profile(bench: Bench, side: Side) -> dict[str, Any]:
     """Of two steps: how long the GPU was idle between kernels, and the kernels that took longest."""
     # The GPU alone is watched: watching the host would slow it, and make the gaps.
-    kind = torch.profiler.ProfilerActivity.CUDA if bench.stage.cuda else torch.profiler.ProfilerActivity.CPU
+    kind = (
+        torch.profiler.ProfilerActivity.CUDA
+        if bench.stage.cuda
+        else torch.profiler.ProfilerActivity.CPU
+    )
     bench.wait()
     with torch.profiler.profile(activities=[kind]) as profiler:
         for number in range(2):
@@ -291,7 +319,11 @@ def profile(bench: Bench, side: Side) -> dict[str, Any]:
         total[event.name] += event.time_range.elapsed_us()
     found = busy(kernels)
     longest = {name[:120]: us / 2e3 for name, us in total.most_common(20)}
-    return {**found, "idle_share": found["idle_us"] / max(found["span_us"], 1e-9), "longest_ms_a_step": longest}
+    return {
+        **found,
+        "idle_share": found["idle_us"] / max(found["span_us"], 1e-9),
+        "longest_ms_a_step": longest,
+    }
 
 
 def state_under_load(bench: Bench, side: Side) -> dict[str, str]:
@@ -321,7 +353,9 @@ def run(stage: Stage) -> None:
     others: dict[str, Any] = {}
 
     def compare(name: str) -> None:
-        others[name] = attempt(lambda: beside(bench, ours, losses, lambda: other_side(name, bench)), stage)
+        others[name] = attempt(
+            lambda: beside(bench, ours, losses, lambda: other_side(name, bench)), stage
+        )
         stage.put(others=others)
         free()
 
@@ -333,7 +367,9 @@ def run(stage: Stage) -> None:
     for name in ("ours, --run.compile", "plain, eager"):
         compare(name)
     pieces = {**others, "ablation": ablated, "profile": profiled}
-    if faults := [f"{name}: {piece['wrong']}" for name, piece in pieces.items() if "wrong" in piece]:
+    if faults := [
+        f"{name}: {piece['wrong']}" for name, piece in pieces.items() if "wrong" in piece
+    ]:
         raise AssertionError("; ".join(faults))
 
 

@@ -19,7 +19,9 @@ Found = Mapping[str, Any]
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A table; "not measured" where it has no row."""
-    lines = [[one_line(cell) for cell in row] for row in rows] or [[NOT_MEASURED] + ["–"] * (len(head) - 1)]
+    lines = [[one_line(cell) for cell in row] for row in rows] or [
+        [NOT_MEASURED] + ["–"] * (len(head) - 1)
+    ]
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]
 
 
@@ -76,7 +78,8 @@ def of_build(found: Found) -> list[str]:
     for group in ("versions", "gpu", "state"):
         rows += [[key, str(value)] for key, value in (at(found, group) or {}).items()]
     rows += [
-        [f"compilation of csrc/{name}, s", number(at(found, f"build_{name}", "seconds"))] for name in ("cpu", "cuda")
+        [f"compilation of csrc/{name}, s", number(at(found, f"build_{name}", "seconds"))]
+        for name in ("cpu", "cuda")
     ]
     return table(["what", "value"], rows)
 
@@ -91,7 +94,9 @@ def of_tests(found: Found) -> list[str]:
 
 def of_sanitizer(found: Found) -> list[str]:
     if found.get("tools") == "not available":
-        return table(["compute-sanitizer", "result"], [["not available", str(found.get("why", "–"))]])
+        return table(
+            ["compute-sanitizer", "result"], [["not available", str(found.get("why", "–"))]]
+        )
     rows = [[f"{name}, our kernels", number(at(one, "errors"), "d", " errors")] for name, one in
             (found.get("ours") or {}).items()]  # fmt: skip
     if planted := found.get("planted"):
@@ -102,20 +107,36 @@ def of_sanitizer(found: Found) -> list[str]:
 
 
 def of_bandwidth(found: Found) -> list[str]:
-    rows = [[f"on the device, {mib} MiB", one] for mib, one in (found.get("copy_by_mib") or {}).items()]
+    rows = [
+        [f"on the device, {mib} MiB", one] for mib, one in (found.get("copy_by_mib") or {}).items()
+    ]
     rows += [[name.replace("_", " "), one] for name, one in (found.get("host") or {}).items()]
-    cells = [[name, *(number(one.get(key), ".1f") for key in ("gb_per_s", "low", "high"))] for name, one in rows]
+    cells = [
+        [name, *(number(one.get(key), ".1f") for key in ("gb_per_s", "low", "high"))]
+        for name, one in rows
+    ]
     return table(["copy", "GB/s", "lower quartile", "upper quartile"], cells)
 
 
 def of_kernels(found: Found) -> list[str]:
-    head = ["kernel", "MB", "ours, ms", "of copy bandwidth", "eager, ms", "compiled, ms", "others, ms", "best / ours"]
+    head = [
+        "kernel",
+        "MB",
+        "ours, ms",
+        "of copy bandwidth",
+        "eager, ms",
+        "compiled, ms",
+        "others, ms",
+        "best / ours",
+    ]
     rows = []
     for name, case in (found.get("cases") or {}).items():
         sides = dict(case["sides"])
         ours, eager, compiled = (sides.pop(side, {}) for side in ("ours", "eager", "compiled"))
         others = ", ".join(f"{side}: {spread(one)}" for side, one in sides.items()) or "–"
-        peers = [one["median_ms"] for one in (eager, compiled, *sides.values()) if "median_ms" in one]
+        peers = [
+            one["median_ms"] for one in (eager, compiled, *sides.values()) if "median_ms" in one
+        ]
         ratio = min(peers) / ours["median_ms"] if peers and "median_ms" in ours else None
         rows.append([
             name, number(case["bytes"] / 1e6, ".1f"), spread(ours), percent(ours.get("share")), spread(eager),
@@ -125,7 +146,11 @@ def of_kernels(found: Found) -> list[str]:
 
 
 def _left_out(found: Found) -> list[str]:
-    return ["", f"No time was left for: {', '.join(found['left_out'])}."] if found.get("left_out") else []
+    return (
+        ["", f"No time was left for: {', '.join(found['left_out'])}."]
+        if found.get("left_out")
+        else []
+    )
 
 
 def of_step(found: Found) -> list[str]:
@@ -138,7 +163,15 @@ def of_step(found: Found) -> list[str]:
             number(at(one, "tokens_per_s"), ",.0f"), percent(at(one, "mfu")), number(at(one, "peak_gib"), ".1f"),
             number(at(one, "ours_times_as_fast"), ".3f"), number(_last(one), ".4f"),
         ])  # fmt: skip
-    head = ["side", "s a step", "tokens/s", "MFU", "peak GiB", "threed is so many times as fast", "last loss compared"]
+    head = [
+        "side",
+        "s a step",
+        "tokens/s",
+        "MFU",
+        "peak GiB",
+        "threed is so many times as fast",
+        "last loss compared",
+    ]
     targets = (
         f"Targets: MFU {percent(found.get('target_mfu'))} ({met(at(found, 'ours', 'mfu'), found.get('target_mfu'))}), "
         f"{number(found.get('target_ratio'))} times as fast as compiled plain PyTorch "
@@ -155,7 +188,10 @@ def of_step(found: Found) -> list[str]:
         ["kernels in two steps", number(profile.get("kernels"), "d")],
     ]
     state = [[key, str(value)] for key, value in (found.get("state_under_load") or {}).items()]
-    longest = [[f"`{name}`", number(ms, ".2f")] for name, ms in (profile.get("longest_ms_a_step") or {}).items()]
+    longest = [
+        [f"`{name}`", number(ms, ".2f")]
+        for name, ms in (profile.get("longest_ms_a_step") or {}).items()
+    ]
     return [
         *table(head, rows if found else []), "", targets, "", *table(["without", "s a step", "longer by"], without), "",
         *table(["the GPU's time", "value"], idle), "", *table(["while training", "nvidia-smi"], state), "",
@@ -186,16 +222,26 @@ def of_largest(found: Found) -> list[str]:
             number(at(best, "peak_gib"), ".1f"),
             f"{after.get('layers', '')} layers: {after['failed']}" if "failed" in after else "–",
         ])  # fmt: skip
-    return table(["states", "parameters", "layers", "tokens/s", "TFLOP/s", "peak GiB", "the next one"], rows)
+    return table(
+        ["states", "parameters", "layers", "tokens/s", "TFLOP/s", "peak GiB", "the next one"], rows
+    )
 
 
 def of_nccl(found: Found) -> list[str]:
     rows = [
-        [name, str(one["ranks"]), number(one["difference"], ".1e"), "yes" if one["same"] else "**no**"]
+        [
+            name,
+            str(one["ranks"]),
+            number(one["difference"], ".1e"),
+            "yes" if one["same"] else "**no**",
+        ]
         for name, one in (found.get("ways") or {}).items()
     ]
     note = ["", f"{found['note'][0].upper()}{found['note'][1:]}."] if found.get("note") else []
-    return [*table(["way", "ranks", "largest difference of losses from one GPU", "same"], rows), *note]
+    return [
+        *table(["way", "ranks", "largest difference of losses from one GPU", "same"], rows),
+        *note,
+    ]
 
 
 def of_sizes(found: Found) -> list[str]:
@@ -217,7 +263,12 @@ SECTIONS = {
 
 def page(folder: Path) -> str:
     """All tables."""
-    lines = ["## GPU", "", *(["**" + warning + "**", ""] if (warning := rehearsal(folder)) else []), *of_stages(folder)]
+    lines = [
+        "## GPU",
+        "",
+        *(["**" + warning + "**", ""] if (warning := rehearsal(folder)) else []),
+        *of_stages(folder),
+    ]
     for title, (stage, make) in SECTIONS.items():
         lines += ["", f"### {title}", "", *make(record.figures(folder, stage))]
     return "\n".join(lines) + "\n"
@@ -236,8 +287,12 @@ def rehearsal(folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "results" / "gpu")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).resolve().parents[1] / "results" / "gpu"
+    )
     # As every stage has them; here they say nothing.
     parser.add_argument("--device", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", help=argparse.SUPPRESS)

@@ -31,7 +31,9 @@ def results(report: Path) -> tuple[dict[str, int], list[str]]:
 def run(stage: Stage) -> None:
     pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     if not stage.cuda:
-        done = stage.run([*pytest, "tests/cuda/test_sums.py", "tests/cuda/test_dropout.py", "--collect-only"])
+        done = stage.run(
+            [*pytest, "tests/cuda/test_sums.py", "tests/cuda/test_dropout.py", "--collect-only"]
+        )
         found = re.search(r"(\d+)(?:/\d+)? tests collected", done.stdout)
         if found is None:
             raise RuntimeError(f"pytest collected nothing: {(done.stdout + done.stderr)[-300:]}")
@@ -42,11 +44,15 @@ def run(stage: Stage) -> None:
         done = stage.run([*pytest, "tests", f"--junitxml={report}"])
         print(done.stdout[-20_000:], done.stderr[-5_000:])
         if not report.is_file():
-            raise RuntimeError(f"pytest ended with {done.returncode} and no report: {done.stdout[-300:]}")
+            raise RuntimeError(
+                f"pytest ended with {done.returncode} and no report: {done.stdout[-300:]}"
+            )
         counts, failures = results(report)
     stage.put(counts=counts, failures=failures)
     if failures:
-        raise AssertionError(f"{len(failures)} of {sum(counts.values())} tests fail, {failures[0]} first")
+        raise AssertionError(
+            f"{len(failures)} of {sum(counts.values())} tests fail, {failures[0]} first"
+        )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ class Flush:
         torch.sum(self._buffer, 0, keepdim=True, out=self._sum)
 
 
-def interleaved(sides: Mapping[str, Work], device: torch.device, rounds: int = 30, warm_up: int = 3) -> dict[str, Any]:
+def interleaved(
+    sides: Mapping[str, Work], device: torch.device, rounds: int = 30, warm_up: int = 3
+) -> dict[str, Any]:
     """Milliseconds of each side, `rounds` runs each, which take turns; every round begins with another one."""
     if not sides:
         return {}
@@ -63,7 +65,9 @@ def _once(work: Work, flush: Flush | None) -> float:
 
 def summary(times: list[float]) -> dict[str, float | int]:
     """The median of times in milliseconds, and the quartiles around it."""
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    low, middle, high = (
+        statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    )
     return {"median_ms": middle, "low_ms": low, "high_ms": high, "runs": len(times)}
 
 
@@ -82,7 +86,13 @@ def busy(intervals: Iterable[tuple[float, float]]) -> dict[str, float | int]:
         reached = max(reached, end)
     span = reached - ordered[0][0]
     long_gaps = sum(gap > 10 for gap in gaps)
-    return {"span_us": span, "idle_us": sum(gaps), "gaps": len(gaps), "long_gaps": long_gaps, "kernels": len(ordered)}
+    return {
+        "span_us": span,
+        "idle_us": sum(gaps),
+        "gaps": len(gaps),
+        "long_gaps": long_gaps,
+        "kernels": len(ordered),
+    }
 
 
 def difference(got: Tensor, truth: Tensor) -> float:

@@ -49,9 +49,14 @@ _on_meta: Any = SimpleNamespace(in_kernel_invocation=False)
 
 def where() -> torch.device:
     """The device; skips the test where this torch has not what it is made of."""
-    for module, name in ((fake_tensor, "in_kernel_invocation_manager"), (torch._C, "_DisableTorchDispatch")):
+    for module, name in (
+        (fake_tensor, "in_kernel_invocation_manager"),
+        (torch._C, "_DisableTorchDispatch"),
+    ):
         if not hasattr(module, name):
-            pytest.skip(f"torch {torch.__version__} has no {module.__name__}.{name}, which the late device uses")
+            pytest.skip(
+                f"torch {torch.__version__} has no {module.__name__}.{name}, which the late device uses"
+            )
     return pretend.device()
 
 
@@ -65,18 +70,26 @@ class Late(Tensor):
 
     @staticmethod
     def __new__(cls, elem: Tensor) -> Late:
-        return Tensor._make_subclass(cls, elem, False, dispatch_device=True, device_for_backend_keys=pretend.device())
+        return Tensor._make_subclass(
+            cls, elem, False, dispatch_device=True, device_for_backend_keys=pretend.device()
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is prim.device.default:
             return torch.device("meta") if _on_meta.in_kernel_invocation else pretend.device()
-        raise LateError(f"{place()}: {func} in a thread that does not know the device, or after it has gone")
+        raise LateError(
+            f"{place()}: {func} in a thread that does not know the device, or after it has gone"
+        )
 
     def data_ptr(self) -> int:
         """The address of the values."""
         block = block_of(self)
-        return 0 if block is None else block.bytes.data_ptr() + self.storage_offset() * self.element_size()
+        return (
+            0
+            if block is None
+            else block.bytes.data_ptr() + self.storage_offset() * self.element_size()
+        )
 
     def tolist(self) -> Any:
         """The values as numbers, which the host waits for."""
@@ -204,7 +217,9 @@ class Device(TorchDispatchMode):
             return out
         for t in given:
             if t.dim() and not isinstance(t, Late):
-                raise LateError(f"{place()}: {func} mixes a tensor {list(t.shape)} of the host with the device's")
+                raise LateError(
+                    f"{place()}: {func} mixes a tensor {list(t.shape)} of the host with the device's"
+                )
         return self.operate(func, args, kwargs)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -234,7 +249,10 @@ class Device(TorchDispatchMode):
                 return None
         else:
             source, late = args[0], kwargs.get("non_blocking", False)
-            target, dtype = kwargs.get("device") or source.device, kwargs.get("dtype") or source.dtype
+            target, dtype = (
+                kwargs.get("device") or source.device,
+                kwargs.get("dtype") or source.dtype,
+            )
             if isinstance(source, Late) is (target.type == NAME):
                 return None
             out = torch.empty_like(zeros(source), dtype=dtype)
@@ -252,7 +270,9 @@ class Device(TorchDispatchMode):
             out, source = values_of(out), source if pinned else source.clone()
         else:
             source = values_of(source)
-        self.streams.current.add(lambda: out.copy_(source), f"a copy {'to' if to_host else 'from'} the host")
+        self.streams.current.add(
+            lambda: out.copy_(source), f"a copy {'to' if to_host else 'from'} the host"
+        )
         if not late or (to_host and not pinned):
             self.streams.current.synchronize()
 
@@ -319,7 +339,9 @@ class AsOnCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and isinstance(args[0], Late):
             causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
-            return aten._scaled_dot_product_flash_attention_for_cpu(*args[:3], 0.0, causal, scale=scale)[0]
+            return aten._scaled_dot_product_flash_attention_for_cpu(
+                *args[:3], 0.0, causal, scale=scale
+            )[0]
         if func is F.silu and isinstance(args[0], Late):
             return _Silu.apply(self.device, args[0])
         return func(*args, **kwargs)
@@ -351,9 +373,14 @@ def _doors(device: Device) -> Iterator[None]:
     with (
         pretend.replaced(answers),
         patch.object(torch.accelerator, "set_stream", set_stream),
-        patch.object(torch.UntypedStorage, "resize_", device.resizing(torch.UntypedStorage.resize_)),
+        patch.object(
+            torch.UntypedStorage, "resize_", device.resizing(torch.UntypedStorage.resize_)
+        ),
         patch.object(configs, "topology_of", topology_of),
-        communicating(streams, lambda given: mapped(lambda t: values_of(t) if isinstance(t, Late) else t, given)),
+        communicating(
+            streams,
+            lambda given: mapped(lambda t: values_of(t) if isinstance(t, Late) else t, given),
+        ),
     ):
         yield
 

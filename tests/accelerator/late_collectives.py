@@ -51,7 +51,12 @@ class Communication:
         return functools.partial(self.queue, functools.partial(function, async_op=True))
 
     def queue(
-        self, begin: Callable[..., dist.Work], *args: Any, group: Any = None, async_op: bool = False, **keywords: Any
+        self,
+        begin: Callable[..., dist.Work],
+        *args: Any,
+        group: Any = None,
+        async_op: bool = False,
+        **keywords: Any,
     ) -> Work | None:
         """Queues a collective on the stream of its group, after what the current stream was told."""
         given, stream = self.values(args), self.streams.named("group", group or dist.group.WORLD)
@@ -83,7 +88,10 @@ def communicating(streams: Streams, values: Callable[[Any], Any]) -> Iterator[No
     """Has threed's collectives run late."""
     there = Communication(streams, values)
     all_gather = there.late(collectives._all_gather_single)
-    with patch.object(collectives, "dist", there), patch.object(collectives, "_all_gather_single", all_gather):
+    with (
+        patch.object(collectives, "dist", there),
+        patch.object(collectives, "_all_gather_single", all_gather),
+    ):
         try:
             yield
         finally:

@@ -43,7 +43,9 @@ def place() -> str:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
         return "?"
-    return f"{frame.f_code.co_filename.removeprefix(ROOT)[1:]}:{frame.f_lineno} {frame.f_code.co_name}"
+    return (
+        f"{frame.f_code.co_filename.removeprefix(ROOT)[1:]}:{frame.f_lineno} {frame.f_code.co_name}"
+    )
 
 
 def no_values(tensor: Tensor) -> Tensor:
@@ -116,7 +118,9 @@ class Stream:
             if work() is False:
                 return False
         except Exception as error:
-            raise LateError(f"{what} failed, on values that may not have been there yet: {error}") from error
+            raise LateError(
+                f"{what} failed, on values that may not have been there yet: {error}"
+            ) from error
         self.queue.popleft()
         self.done += 1
         return True
@@ -180,7 +184,9 @@ class Streams:
             while not event.reached:
                 if not self.turn():
                     if not self.elsewhere:
-                        heads = "; ".join(stream.queue[0][1] for stream in self.order if stream.queue)
+                        heads = "; ".join(
+                            stream.queue[0][1] for stream in self.order if stream.queue
+                        )
                         raise LateError(f"streams wait for one another: {heads}")
                     time.sleep(1e-4)
 

@@ -30,7 +30,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(model: str, layers: int, microbatches: int, changes: Mapping[str, Any]) -> tuple[Config, int]:
+def config_of(
+    model: str, layers: int, microbatches: int, changes: Mapping[str, Any]
+) -> tuple[Config, int]:
     """The configuration of a model, and the number of its ranks."""
     groups: dict[str, Any] = {"precision": {"dtype": "bf16"}, **changes}
     data, ranks = groups.pop("dp", 1), groups.get("parallel", {}).get("tp", 1)
@@ -41,7 +43,9 @@ def config_of(model: str, layers: int, microbatches: int, changes: Mapping[str, 
     return resolve(Config.model_validate(groups), SHAPE["vocab"], data * ranks), data * ranks
 
 
-def launches_of_step(model: str, layers: int, microbatches: int, changes: Mapping[str, Any]) -> Counter[str]:
+def launches_of_step(
+    model: str, layers: int, microbatches: int, changes: Mapping[str, Any]
+) -> Counter[str]:
     """The kernels of a second step, by operation: the first makes tables that stay, such as that of rotary angles."""
     config, world = config_of(model, layers, microbatches, changes)
     with pretending(0, world) as device:
@@ -53,7 +57,9 @@ def launches_of_step(model: str, layers: int, microbatches: int, changes: Mappin
 
 def of_a_layer(model: str, changes: Mapping[str, Any] = MappingProxyType({})) -> Counter[str]:
     """The kernels of one layer and one micro-batch, by operation."""
-    one, two = ({n: launches_of_step(model, layers, n, changes) for n in (1, 2)} for layers in (1, 2))
+    one, two = (
+        {n: launches_of_step(model, layers, n, changes) for n in (1, 2)} for layers in (1, 2)
+    )
     found = Counter(two[2])
     found.subtract(two[1])
     found.subtract(one[2])
@@ -73,4 +79,7 @@ def table() -> str:
 if __name__ == "__main__":
     print(table())
     for model in MODELS:
-        print(f"\n{model}, bf16: " + ", ".join(f"{name} {count}" for name, count in of_a_layer(model).most_common()))
+        print(
+            f"\n{model}, bf16: "
+            + ", ".join(f"{name} {count}" for name, count in of_a_layer(model).most_common())
+        )

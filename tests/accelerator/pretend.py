@@ -55,7 +55,9 @@ def device() -> torch.device:
     """Torch's device for backends made in Python, under our name; skips the test where this torch has none."""
     set_up = getattr(registration, "_setup_privateuseone_for_python_backend", None)
     if set_up is None:
-        pytest.skip(f"torch {torch.__version__} has no backend made in Python: torch.utils.backend_registration")
+        pytest.skip(
+            f"torch {torch.__version__} has no backend made in Python: torch.utils.backend_registration"
+        )
     if torch._C._get_privateuse1_backend_name() != NAME:
         there: dict[str, Any] = {"is_available": lambda _: _pretending}
         module = type("Module", (registration._DummyBackendModule,), there)()
@@ -156,7 +158,10 @@ def _doors(watch: Watching) -> Iterator[None]:
         (rng.normal, normal),
         (launch.on_gpu, lambda x: x.device.type == NAME),
         (launch.available, lambda x: x.device.type == NAME),  # the kernels of csrc/cuda, as shapes
-        (model_check.check, lambda *_: None),  # compares the tensor ranks' shares, and they all say what this one says
+        (
+            model_check.check,
+            lambda *_: None,
+        ),  # compares the tensor ranks' shares, and they all say what this one says
     ]
     form = patch.object(Form, "to_bytes", lambda form: torch.empty(64, dtype=torch.uint8))
     with numbers_begin_on_the_host(), form, replaced(answers):
@@ -191,7 +196,9 @@ class Pretend(Watching):
         """The engine of a configuration, of one of threed's own models unless another is made of a slicing."""
         p = config.parallel
         topology = Topology(pp=p.pp, tp=p.tp, device=self.where)
-        slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
+        slicing = Slicing(
+            topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile
+        )
         built = models.build(config.model, slicing) if model is None else model(slicing)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
@@ -231,7 +238,9 @@ def numbers_begin_on_the_host() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
-_FAKE: list[FakeTensorMode] = []  # one for all: tables that are kept from run to run are its tensors
+_FAKE: list[
+    FakeTensorMode
+] = []  # one for all: tables that are kept from run to run are its tensors
 
 
 @contextmanager
@@ -243,7 +252,14 @@ def pretending(rank: int = 0, world: int = 1) -> Iterator[Pretend]:
     watch, hook = Pretend(where), sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        with there(), torch.autograd.set_multithreading_enabled(False), _FAKE[0], watch, AsOnCuda(watch), _doors(watch):
+        with (
+            there(),
+            torch.autograd.set_multithreading_enabled(False),
+            _FAKE[0],
+            watch,
+            AsOnCuda(watch),
+            _doors(watch),
+        ):
             yield watch
     finally:
         dist.destroy_process_group()

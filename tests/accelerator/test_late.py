@@ -82,7 +82,9 @@ def train_wrapped(config: Config, device: torch.device) -> Results:
 def train(config: Config) -> Results:
     """A few steps, on batches that a thread makes ahead."""
     engine, rows = configs.engine_of(config), config.train.global_batch
-    with Prefetcher(lambda step: configs.share(configs.batch(step, rows), engine.topology), 0) as ahead:
+    with Prefetcher(
+        lambda step: configs.share(configs.batch(step, rows), engine.topology), 0
+    ) as ahead:
         metrics = [engine.step(ahead.get(step)) for step in range(configs.STEPS)]
     return results_of(engine, metrics)
 
@@ -106,7 +108,11 @@ def differences(got: Results, want: Results) -> list[str]:
     """What is not the same, bit for bit."""
     found = [name for name in ("losses", "norms") if getattr(got, name) != getattr(want, name)]
     for part, tensors in want.parts.items():
-        found += [f"{part} of {name}" for name, x in tensors.items() if not torch.equal(got.parts[part][name], x)]
+        found += [
+            f"{part} of {name}"
+            for name, x in tensors.items()
+            if not torch.equal(got.parts[part][name], x)
+        ]
     return found
 
 
@@ -120,8 +126,18 @@ def check(config: Config, seeds: range) -> None:
             assert differences(got, want) == [], f"seed {seed}"
 
 
-OFFLOADED: dict[str, Any] = {"zero": 3, "offload_optimizer": "cpu", "offload_params": "cpu", "bucket_mib": 0.03}
-DRIVE: dict[str, Any] = {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme", "bucket_mib": 0.03}
+OFFLOADED: dict[str, Any] = {
+    "zero": 3,
+    "offload_optimizer": "cpu",
+    "offload_params": "cpu",
+    "bucket_mib": 0.03,
+}
+DRIVE: dict[str, Any] = {
+    "zero": 3,
+    "offload_optimizer": "nvme",
+    "offload_params": "nvme",
+    "bucket_mib": 0.03,
+}
 CASES = {
     "everything on the device": Case(zero=3, bucket_mib=0.03, prefetch=2),
     "optimizer on the host, ZeRO 1": Case(zero=1, offload_optimizer="cpu", bucket_mib=0.03),
@@ -183,7 +199,9 @@ class Changed:
         owner = pkgutil.resolve_name(self.owner)
         function = getattr(owner, self.name)
         source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(self.line) == 1, f"{self.name} has changed: it has no longer one `{self.line}`"
+        assert source.count(self.line) == 1, (
+            f"{self.name} has changed: it has no longer one `{self.line}`"
+        )
         made: dict[str, Any] = {}
         exec(
             f"from __future__ import annotations\n{source.replace(self.line, self.instead)}",
@@ -215,7 +233,10 @@ def collectives_are_not_waited_for(stack: ExitStack) -> None:
     stack.enter_context(patch.object(Work, "wait", never))
 
 
-GATHERER, STORE = "threed.zero.gather:Gatherer", "threed.pipeline.activation_checkpointing:ActivationStore"
+GATHERER, STORE = (
+    "threed.zero.gather:Gatherer",
+    "threed.pipeline.activation_checkpointing:ActivationStore",
+)
 DEEP = {"layers": 6}  # else there are buffers enough
 FAULTS: list[tuple[Plant, Case]] = [
     (Changed("threed.device", "beside", "stream.wait_stream(before)"), Case(**OFFLOADED)),
@@ -234,7 +255,10 @@ FAULTS: list[tuple[Plant, Case]] = [
     (Changed(STORE, "release", "self._stream.synchronize()"), Case(recompute="nvme", **DEEP)),
     (batches_share_a_page_locked_buffer, Case()),
 ]  # fmt: skip
-OVERLAP, PAIRS = "threed.pipeline.overlap:Overlap", Case(pp=2, schedule="dualpipev", layers=6, microbatches=8)
+OVERLAP, PAIRS = (
+    "threed.pipeline.overlap:Overlap",
+    Case(pp=2, schedule="dualpipev", layers=6, microbatches=8),
+)
 BOTH_WAYS = Case(pp=2, schedule="chimera", layers=2)
 FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (Changed(OVERLAP, "pair", "current_stream(self._side.device).wait_stream(self._side)"), PAIRS),
@@ -244,9 +268,15 @@ FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (collectives_are_not_waited_for, Case(dp=2, zero=3, bucket_mib=0.03)),
     (collectives_are_not_waited_for, Case(pp=2)),
     (collectives_are_not_waited_for, Case(tp=2)),
-    (Changed("threed.pipeline.executor:Executor", "_wait_for_oldest_send", "part.wait()"), Case(pp=2, microbatches=8)),
+    (
+        Changed("threed.pipeline.executor:Executor", "_wait_for_oldest_send", "part.wait()"),
+        Case(pp=2, microbatches=8),
+    ),
     (Changed("threed.device", "beside", "stream.wait_stream(before)"), Case(dp=2, **OFFLOADED)),
-    (Changed("threed.memory.tiers", "start_copy", "copied.synchronize()"), Case(dp=2, zero=2, offload_optimizer="cpu")),
+    (
+        Changed("threed.memory.tiers", "start_copy", "copied.synchronize()"),
+        Case(dp=2, zero=2, offload_optimizer="cpu"),
+    ),
 ]
 
 
@@ -279,7 +309,9 @@ def test_a_planted_fault_is_found(plant: Plant, case: Case) -> None:
 OF_RANKS = {
     "ZeRO 3": Case(dp=2, zero=3, bucket_mib=0.03, prefetch=2),
     "everything on the host": Case(dp=2, **OFFLOADED, recompute="cpu"),
-    "the same, layer by layer": Case(dp=2, **OFFLOADED, recompute="cpu", order="layer", microbatches=3),
+    "the same, layer by layer": Case(
+        dp=2, **OFFLOADED, recompute="cpu", order="layer", microbatches=3
+    ),
     "1F1B": Case(pp=2, microbatches=4, recompute="cpu"),
     "pairs": Case(pp=2, schedule="dualpipev", layers=6, microbatches=8, recompute="half"),
     "both ways": BOTH_WAYS,
@@ -401,7 +433,11 @@ def test_copies_are_as_late_as_on_cuda() -> None:
         pinned.fill_(2)
         paged.fill_(2)
         assert out.is_pinned()
-        assert (late_copy.tolist(), at_once.tolist(), waited.tolist()) == ([1] * 3, [1] * 3, [1] * 3)
+        assert (late_copy.tolist(), at_once.tolist(), waited.tolist()) == (
+            [1] * 3,
+            [1] * 3,
+            [1] * 3,
+        )
         again = pinned.to(device.where, non_blocking=True)
         pinned.fill_(3)
         assert again.tolist() == [3] * 3

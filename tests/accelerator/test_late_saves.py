@@ -55,17 +55,25 @@ def saved_late(
     late as they can: when all other streams wait for them. Where all is copied, the thread begins after these steps, or
     at once."""
     told = threading.Event()
-    with late() as device, ExitStack() as stack, patch.object(beside, "free_bytes", return_value=room):
+    with (
+        late() as device,
+        ExitStack() as stack,
+        patch.object(beside, "free_bytes", return_value=room),
+    ):
         plant(stack)
         stack.enter_context(thread_after(told))
         engine = configs.engine_of(config)
         train(engine, 2)
         streams, copies = device.streams, device.streams.named("copies", "save")
-        stack.enter_context(patch.object(streams.random, "random", return_value=1.0))  # the order stays
+        stack.enter_context(
+            patch.object(streams.random, "random", return_value=1.0)
+        )  # the order stays
         streams.order.remove(copies)
         streams.order.append(copies)
         save = engine.start_save(folder / "beside")
-        if at_once or not (room and config.zero.offload_optimizer == "none"):  # updates wait for the thread
+        if at_once or not (
+            room and config.zero.offload_optimizer == "none"
+        ):  # updates wait for the thread
             told.set()
         train(engine, 2)
         told.set()
@@ -74,14 +82,21 @@ def saved_late(
     return [(folder / name / "rank-00000.safetensors").read_bytes() for name in ("beside", "after")]
 
 
-HOST: dict[str, Any] = {"zero": 3, "offload_optimizer": "cpu", "offload_params": "cpu", "bucket_mib": 0.03}
+HOST: dict[str, Any] = {
+    "zero": 3,
+    "offload_optimizer": "cpu",
+    "offload_params": "cpu",
+    "bucket_mib": 0.03,
+}
 CASES = {
     "everything on the device": config_of(Case(zero=3, bucket_mib=0.03, dtype="bf16")),
     "the optimizer on the host": config_of(Case(**HOST, dtype="bf16")),
     "a delayed update": config_of(
         Case(zero=1, offload_optimizer="cpu", bucket_mib=0.03, dtype="bf16"), delayed_update=True
     ),
-    "on a drive": config_of(Case(zero=3, offload_optimizer="nvme", offload_params="nvme", bucket_mib=0.03)),
+    "on a drive": config_of(
+        Case(zero=3, offload_optimizer="nvme", offload_params="nvme", bucket_mib=0.03)
+    ),
 }
 
 

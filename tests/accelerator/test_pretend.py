@@ -58,7 +58,9 @@ def make(values: Values) -> Case | None:
 
 
 SPACE = Space(
-    SETTINGS, make, cost=lambda case: case.microbatches * case.layers / case.pp * (1 + 9 * (case.dropout > 0))
+    SETTINGS,
+    make,
+    cost=lambda case: case.microbatches * case.layers / case.pp * (1 + 9 * (case.dropout > 0)),
 )
 CASES = SPACE.covering(0)
 
@@ -66,7 +68,12 @@ CASES = SPACE.covering(0)
 def name_of(case: Case) -> str:
     """A case in a line."""
     usual = Case()
-    return " ".join(f"{name}={value}" for name, value in vars(case).items() if value != getattr(usual, name)) or "plain"
+    return (
+        " ".join(
+            f"{name}={value}" for name, value in vars(case).items() if value != getattr(usual, name)
+        )
+        or "plain"
+    )
 
 
 def check(config: Config, world: int, rank: int, waits: bool) -> None:
@@ -118,7 +125,9 @@ def test_an_optimistic_update_waits_for_one_number_and_reads_none_of_the_device(
         optimistic, restarts = engine.optimizer.optimistic, []
         for undone in (False, False, True):
             if undone:
-                optimistic._attempt = replace(optimistic._attempt, wrong=SimpleNamespace(wait=lambda: True))
+                optimistic._attempt = replace(
+                    optimistic._attempt, wrong=SimpleNamespace(wait=lambda: True)
+                )
             device.step(engine)
             restarts.append(optimistic.restarts)
             if len(restarts) > 1:
@@ -245,8 +254,12 @@ def run_planted(wrong: Callable[[Tensor], Tensor], world: int = 1) -> Pretend:
         (copies_from_pageable_memory, BLOCKING, "pageable"),
     ],
 )
-def test_a_planted_fault_is_found_where_it_is(wrong: Callable[[Tensor], Tensor], kind: str, operation: str) -> None:
-    first = run_planted(wrong).faults[0]  # its backward may have more, in the line that runs the layer's backward
+def test_a_planted_fault_is_found_where_it_is(
+    wrong: Callable[[Tensor], Tensor], kind: str, operation: str
+) -> None:
+    first = run_planted(wrong).faults[
+        0
+    ]  # its backward may have more, in the line that runs the layer's backward
     assert first.kind == kind
     assert operation in first.operation
     assert first.place.startswith("tests/accelerator/test_pretend.py:")
@@ -261,7 +274,9 @@ def test_host_memory_in_a_collective_is_found() -> None:
     world: list[Any] = []
     with pretending(0, 8) as device:
         config = config_of(Case(dtype="bf16", dp=8, microbatches=1))
-        engine = device.engine(config, lambda slicing: PlantedModel(config, slicing, sends_host_memory))
+        engine = device.engine(
+            config, lambda slicing: PlantedModel(config, slicing, sends_host_memory)
+        )
         world.append(engine.topology.axis("world"))
         device.step(engine)
         device.step(engine)
@@ -286,13 +301,19 @@ def test_metrics_may_be_read_after_the_step() -> None:
 
 
 GRID = pytest.mark.grid
-LARGE = [("gpt", 513, 8), pytest.param("llama", 0, 8, marks=GRID), pytest.param("llama", 1023, 32, marks=GRID)]
+LARGE = [
+    ("gpt", 513, 8),
+    pytest.param("llama", 0, 8, marks=GRID),
+    pytest.param("llama", 1023, 32, marks=GRID),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("arch", "rank", "microbatches"), LARGE)
-def test_a_rank_of_1024_trains_a_hundred_billion_parameters(arch: str, rank: int, microbatches: int) -> None:
+def test_a_rank_of_1024_trains_a_hundred_billion_parameters(
+    arch: str, rank: int, microbatches: int
+) -> None:
     """Its peak is the forecast's, which takes the kernels of csrc/cuda as the step does."""
     given = Config.model_validate({
         "parallel": {"pp": 8, "tp": 8},

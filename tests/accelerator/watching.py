@@ -42,15 +42,35 @@ ROOT = Path(__file__).parents[2]
 OURS = (Path(__file__), Path(__file__).with_name("pretend.py"))
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
-READS = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default}
+READS = {
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+}
 COPIES = {aten.copy_.default, aten._to_copy.default}
 # Operations that start no kernel, beside views.
 FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias",
     "detach", "detach_", "alias", "lift_fresh", "set_", "resize_", "record_stream", "is_pinned", "_pin_memory",
 }  # fmt: skip
-WITHOUT_SHAPES = {"record_stream", "_fused_adamw_", "_fused_sgd_"}  # on fake tensors torch cannot run them
-IN_PLACE = {"add_", "copy_", "div_", "exp_", "fill_", "index_add_", "mul_", "scatter_add_", "sub_", "zero_"}
+WITHOUT_SHAPES = {
+    "record_stream",
+    "_fused_adamw_",
+    "_fused_sgd_",
+}  # on fake tensors torch cannot run them
+IN_PLACE = {
+    "add_",
+    "copy_",
+    "div_",
+    "exp_",
+    "fill_",
+    "index_add_",
+    "mul_",
+    "scatter_add_",
+    "sub_",
+    "zero_",
+}
 
 
 @dataclass(frozen=True)
@@ -100,7 +120,9 @@ class Watching(TorchDispatchMode):
         self.faults: list[Fault] = []
         self.waits: list[Fault] = []  # of the host for the device
         self.launches: Counter[str] = Counter()
-        self.traffic = self.copied = self.communicated = 0  # bytes: of kernels, between host and device, of collectives
+        self.traffic = self.copied = self.communicated = (
+            0  # bytes: of kernels, between host and device, of collectives
+        )
         self.memory = Watch()
         self._pinned: dict[int, StorageWeakRef] = {}
 
@@ -161,7 +183,9 @@ class Watching(TorchDispatchMode):
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in WITHOUT_SHAPES:
             return None
-        if name in IN_PLACE:  # its shape is known, which torch takes a fifth of a millisecond to find out
+        if (
+            name in IN_PLACE
+        ):  # its shape is known, which torch takes a fifth of a millisecond to find out
             return args[0]
         if name == "is_pinned":
             return self.is_pinned(args[0])
@@ -202,16 +226,24 @@ class Watching(TorchDispatchMode):
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         else:
             source = host = args[0]
-            target, waits = torch.device(kwargs.get("device") or source.device), not kwargs.get("non_blocking", False)
+            target, waits = (
+                torch.device(kwargs.get("device") or source.device),
+                not kwargs.get("non_blocking", False),
+            )
         if {target.type, source.device.type} != {"cpu", NAME}:
             return
         if isinstance(source, FakeTensor):
             source.constant = None  # else torch would make a real copy of a number
         self.copied += source.nbytes
-        fresh = name == "_to_copy" and target.type == "cpu"  # torch makes that page-locked by itself
+        fresh = (
+            name == "_to_copy" and target.type == "cpu"
+        )  # torch makes that page-locked by itself
         if waits or not (fresh or self.is_pinned(host)):
             how = "blocking" if waits else "pageable memory"
-            self.fault(BLOCKING, f"{name} from {source.device.type} to {target.type}, {how}, {source.nbytes} bytes")
+            self.fault(
+                BLOCKING,
+                f"{name} from {source.device.type} to {target.type}, {how}, {source.nbytes} bytes",
+            )
 
     def _communicate(self, func: Any, name: str, args: Any, given: list[Tensor]) -> Any:
         """A collective of the fake process group: nothing is sent, and its results are there."""
@@ -226,7 +258,9 @@ class Watching(TorchDispatchMode):
             return work
         return (args[0], work)
 
-    def _count(self, func: Any, name: str, args: Any, given: list[Tensor], made: list[Tensor]) -> None:
+    def _count(
+        self, func: Any, name: str, args: Any, given: list[Tensor], made: list[Tensor]
+    ) -> None:
         here = [t for t in (*given, *made) if kind_of(t) == NAME]
         for t in here:
             self.memory.look_at(t)
@@ -293,7 +327,9 @@ class AsOnCuda(TorchFunctionMode):
             causal, scale = kwargs.get("is_causal", False), kwargs.get("scale")
             return aten._scaled_dot_product_flash_attention(*args[:3], 0.0, causal, scale=scale)[0]
         if func is F.rms_norm:
-            return _RmsNorm.apply(self.watch, args[0], args[2] if len(args) > 2 else kwargs["weight"])
+            return _RmsNorm.apply(
+                self.watch, args[0], args[2] if len(args) > 2 else kwargs["weight"]
+            )
         if func is F.silu:
             return _Silu.apply(self.watch, args[0])
         return func(*args, **kwargs)

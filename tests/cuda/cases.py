@@ -28,7 +28,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 def integers(below: int, count: int, seed: int = 0) -> Tensor:
     """Whole numbers [count] in [0, below)."""
-    made = torch.randint(below, (count,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    made = torch.randint(
+        below, (count,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
+    )
     return made.to(torch.get_default_device())
 
 
@@ -36,9 +38,13 @@ def assert_close_in_bf16(got: Tensor, truth: Tensor, row: float = 1e-6) -> None:
     """Every number of `got` (bf16) within a rounding of fp64 `truth` [n ...], or within `row` of its row's largest."""
     assert got.dtype == torch.bfloat16
     largest = truth.abs().flatten(1).amax(1) if truth.dim() > 1 else truth.abs()
-    allowed = torch.maximum(truth.abs() * BF16_ULP, row * largest.view(-1, *[1] * (truth.dim() - 1)))
+    allowed = torch.maximum(
+        truth.abs() * BF16_ULP, row * largest.view(-1, *[1] * (truth.dim() - 1))
+    )
     wrong = (got.double() - truth).abs() > allowed
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()}: {got[wrong][:5]} for {truth[wrong][:5]}"
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()}: {got[wrong][:5]} for {truth[wrong][:5]}"
+    )
 
 
 def assert_close(got: Tensor, truth: Tensor, tolerance: float = 1e-5) -> None:
@@ -64,7 +70,11 @@ def assert_coalesced(done: Launch) -> None:
     if done.counts is False:
         return
     assert done.used >= 0.95 * 32 * done.sectors, (done.name, done.used, 32 * done.sectors)
-    assert done.bank_passes <= 1.05 * done.least_bank_passes, (done.name, done.bank_passes, done.least_bank_passes)
+    assert done.bank_passes <= 1.05 * done.least_bank_passes, (
+        done.name,
+        done.bank_passes,
+        done.least_bank_passes,
+    )
 
 
 def in_every_order(work: Callable[[Machine], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -74,9 +84,9 @@ def in_every_order(work: Callable[[Machine], tuple[Tensor, ...]]) -> tuple[Tenso
         with emulated(order, seed) as machine:
             results.append(work(machine))
     for other in results[1:]:
-        assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(results[0], other, strict=True)), (
-            "depends on the order"
-        )
+        assert all(
+            torch.equal(_bits(a), _bits(b)) for a, b in zip(results[0], other, strict=True)
+        ), "depends on the order"
     return results[0]
 
 

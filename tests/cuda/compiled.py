@@ -23,7 +23,9 @@ from pathlib import Path
 from threed.native.build import CUDA, Unavailable, cache, find_compiler, targets
 
 ARCHITECTURES = {f"sm_{a}": f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA.architectures}
-FLAGS = tuple(f for f in CUDA.flags if not f.startswith(("-shared", "-cudart", "--threads", "-Xcompiler")))
+FLAGS = tuple(
+    f for f in CUDA.flags if not f.startswith(("-shared", "-cudart", "--threads", "-Xcompiler"))
+)
 CHECKED = (*FLAGS, "-cubin", "-Xptxas=-v")
 
 
@@ -113,6 +115,15 @@ def compile_seconds() -> float:
     """CPU time of compiling the whole library."""
     before, command = resource.getrusage(resource.RUSAGE_CHILDREN), find_compiler(CUDA)
     with tempfile.TemporaryDirectory() as folder:
-        _run([*command, *CUDA.flags, *targets(CUDA, command), *map(str, CUDA.sources), "-o", f"{folder}/cuda.so"])
+        _run(
+            [
+                *command,
+                *CUDA.flags,
+                *targets(CUDA, command),
+                *map(str, CUDA.sources),
+                "-o",
+                f"{folder}/cuda.so",
+            ]
+        )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -36,7 +36,16 @@ from threed.ops import launch
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "csrc" / "cuda"
 COMPILER = shutil.which("g++")
-COMMON = ("-std=c++20", "-g1", "-O2", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas", f"-I{HERE / 'include'}")
+COMMON = (
+    "-std=c++20",
+    "-g1",
+    "-O2",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    f"-I{HERE / 'include'}",
+)
 # -fno-tree-sra: a copy of 16 bytes stays one access. -fno-gnu-unique: two libraries do not share a kernel's variables.
 KERNEL = (
     "-fno-gnu-unique", "-ffp-contract=fast", "-fsanitize=thread", "-fno-tree-sra", "-x", "c++", "-include",
@@ -109,7 +118,9 @@ class Machine:
             raise Fault(readable(text))
         if code:
             raise ValueError(f"{name}: refused with CUDA error {code}")
-        sectors, used, passes, least, barriers, _ = (b - a for a, b in zip(counts, self._counts(), strict=True))
+        sectors, used, passes, least, barriers, _ = (
+            b - a for a, b in zip(counts, self._counts(), strict=True)
+        )
         traffic = {}
         for n, number in numbers.items():
             read, written = (b - a for a, b in zip(before[n], self._traffic(number), strict=True))
@@ -123,7 +134,9 @@ class Machine:
 
     def _buffer(self, name: str, tensor: Tensor) -> int:
         """Hands a tensor's memory over, from its first element to its last, and returns its number."""
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = 1 + sum(
+            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         key = (tensor.data_ptr(), extent * tensor.element_size() if tensor.numel() else 0)
         for (first, size), number in self._buffers.items():
             if first <= key[0] and key[0] + key[1] <= first + size:
@@ -161,7 +174,9 @@ class _FreshMemory(TorchDispatchMode):
             finally:
                 self.in_operator = False
         out = func(*args, **(kwargs or {}))
-        if "empty" in func.overloadpacket.__name__ and (self.in_operator or not self.only_of_operators):
+        if "empty" in func.overloadpacket.__name__ and (
+            self.in_operator or not self.only_of_operators
+        ):
             self.machine.fresh.add(out.untyped_storage().data_ptr())
             self.machine._alive.append(out)
         return out
@@ -190,7 +205,9 @@ def emulated(
         return
     path = library or build()
     machine = Machine(_loaded(path), parameters(), torch_writes)
-    runtime().emulator_begin(seed, ORDERS.index(order), checks, TRACED_BLOCKS, shared_memory, driver_error)
+    runtime().emulator_begin(
+        seed, ORDERS.index(order), checks, TRACED_BLOCKS, shared_memory, driver_error
+    )
     with (
         mock.patch.object(launch, "start", machine.start),
         mock.patch.object(launch, "available", return_value=True),
@@ -231,10 +248,14 @@ def parameters() -> dict[str, list[str]]:
 def build(changed: dict[str, str] | None = None, *, only: bool = False) -> Path:
     """The library of all kernels, with the texts of `changed` in place of those sources; or of these `only`."""
     changed = changed or {}
-    texts = {path.name: path.read_text() for path in sorted(SOURCES.iterdir()) if not only} | changed
+    texts = {
+        path.name: path.read_text() for path in sorted(SOURCES.iterdir()) if not only
+    } | changed
     headers = {name: text for name, text in texts.items() if name.endswith(".cuh")}
     headers |= {path.name: path.read_text() for path in SOURCES.glob("*.cuh") if only}
-    objects = [_compile(name, text, headers) for name, text in texts.items() if name.endswith(".cu")]
+    objects = [
+        _compile(name, text, headers) for name, text in texts.items() if name.endswith(".cu")
+    ]
     parts = [*objects, _runtime_path()]
     return _made(f"kernels-{_hash(*(part.name for part in parts))}.so", _command("-shared", *parts))
 
@@ -266,7 +287,12 @@ def runtime() -> ctypes.CDLL:
     """The emulator itself."""
     loaded = ctypes.CDLL(str(_runtime_path()), mode=ctypes.RTLD_GLOBAL)
     loaded.emulator_error.restype = ctypes.c_char_p
-    loaded.emulator_buffer.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]
+    loaded.emulator_buffer.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_char_p,
+    ]
     return loaded
 
 
@@ -290,7 +316,9 @@ def _made(name: str, command: list[str]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             out = Path(place) / name
-            done = subprocess.run([*command, "-o", str(out)], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*command, "-o", str(out)], capture_output=True, text=True, check=False
+            )
             assert done.returncode == 0, done.stderr
             assert not done.stderr, done.stderr  # warnings are errors
             os.replace(out, path)  # another process may have made the same
@@ -309,7 +337,9 @@ def readable(text: str) -> str:
         if tool is None:
             return match[0]
         # inlined functions from the inside out: the line of the kernel's own text is the first outside the emulator
-        done = subprocess.run([tool, "-i", "-e", match[1], match[2]], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [tool, "-i", "-e", match[1], match[2]], capture_output=True, text=True, check=False
+        )
         lines = [at for at in done.stdout.splitlines() if "/include/" not in at]
         return f"(line {lines[0].rsplit(':', 1)[-1].split()[0]})" if lines else match[0]
 

@@ -50,14 +50,18 @@ class Instruction(NamedTuple):
     @property
     def double(self) -> bool:
         """Whether it computes in fp64, or converts from it or to it."""
-        return bool(re.match(r"D(ADD|MUL|FMA|SETP|MNMX)|MUFU\.\w*64|[A-Z0-9]+\.(.*\.)?F64", self.opcode))
+        return bool(
+            re.match(r"D(ADD|MUL|FMA|SETP|MNMX)|MUFU\.\w*64|[A-Z0-9]+\.(.*\.)?F64", self.opcode)
+        )
 
     @property
     def target(self) -> str | None:
         """The label of the kernel's own that it may jump to. BRA.DIV, for a warp that is not together, counts as not
         taken: ours always are. ptxas leaves some loops by a CALL to a label, from which nothing returns."""
         label = self.operands[-1].strip("`()") if self.operands else ""
-        jumps = self.base in ("BRA", "CALL") and ".DIV" not in self.opcode and label.startswith(".L_")
+        jumps = (
+            self.base in ("BRA", "CALL") and ".DIV" not in self.opcode and label.startswith(".L_")
+        )
         return label if jumps else None
 
     @property
@@ -69,7 +73,9 @@ class Instruction(NamedTuple):
     def written(self) -> set[int]:
         """Registers that a load writes."""
         first = re.match(r"R(\d+)", self.operands[0]) if self.base in ("LDG", "LDS") else None
-        return set(range(int(first[1]), int(first[1]) + max(self.width // 4, 1))) if first else set()
+        return (
+            set(range(int(first[1]), int(first[1]) + max(self.width // 4, 1))) if first else set()
+        )
 
     @property
     def read(self) -> set[int]:
@@ -136,7 +142,12 @@ class Code:
     @functools.cached_property
     def back_edges(self) -> set[tuple[int, int]]:
         """Branches to a block that dominates where they start."""
-        return {(block, to) for block in self.order for to in self.next[block] if to in self.dominators[block]}
+        return {
+            (block, to)
+            for block in self.order
+            for to in self.next[block]
+            if to in self.dominators[block]
+        }
 
     @functools.cached_property
     def loops(self) -> list[Loop]:
@@ -168,7 +179,9 @@ class Code:
         inside, head = (loop.blocks, loop.head) if loop else (frozenset(self.order), 0)
         best = {head: self._extended(Path(0, 0, ()), head)}
         for block in (b for b in self.order if b in inside and b != head):
-            before = [p for p in self.before[block] if p in best and (p, block) not in self.back_edges]
+            before = [
+                p for p in self.before[block] if p in best and (p, block) not in self.back_edges
+            ]
             best[block] = self._extended(max(best[p] for p in before), block)
         ends = {block for block, to in self.back_edges if loop and to == head} or {
             b for b in inside if not self.next[b]
@@ -177,7 +190,11 @@ class Code:
 
     def _extended(self, path: Path, block: int) -> Path:
         code = [i for i in self.blocks[block] if i.opcode != "NOP"]
-        return Path(path.streamed + sum(i.streamed for i in code), path.size + len(code), (*path.blocks, block))
+        return Path(
+            path.streamed + sum(i.streamed for i in code),
+            path.size + len(code),
+            (*path.blocks, block),
+        )
 
 
 def in_flight(code: Iterable[Instruction]) -> int:
@@ -220,16 +237,22 @@ def _code(text: str) -> Code:
             if blocks[-1]:
                 blocks.append([])
             labels[label[1]] = len(blocks) - 1
-        elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@(\S+)\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;", line):
+        elif found := re.match(
+            r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@(\S+)\s+)?([A-Z0-9_.]+)\s*(.*?)\s*;", line
+        ):
             operands = tuple(one.strip() for one in found[3].split(",")) if found[3] else ()
             blocks[-1].append(Instruction(found[1] or "", found[2], operands))
             if blocks[-1][-1].target or blocks[-1][-1].base in ("EXIT", "RET", "BRX", "JMP"):
                 blocks.append([])
-    following = tuple(tuple(_successors(b, n + 1, len(blocks), labels)) for n, b in enumerate(blocks))
+    following = tuple(
+        tuple(_successors(b, n + 1, len(blocks), labels)) for n, b in enumerate(blocks)
+    )
     return Code(tuple(tuple(block) for block in blocks), following)
 
 
-def _successors(block: list[Instruction], after: int, count: int, labels: Mapping[str, int]) -> Iterator[int]:
+def _successors(
+    block: list[Instruction], after: int, count: int, labels: Mapping[str, int]
+) -> Iterator[int]:
     """Where a block leads."""
     last = block[-1] if block else Instruction("", "NOP", ())
     assert last.base not in ("BRX", "JMP"), f"{last.opcode}: a branch that is not understood"

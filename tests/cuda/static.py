@@ -41,7 +41,9 @@ COMPILE_SECONDS = 60  # of CPU, for all sources and architectures
 
 REGISTERS, THREADS, BLOCKS, PARTITIONS = 65536, 2048, 32, 4  # of a multiprocessor, as SHARED
 SHARED = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
-DYNAMIC = {"cross_entropy.whole": 50304 * 2}  # bytes of dynamic shared memory: GPT-2's vocabulary, padded
+DYNAMIC = {
+    "cross_entropy.whole": 50304 * 2
+}  # bytes of dynamic shared memory: GPT-2's vocabulary, padded
 # An H200: 4.8 TB/s for 132 multiprocessors of 1.755 GHz.
 BYTES_A_CLOCK = 4.8e12 / 132 / 1.755e9
 SPECIAL_CLOCKS = 2  # 32 lanes at 16 a clock
@@ -69,7 +71,9 @@ class Kernel:
         of_warp = math.ceil(self.resources.registers * 32 / 256) * 256
         by_registers = REGISTERS // of_warp // PARTITIONS * PARTITIONS // warps
         shared = self.resources.shared + DYNAMIC.get(self.plain, 0) + 1024  # the system's own
-        return min(by_registers, SHARED[self.architecture] // shared, THREADS // self.threads, BLOCKS)
+        return min(
+            by_registers, SHARED[self.architecture] // shared, THREADS // self.threads, BLOCKS
+        )
 
     @property
     def resident(self) -> int:
@@ -111,7 +115,9 @@ class Kernel:
         return Budget(
             most * len(paths),
             _share(sum(p.size * t for p, t in zip(paths, times, strict=True)) / PARTITIONS, memory),
-            _share(sum(n * t for n, t in zip(special, times, strict=True)) * SPECIAL_CLOCKS, memory),
+            _share(
+                sum(n * t for n, t in zip(special, times, strict=True)) * SPECIAL_CLOCKS, memory
+            ),
             max(sass.in_flight(code) for code in codes) * self.threads * self.resident,
         )
 
@@ -138,10 +144,16 @@ def accesses(code: Iterable[sass.Instruction]) -> Counter[str]:
 @functools.cache
 def every() -> list[Kernel]:
     """All kernels of csrc/cuda for all architectures."""
-    wanted = [(source, architecture) for architecture in compiled.ARCHITECTURES for source in CUDA.sources]
+    wanted = [
+        (source, architecture) for architecture in compiled.ARCHITECTURES for source in CUDA.sources
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         texts = list(pool.map(lambda one: compiled.listing(*one), wanted))
-    return [k for (source, arch), text in zip(wanted, texts, strict=True) for k in kernels(source.stem, arch, text)]
+    return [
+        k
+        for (source, arch), text in zip(wanted, texts, strict=True)
+        for k in kernels(source.stem, arch, text)
+    ]
 
 
 def kernels(stem: str, architecture: str, text: str) -> list[Kernel]:
@@ -174,7 +186,11 @@ def table(found: Iterable[Kernel]) -> dict[str, dict[str, dict[str, int]]]:
     """Architecture: kernel: registers, static shared memory, resident blocks."""
     out: dict[str, dict[str, dict[str, int]]] = {}
     for k in found:
-        numbers = {"registers": k.resources.registers, "shared": k.resources.shared, "blocks": k.blocks}
+        numbers = {
+            "registers": k.resources.registers,
+            "shared": k.resources.shared,
+            "blocks": k.blocks,
+        }
         out.setdefault(k.architecture, {})[k.name] = numbers
     return out
 
@@ -198,7 +214,9 @@ def _toml(of: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
 
 def _line(k: Kernel) -> str:
     b, code = k.budget, k.looped
-    found = accesses(code) + Counter(i.base for i in code if i.base in ("BAR", "SHFL", *sass.SPECIAL))
+    found = accesses(code) + Counter(
+        i.base for i in code if i.base in ("BAR", "SHFL", *sass.SPECIAL)
+    )
     found += Counter({"calls": sum(i.calls for i in code), "fp64": sum(i.double for i in code)})
     counts = " ".join(f"{n}x{what.replace(' ', '.')}" for what, n in sorted(found.items()))
     shares = f"{b.issue:6.0%} {b.special:7.0%} {b.flying / 1024:6.0f}"
@@ -213,12 +231,16 @@ def main() -> int:
     if why := compiled.missing():
         print(why, file=sys.stderr)
         return 2
-    print(f"{'':39} regs shared thrd blk bytes  issue special flying KiB, then what loops have: accesses by bits, ...")
+    print(
+        f"{'':39} regs shared thrd blk bytes  issue special flying KiB, then what loops have: accesses by bits, ..."
+    )
     for k in every():
         print(_line(k))
     TABLE.write_text(_toml(table(every())))
     seconds = compiled.compile_seconds()
-    print(f"the compiler took {seconds:.0f} s of CPU for all of csrc/cuda; {COMPILE_SECONDS} are allowed")
+    print(
+        f"the compiler took {seconds:.0f} s of CPU for all of csrc/cuda; {COMPILE_SECONDS} are allowed"
+    )
     return int(seconds > COMPILE_SECONDS)
 
 

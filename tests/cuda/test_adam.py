@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import assert_close, assert_coalesced, assert_traffic, devices, in_every_order, normal
+from tests.cuda.cases import (
+    assert_close,
+    assert_coalesced,
+    assert_traffic,
+    devices,
+    in_every_order,
+    normal,
+)
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import adam
 from threed.ops.adam import Adam
@@ -19,12 +26,20 @@ pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 
 
 def now(step: int = 3, skip: float = 0.0) -> StepScalars:
-    lr, number, scale, skipped = (torch.tensor(x, dtype=torch.float64) for x in (3e-4, step, 0.37, skip))
+    lr, number, scale, skipped = (
+        torch.tensor(x, dtype=torch.float64) for x in (3e-4, step, 0.37, skip)
+    )
     return StepScalars(lr, number, scale, skipped)
 
 
 def update(
-    arrays: Sequence[Tensor], g: Tensor, out: Tensor | None, at: StepScalars, rule: Adam, decay: float, **more: Any
+    arrays: Sequence[Tensor],
+    g: Tensor,
+    out: Tensor | None,
+    at: StepScalars,
+    rule: Adam,
+    decay: float,
+    **more: Any,
 ) -> None:
     scalars = (at.lr, at.step, at.scale, at.skip)
     adam.call_cuda(*arrays, g, out, *scalars, rule.beta1, rule.beta2, rule.eps, decay, **more)
@@ -45,13 +60,20 @@ def test_update(n: int, gradient: torch.dtype, with_out: bool, step: int) -> Non
     v[::7], g[::7], m[::7] = 0, 0, 0  # never used yet
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
-        states, out = [t.clone() for t in (p, m, v)], torch.empty(n, dtype=torch.bfloat16) if with_out else None
+        states, out = (
+            [t.clone() for t in (p, m, v)],
+            torch.empty(n, dtype=torch.bfloat16) if with_out else None,
+        )
         update(states, g, out, now(step), rule, decay)
         (ran,) = machine.launches
         arrays = {"p": (1, 1), "m": (1, 1), "v": (1, 1), "g": (1, 0), "out": (0, 1)}
         scalars = {n: t.times for n, t in ran.traffic.items() if t.size == 8 and n not in arrays}
         assert_traffic(ran, {n: t for n, t in arrays.items() if n in ran.traffic} | scalars)
-        moved = sum(ran.traffic[name].read + ran.traffic[name].written for name in arrays if name in ran.traffic)
+        moved = sum(
+            ran.traffic[name].read + ran.traffic[name].written
+            for name in arrays
+            if name in ran.traffic
+        )
         assert moved == n * (24 + g.element_size() + 2 * with_out) or not ran.counts
         if n >= 4096:
             assert_coalesced(ran)
@@ -63,7 +85,9 @@ def test_update(n: int, gradient: torch.dtype, with_out: bool, step: int) -> Non
     for got, truth in zip(states, wide, strict=False):
         assert_close(got, truth, 1e-6)
     change = (states[0].double() - p.double(), wide[0] - p.double())
-    assert (change[0] - change[1]).abs().max() <= 2.0**-23 * p.abs().max() + 1e-5 * change[1].abs().max()
+    assert (change[0] - change[1]).abs().max() <= 2.0**-23 * p.abs().max() + 1e-5 * change[
+        1
+    ].abs().max()
     if with_out:
         assert torch.equal(states[3], states[0].bfloat16())
 
@@ -91,7 +115,9 @@ def test_stochastic_rounding_is_right_on_average() -> None:
         assert ((out == low) | (out == high)).all()
         total += out.double()
     gap = (high.double() - low.double()).abs().clamp(min=1e-30)
-    assert ((total / tries - p.double()).abs() / gap).max() < 5 * 0.5 / tries**0.5  # five standard deviations
+    assert (
+        (total / tries - p.double()).abs() / gap
+    ).max() < 5 * 0.5 / tries**0.5  # five standard deviations
     assert torch.equal(total[:2] / tries, p[:2].double())
 
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import BF16_ULP, assert_coalesced, assert_traffic, bf16, devices, in_every_order, integers
+from tests.cuda.cases import (
+    BF16_ULP,
+    assert_coalesced,
+    assert_traffic,
+    bf16,
+    devices,
+    in_every_order,
+    integers,
+)
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.collectives import split
 from threed.ops import cross_entropy
@@ -55,14 +63,20 @@ def assert_loss(got: Tensor, losses: Tensor, logits: Tensor) -> None:
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("multiple", [8, 128])
 def test_whole_rows(rows: int, columns: int, multiple: int) -> None:
-    logits, targets, weight = bf16(rows, columns, scale=3.0), targets_of(rows, columns), torch.tensor(0.37)
+    logits, targets, weight = (
+        bf16(rows, columns, scale=3.0),
+        targets_of(rows, columns),
+        torch.tensor(0.37),
+    )
     width = -(-columns // multiple) * multiple
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         x = padded(logits, width)
         loss = cross_entropy.whole(x, targets, weight, columns)
         done = machine.launches[0]
-        assert_traffic(done, {"logits": (-(-columns // 8) * 8 / width, 1), "targets": (512, 0), "loss": (0, 1)})
+        assert_traffic(
+            done, {"logits": (-(-columns // 8) * 8 / width, 1), "targets": (512, 0), "loss": (0, 1)}
+        )
         if columns >= 4096 and multiple == 128:
             assert_coalesced(done)
         return loss, x
@@ -77,13 +91,20 @@ def test_whole_rows(rows: int, columns: int, multiple: int) -> None:
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shards(rows: int, columns: int, ranks: int) -> None:
-    logits, targets, weight = bf16(rows, columns, scale=3.0), targets_of(rows, columns), torch.tensor(0.37)
+    logits, targets, weight = (
+        bf16(rows, columns, scale=3.0),
+        targets_of(rows, columns),
+        torch.tensor(0.37),
+    )
     spans = [split(columns, ranks, rank) for rank in range(ranks)]
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         shards = [padded(logits[:, a:b], -(-(b - a) // 8) * 8 + 8) for a, b in spans]
         numbers = torch.stack(
-            [cross_entropy.shard_numbers(x, targets, b - a, a) for x, (a, b) in zip(shards, spans, strict=True)]
+            [
+                cross_entropy.shard_numbers(x, targets, b - a, a)
+                for x, (a, b) in zip(shards, spans, strict=True)
+            ]
         )
         losses = [
             cross_entropy.from_numbers(x, targets, weight, numbers, b - a, a, columns)
@@ -102,7 +123,12 @@ def test_shards(rows: int, columns: int, ranks: int) -> None:
 
 def test_extremes() -> None:
     logits = torch.tensor(
-        [[1e4, -1e4, 3.0], [-torch.inf, 2.0, -torch.inf], [torch.inf, 0.0, 0.0], [torch.nan, 0.0, 0.0]]
+        [
+            [1e4, -1e4, 3.0],
+            [-torch.inf, 2.0, -torch.inf],
+            [torch.inf, 0.0, 0.0],
+            [torch.nan, 0.0, 0.0],
+        ]
     )
     targets = torch.tensor([0, 1, 1, 1])
     x = padded(logits.bfloat16(), 8)

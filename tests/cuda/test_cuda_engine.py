@@ -25,7 +25,10 @@ CASES = {
     "llama": ({"model": "llama"}, LLAMA),
     "dropout": ({"model": "gpt", "dropout": 0.25}, GPT | {"dropout"}),
     "zero 3, full recompute": ({"model": "llama", "zero": 3, "recompute": "full"}, LLAMA),
-    "odd places": ({"model": "qwen-tied"}, set()),  # a width of 70, which lies before norms; norms of heads
+    "odd places": (
+        {"model": "qwen-tied"},
+        set(),
+    ),  # a width of 70, which lies before norms; norms of heads
     "selective recompute": ({"model": "gpt", "recompute": "selective"}, GPT),
 }
 
@@ -35,7 +38,9 @@ def losses_of(case: Case, steps: int = 2) -> tuple[list[float], list[float]]:
     torch.manual_seed(0)
     config = config_of(case)
     config = config.model_copy(
-        update={"model": config.model.model_copy(update={"vocab": 61, "hidden": 64, "head_dim": 16})}
+        update={
+            "model": config.model.model_copy(update={"vocab": 61, "hidden": 64, "head_dim": 16})
+        }
     )
     with padded_to(8):  # logits of a multiple of 8
         engine = engine_of(config)
@@ -51,7 +56,9 @@ def on_a_rank(case: Case) -> tuple[list[float], set[str]]:
         return losses_of(case)[0], {ran.name for ran in machine.launches}
 
 
-@pytest.mark.parametrize("changes", [{}, {"sequence": True, "zero": 3}, {"dropout": 0.25, "sequence": True}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"sequence": True, "zero": 3}, {"dropout": 0.25, "sequence": True}]
+)
 def test_two_tensor_ranks_train_as_one(changes: dict[str, Any]) -> None:
     case = Case(dtype="bf16", layers=2, **changes)
     alone, _ = on_a_rank(replace(case, sequence=False))

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, devices, in_every_order
+from tests.cuda.cases import (
+    assert_close_in_bf16,
+    assert_coalesced,
+    assert_traffic,
+    bf16,
+    devices,
+    in_every_order,
+)
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import dropout
 from threed.ops.dropout import Draw
@@ -22,18 +29,28 @@ def draw(sequences: int, p: float, first: int = 0) -> Draw:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("with_bias", "with_residual"), [(False, False), (True, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("with_bias", "with_residual"), [(False, False), (True, False), (True, True), (False, True)]
+)
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.75])
-def test_dropout(shape: tuple[int, int, int], with_bias: bool, with_residual: bool, p: float) -> None:
+def test_dropout(
+    shape: tuple[int, int, int], with_bias: bool, with_residual: bool, p: float
+) -> None:
     length, sequences, h = shape
     x, what = bf16(*shape) + 2, draw(sequences, p, first=3)
-    bias, residual = bf16(h, seed=1) if with_bias else None, bf16(*shape, seed=2) if with_residual else None
+    bias, residual = (
+        bf16(h, seed=1) if with_bias else None,
+        bf16(*shape, seed=2) if with_residual else None,
+    )
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         out = dropout.dropout(x, what, bias, residual)
         (ran,) = machine.launches
         times = {"x": (1, 0), "residual": (1, 0), "out": (0, 1), "bias": (length * sequences, 0)}
-        assert_traffic(ran, {n: t for n, t in (times | {"samples": (32 * length, 0)}).items() if n in ran.traffic})
+        assert_traffic(
+            ran,
+            {n: t for n, t in (times | {"samples": (32 * length, 0)}).items() if n in ran.traffic},
+        )
         if x.numel() >= 4096:
             assert_coalesced(ran)
         return (out,)
@@ -49,11 +66,18 @@ def test_dropout(shape: tuple[int, int, int], with_bias: bool, with_residual: bo
 def test_a_part_of_a_sequence_has_that_part_of_the_mask() -> None:
     x = bf16(6, 2, 64)
     with emulated():
-        whole, part = dropout.dropout(x, draw(2, 0.5)), dropout.dropout(x[2:5], draw(2, 0.5, first=2))
+        whole, part = (
+            dropout.dropout(x, draw(2, 0.5)),
+            dropout.dropout(x[2:5], draw(2, 0.5, first=2)),
+        )
     assert torch.equal(whole[2:5], part)
 
 
 def test_wrong_arguments_are_refused() -> None:
-    for x, what in ((bf16(2, 2, 12), draw(2, 0.1)), (bf16(2, 3, 16), draw(2, 0.1)), (bf16(2, 2, 16), draw(2, 1.0))):
+    for x, what in (
+        (bf16(2, 2, 12), draw(2, 0.1)),
+        (bf16(2, 3, 16), draw(2, 0.1)),
+        (bf16(2, 2, 16), draw(2, 1.0)),
+    ):
         with emulated(), pytest.raises(ValueError, match=r"dropout takes bf16 \[s b h\]"):
             dropout.dropout(x, what)

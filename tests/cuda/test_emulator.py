@@ -36,7 +36,9 @@ FAULTS = {
 
 @functools.cache
 def library() -> Path:
-    return emulator.build({"planted.cu": (Path(__file__).parent / "planted.cu").read_text()}, only=True)
+    return emulator.build(
+        {"planted.cu": (Path(__file__).parent / "planted.cu").read_text()}, only=True
+    )
 
 
 def names() -> list[str]:
@@ -48,7 +50,9 @@ def names() -> list[str]:
     return found
 
 
-def run(name: str, order: Order, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor, emulator.Launch]:
+def run(
+    name: str, order: Order, seed: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, emulator.Launch]:
     planted = mock.patch.dict(launch.LAUNCHERS, planted="PPq")
     with planted, emulated(order, seed, library=library()) as machine:
         machine.parameters = {"planted": ["in", "out", "which"]}
@@ -65,14 +69,20 @@ def test_every_planted_kernel_is_listed() -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, order: Order) -> None:
     said = FAULTS[name]
-    with pytest.raises(ValueError, match="refused") if said is None else pytest.raises(Fault, match=said):
+    with (
+        pytest.raises(ValueError, match="refused")
+        if said is None
+        else pytest.raises(Fault, match=said)
+    ):
         run(name, order)
 
 
 def test_a_fault_names_the_lines_of_the_kernel() -> None:
     lines = (Path(__file__).parent / "planted.cu").read_text().splitlines()
     start = next(n for n, line in enumerate(lines, 1) if "void written_while_read(" in line)
-    with pytest.raises(Fault, match=rf"\(line ({start + 3}|{start + 5})\).*\(line ({start + 3}|{start + 5})\)"):
+    with pytest.raises(
+        Fault, match=rf"\(line ({start + 3}|{start + 5})\).*\(line ({start + 3}|{start + 5})\)"
+    ):
         run("written_while_read", "random")
 
 

@@ -54,7 +54,9 @@ def test_dropout(p: float) -> None:
     x, bias, residual = whole(9, 2, 264), whole(264, seed=1), whole(9, 2, 264, seed=2)
     draw = dropout.Draw(3, "blocks.1.dropout", 5, torch.tensor([7, 2**40 + 1]), 2, p)
     (got,) = in_every_order(lambda machine: (dropout.dropout(x, draw, bias, residual),))
-    assert torch.equal(got, dropout.reference(x.double(), draw, bias.double(), residual.double()).bfloat16())
+    assert torch.equal(
+        got, dropout.reference(x.double(), draw, bias.double(), residual.double()).bfloat16()
+    )
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -59,9 +59,13 @@ def assert_swiglu_is_plain() -> None:
 
 
 @pytest.mark.parametrize("error", [OLD_DRIVER, NO_CODE])
-def test_a_library_whose_kernels_do_not_run_is_not_used_and_one_warning_names_why(error: int) -> None:
+def test_a_library_whose_kernels_do_not_run_is_not_used_and_one_warning_names_why(
+    error: int,
+) -> None:
     with kernels(error):
-        with pytest.warns(UserWarning, match=rf"do not run on cpu: .*CUDA error {error} .*plain torch"):
+        with pytest.warns(
+            UserWarning, match=rf"do not run on cpu: .*CUDA error {error} .*plain torch"
+        ):
             assert not launch.available(bf16(8))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -78,7 +82,11 @@ def test_each_device_is_probed_once() -> None:
 
 
 def test_a_device_on_which_a_kernel_computes_wrongly_is_not_used() -> None:
-    with kernels(), mock.patch.object(launch, "start"), pytest.warns(UserWarning, match="a kernel that doubles ones"):
+    with (
+        kernels(),
+        mock.patch.object(launch, "start"),
+        pytest.warns(UserWarning, match="a kernel that doubles ones"),
+    ):
         assert not launch.available(bf16(8))
 
 
@@ -111,7 +119,9 @@ def weighted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The mean loss and its gradient."""
     x = logits.clone().requires_grad_()
     weight, columns = torch.tensor(1.0 / len(targets)), logits.shape[1]
-    loss = cross_entropy.weighted_loss(x, targets, weight, alone(), 0, columns=columns, vocabulary=columns)
+    loss = cross_entropy.weighted_loss(
+        x, targets, weight, alone(), 0, columns=columns, vocabulary=columns
+    )
     return loss.detach(), torch.autograd.grad(loss, x)[0]
 
 
@@ -120,7 +130,9 @@ def test_a_refused_launch_is_not_blamed_on_the_next(device: str) -> None:
         refused, _ = bf16(2, 120_000), torch.zeros(())
         targets, one = torch.zeros(2, dtype=torch.int64), torch.ones(())
         with pytest.raises((ValueError, RuntimeError), match="CUDA error 1"):
-            cross_entropy.whole(refused, targets, one, 120_000)  # more shared memory than any GPU has
+            cross_entropy.whole(
+                refused, targets, one, 120_000
+            )  # more shared memory than any GPU has
         x = torch.ones(8, dtype=torch.bfloat16)
         launch.start("scale", x, torch.full((), 2.0), 8, 1)
         assert x.tolist() == [2.0] * 8
@@ -131,13 +143,17 @@ def test_a_refused_launch_is_not_blamed_on_the_next(device: str) -> None:
     (50_624, 99 << 10, True), (50_632, 99 << 10, False), (57_344, 227 << 10, True), (57_352, 227 << 10, False),
     (52_000, 99 << 10, False), (32_000, 64 << 10, True), (32_768, 64 << 10, False),
 ])  # fmt: skip
-def test_a_row_that_the_shared_memory_does_not_hold_takes_two_kernels(columns: int, limit: int, whole: bool) -> None:
+def test_a_row_that_the_shared_memory_does_not_hold_takes_two_kernels(
+    columns: int, limit: int, whole: bool
+) -> None:
     """99 KiB have sm_86, 89 and 120, 64 KiB sm_75."""
     logits, targets = bf16(2, columns, scale=3.0), torch.tensor([columns - 1, 7])
     with emulated(shared_memory=limit) as machine:
         loss, gradient = weighted(logits, targets)
     names = [done.name for done in machine.launches if done.name != "scale"]
-    assert names == (["cross_entropy"] if whole else ["cross_entropy_stats", "cross_entropy_gradient"])
+    assert names == (
+        ["cross_entropy"] if whole else ["cross_entropy_stats", "cross_entropy_gradient"]
+    )
     x = logits.double().requires_grad_()
     truth = cross_entropy.reference(x, targets).mean()
     assert float(loss) == pytest.approx(float(truth.detach()), rel=1e-6)
@@ -152,7 +168,8 @@ def test_launchers_are_declared_as_their_sources_have_them() -> None:
     for source in sorted(SOURCES.glob("*.cu")):
         for name, inside in re.findall(r"\bint threed_cuda_(\w+)\(([^)]*)\)", source.read_text()):
             kinds = [
-                "P" if "*" in one else {"int64_t": "q", "double": "d"}[one.split()[0]] for one in inside.split(",")[:-1]
+                "P" if "*" in one else {"int64_t": "q", "double": "d"}[one.split()[0]]
+                for one in inside.split(",")[:-1]
             ]
             found[name] = "".join(kinds)
     assert found == launch.LAUNCHERS
@@ -160,9 +177,20 @@ def test_launchers_are_declared_as_their_sources_have_them() -> None:
 
 def test_arguments_of_other_types_are_refused() -> None:
     x, factor = torch.ones(8, dtype=torch.bfloat16), torch.ones(())
-    for wrong in ((x, factor, 8), (x, factor, 8.0, 1), (x, factor, factor, 1), (x, 4096, 8, 1), (x, 2.0, 8, 1)):
+    for wrong in (
+        (x, factor, 8),
+        (x, factor, 8.0, 1),
+        (x, factor, factor, 1),
+        (x, 4096, 8, 1),
+        (x, 2.0, 8, 1),
+    ):
         with emulated(), pytest.raises(TypeError, match="threed_cuda_scale takes PPqq"):
             launch.start("scale", *wrong)
     launcher = launch.declare(ctypes.CDLL(str(build())), "norm")
     assert launcher.argtypes[-2:] == [ctypes.c_double, ctypes.c_void_p]
-    assert launch.check_types("norm", (*[None] * 9, 1, 8, 1)) == [*[None] * 9, 1, 8, 1]  # ctypes makes it a double
+    assert launch.check_types("norm", (*[None] * 9, 1, 8, 1)) == [
+        *[None] * 9,
+        1,
+        8,
+        1,
+    ]  # ctypes makes it a double

@@ -38,7 +38,11 @@ EPS = 1e-5
 
 
 def threads_of_a_row(h: int) -> int:
-    return next(threads for most, threads in ((1024, 32), (2048, 128), (4096, 256), (16384, 512)) if h <= most)
+    return next(
+        threads
+        for most, threads in ((1024, 32), (2048, 128), (4096, 256), (16384, 512))
+        if h <= most
+    )
 
 
 def vectors(h: int, layer: bool) -> tuple[Tensor, Tensor | None]:
@@ -57,7 +61,14 @@ def test_forward(rows: int, h: int, layer: bool, added: str) -> None:
         done = norm.forward(x, weight, bias, EPS, layer, residual, before)
         (ran,) = machine.launches
         again = {"weight": (rows, 0), "before": (rows, 0), "bias": (rows, 0)}
-        elements = {"x": (1, 0), "residual": (1, 0), "sum": (0, 1), "y": (0, 1), "means": (0, 1), "scales": (0, 1)}
+        elements = {
+            "x": (1, 0),
+            "residual": (1, 0),
+            "sum": (0, 1),
+            "y": (0, 1),
+            "means": (0, 1),
+            "scales": (0, 1),
+        }
         assert_traffic(ran, {n: t for n, t in (again | elements).items() if n in ran.traffic})
         if rows * h >= 4096:
             assert_coalesced(ran)
@@ -69,7 +80,10 @@ def test_forward(rows: int, h: int, layer: bool, added: str) -> None:
     assert_close_in_bf16(total, s)
     rounded = total.double()
     assert_close_in_bf16(
-        y, norm.reference(rounded, weight.double(), None if bias is None else bias.double(), EPS, layer)
+        y,
+        norm.reference(
+            rounded, weight.double(), None if bias is None else bias.double(), EPS, layer
+        ),
     )
     variance = (rounded - rounded.mean(-1, keepdim=True) * layer).square().mean(-1)
     assert_close(scales, torch.rsqrt(variance + EPS), 1e-6)
@@ -90,13 +104,28 @@ def test_backward(rows: int, h: int, layer: bool, add: bool, with_residual: bool
         done = norm.forward(x, weight, bias, EPS, layer)
         gradients = held.clone() if add else torch.empty_like(held)
         dbias = gradients[1] if layer else None
-        dx = norm.backward(dy, done, weight, gradients[0], dbias, add=add, add_bias=add, residual=residual)
+        dx = norm.backward(
+            dy, done, weight, gradients[0], dbias, add=add, add_bias=add, residual=residual
+        )
         _, ran, summed = machine.launches
-        elements = {"dy": (1, 0), "x": (1, 0), "residual": (1, 0), "dx": (0, 1), "weight": (2 * rows, 0)}
+        elements = {
+            "dy": (1, 0),
+            "x": (1, 0),
+            "residual": (1, 0),
+            "dx": (0, 1),
+            "weight": (2 * rows, 0),
+        }
         parts = {"dw_parts": (0, 1), "db_parts": (0, 1)}
         stats = {n: (threads_of_a_row(h), 0) for n in ("means", "scales")}  # each of them reads
-        assert_traffic(ran, {n: t for n, t in (elements | parts | stats).items() if n in ran.traffic})
-        both = {"parts": (1, 0), "out": (int(add), 1), "second_parts": (1, 0), "second_out": (int(add), 1)}
+        assert_traffic(
+            ran, {n: t for n, t in (elements | parts | stats).items() if n in ran.traffic}
+        )
+        both = {
+            "parts": (1, 0),
+            "out": (int(add), 1),
+            "second_parts": (1, 0),
+            "second_out": (int(add), 1),
+        }
         assert_traffic(summed, {n: t for n, t in both.items() if n in summed.traffic})
         if rows * h >= 4096:
             assert_coalesced(ran)
@@ -115,7 +144,13 @@ def test_backward(rows: int, h: int, layer: bool, add: bool, with_residual: bool
 def test_wrong_arguments_are_refused() -> None:
     x, w = bf16(4, 16), bf16(16)
     shifted = x.flatten()[4:-12].view(3, 16)
-    for rows, weight in ((x.float(), w), (x[:, :8], w[:8]), (x, w[:8]), (bf16(4, 12), bf16(12)), (shifted, w)):
+    for rows, weight in (
+        (x.float(), w),
+        (x[:, :8], w[:8]),
+        (x, w[:8]),
+        (bf16(4, 12), bf16(12)),
+        (shifted, w),
+    ):
         with emulated(), pytest.raises(ValueError, match=r"norm takes bf16 \[n h\] and \[h\]"):
             norm.forward(rows, weight, None, EPS, False)
 

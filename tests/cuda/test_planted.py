@@ -24,19 +24,25 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 def whole_rows() -> Tensor:
     x = bf16(3, 5000)
-    return torch.cat((cross_entropy.whole(x, torch.tensor([1, 4999, 7]), torch.ones(()), 4999), x.float().sum(1)))
+    return torch.cat(
+        (cross_entropy.whole(x, torch.tensor([1, 4999, 7]), torch.ones(()), 4999), x.float().sum(1))
+    )
 
 
 def shards() -> Tensor:
     x, targets = bf16(3, 5000), torch.tensor([1, 4999, 7])
     numbers = cross_entropy.shard_numbers(x, targets, 5000, 0)
-    return cross_entropy.from_numbers(x, targets, torch.ones(()), numbers.unsqueeze(0), 5000, 0, 5000)
+    return cross_entropy.from_numbers(
+        x, targets, torch.ones(()), numbers.unsqueeze(0), 5000, 0, 5000
+    )
 
 
 def norms(h: int = 2048) -> Tensor:
     x, weight, dweight = bf16(13, h), bf16(h), torch.zeros(h)
     done = norm.forward(x, weight, None, 1e-5, False, residual=bf16(13, h, seed=1))
-    return torch.cat((norm.backward(x, done, weight, dweight, None, add=True).float().sum(0), dweight))
+    return torch.cat(
+        (norm.backward(x, done, weight, dweight, None, add=True).float().sum(0), dweight)
+    )
 
 
 def geglu() -> Tensor:
@@ -73,7 +79,9 @@ def quantised() -> Tensor:
     for bits in (8, 4):
         q, scales = quantise.quantise(x, bits)
         both = torch.stack([scales * (1 + rank) for rank in range(9)])
-        out.append(quantise.dequantise(torch.stack([q.roll(rank, 0) for rank in range(9)]), both, bits))
+        out.append(
+            quantise.dequantise(torch.stack([q.roll(rank, 0) for rank in range(9)]), both, bits)
+        )
     return torch.cat(out)
 
 

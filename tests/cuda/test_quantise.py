@@ -43,7 +43,9 @@ def test_quantise(blocks: int, bits: int) -> None:
     q, scales = in_every_order(work)
     whole, truth = quantise.quantise_reference(x.double(), bits)
     assert_close(scales, truth, 1e-6)
-    assert (quantise.unpacked(q, bits).int() - whole.int()).abs().max() <= 1  # a number between two may go either way
+    assert (
+        quantise.unpacked(q, bits).int() - whole.int()
+    ).abs().max() <= 1  # a number between two may go either way
     assert torch.equal(quantise.packed(quantise.unpacked(q, bits), bits), q)
     back = quantise.unpacked(q, bits).double() * truth.view(-1, 1)
     assert ((back - x.double().view(-1, 256)).abs() <= 0.5001 * truth.view(-1, 1)).all()
@@ -76,14 +78,20 @@ def scales_of(kind: str, ranks: int) -> Tensor:
         return alike
     if kind == "far apart":
         return torch.logspace(-6, 6, ranks * 3).view(ranks, 3)
-    return alike.masked_fill(torch.arange(ranks).view(-1, 1) % 3 == 0, 0.0) if kind == "some zero" else alike * 0
+    return (
+        alike.masked_fill(torch.arange(ranks).view(-1, 1) % 3 == 0, 0.0)
+        if kind == "some zero"
+        else alike * 0
+    )
 
 
 @pytest.mark.parametrize("kind", ["alike", "far apart", "some zero", "zero"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_sums_of_extreme_numbers_and_scales(bits: int, kind: str) -> None:
     least = -(1 << bits - 1)  # which the kernel does not make, and must not be the end of it
-    whole = torch.randint(least, -least, (17, 3, 256), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    whole = torch.randint(
+        least, -least, (17, 3, 256), generator=torch.Generator().manual_seed(0), dtype=torch.int8
+    )
     whole[:, 0] = least
     whole[:, 1] = -least - 1
     q, scales = quantise.packed(whole, bits), scales_of(kind, 17)
@@ -107,7 +115,9 @@ def test_very_small_and_very_large_blocks(bits: int) -> None:
         torch.set_flush_denormal(False)
     assert not back[0].any()
     top = x.double().abs().amax(1, keepdim=True)
-    assert ((back.double() - x.double()).abs()[1:] <= (0.5 / quantise.TOPS[bits] + 0.005) * top[1:]).all()
+    assert (
+        (back.double() - x.double()).abs()[1:] <= (0.5 / quantise.TOPS[bits] + 0.005) * top[1:]
+    ).all()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -127,6 +137,11 @@ def test_wrong_arguments_are_refused() -> None:
         with emulated(), pytest.raises(ValueError, match=r"quantise takes bf16 \[n\]"):
             quantise.quantise(x, bits)
     q, scales = torch.zeros(2, 3, 256, dtype=torch.uint8), torch.zeros(2, 3)
-    for wrong in ((q, scales.flatten(), 8), (q[0], scales[0], 8), (q, scales, 4), (q, scales.double(), 8)):
+    for wrong in (
+        (q, scales.flatten(), 8),
+        (q[0], scales[0], 8),
+        (q, scales, 4),
+        (q, scales.double(), 8),
+    ):
         with emulated(), pytest.raises(ValueError, match=r"dequantise takes q uint8"):
             quantise.dequantise(*wrong)

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import assert_close_in_bf16, assert_coalesced, assert_traffic, bf16, devices, in_every_order
+from tests.cuda.cases import (
+    assert_close_in_bf16,
+    assert_coalesced,
+    assert_traffic,
+    bf16,
+    devices,
+    in_every_order,
+)
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.architectures.rope_scaling import RopeScaling
 from threed.ops import rotary
@@ -14,7 +21,14 @@ from threed.ops.frequencies import frequencies, scale_of
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 # positions, sequences, heads that turn, heads that do not, size
-CASES = [(1, 1, 1, 0, 16), (5, 3, 2, 1, 32), (7, 1, 3, 0, 48), (4, 2, 12, 4, 64), (9, 2, 5, 1, 128), (3, 1, 1, 1, 4096)]
+CASES = [
+    (1, 1, 1, 0, 16),
+    (5, 3, 2, 1, 32),
+    (7, 1, 3, 0, 48),
+    (4, 2, 12, 4, 64),
+    (9, 2, 5, 1, 128),
+    (3, 1, 1, 1, 4096),
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -41,7 +55,9 @@ def test_heads_turn(case: tuple[int, int, int, int, int]) -> None:
         left, right = heads_of[:, :, :heads].chunk(2, -1)
         c, s = cosines[:, None, None], sines[:, None, None]
         truth = torch.cat((left * c - right * s, right * c + left * s), -1)
-        assert_close_in_bf16(got.view_as(heads_of)[:, :, :heads].reshape(-1, size), truth.reshape(-1, size))
+        assert_close_in_bf16(
+            got.view_as(heads_of)[:, :, :heads].reshape(-1, size), truth.reshape(-1, size)
+        )
         assert torch.equal(got.view_as(heads_of)[:, :, heads:].double(), heads_of[:, :, heads:])
 
 

@@ -61,7 +61,11 @@ def test_loops_call_nothing_and_compute_in_fp32(kernels: list[Kernel]) -> None:
 def test_loops_move_128_bits_at_a_time(kernels: list[Kernel]) -> None:
     found: dict[str, set[str]] = {}
     for k in kernels:
-        narrow = {what for what in static.accesses(k.looped) if what[:3] in ("LDG", "STG") and what[4:] != "128"}
+        narrow = {
+            what
+            for what in static.accesses(k.looped)
+            if what[:3] in ("LDG", "STG") and what[4:] != "128"
+        }
         if narrow:
             found.setdefault(k.name if k.name in NARROW else k.plain, set()).update(narrow)
     assert found == {name: set(why) for name, why in NARROW.items()}
@@ -88,7 +92,9 @@ def test_resources_are_those_of_the_table(kernels: list[Kernel]) -> None:
     if compiled.version() != static.PINNED:
         pytest.skip(f"the table is of nvcc {static.PINNED}, this is {compiled.version()}")
     (architecture,) = {k.architecture for k in kernels}
-    assert static.table(kernels)[architecture] == static.committed()[architecture], "python tests/cuda/static.py"
+    assert static.table(kernels)[architecture] == static.committed()[architecture], (
+        "python tests/cuda/static.py"
+    )
 
 
 PLANTED = """

@@ -6,14 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda.cases import assert_close, assert_coalesced, assert_traffic, bf16, devices, in_every_order, normal
+from tests.cuda.cases import (
+    assert_close,
+    assert_coalesced,
+    assert_traffic,
+    bf16,
+    devices,
+    in_every_order,
+    normal,
+)
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import sums
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (7, 72), (65, 256), (300, 264), (64, 4096), (1000, 8)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 8), (7, 72), (65, 256), (300, 264), (64, 4096), (1000, 8)]
+)
 @pytest.mark.parametrize("add", [False, True])
 def test_column_sums(rows: int, columns: int, add: bool) -> None:
     x, held = bf16(rows, columns) + 1, normal(columns, seed=1)

@@ -12,7 +12,13 @@ record.register(
         "Gemma 2",
         "gemma2",
         "Gemma2ForCausalLM",
-        rules=(*record.EMBEDDING, *record.SANDWICH_NORMS, *record.HEADS, *record.GATED_MLP, *record.HEAD),
+        rules=(
+            *record.EMBEDDING,
+            *record.SANDWICH_NORMS,
+            *record.HEADS,
+            *record.GATED_MLP,
+            *record.HEAD,
+        ),
         keys=record.decoder_keys(
             *record.GEMMA_KEYS,
             Key("attn_logit_softcapping", "attention_softcap", 50.0),
@@ -22,9 +28,12 @@ record.register(
             tie_word_embeddings=True,
         ),
         fixed=record.GEMMA_FIXED,
-        accepted=frozenset({"hidden_act", "sliding_window_size"}),  # of first versions, and not read
+        accepted=frozenset(
+            {"hidden_act", "sliding_window_size"}
+        ),  # of first versions, and not read
         takes=record.ROTARY | record.GEMMA | {"attention_softcap", "logit_softcap"},
-        defaults=record.HEAD_SIZE | {"tied": True, "window": 4096, "attention_softcap": 50.0, "logit_softcap": 30.0},
+        defaults=record.HEAD_SIZE
+        | {"tied": True, "window": 4096, "attention_softcap": 50.0, "logit_softcap": 30.0},
         limits=record.no_fraction,
         norm_offset=1.0,
         post_norms=True,

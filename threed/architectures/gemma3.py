@@ -27,7 +27,8 @@ record.register(
             head_dim=256,
             tie_word_embeddings=True,
         ),
-        fixed=record.GEMMA_FIXED | {"attn_logit_softcapping": None},  # transformers would not use it
+        fixed=record.GEMMA_FIXED
+        | {"attn_logit_softcapping": None},  # transformers would not use it
         takes=record.ROTARY | record.GEMMA | {"logit_softcap", "rope_local_theta"},
         defaults=record.HEAD_SIZE | {"tied": True, "window": 4096, "rope_local_theta": 10000.0},
         limits=record.no_fraction,

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from threed.architectures.record import ATTENTION, BLOCK, MLP, Architecture, Key, Keys, linear, one, register
+from threed.architectures.record import (
+    ATTENTION,
+    BLOCK,
+    MLP,
+    Architecture,
+    Key,
+    Keys,
+    linear,
+    one,
+    register,
+)
 
 _H = "transformer.h.{i}"
 

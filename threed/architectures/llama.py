@@ -13,7 +13,9 @@ record.register(
         "llama",
         "LlamaForCausalLM",
         rules=record.LLAMA_RULES,
-        keys=record.decoder_keys(Key("attention_bias", "bias", False), Key("mlp_bias", "mlp_bias", False)),
+        keys=record.decoder_keys(
+            Key("attention_bias", "bias", False), Key("mlp_bias", "mlp_bias", False)
+        ),
         fixed=record.SILU_GATES,
         accepted=frozenset({"pretraining_tp"}),
         takes=record.ROTARY | {"qk_norm", "bias", "mlp_bias"},

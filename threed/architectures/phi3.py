@@ -43,7 +43,9 @@ record.register(
             rms_norm_eps=1e-5,
         ),
         fixed=record.SILU_GATES,
-        accepted=frozenset({"full_attn_mod", "interpolate_factor"}),  # of its own code, which transformers does not run
+        accepted=frozenset(
+            {"full_attn_mod", "interpolate_factor"}
+        ),  # of its own code, which transformers does not run
         takes=record.ROTARY | {"window", "partial_rotary_factor"},
         limits=_limits,
         window="all",

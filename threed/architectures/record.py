@@ -96,7 +96,10 @@ class Architecture:
     absent_theta: float = 10000.0
     scalings: Mapping[str, str] = field(default_factory=dict)
     original_positions: int | None = None
-    buffers: tuple[str, ...] = ("model.layers.{i}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+    buffers: tuple[str, ...] = (
+        "model.layers.{i}.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+    )
 
     @property
     def prefix(self) -> str:
@@ -139,7 +142,9 @@ DEFAULTS: Keys = {
     "bias": False,
     "mlp_bias": False,
 }
-HEAD_SIZE = {"query_pre_attn_scalar": lambda keys: keys["head_dim"] or keys["hidden"] // keys["heads"]}
+HEAD_SIZE = {
+    "query_pre_attn_scalar": lambda keys: keys["head_dim"] or keys["hidden"] // keys["heads"]
+}
 ROTARY = frozenset({"rope_theta", "rope_scaling"})
 GEMMA = frozenset({"window", "layer_pattern", "bias", "query_pre_attn_scalar"})
 REGISTERED: dict[str, Architecture] = {}
@@ -169,7 +174,10 @@ _DECODER_KEYS = (
 
 def decoder_keys(*more: Key, **absent: Any) -> tuple[Key, ...]:
     """The keys that all decoders since Llama have, and more; absent: what some of theirs mean where they are not."""
-    return tuple(replace(key, absent=absent.get(key.theirs, key.absent)) for key in _DECODER_KEYS) + more
+    return (
+        tuple(replace(key, absent=absent.get(key.theirs, key.absent)) for key in _DECODER_KEYS)
+        + more
+    )
 
 
 SILU_GATES: Keys = {"hidden_act": "silu", "attention_dropout": 0.0}
@@ -214,7 +222,10 @@ ATTENTION, MLP = f"{BLOCK}.attention", f"{BLOCK}.mlp"
 
 def norms(**ours: str) -> tuple[Rule, ...]:
     """Norms of a block: Hugging Face's names, of ours."""
-    return tuple(one(f"{THEIRS}.{theirs}.weight", f"{BLOCK}.{name}.weight", "h") for theirs, name in ours.items())
+    return tuple(
+        one(f"{THEIRS}.{theirs}.weight", f"{BLOCK}.{name}.weight", "h")
+        for theirs, name in ours.items()
+    )
 
 
 EMBEDDING = (one("model.embed_tokens.weight", "embedding.word.weight", "v h"),)

@@ -17,10 +17,21 @@ _FORM = '"TYPE: key=X, key=X" with the keys of rope_parameters, such as "linear:
 _Factor = Annotated[float, Field(gt=0)]
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "llama3": (
+        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        (),
+    ),
     "yarn": (
         ("original_max_position_embeddings",),
-        ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        (
+            "factor",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        ),
     ),
     "longrope": (
         ("short_factor", "long_factor", "original_max_position_embeddings"),
@@ -52,7 +63,9 @@ class RopeScaling(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (unknown := [str(name) for name in data if name not in cls.model_fields]):
+        if isinstance(data, dict) and (
+            unknown := [str(name) for name in data if name not in cls.model_fields]
+        ):
             raise ValueError(f"there is no {', '.join(unknown)}; write {_FORM}")
         return data
 
@@ -72,11 +85,15 @@ class RopeScaling(BaseModel):
     def table(self) -> dict[str, Any]:
         """What is said of it, by Hugging Face's names; lists for tuples."""
         said = {name: value for name, value in dict(self).items() if value is not None}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in said.items()
+        }
 
     def __str__(self) -> str:
         """The scaling as users write it."""
-        settings = [f"{name.replace('_', '-')}={_text(value)}" for name, value in self.table().items()]
+        settings = [
+            f"{name.replace('_', '-')}={_text(value)}" for name, value in self.table().items()
+        ]
         return f"{self.rope_type}: {', '.join(settings[1:])}"
 
 

@@ -35,9 +35,13 @@ def read(record: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
     try:
         keys = reader.read()
     except (TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"this {record.model_type} has a value of another kind than it should: {error}") from None
+        raise ValueError(
+            f"this {record.model_type} has a value of another kind than it should: {error}"
+        ) from None
     if reader.problems:
-        raise ValueError(f"this {record.model_type} cannot be expressed here: {'; '.join(reader.problems)}")
+        raise ValueError(
+            f"this {record.model_type} cannot be expressed here: {'; '.join(reader.problems)}"
+        )
     return keys
 
 
@@ -68,8 +72,14 @@ class _Reader:
         if not self.record.learned_positions:
             self._rope()
         self._windows()
-        unknown = [name for name in self.config if name not in self.seen and self.config[name] not in (None, False)]
-        self.problems += [f"{name} {_short(self.config[name])} is not understood" for name in unknown]
+        unknown = [
+            name
+            for name in self.config
+            if name not in self.seen and self.config[name] not in (None, False)
+        ]
+        self.problems += [
+            f"{name} {_short(self.config[name])} is not understood" for name in unknown
+        ]
         self.keys["seq"] = self.keys.get("positions")
         for name in ("attention_softcap", "logit_softcap", "window"):
             if self.keys.get(name, 0) is None and name in self.record.defaults:
@@ -87,14 +97,20 @@ class _Reader:
         whole = parameters if isinstance(parameters, Mapping) else {}
         local = self._get("rope_local_base_freq") if self.record.local else None
         if nested := [kind for kind in LETTERS if kind in whole]:
-            full, sliding = (dict(whole.get(kind) or {}) for kind in ("full_attention", "sliding_attention"))
+            full, sliding = (
+                dict(whole.get(kind) or {}) for kind in ("full_attention", "sliding_attention")
+            )
             if not self.record.local:
-                self.problems.append(f"rope_parameters of {' and '.join(nested)}, which is for Gemma 3")
+                self.problems.append(
+                    f"rope_parameters of {' and '.join(nested)}, which is for Gemma 3"
+                )
         else:
             full, sliding = dict(whole), {}
         if self.record.local:
             if whole and not nested:
-                self.problems.append("rope_parameters without those of full_attention and sliding_attention")
+                self.problems.append(
+                    "rope_parameters without those of full_attention and sliding_attention"
+                )
             full.update(scaling or {})
             self._local(sliding, local)
         else:
@@ -127,9 +143,16 @@ class _Reader:
         names = sum(KINDS[kind], ())
         if unknown := sorted(set(given) - set(names)):
             self.problems.append(f"{', '.join(unknown)} of rope_type {kind}")
-        table = {"rope_type": kind, **{name: given.get(name) for name in names if given.get(name) is not None}}
+        table = {
+            "rope_type": kind,
+            **{name: given.get(name) for name in names if given.get(name) is not None},
+        }
         if "original_max_position_embeddings" in names:
-            known = original or table.get("original_max_position_embeddings") or self.keys.get("positions")
+            known = (
+                original
+                or table.get("original_max_position_embeddings")
+                or self.keys.get("positions")
+            )
             table["original_max_position_embeddings"] = known
         self.keys["rope_scaling"] = table
 
@@ -149,7 +172,9 @@ class _Reader:
                 keys["window"] = None
                 self._check_full(types)
                 return
-            letters = self._letters(types) or "".join("fs"[i >= first] for i in range(self._layers()))
+            letters = self._letters(types) or "".join(
+                "fs"[i >= first] for i in range(self._layers())
+            )
         else:
             period = self._get("sliding_window_pattern") or self._get("_sliding_window_pattern")
             letters = self._letters(self._get("layer_types")) or self._period(period)
@@ -177,7 +202,11 @@ class _Reader:
         """A letter for each layer; None where the configuration does not name them."""
         if types is None:
             return None
-        known = isinstance(types, list) and len(types) == self._layers() and all(kind in LETTERS for kind in types)
+        known = (
+            isinstance(types, list)
+            and len(types) == self._layers()
+            and all(kind in LETTERS for kind in types)
+        )
         if not known:
             self.problems.append(
                 f"layer_types {_short(types)}: one of {' and '.join(LETTERS)} for each layer is needed"
@@ -189,7 +218,9 @@ class _Reader:
 def shortest(letters: str) -> str:
     """The shortest pattern that makes these letters when it is repeated."""
     size = len(letters)
-    return next(letters[:n] for n in range(1, size + 1) if (letters[:n] * (size // n + 1))[:size] == letters)
+    return next(
+        letters[:n] for n in range(1, size + 1) if (letters[:n] * (size // n + 1))[:size] == letters
+    )
 
 
 def named(record: Architecture, ours: str) -> str:
@@ -206,13 +237,17 @@ def _short(value: Any) -> str:
 def write(record: Architecture, keys: Keys) -> dict[str, Any]:
     """The configuration of a model with these keys, which are resolved."""
     table: dict[str, Any] = {"architectures": [record.hf_class], "model_type": record.model_type}
-    table["pad_token_id"] = None  # theirs may be beyond the vocabulary, and its row would not be trained
+    table["pad_token_id"] = (
+        None  # theirs may be beyond the vocabulary, and its row would not be trained
+    )
     for key in record.keys:
         table[key.theirs] = _plain(key.ours, keys[key.ours])
     if not record.learned_positions:
         table |= _rope(record, keys)
     if record.window == "layer_types" and not keys["window"]:
-        table["sliding_window"] = keys["positions"]  # theirs has no such layers without a window: one that sees all
+        table["sliding_window"] = keys[
+            "positions"
+        ]  # theirs has no such layers without a window: one that sees all
     return table | _windows(record, keys) | dict(record.fixed) | dict(record.written)
 
 
@@ -233,9 +268,17 @@ def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
         parameters["partial_rotary_factor"] = table["partial_rotary_factor"] = share
     old = {"type": kind, "rope_type": kind, **rest}
     if record.original_positions is not None:
-        table["original_max_position_embeddings"] = rest.get("original_max_position_embeddings", keys["positions"])
-        old = {name: value for name, value in old.items() if name in ("type", "short_factor", "long_factor")}
-        rest = {} if "factor" in rest or "attention_factor" in rest else rest  # of which transformers 4 knows nothing
+        table["original_max_position_embeddings"] = rest.get(
+            "original_max_position_embeddings", keys["positions"]
+        )
+        old = {
+            name: value
+            for name, value in old.items()
+            if name in ("type", "short_factor", "long_factor")
+        }
+        rest = (
+            {} if "factor" in rest or "attention_factor" in rest else rest
+        )  # of which transformers 4 knows nothing
     if record.local:
         table["rope_local_base_freq"] = keys["rope_local_theta"]
         local = {"rope_type": "default", "rope_theta": keys["rope_local_theta"]}

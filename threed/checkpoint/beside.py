@@ -54,10 +54,17 @@ class Save:
         before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.path, self.called_s = saving.path, called_s
-        self._saving, self._snapshot, self._published, self._before = saving, snapshot, published, before
+        self._saving, self._snapshot, self._published, self._before = (
+            saving,
+            snapshot,
+            published,
+            before,
+        )
         self._asked = False
         self._written, self._done = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._write, name="checkpoint")  # no daemon: a program that ends waits
+        self._thread = threading.Thread(
+            target=self._write, name="checkpoint"
+        )  # no daemon: a program that ends waits
         self._thread.start()
 
     def _write(self) -> None:
@@ -66,7 +73,11 @@ class Save:
             self._written.set()
             if self._before is not None and self._saving.everyone.index == 0:
                 self._before()
-            if self._saving.commit() is None and self._saving.everyone.index == 0 and self._published is not None:
+            if (
+                self._saving.commit() is None
+                and self._saving.everyone.index == 0
+                and self._published is not None
+            ):
                 self._published()
         except Exception as error:
             self._saving.problem = self._saving.problem or f"{type(error).__name__}: {error}"
@@ -169,7 +180,9 @@ class Saver:
 
     def save(self, path: Path, state: Mapping[str, Any], extras: Extras) -> Path:
         """Saves while training waits. Collective; CheckpointError on every rank alike."""
-        return writing.save(path, self.optimizer, self.topology, self.config, state, extras, self.hurries)
+        return writing.save(
+            path, self.optimizer, self.topology, self.config, state, extras, self.hurries
+        )
 
     def make_room(self) -> None:
         """Takes the memory for copies now, where there is enough: a save would take it while an update waits.
@@ -177,7 +190,9 @@ class Saver:
         if self.has_room() and self.room is not None:
             mine = (h.extents() for h in held(self.optimizer.layout, states(self.optimizer)))
             self.room.make(
-                chain.from_iterable(mine), self.optimizer.layout.policy, is_accelerator(self.topology.device)
+                chain.from_iterable(mine),
+                self.optimizer.layout.policy,
+                is_accelerator(self.topology.device),
             )
 
     def start(
@@ -191,13 +206,17 @@ class Saver:
         self.end()
         began = time.perf_counter()
         held = copy.deepcopy(dict(state))  # the caller may change its own
-        saving = writing.prepare(path, self.optimizer, self.topology, self.config, held, extras, self.hurries)
+        saving = writing.prepare(
+            path, self.optimizer, self.topology, self.config, held, extras, self.hurries
+        )
         self.has_room()
         assert self.room is not None
         self.optimizer.flush()
         snapshot = Snapshot(saving.records, self.optimizer, self.room)
         hold(self.optimizer, "disk", snapshot)
-        self.last = Save(saving, snapshot, time.perf_counter() - began, published, self.before_publishing)
+        self.last = Save(
+            saving, snapshot, time.perf_counter() - began, published, self.before_publishing
+        )
         if now:  # with the thread under way, for only what it has written makes room in a window
             snapshot.release_all()
         return self.last

@@ -29,10 +29,17 @@ import numpy as np
 
 from threed.native import function
 
-BLOCK, READ, PIECE, CHUNK = 2**23, 2**22, 2**20, 2**16  # bytes of a thread, read and looked at at a time, of a sum
+BLOCK, READ, PIECE, CHUNK = (
+    2**23,
+    2**22,
+    2**20,
+    2**16,
+)  # bytes of a thread, read and looked at at a time, of a sum
 READERS = 4  # threads that read past the page cache, where they wait for the drive
 AHEAD = 4  # blocks that are hashed while more are written
-Look = Callable[[int, memoryview], None]  # first byte in its file, bytes; they are valid during the call
+Look = Callable[
+    [int, memoryview], None
+]  # first byte in its file, bytes; they are valid during the call
 
 
 class Hashes(NamedTuple):
@@ -78,7 +85,9 @@ class Hashing:
     def __init__(self) -> None:
         self._blocks: list[Future[tuple[bytes, bytes]]] = []
         self._borrowed: list[Future[tuple[bytes, bytes]]] = []
-        self._copies: deque[tuple[Future[tuple[bytes, bytes]], memoryview]] = deque()  # of what came in parts
+        self._copies: deque[tuple[Future[tuple[bytes, bytes]], memoryview]] = (
+            deque()
+        )  # of what came in parts
         self._open, self._filled = memoryview(b""), 0
 
     def update(self, data: bytes | memoryview) -> None:
@@ -127,7 +136,9 @@ class Hashing:
         if self._filled:
             self._close()
         pairs = [block.result() for block in self._blocks]
-        tree, total = (hashlib.sha256(b"".join(some)).hexdigest() for some in zip(*pairs, strict=True))
+        tree, total = (
+            hashlib.sha256(b"".join(some)).hexdigest() for some in zip(*pairs, strict=True)
+        )
         return Hashes(tree, total if pairs[0][1] else None)
 
 
@@ -146,10 +157,17 @@ def checksum(path: Path, look: Look | None = None, direct: bool = False) -> str 
     return _of_file(path, lambda pieces: b"".join(map(sums, pieces)), look, direct)
 
 
-def _of_file(path: Path, of_block: Callable[[Iterator[memoryview]], bytes], look: Look | None, direct: bool) -> str:
+def _of_file(
+    path: Path, of_block: Callable[[Iterator[memoryview]], bytes], look: Look | None, direct: bool
+) -> str:
     digest, own = hashlib.sha256(), threading.local()
-    with _Opened(path, direct) as file, ThreadPoolExecutor(READERS if file.direct >= 0 else workers()) as pool:
-        for block in pool.map(lambda at: of_block(_pieces(file, at, look, own)), range(0, file.size, BLOCK)):
+    with (
+        _Opened(path, direct) as file,
+        ThreadPoolExecutor(READERS if file.direct >= 0 else workers()) as pool,
+    ):
+        for block in pool.map(
+            lambda at: of_block(_pieces(file, at, look, own)), range(0, file.size, BLOCK)
+        ):
             digest.update(block)
     return digest.hexdigest()
 
@@ -179,7 +197,9 @@ class _Opened:
         if self.direct >= 0 and not self._is_cached(at, min(len(piece), self.size - at)):
             with suppress(OSError):  # the other way says what is wrong, if anything is
                 filled = os.preadv(self.direct, [piece], at)
-        while filled < len(piece) and (read := os.preadv(self.handle, [piece[filled:]], at + filled)):
+        while filled < len(piece) and (
+            read := os.preadv(self.handle, [piece[filled:]], at + filled)
+        ):
             filled += read
         return filled
 
@@ -189,7 +209,9 @@ class _Opened:
             pages = np.zeros(-(-nbytes // mmap.PAGESIZE), np.uint8)
             address = np.frombuffer(window, np.uint8).ctypes.data
             failed = _libc().mincore(
-                ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_void_p(pages.ctypes.data)
+                ctypes.c_void_p(address),
+                ctypes.c_size_t(nbytes),
+                ctypes.c_void_p(pages.ctypes.data),
             )
         return not failed and bool((pages & 1).all())
 
@@ -199,7 +221,9 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def _pieces(file: _Opened, at: int, look: Look | None, own: threading.local) -> Iterator[memoryview]:
+def _pieces(
+    file: _Opened, at: int, look: Look | None, own: threading.local
+) -> Iterator[memoryview]:
     """Yields the bytes of a block, in pieces that are in the processor's caches. own: has the memory of each thread."""
     if not hasattr(own, "memory"):
         own.memory = memoryview(mmap.mmap(-1, READ))  # begins with a page, as direct I/O wants it

@@ -39,10 +39,14 @@ def convert(
     kind = kind_of(src, allow_pickle)
     to = to or ("hf" if kind == "native" else "native")
     if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
-        raise CheckpointError(f"{dst} exists already: give DST a name that is free, or an empty folder")
+        raise CheckpointError(
+            f"{dst} exists already: give DST a name that is free, or an empty folder"
+        )
     if kind == "native":
         if to == "native":
-            raise CheckpointError(f"{src} is a native checkpoint already: it loads in any topology as it is")
+            raise CheckpointError(
+                f"{src} is a native checkpoint already: it loads in any topology as it is"
+            )
         return _from_native(src, dst, dtype, tokenizer)
     if kind != "hf":
         return _from_others(src, dst, kind, to, dtype, tokenizer, Path(config) if config else None)
@@ -62,7 +66,13 @@ def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> P
 
 
 def _from_others(
-    src: Path, dst: Path, kind: str, to: str, dtype: str | None, spec: str | None, config: Path | None
+    src: Path,
+    dst: Path,
+    kind: str,
+    to: str,
+    dtype: str | None,
+    spec: str | None,
+    config: Path | None,
 ) -> Path:
     if to != "native":
         raise CheckpointError(
@@ -70,7 +80,11 @@ def _from_others(
         )
     found = folders.open_source(src, kind, config)
     path, hashes = _named(spec or "none")
-    record = folder_record.record_of(found.config, None, hashes or {}) if isinstance(found, HFTensors) else None
+    record = (
+        folder_record.record_of(found.config, None, hashes or {})
+        if isinstance(found, HFTensors)
+        else None
+    )
     return source.write_native(found, dst, dtype, path, {"tokenizer": hashes, "hf": record})
 
 
@@ -78,14 +92,22 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
     own = folder_files(folder.path)
     record = record_of_folder(folder)
     if to == "native":
-        path, hashes = _named(spec) if spec else (own.spec, own.hashes()) if own.files else ("none", None)
+        path, hashes = (
+            _named(spec) if spec else (own.spec, own.hashes()) if own.files else ("none", None)
+        )
         return import_hf(folder, dst, dtype, path, {"tokenizer": hashes, "hf": record})
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
     tokenizer = _tokenizer(spec) if spec else None
     more, files = folder_record.written(record, tokenizer)
-    config = folder.config | {"architectures": [architectures.layout_of(dict(folder.model)).hf_class]} | more
-    return hf.write_folder(dst, folder.table, folder, config, dtype, tokenizer if spec else own, files)
+    config = (
+        folder.config
+        | {"architectures": [architectures.layout_of(dict(folder.model)).hf_class]}
+        | more
+    )
+    return hf.write_folder(
+        dst, folder.table, folder, config, dtype, tokenizer if spec else own, files
+    )
 
 
 def _named(spec: str) -> tuple[str, dict[str, str] | None]:
@@ -104,7 +126,9 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file: a checkpoint is a folder, {native.did_you_mean(path) or 'give that'}")
+        raise CheckpointError(
+            f"{path} is a file: a checkpoint is a folder, {native.did_you_mean(path) or 'give that'}"
+        )
     others = folders.kind_of(path)
     if others is not None and allow_pickle:
         return others
@@ -113,7 +137,9 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
     if others is not None:
         raise CheckpointError(folders.refusal(path, others))
     hint = native.did_you_mean(path) or "give a step-N folder, or one with a config.json"
-    raise CheckpointError(f"{path} is no checkpoint: it has neither {native.MANIFEST} nor config.json; {hint}")
+    raise CheckpointError(
+        f"{path} is no checkpoint: it has neither {native.MANIFEST} nor config.json; {hint}"
+    )
 
 
 def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
@@ -143,7 +169,9 @@ def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None
     saved = extra.get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
-        if "hf" not in extra and FIRST_NAMES.issuperset(saved or ()):  # written by an earlier version
+        if "hf" not in extra and FIRST_NAMES.issuperset(
+            saved or ()
+        ):  # written by an earlier version
             found = found.only(FIRST_NAMES)
         return found if found.files and found.hashes() == saved else None
     except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
@@ -156,4 +184,6 @@ def _tokenizer(spec: str | TokenizerFiles) -> Tokenizer | None:
             return TokenizerJson(spec)
         return None if spec == "none" else load_tokenizer(spec)
     except ValueError as error:
-        raise CheckpointError(f"{error} (convert takes --tokenizer bytes, a path, or none)") from None
+        raise CheckpointError(
+            f"{error} (convert takes --tokenizer bytes, a path, or none)"
+        ) from None

@@ -67,7 +67,12 @@ class Copies:
         self, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras, place: Place,
         machines: Machines, epoch: int, neighbour: bool = False,
     ) -> None:  # fmt: skip
-        self.optimizer, self.topology, self.config, self.extras = optimizer, topology, config, extras
+        self.optimizer, self.topology, self.config, self.extras = (
+            optimizer,
+            topology,
+            config,
+            extras,
+        )
         self.place, self.machines, self.epoch = place, machines, epoch
         self.everyone = topology.axis("world")
         self.files = _files(held(optimizer.layout, states(optimizer)), topology, machines)
@@ -97,11 +102,27 @@ class Copies:
         about = head(self.optimizer, self.topology, self.config, state)
         slot = 1 - self._whole
         self.optimizer.flush()
-        snapshot = Snapshot([e for file in self.files for e in file.held.extents()], self.optimizer, self._room)
+        snapshot = Snapshot(
+            [e for file in self.files for e in file.held.extents()], self.optimizer, self._room
+        )
         hold(self.optimizer, "memory", snapshot)
         rank = self.everyone.index
-        base = {"epoch": self.epoch, "step": state["steps"], "rank": rank, "world": self.everyone.size, "head": about}
-        write = _Writing(self.place.slot(self.epoch, slot), base, self.files, said, beside, snapshot, self.neighbour)
+        base = {
+            "epoch": self.epoch,
+            "step": state["steps"],
+            "rank": rank,
+            "world": self.everyone.size,
+            "head": about,
+        }
+        write = _Writing(
+            self.place.slot(self.epoch, slot),
+            base,
+            self.files,
+            said,
+            beside,
+            snapshot,
+            self.neighbour,
+        )
         self._writing = write
         if self.extras.generators:  # of a wrapped module, whose parameters anybody may change
             snapshot.release_all()
@@ -157,7 +178,9 @@ class _Writing:
         finally:
             self.snapshot.end()
         try:
-            if self.neighbour is not None:  # also after an error: others wait for what comes from here
+            if (
+                self.neighbour is not None
+            ):  # also after an error: others wait for what comes from here
                 self.neighbour.exchange(self.slot, {**self.entry, "files": alone})
         except Exception as error:
             self.problem = self.problem or f"{type(error).__name__}: {plain(error)}"
@@ -185,7 +208,9 @@ class _Writing:
         some: Iterable[Tensor] = islice(values, sum(1 for _ in file.held.extents()))
         if not file.held.numel:
             some = [torch.empty(0, dtype=DTYPES[section.dtype])]
-        write_in_place(self.slot / file.name, parts(about, some, {"0": f"{section.digest} {number}"}))
+        write_in_place(
+            self.slot / file.name, parts(about, some, {"0": f"{section.digest} {number}"})
+        )
 
     def _entry(self, file: _File) -> dict[str, Any]:
         """Returns what `writing.joined` takes of a file."""
@@ -232,7 +257,11 @@ def memory_bytes(config: Config, layout: Layout, states: Sequence[State]) -> int
     if not config.checkpoint.memory_every:
         return 0
     some = held(layout, on_paper(layout, states))
-    numbers = ((h, h.portion * h.section.writers + writer) for h in some for writer in range(h.section.writers))
+    numbers = (
+        (h, h.portion * h.section.writers + writer)
+        for h in some
+        for writer in range(h.section.writers)
+    )
     mine = sum(replace(h, chosen=number).nbytes for h, number in numbers)
     return SLOTS * mine * (2 if config.run.replicate == "neighbour" else 1)
 
@@ -290,7 +319,9 @@ class Neighbour:
             _attempted(partial((slot / f"copy-{source:05d}.json").unlink, missing_ok=True), failed)
         text = _bytes_of(entry)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in self.sources]
-        self._wait([(torch.tensor([text.numel()]), self.to)], list(zip(lengths, self._links, strict=True)))
+        self._wait(
+            [(torch.tensor([text.numel()]), self.to)], list(zip(lengths, self._links, strict=True))
+        )
         texts = [torch.empty(int(n), dtype=torch.uint8) for n in lengths]
         self._wait([(text, self.to)], list(zip(texts, self._links, strict=True)))
         entries = [_of_bytes(text) for text in texts]
@@ -314,7 +345,9 @@ class Neighbour:
     def _links(self) -> list[Link]:
         return [link for _, link in self.sources]
 
-    def _wait(self, sent: Sequence[tuple[Tensor, Link]], received: Sequence[tuple[Tensor, Link]]) -> None:
+    def _wait(
+        self, sent: Sequence[tuple[Tensor, Link]], received: Sequence[tuple[Tensor, Link]]
+    ) -> None:
         pending = [p for tensor, link in received for p in collectives.receive([tensor], link)]
         pending += [p for tensor, link in sent for p in collectives.send([tensor], link)]
         for one in pending:

@@ -23,7 +23,10 @@ def of_sections(manifest: Mapping[str, Any]) -> Iterator[str]:
     counts = Counter(tuple(pair) for entry in manifest["files"] for pair in entry["holds"])
     kept: dict[int, int] = Counter(section for section, _ in counts)
     for (section, number), count in counts.items():
-        if section >= len(sections) or number >= sections[section]["portions"] * sections[section]["writers"]:
+        if (
+            section >= len(sections)
+            or number >= sections[section]["portions"] * sections[section]["writers"]
+        ):
             yield f"it has no number {number} of section {section}"
         elif count > 1:
             yield f"files have number {number} of section {section} twice"
@@ -77,7 +80,8 @@ def of_boxes(files: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _partition_problems(
-    found: Mapping[tuple[str, str], list[tuple[Corner, Corner]]], shapes: Mapping[str, Sequence[int]]
+    found: Mapping[tuple[str, str], list[tuple[Corner, Corner]]],
+    shapes: Mapping[str, Sequence[int]],
 ) -> Iterator[str]:
     for (part, name), boxes in found.items():
         if problem := _problem(shapes[name], boxes):
@@ -97,7 +101,9 @@ def _problem(shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]]) -> st
     return "" if found == wanted and _is_partition(shape, boxes, cut) else "boxes of {} overlap"
 
 
-def _is_partition(shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]], cut: Sequence[int]) -> bool:
+def _is_partition(
+    shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]], cut: Sequence[int]
+) -> bool:
     """Returns whether boxes hold every element of a tensor exactly once; `cut`: the dimensions that they cut.
 
     Their indicator functions then add up to that of the tensor. Two sums are the same if their mixed differences are,

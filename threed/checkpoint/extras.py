@@ -60,7 +60,9 @@ class Extras:
         owned = self.buffers.owned(any_copy)
         states = rng_states(self.topology.device) if self.generators else {}
         about = {
-            "buffers": [[name, dtype_name(value), list(value.shape)] for name, value in owned.items()],
+            "buffers": [
+                [name, dtype_name(value), list(value.shape)] for name, value in owned.items()
+            ],
             "generators": list(states),
         }
         tensors = {f"buffer/{name}": bytes_of(value) for name, value in owned.items()}
@@ -75,7 +77,8 @@ class Extras:
         problems = [
             f"buffer {name} is {dtype} in the checkpoint and {dtype_name(value)} in the model"
             for name, value, dtype in found
-            if value is not None and value.is_floating_point() != getattr(torch, dtype).is_floating_point
+            if value is not None
+            and value.is_floating_point() != getattr(torch, dtype).is_floating_point
         ]
         return problems + (self._state_problems(states) if self.generators and states else [])
 

@@ -63,7 +63,9 @@ def stream_tensors(
 
 
 def parts(
-    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor], metadata: Mapping[str, str]
+    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str],
 ) -> Iterator[bytes | Tensor]:
     """Yields the bytes of a safetensors file of tensors that come one by one; see `stream_tensors`."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -80,10 +82,17 @@ def parts(
         while not complete:
             tensor = next(given, None)
             if tensor is None:
-                raise ValueError(f"the tensors are fewer, or shorter, than announced: {name} is not complete")
-            whole, rows = tuple(tensor.shape) == shape, tensor.dim() > 0 and tensor.shape[1:] == shape[1:]
+                raise ValueError(
+                    f"the tensors are fewer, or shorter, than announced: {name} is not complete"
+                )
+            whole, rows = (
+                tuple(tensor.shape) == shape,
+                tensor.dim() > 0 and tensor.shape[1:] == shape[1:],
+            )
             if tensor.dtype != dtype or not (whole or (rows and tensor.numel() <= left)):
-                raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {(dtype, shape)}")
+                raise ValueError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {(dtype, shape)}"
+                )
             left -= tensor.numel()
             complete = left == 0
             yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -120,7 +129,15 @@ class TensorFile:
                 raise ValueError("its header is longer than it")
             header = json.loads(os.pread(self._handle, length, 8).decode())
             self.metadata, self.tensors = _understood(header, 8 + length, size)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            MemoryError,
+        ) as error:
             self.close()
             raise CheckpointError(f"{path} cannot be read: {plain(error)}") from None
 
@@ -131,7 +148,12 @@ class TensorFile:
         starts = range(0, len(rest), BLOCK)
         try:
             if len(starts) > 1:
-                list(threads().map(lambda start: fill(self._handle, rest[start : start + BLOCK], at + start), starts))
+                list(
+                    threads().map(
+                        lambda start: fill(self._handle, rest[start : start + BLOCK], at + start),
+                        starts,
+                    )
+                )
             else:
                 fill(self._handle, rest, at)
         except OSError as error:
@@ -153,7 +175,12 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -169,7 +196,9 @@ def fill(handle: int, out: memoryview, at: int) -> None:
         at, out = at + read, out[read:]
 
 
-def _understood(header: Any, begin: int, size: int) -> tuple[dict[str, str], dict[str, tuple[str, list[int], int]]]:
+def _understood(
+    header: Any, begin: int, size: int
+) -> tuple[dict[str, str], dict[str, tuple[str, list[int], int]]]:
     """Returns metadata and tensors of a header; ValueError and others unless the tensors fill the file exactly."""
     metadata, found = dict(header.pop("__metadata__", {})), {}
     for name, about in header.items():
@@ -186,7 +215,9 @@ def _understood(header: Any, begin: int, size: int) -> tuple[dict[str, str], dic
         end = last
     if end != size:
         raise ValueError(f"its tensors end at {end}, and it has {size} bytes")
-    return metadata, {name: (dtype, shape, first) for name, (dtype, shape, first, _) in found.items()}
+    return metadata, {
+        name: (dtype, shape, first) for name, (dtype, shape, first, _) in found.items()
+    }
 
 
 def sha256(path: Path) -> str:
@@ -200,8 +231,14 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
 
     Raises CheckpointError where `path` is something of another kind, or the disk has not `nbytes` free.
     """
-    if path.exists() and not (path / mark).is_file() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(f"{path} exists and is no {kind}: it stays as it is; choose another name")
+    if (
+        path.exists()
+        and not (path / mark).is_file()
+        and not (path.is_dir() and not any(path.iterdir()))
+    ):
+        raise CheckpointError(
+            f"{path} exists and is no {kind}: it stays as it is; choose another name"
+        )
     building = building_place(path)
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)

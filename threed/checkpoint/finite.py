@@ -25,7 +25,10 @@ from threed.sharding import Box, Piece
 from threed.zero.records import Extent
 
 Write = Callable[[str, Piece, Box, Tensor], None]
-_EXPONENTS = {torch.bfloat16: np.uint16(0x7F80), torch.float16: np.uint16(0x7C00)}  # all of its bits: infinite, or NaN
+_EXPONENTS = {
+    torch.bfloat16: np.uint16(0x7F80),
+    torch.float16: np.uint16(0x7C00),
+}  # all of its bits: infinite, or NaN
 
 
 class NotFiniteError(CheckpointError):
@@ -52,7 +55,9 @@ def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     out = tensor.to(dtype)
     largest = torch.finfo(dtype).max
     if torch.finfo(tensor.dtype).max > largest and out.isinf().sum() > tensor.isinf().sum():
-        raise CheckpointError(f"{name} has values beyond {largest:.5g}, the largest of {dtype}: use another dtype")
+        raise CheckpointError(
+            f"{name} has values beyond {largest:.5g}, the largest of {dtype}: use another dtype"
+        )
     return out
 
 
@@ -69,7 +74,9 @@ def checked(stream: Iterable[Tensor], names: Sequence[str]) -> Iterator[Tensor]:
     for number, values in enumerate(stream):
         name = names[number] if number < len(names) else ""
         if name and not is_finite(values):
-            raise NotFiniteError(f"{name} has values that are not finite (NaN or infinite), and is not saved")
+            raise NotFiniteError(
+                f"{name} has values that are not finite (NaN or infinite), and is not saved"
+            )
         yield values
 
 
@@ -112,4 +119,6 @@ class Watch:
             self.problems.append(str(error))
             return
         if piece.name in self.names and not is_finite(out):
-            self.problems.append(f"{part} of {piece.name} has values that are not finite (NaN or infinite)")
+            self.problems.append(
+                f"{part} of {piece.name} has values that are not finite (NaN or infinite)"
+            )

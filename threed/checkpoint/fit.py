@@ -49,7 +49,9 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(some[:MOST]) + (f" and {len(some) - MOST} more" if len(some) > MOST else "")
 
 
-def differences(found: Mapping[str, Shape], wanted: Mapping[str, Shape | None], what: str) -> list[str]:
+def differences(
+    found: Mapping[str, Shape], wanted: Mapping[str, Shape | None], what: str
+) -> list[str]:
     """Returns a line for each kind of mismatch: missing, unexpected, and of another shape."""
     missing = [name for name, shape in wanted.items() if name not in found and shape is not None]
     unknown = [name for name in found if name not in wanted]
@@ -59,8 +61,12 @@ def differences(found: Mapping[str, Shape], wanted: Mapping[str, Shape | None], 
         if (here := wanted.get(name)) is not None and tuple(shape) != tuple(here)
     ]
     lines = [f"the checkpoint has no {what} {listed(missing)}"] if missing else []
-    lines += [f"the model has no {what} {listed(unknown)}, which the checkpoint has"] if unknown else []
-    return lines + ([f"{what} of other shapes: {'; '.join(sorted(others)[:MOST])}"] if others else [])
+    lines += (
+        [f"the model has no {what} {listed(unknown)}, which the checkpoint has"] if unknown else []
+    )
+    return lines + (
+        [f"{what} of other shapes: {'; '.join(sorted(others)[:MOST])}"] if others else []
+    )
 
 
 def tell(rank: int, text: str, names: Collection[str]) -> None:
@@ -69,7 +75,9 @@ def tell(rank: int, text: str, names: Collection[str]) -> None:
         warnings.warn(text.format(listed(names)), stacklevel=4)
 
 
-def take_full(optimizer: Optimizer, buffers: Buffers, topology: Topology, given: Mapping[str, Tensor]) -> None:
+def take_full(
+    optimizer: Optimizer, buffers: Buffers, topology: Topology, given: Mapping[str, Tensor]
+) -> None:
     """Sets weights and persistent buffers from full tensors by global name. Collective.
 
     KeyError naming what is missing or unknown, ValueError naming another shape, before anything is overwritten.
@@ -77,7 +85,10 @@ def take_full(optimizer: Optimizer, buffers: Buffers, topology: Topology, given:
     here = expected(optimizer, buffers, topology)
     wanted: dict[str, Shape | None] = {**here.weights, **here.buffers}
     needed = {name for name, shape in wanted.items() if shape is not None}
-    for what, wrong in (("are missing", needed - set(given)), ("the model does not have", set(given) - set(wanted))):
+    for what, wrong in (
+        ("are missing", needed - set(given)),
+        ("the model does not have", set(given) - set(wanted)),
+    ):
         if wrong:
             raise KeyError(f"weights {what}: {listed(wrong)}")
     for name, shape in wanted.items():

@@ -25,7 +25,9 @@ KEPT = (
 GENERATION = "generation_config.json"
 
 
-def record_of(config: Mapping[str, Any], generation: str | None, hashes: Mapping[str, str]) -> dict[str, Any]:
+def record_of(
+    config: Mapping[str, Any], generation: str | None, hashes: Mapping[str, str]
+) -> dict[str, Any]:
     """Returns the record of a folder.
 
     Args:
@@ -42,7 +44,9 @@ def checked(record: object) -> dict[str, Any] | None:
     if record is None:
         return None
     if isinstance(record, dict):
-        config, generation, hashes = (record.get(key) for key in ("config", "generation", "tokenizer"))
+        config, generation, hashes = (
+            record.get(key) for key in ("config", "generation", "tokenizer")
+        )
         sound = isinstance(config, dict) and isinstance(hashes, dict) and set(config) <= set(KEPT)
         if sound and (generation is None or isinstance(generation, str)):
             _generation(record)
@@ -68,7 +72,9 @@ def _generation(record: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def written(record: dict[str, Any] | None, tokenizer: Tokenizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def written(
+    record: dict[str, Any] | None, tokenizer: Tokenizer | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the keys that an export adds to config.json, and its other JSON files by name, as objects or text.
 
     They come from the record if it belongs to the tokenizer, else from the tokenizer. Warns if a record is not used.

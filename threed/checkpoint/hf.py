@@ -105,7 +105,9 @@ def export_hf(
     more, others = folder_record.written(record, tokenizer)
     config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
     del config["pad_token_id"]  # which `more` has, or the folder had none
-    return write_folder(out, table, Saved(reader), config | more, dtype, files or tokenizer, others, shard_bytes)
+    return write_folder(
+        out, table, Saved(reader), config | more, dtype, files or tokenizer, others, shard_bytes
+    )
 
 
 def write_folder(
@@ -125,8 +127,14 @@ def write_folder(
         tally = Tally()
         _write_weights(building, table, weights, to, shard_bytes, tally)
         name = str(to[table[0].name]).removeprefix("torch.")
-        for file, content in {"config.json": {**config, "dtype": name, "torch_dtype": name}, **files}.items():
-            write_text(building / file, content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
+        for file, content in {
+            "config.json": {**config, "dtype": name, "torch_dtype": name},
+            **files,
+        }.items():
+            write_text(
+                building / file,
+                content if isinstance(content, str) else json.dumps(content, indent=2) + "\n",
+            )
         if tokenizer is not None:
             tokenizer.save_hf(building, config["model_type"])
         publish(building, out)
@@ -146,8 +154,12 @@ def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
         if model.layers <= len(reader.shapes):  # before a table is made of so many
             return resolve_model(model)
     except ValueError as error:
-        raise CheckpointError(f"the model's configuration is not valid: {' '.join(str(error).split())}") from None
-    raise CheckpointError(f"the model's configuration has {model.layers} layers, and there are fewer tensors")
+        raise CheckpointError(
+            f"the model's configuration is not valid: {' '.join(str(error).split())}"
+        ) from None
+    raise CheckpointError(
+        f"the model's configuration has {model.layers} layers, and there are fewer tensors"
+    )
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
@@ -199,7 +211,9 @@ def _write_weights(
 
     for file, names in zip(files, shards, strict=True):
         about = {name: (to[name], by_name[name].shape) for name in names}
-        stream_tensors(folder / file, about, chain.from_iterable(map(rows, names)), {"format": "pt"})
+        stream_tensors(
+            folder / file, about, chain.from_iterable(map(rows, names)), {"format": "pt"}
+        )
     if len(files) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(_nbytes(entry, to[entry.name]) for entry in table)

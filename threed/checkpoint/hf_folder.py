@@ -37,7 +37,9 @@ Header = tuple[str, Shape]  # dtype, as safetensors spells it, and shape
 
 def is_hf_folder(path: Path) -> bool:
     """Returns whether a folder is one of Hugging Face's, by its files."""
-    return not (path / MANIFEST).is_file() and ((path / CONFIG).is_file() or (path / INDEX).is_file())
+    return not (path / MANIFEST).is_file() and (
+        (path / CONFIG).is_file() or (path / INDEX).is_file()
+    )
 
 
 def has_weights(path: Path) -> bool:
@@ -60,7 +62,9 @@ class HFTensors(ABC):
             raise CheckpointError(f"{config}: {error}") from None
         names = self._open_all()
         if self.model.layers > len(names):  # before a table is made of so many
-            raise CheckpointError(f"{path}: its configuration has {self.model.layers} layers, and it has fewer tensors")
+            raise CheckpointError(
+                f"{path}: its configuration has {self.model.layers} layers, and it has fewer tensors"
+            )
         self.table = entries(self.model)
         self.shapes = our_shapes(self.table)
         self._entries = {name: entry for entry in self.table for name, _ in entry.ours}
@@ -91,7 +95,11 @@ class HFTensors(ABC):
         yield from self._find(found)
         wanted = {self._key(entry): entry.shape for entry in self.table}
         unused = self._left_out() | ({HEAD} if self.model.tied else set())
-        read = {name: shape for name, (_, shape) in found.items() if name in wanted or name not in unused}
+        read = {
+            name: shape
+            for name, (_, shape) in found.items()
+            if name in wanted or name not in unused
+        }
         for problem in name_problems(read, wanted):
             yield f"{self.path} does not fit its configuration: {plain(problem, 3000)}"
         if HEAD in wanted and HEAD not in found:
@@ -100,7 +108,12 @@ class HFTensors(ABC):
             if name in found and found[name][0] not in DTYPES:
                 yield f"{name} in {self.path} is {plain(found[name][0])}: there are {', '.join(DTYPES)}; dequantise it"
                 return
-        if self.model.tied and HEAD in found and HEAD not in wanted and read.keys() == wanted.keys():
+        if (
+            self.model.tied
+            and HEAD in found
+            and HEAD not in wanted
+            and read.keys() == wanted.keys()
+        ):
             yield from self._head_problems(found)
 
     def _head_problems(self, found: Mapping[str, Header]) -> Iterator[str]:
@@ -128,7 +141,11 @@ class HFTensors(ABC):
     def _left_out(self) -> set[str]:
         """Returns names of buffers that old versions saved, which models compute."""
         blocks = range(self.model.layers)
-        return {self._spelt(name.replace("{i}", str(i))) for name in self._record.buffers for i in blocks}
+        return {
+            self._spelt(name.replace("{i}", str(i)))
+            for name in self._record.buffers
+            for i in blocks
+        }
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -209,17 +226,27 @@ def _places(path: Path) -> dict[str, str]:
             )
         raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}")
     places = read_object(path / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
-        raise CheckpointError(f"{path / INDEX}: its weight_map must have the name of a file for every tensor")
+    if (
+        not isinstance(places, dict)
+        or not places
+        or not all(isinstance(file, str) for file in places.values())
+    ):
+        raise CheckpointError(
+            f"{path / INDEX}: its weight_map must have the name of a file for every tensor"
+        )
     for file in dict.fromkeys(places.values()):
         if Path(file).name != file or not file.isprintable() or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path / INDEX} names {plain(file)}, which is no safetensors file of its folder")
+            raise CheckpointError(
+                f"{path / INDEX} names {plain(file)}, which is no safetensors file of its folder"
+            )
     return places
 
 
 def _open(file: Path) -> Any:
     try:
-        if not stat.S_ISREG(file.stat().st_mode):  # through links, which a cache of downloads is made of
+        if not stat.S_ISREG(
+            file.stat().st_mode
+        ):  # through links, which a cache of downloads is made of
             raise OSError("it is no plain file")
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

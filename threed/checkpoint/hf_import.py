@@ -62,7 +62,9 @@ def import_hf(
     return out
 
 
-def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras) -> dict[str, Any]:
+def load(
+    path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras
+) -> dict[str, Any]:
     """Fills the optimizer with a folder's weights, moments of zero and the initial loss scale; returns the counters of
     a run's begin.
 
@@ -75,7 +77,10 @@ def load(path: Path, optimizer: Optimizer, topology: Topology, config: Config, e
     assert folder is not None
     record = _agreed_record(folder, everyone)
     here = fit.expected(optimizer, extras.buffers, topology)
-    _refuse(fit.differences(folder.shapes, here.weights, "weights") if everyone.index == 0 else [], everyone)
+    _refuse(
+        fit.differences(folder.shapes, here.weights, "weights") if everyone.index == 0 else [],
+        everyone,
+    )
     _refuse(_overflows(folder, optimizer, config), everyone)
 
     def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
@@ -138,7 +143,10 @@ def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> lis
     """Returns what of a run's model is another than that of the folder `path`, one line each."""
     found, wanted = dict(spelt_as(saved, model)), dict(resolve_model(model))
     names = [name for name in found if name not in FREE and found[name] != wanted[name]]
-    return [f"the model of {path} has {name} = {found[name]}, this run has {wanted[name]}" for name in names]
+    return [
+        f"the model of {path} has {name} = {found[name]}, this run has {wanted[name]}"
+        for name in names
+    ]
 
 
 def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[str]:

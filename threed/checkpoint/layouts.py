@@ -64,7 +64,9 @@ class Entry:
         if not self.held:
             return torch.zeros(last - first, *self.shape[1:])
         if self.rule.transposed:
-            return torch.cat([read(name, (0, first), (shape[0], last - first)) for name, shape in self.ours]).t()
+            return torch.cat(
+                [read(name, (0, first), (shape[0], last - first)) for name, shape in self.ours]
+            ).t()
         parts, at = [], 0
         for name, shape in self.ours:
             a, b, rest = max(first - at, 0), min(last - at, shape[0]), shape[1:]
@@ -77,7 +79,9 @@ class Entry:
         """Returns ours, from their tensor; CheckpointError if our model has no tensor for its values."""
         if not self.held:
             if theirs.count_nonzero():
-                raise CheckpointError(f"{self.name} is not zero, and the model has no {self.ours[0][0]}")
+                raise CheckpointError(
+                    f"{self.name} is not zero, and the model has no {self.ours[0][0]}"
+                )
             return {}
         parts = self.turn(theirs).split([shape[0] for _, shape in self.ours])
         return {name: part.contiguous() for (name, _), part in zip(self.ours, parts, strict=True)}
@@ -106,12 +110,18 @@ def entries(model: ModelConfig) -> list[Entry]:
     keys = dict(model)
     record = architectures.layout_of(keys)
     if limits := list(export_limits(model)):
-        raise CheckpointError(f"the Hugging Face layout of {record.title} cannot express {'; nor '.join(limits)}")
+        raise CheckpointError(
+            f"the Hugging Face layout of {record.title} cannot express {'; nor '.join(limits)}"
+        )
     has, letters = record.properties(keys), _letters(model)
     out = []
     for blocked, rules in groupby(record.rules, lambda rule: "{i}" in rule.hf):
         block = list(rules)
-        out += [_at(rule, i, letters, has) for i in range(model.layers if blocked else 1) for rule in block]
+        out += [
+            _at(rule, i, letters, has)
+            for i in range(model.layers if blocked else 1)
+            for rule in block
+        ]
     return [entry for entry in out if entry.held or entry.rule.zeros]
 
 
@@ -133,7 +143,9 @@ def _shape(words: str, letters: Mapping[str, int]) -> Shape:
 def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str) -> None:
     """Raises CheckpointError for missing, unexpected and misshaped tensors, ten of each by name."""
     if problems := name_problems(found, wanted):
-        raise CheckpointError(f"{what} does not fit the model's configuration: {'; '.join(problems)}")
+        raise CheckpointError(
+            f"{what} does not fit the model's configuration: {'; '.join(problems)}"
+        )
 
 
 def name_problems(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
@@ -144,7 +156,11 @@ def name_problems(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> li
         [f"{name} is unexpected" for name in found if name not in wanted],
         [f"{name} is {list(found[name])}, not {list(wanted[name])}" for name in both],
     )
-    return [text for kind in kinds for text in [*kind[:10], *([f"and {len(kind) - 10} more"] if kind[10:] else [])]]
+    return [
+        text
+        for kind in kinds
+        for text in [*kind[:10], *([f"and {len(kind) - 10} more"] if kind[10:] else [])]
+    ]
 
 
 def our_shapes(table: Sequence[Entry]) -> dict[str, Shape]:
@@ -155,7 +171,9 @@ def our_shapes(table: Sequence[Entry]) -> dict[str, Shape]:
 def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Maps weights by our global names to Hugging Face's. CheckpointError if names or shapes are not the model's."""
     table = entries(model)
-    check_names({name: tuple(w.shape) for name, w in weights.items()}, our_shapes(table), "the state dict")
+    check_names(
+        {name: tuple(w.shape) for name, w in weights.items()}, our_shapes(table), "the state dict"
+    )
     device = next(iter(weights.values())).device
     return {entry.name: entry.join(weights.__getitem__).to(device).contiguous() for entry in table}
 
@@ -164,8 +182,12 @@ def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
     """Maps weights by Hugging Face's names to ours: the inverse of `state_dict_to_hf`."""
     table = entries(model)
     wanted = {entry.name: entry.shape for entry in table}
-    check_names({name: tuple(w.shape) for name, w in weights.items()}, wanted, "the Hugging Face state dict")
-    return {name: part for entry in table for name, part in entry.split(weights[entry.name]).items()}
+    check_names(
+        {name: tuple(w.shape) for name, w in weights.items()}, wanted, "the Hugging Face state dict"
+    )
+    return {
+        name: part for entry in table for name, part in entry.split(weights[entry.name]).items()
+    }
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:

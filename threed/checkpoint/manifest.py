@@ -25,7 +25,14 @@ from typing import Annotated, Any, Literal
 from threed.checkpoint import coverage
 from threed.checkpoint.checksum import checksum, tree_hash
 from threed.checkpoint.files import CheckpointError, plain, sha256
-from threed.schema import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from threed.schema import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 FORMAT = "threed-checkpoint"
 VERSION = 3  # 1 had neither buffers nor generators; 2 listed the boxes of every file
@@ -58,10 +65,14 @@ Length = Annotated[int, Field(ge=1, le=2**53)]
 Dimensions = Annotated[list[Counter], Field(max_length=64)]
 Lengths = Annotated[list[Length], Field(max_length=64)]
 Row = Field(strict=False)  # JSON has lists for tuples
-TensorBox = Annotated[tuple[Name, Name, Lengths, Dimensions, Lengths], Row]  # part, name, global shape, start, size
+TensorBox = Annotated[
+    tuple[Name, Name, Lengths, Dimensions, Lengths], Row
+]  # part, name, global shape, start, size
 Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # name, dtype, shape
 Number = Annotated[tuple[Counter, Counter], Row]
-Piece = Annotated[tuple[Name, Dimensions, Lengths, Counter], Row]  # name, start, size, first element in its line
+Piece = Annotated[
+    tuple[Name, Dimensions, Lengths, Counter], Row
+]  # name, start, size, first element in its line
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -137,7 +148,15 @@ class _State(_Strict):
 
     @model_validator(mode="after")
     def _whole_scale(self) -> _State:
-        if len({value is None for value in (self.loss_scale, self.good_steps, self.hysteresis_left)}) > 1:
+        if (
+            len(
+                {
+                    value is None
+                    for value in (self.loss_scale, self.good_steps, self.hysteresis_left)
+                }
+            )
+            > 1
+        ):
             raise ValueError("loss_scale, good_steps and hysteresis_left go together")
         return self
 
@@ -190,12 +209,17 @@ def check_structure(manifest: Mapping[str, Any]) -> None:
     try:
         (_Sectioned if sectioned else _Listed).model_validate(manifest)
     except ValidationError as error:
-        some = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)[:3]]
+        some = [
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
+            for e in error.errors(include_input=False)[:3]
+        ]
         raise CheckpointError(plain("; ".join(some))) from None
     names = [entry["file"] for entry in manifest["files"]]
     if len(set(names)) < len(names):
         raise CheckpointError("it names a file twice")
-    for problem in coverage.of_sections(manifest) if sectioned else coverage.of_boxes(manifest["files"]):
+    for problem in (
+        coverage.of_sections(manifest) if sectioned else coverage.of_boxes(manifest["files"])
+    ):
         raise CheckpointError(problem)
 
 
@@ -211,7 +235,9 @@ def parts_of(manifest: Mapping[str, Any]) -> set[str]:
 
 def digest(body: Mapping[str, Any]) -> str:
     """Returns the hash of a manifest without its hash entry, so that damage in counters and boxes is detected too."""
-    text = json.dumps({key: value for key, value in body.items() if key != "sha256"}, sort_keys=True)
+    text = json.dumps(
+        {key: value for key, value in body.items() if key != "sha256"}, sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -224,9 +250,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(_no_checkpoint(path, f"it has no {MANIFEST}")) from None
     except NotADirectoryError:
-        raise CheckpointError(_no_checkpoint(path, "it is a file, and a checkpoint is a folder")) from None
+        raise CheckpointError(
+            _no_checkpoint(path, "it is a file, and a checkpoint is a folder")
+        ) from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        raise CheckpointError(f"{file} cannot be read: {plain(error) or type(error).__name__}") from None
+        raise CheckpointError(
+            f"{file} cannot be read: {plain(error) or type(error).__name__}"
+        ) from None
     version = manifest.get("version") if stated and manifest.get("format") == FORMAT else None
     if type(version) is not int or version < 1:
         raise CheckpointError(f"{file} is not that of a {FORMAT}")
@@ -266,7 +296,11 @@ def _text(file: Path) -> str:
     try:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
-            raise OSError("it is no plain file" if about.st_size <= MOST_BYTES else "it is larger than any manifest")
+            raise OSError(
+                "it is no plain file"
+                if about.st_size <= MOST_BYTES
+                else "it is larger than any manifest"
+            )
         with open(handle, "rb", closefd=False) as opened:
             return opened.read().decode()
     finally:
@@ -285,7 +319,9 @@ def verify(
     thorough: by their sha256 also where there is a sum, which is enough to find damage. look: called by threads with
     all bytes of files of version 3, before it is known whether these are right. direct: these go past the page cache.
     """
-    problems = (_file_problem(path, entry, thorough, look, direct) for entry in manifest["files"][index::of])
+    problems = (
+        _file_problem(path, entry, thorough, look, direct) for entry in manifest["files"][index::of]
+    )
     return [problem for problem in problems if problem]
 
 
@@ -295,13 +331,17 @@ def missing(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1
     return [problem for problem in problems if problem]
 
 
-def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool, look: Look | None, direct: bool) -> bool:
+def _is_intact(
+    file: Path, entry: Mapping[str, Any], thorough: bool, look: Look | None, direct: bool
+) -> bool:
     if "tree" not in entry:
         return sha256(file) == entry["sha256"]
     pieces = None if look is None else partial(look, entry["file"])
     light = entry["sum"] is not None and not (thorough and entry["tree"] is not None)
     found = checksum(file, pieces, direct) if light else None
-    return tree_hash(file, pieces, direct) == entry["tree"] if found is None else found == entry["sum"]
+    return (
+        tree_hash(file, pieces, direct) == entry["tree"] if found is None else found == entry["sum"]
+    )
 
 
 def _outside_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
@@ -320,12 +360,18 @@ def _outside_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _file_problem(path: Path, entry: Mapping[str, Any], thorough: bool, look: Look | None, direct: bool) -> str | None:
+def _file_problem(
+    path: Path, entry: Mapping[str, Any], thorough: bool, look: Look | None, direct: bool
+) -> str | None:
     file = path / entry["file"]
     try:
-        intact = (problem := _outside_problem(path, entry)) is None and _is_intact(file, entry, thorough, look, direct)
+        intact = (problem := _outside_problem(path, entry)) is None and _is_intact(
+            file, entry, thorough, look, direct
+        )
     except FileNotFoundError:
         return f"{file} is missing, or not a plain file of its folder"
     except OSError as error:
         return f"{file} cannot be read: {error}"
-    return problem or (None if intact else f"{file} is damaged: its hash differs from the manifest's")
+    return problem or (
+        None if intact else f"{file} is damaged: its hash differs from the manifest's"
+    )

@@ -36,7 +36,16 @@ from threed.config import Config
 from threed.sharding import Box, Piece, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import PREVIOUS, WEIGHT, begin_anew, fill_in_place, read, records, records_of, states
+from threed.zero.records import (
+    PREVIOUS,
+    WEIGHT,
+    begin_anew,
+    fill_in_place,
+    read,
+    records,
+    records_of,
+    states,
+)
 
 # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -63,11 +72,19 @@ def load(
     fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
     _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
-    fresh = {name for name in here.trained if kept[name] == {WEIGHT}} if optimizer.rule.state_names else set()
+    fresh = (
+        {name for name in here.trained if kept[name] == {WEIGHT}}
+        if optimizer.rule.state_names
+        else set()
+    )
     same = manifest["topology"] == topology.sizes
 
-    placing = Placing(reader, here.trained, lambda part, name: part not in (WEIGHT, PREVIOUS) and name in fresh)
-    unreadable = _attempt(path, lambda: _planned(path, placing, optimizer, extras, everyone.index if same else None))
+    placing = Placing(
+        reader, here.trained, lambda part, name: part not in (WEIGHT, PREVIOUS) and name in fresh
+    )
+    unreadable = _attempt(
+        path, lambda: _planned(path, placing, optimizer, extras, everyone.index if same else None)
+    )
     if any(collectives.exchange(bool(unreadable), everyone)):
         _refuse(_attempt(path, lambda: verify(path, share)), everyone)  # says more
         _refuse(unreadable, everyone)
@@ -75,7 +92,9 @@ def load(
 
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
-    _tell(topology.rank, reader, here, fresh if state["updates"] else set())  # moments of a start are zero
+    _tell(
+        topology.rank, reader, here, fresh if state["updates"] else set()
+    )  # moments of a start are zero
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
     optimizer.updates.fill_(state["updates"])
@@ -97,7 +116,9 @@ def _checked(
     def check() -> list[str]:
         manifest = read_manifest(path)
         parts = optimizer.rule.state_names
-        problems = model_differences(manifest, config) or optimizer_differences(manifest, config, parts)
+        problems = model_differences(manifest, config) or optimizer_differences(
+            manifest, config, parts
+        )
         mine = _share(manifest, everyone, hashed)
         problems = problems or (missing if manifest["version"] == 3 else verify)(path, mine)
         if not problems:
@@ -108,7 +129,9 @@ def _checked(
     return (None if problems else found[0]), problems
 
 
-def _share(manifest: Mapping[str, Any], everyone: Axis, hashed: Collection[str] | None) -> dict[str, Any]:
+def _share(
+    manifest: Mapping[str, Any], everyone: Axis, hashed: Collection[str] | None
+) -> dict[str, Any]:
     """Returns the files that this rank is to look at, as a manifest has them."""
     files = manifest["files"]
     if hashed is None:
@@ -127,7 +150,9 @@ def _attempt(path: Path, look: Callable[[], list[str]]) -> list[str]:
         return [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
 
 
-def _planned(path: Path, placing: Placing, optimizer: Optimizer, extras: Extras, mine: int | None) -> list[str]:
+def _planned(
+    path: Path, placing: Placing, optimizer: Optimizer, extras: Extras, mine: int | None
+) -> list[str]:
     """Plans what is to be read. Returns why some of it, buffers, or the generators of rank `mine`, cannot be."""
     reader = placing.reader
     try:
@@ -141,7 +166,12 @@ def _planned(path: Path, placing: Placing, optimizer: Optimizer, extras: Extras,
 
 
 def _overwrite(
-    path: Path, share: Mapping[str, Any], known: bool, placing: Placing, optimizer: Optimizer, everyone: Axis
+    path: Path,
+    share: Mapping[str, Any],
+    known: bool,
+    placing: Placing,
+    optimizer: Optimizer,
+    everyone: Axis,
 ) -> None:
     """Hashes this rank's share of the files unless they are `known` to be whole, and sets all states. CheckpointError
     on every rank: then all is as it was, or, where values are not finite or not to be read, marked as torn."""
@@ -149,7 +179,9 @@ def _overwrite(
     check = partial(verify, path, share)
     alone = placing.reads_only([entry["file"] for entry in share["files"]])
     found = collectives.exchange([optimizer.torn or initial is not None, alone], everyone)
-    nobody_would_miss_it, nobody_reads_them_again = (all(flags) for flags in zip(*found, strict=True))
+    nobody_would_miss_it, nobody_reads_them_again = (
+        all(flags) for flags in zip(*found, strict=True)
+    )
     if not (known or nobody_would_miss_it):
         _refuse(_attempt(path, check), everyone)  # before anything is overwritten
         known = True
@@ -171,7 +203,9 @@ def _overwrite(
         fill_in_place(optimizer, watch, set_first=set_first, those=placing.states)
         optimizer.tear()  # until all ranks have found nothing
         _refuse(_unusable(path, watch.problems), everyone)
-        if optimizer.layout.policy.param_dtype == torch.float16:  # a checkpoint of another format, or converted
+        if (
+            optimizer.layout.policy.param_dtype == torch.float16
+        ):  # a checkpoint of another format, or converted
             _refuse(_attempt(path, lambda: _overflows(path, optimizer)), everyone)
     except CheckpointError:  # on every rank
         if initial is not None:
@@ -185,7 +219,9 @@ def _overflows(path: Path, optimizer: Optimizer) -> list[str]:
     dtype = optimizer.layout.policy.param_dtype
     try:
         for state in states(optimizer):
-            with optimizer.held(state, [part for part in (WEIGHT,) if part in state.storages]) as held:
+            with optimizer.held(
+                state, [part for part in (WEIGHT,) if part in state.storages]
+            ) as held:
                 for record in records_of(state, (WEIGHT,)):
                     finite.narrowed(record.piece.name, record.of(held[WEIGHT]), dtype)
     except CheckpointError as error:
@@ -206,12 +242,16 @@ def _differences(reader: Reader, here: fit.Expected, old: bool) -> list[str]:
 
 def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> None:
     """Warns of what was not restored."""
-    left = {name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}} - here.trained
+    left = {
+        name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}
+    } - here.trained
     kept = {name for name, shape in here.buffers.items() if shape is not None} - set(reader.buffers)
     some = "of {}, which were frozen" if fresh < here.trained else "at all, only weights"
     fit.tell(rank, f"the checkpoint has no moments {some}: they begin at zero", fresh)
     fit.tell(rank, "moments of {} are left out: they are not trained any more", left)
-    fit.tell(rank, "the checkpoint is of a version without buffers: {} keep the values they have", kept)
+    fit.tell(
+        rank, "the checkpoint is of a version without buffers: {} keep the values they have", kept
+    )
 
 
 def _refuse(problems: list[str], everyone: Axis) -> None:
@@ -242,7 +282,9 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
         for _, some in groupby(mine, key=lambda record: record.state)
     ]
     full: dict[str, Tensor] = {}
-    for boxes in zip_longest(*collectives.exchange(about, everyone), fillvalue=[]):  # a bucket of each rank at a time
+    for boxes in zip_longest(
+        *collectives.exchange(about, everyone), fillvalue=[]
+    ):  # a bucket of each rank at a time
         flat = next(held, empty)
         flat = flat if everyone.size == 1 else flat.to(topology.device)
         for values, some in zip(collectives.gather_to_first(flat, everyone), boxes, strict=False):

@@ -65,8 +65,14 @@ class Place:
 
     def sweep(self) -> list[str]:
         """Removes the folders of other runs whose launcher is gone; returns their names."""
-        others = (folder for folder in self.home.iterdir() if _is_token(folder.name) and folder != self.folder)
-        gone = [folder for folder in others if not (_lives(folder / "launcher.json") or _is_new(folder))]
+        others = (
+            folder
+            for folder in self.home.iterdir()
+            if _is_token(folder.name) and folder != self.folder
+        )
+        gone = [
+            folder for folder in others if not (_lives(folder / "launcher.json") or _is_new(folder))
+        ]
         for folder in gone:
             shutil.rmtree(folder, ignore_errors=True)
         return [folder.name for folder in gone]
@@ -84,7 +90,11 @@ class Place:
 
     def keep(self, epoch: int, step: int) -> None:
         """Removes all saves but one."""
-        slots = {slot for slot, entry in self.entries() if (entry["epoch"], entry["step"]) == (epoch, step)}
+        slots = {
+            slot
+            for slot, entry in self.entries()
+            if (entry["epoch"], entry["step"]) == (epoch, step)
+        }
         for slot in self.folder.glob("*/slot-*"):
             if slot not in slots:
                 shutil.rmtree(slot, ignore_errors=True)
@@ -117,13 +127,19 @@ def _own_folder(memory: Path) -> Path:
     folder = memory / f"threed-{os.getuid()}"
     try:
         if not memory.is_dir():
-            raise RunFolderError(f"{memory}, for copies in memory, is no folder on {platform.node()}: {fix}")
+            raise RunFolderError(
+                f"{memory}, for copies in memory, is no folder on {platform.node()}: {fix}"
+            )
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise RunFolderError(f"{folder}, for copies in memory, cannot be made: {error}; {fix}") from None
+        raise RunFolderError(
+            f"{folder}, for copies in memory, cannot be made: {error}; {fix}"
+        ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise RunFolderError(f"{folder} on {platform.node()} is not yours alone to write: remove it, or {fix}")
+        raise RunFolderError(
+            f"{folder} on {platform.node()} is not yours alone to write: remove it, or {fix}"
+        )
     return folder
 
 
@@ -142,7 +158,9 @@ def _lives(file: Path) -> bool:
 def _is_new(folder: Path) -> bool:
     """Whether a folder may be one that is just being made."""
     with contextlib.suppress(OSError):
-        return not (folder / "launcher.json").exists() and time.time() - folder.stat().st_mtime < NEW_S
+        return (
+            not (folder / "launcher.json").exists() and time.time() - folder.stat().st_mtime < NEW_S
+        )
     return True
 
 
@@ -178,7 +196,10 @@ class Machines:
         names = list(dict.fromkeys(found))
         self.of = [names.index(name) for name in found]
         self.count, self.rank = len(names), everyone.index
-        self.ranks = [[r for r, machine in enumerate(self.of) if machine == number] for number in range(self.count)]
+        self.ranks = [
+            [r for r, machine in enumerate(self.of) if machine == number]
+            for number in range(self.count)
+        ]
 
     @property
     def mine(self) -> int:
@@ -224,7 +245,9 @@ class Record:
         with contextlib.suppress(KeyError, TypeError, ValueError, OSError):
             base = found["base"]
             token, epoch = str(found["run"]), int(found["epoch"])
-            if _is_token(token) and found["folder"] == folder.stat().st_ino:  # else a copy of another run's folder
+            if (
+                _is_token(token) and found["folder"] == folder.stat().st_ino
+            ):  # else a copy of another run's folder
                 return cls(token, epoch, None if base is None else (int(base[0]), int(base[1])))
         return cls(secrets.token_hex(16), 0, None)
 

@@ -70,7 +70,9 @@ class Placing:
     """Sets states from a checkpoint's files. trained: names whose values must be finite. is_fresh: whether the
     checkpoint has no such part of a name, which is then set to zero."""
 
-    def __init__(self, reader: Reader, trained: Collection[str], is_fresh: Callable[[str, str], bool]) -> None:
+    def __init__(
+        self, reader: Reader, trained: Collection[str], is_fresh: Callable[[str, str], bool]
+    ) -> None:
         self.reader, self.trained, self.is_fresh = reader, trained, is_fresh
         self.states: list[State] = []
         self.by_boxes = False  # some states are to be read so
@@ -86,7 +88,9 @@ class Placing:
         """Plans a state with its boxes. CheckpointError where some are not there, or a file is not as the manifest
         says."""
         zeros = [record for record in records if self.is_fresh(record.part, record.piece.name)]
-        whole = all(isinstance(s, InMemory) and s.device.type == "cpu" for s in state.storages.values())
+        whole = all(
+            isinstance(s, InMemory) and s.device.type == "cpu" for s in state.storages.values()
+        )
         segments: list[tuple[str, _Segment]] = []
         for record in records:
             if not self.is_fresh(record.part, record.piece.name):
@@ -108,11 +112,21 @@ class Placing:
         storage, name, box = record.state.storages[record.part], record.piece.name, record.box
         part = self.reader.stands_for(record.part, name)
         places = self.reader.places(part, name, box.start, box.size)
-        size, what = record.dtype.itemsize, f"{record.part} of {name}" if name in self.trained else ""
-        if places is None or self.reader.dtype(part, name) != record.dtype or any(p.at % size for p in places):
+        size, what = (
+            record.dtype.itemsize,
+            f"{record.part} of {name}" if name in self.trained else "",
+        )
+        if (
+            places is None
+            or self.reader.dtype(part, name) != record.dtype
+            or any(p.at % size for p in places)
+        ):
             return None
         assert isinstance(storage, InMemory)
-        return [(p.file, _Segment(p.at, storage, record.offset + p.first, p.numel, what)) for p in places]
+        return [
+            (p.file, _Segment(p.at, storage, record.offset + p.first, p.numel, what))
+            for p in places
+        ]
 
     def reads_only(self, files: Collection[str]) -> bool:
         """Whether all states are set by this, from some files."""
@@ -150,8 +164,13 @@ class Placing:
             handle = -1
             try:
                 handle = os.open(self.reader.path / file, os.O_RDONLY | os.O_CLOEXEC)
-                work = [threads().submit(self._fill, handle, file, some) for some in _shares(self._files[file])]
-                wait(work)  # all, also after an error: nobody may write into the states after this has returned
+                work = [
+                    threads().submit(self._fill, handle, file, some)
+                    for some in _shares(self._files[file])
+                ]
+                wait(
+                    work
+                )  # all, also after an error: nobody may write into the states after this has returned
                 for one in work:
                     one.result()
             except OSError as error:
@@ -168,7 +187,9 @@ class Placing:
 
     def _check(self, file: str, part: _Part, data: Bytes) -> None:
         if part.what and not finite.are_finite(data, part.dtype):
-            self._wrong.append((file, part.at, f"{part.what} has values that are not finite (NaN or infinite)"))
+            self._wrong.append(
+                (file, part.at, f"{part.what} has values that are not finite (NaN or infinite)")
+            )
 
 
 def _part(segment: _Segment) -> _Part:

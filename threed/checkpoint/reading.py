@@ -31,7 +31,9 @@ from threed.zero.records import PREVIOUS, WEIGHT
 FLOATS = ("F64", "F32", "BF16", "F16")  # of weights and moments
 MOST_OPEN = 64  # files at a time
 MOST_BYTES = 2**25  # read at a time
-SHORT_BYTES = 2**12  # rows shorter than that are read with what lies between them, unless that is much more
+SHORT_BYTES = (
+    2**12
+)  # rows shorter than that are read with what lies between them, unless that is much more
 Shape = tuple[int, ...]
 
 
@@ -101,7 +103,11 @@ class Reader:
             inside = self._file(entry["file"]).tensors
             for number, (part, name, _, _, size) in enumerate(entry["boxes"]):
                 dtype, shape, _ = inside.get(str(number), ("", None, 0))
-                if shape != size or dtype not in FLOATS or self._dtypes.setdefault((part, name), dtype) != dtype:
+                if (
+                    shape != size
+                    or dtype not in FLOATS
+                    or self._dtypes.setdefault((part, name), dtype) != dtype
+                ):
                     what = f"box {number} of {entry['file']} is not the {part} of {name} that the manifest says"
                     raise CheckpointError(f"{self.path}: {what}")
 
@@ -117,7 +123,9 @@ class Reader:
                     for part in section.parts:
                         self._add(part, name, stored)
                         if self._dtypes.setdefault((part, name), section.dtype) != section.dtype:
-                            raise CheckpointError(f"{self.path}: {part} of {name} has several dtypes")
+                            raise CheckpointError(
+                                f"{self.path}: {part} of {name} has several dtypes"
+                            )
 
     def _add(self, part: str, name: str, stored: Stored) -> None:
         self._index.setdefault((part, name), []).append(stored)
@@ -133,7 +141,9 @@ class Reader:
                 yield Range(file, key, section.offset(number, line, part, lo), hi - lo)
 
         def files(first: int, last: int) -> set[str]:
-            return {holders[number][0] for number, *_ in section.between(line, at + first, at + last)}
+            return {
+                holders[number][0] for number, *_ in section.between(line, at + first, at + last)
+            }
 
         return ranges, files
 
@@ -152,12 +162,17 @@ class Reader:
 
     def _check_file(self, file: TensorFile, entry: Mapping[str, Any]) -> None:
         """Raises CheckpointError if a file's header says other than the manifest does."""
-        inside, name = {key: (dtype, shape) for key, (dtype, shape, _) in file.tensors.items()}, entry["file"]
+        inside, name = (
+            {key: (dtype, shape) for key, (dtype, shape, _) in file.tensors.items()},
+            entry["file"],
+        )
         for key, (number, holds) in enumerate(entry.get("holds", ())):
             section = self._sections[number]
             named = file.metadata.get(str(key)) == f"{section.digest} {holds}"
             if not named or inside.get(str(key)) != (section.dtype, [section.numel(holds)]):
-                raise CheckpointError(f"{self.path}: section {number} is not in {name} as the manifest says")
+                raise CheckpointError(
+                    f"{self.path}: section {number} is not in {name} as the manifest says"
+                )
         for buffer, named, shape in entry.get("buffers", ()):
             known = getattr(torch, named, None)
             nbytes = math.prod(shape) * known.itemsize if isinstance(known, torch.dtype) else -1
@@ -177,7 +192,12 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     # --------------------------------------------------------------------------------------------------------- boxes
@@ -191,7 +211,11 @@ class Reader:
         """Returns what is missing of a box, as text; None if it is complete."""
         found = sum(math.prod(common[1]) for _, common in self._meeting(part, name, start, size))
         wanted = math.prod(size)
-        return None if found == wanted else f"the checkpoint has {found} of {wanted} values of {part} of {name}"
+        return (
+            None
+            if found == wanted
+            else f"the checkpoint has {found} of {wanted} values of {part} of {name}"
+        )
 
     def _meeting(
         self, part: str, name: str, start: Sequence[int], size: Sequence[int]
@@ -210,7 +234,9 @@ class Reader:
             for _ in stored.ranges(part, *_elements(stored, *common)):
                 pass
 
-    def places(self, part: str, name: str, start: Sequence[int], size: Sequence[int]) -> list[Place] | None:
+    def places(
+        self, part: str, name: str, start: Sequence[int], size: Sequence[int]
+    ) -> list[Place] | None:
         """Returns where a box's elements are; None unless they lie there in the order that they have in the box.
 
         Raises CheckpointError as `check` does.
@@ -219,39 +245,58 @@ class Reader:
             raise CheckpointError(problem)
         found, width = list[Place](), self.dtype(part, name).itemsize
         for stored, (first, extent) in self._meeting(part, name, start, size):
-            inside, here = ([a - o for a, o in zip(first, at, strict=True)] for at in (stored.start, start))
+            inside, here = (
+                [a - o for a, o in zip(first, at, strict=True)] for at in (stored.start, start)
+            )
             n = math.prod(extent)
             if n != _span(extent, stored.size) or n != _span(extent, size):
                 return None
             lo, to = _flat(inside, stored.size), _flat(here, size)
             for file, key, begin, count in stored.ranges(part, lo, lo + n):
-                found.append(Place(file, self._file(file).tensors[key][2] + begin * width, to, count))
+                found.append(
+                    Place(file, self._file(file).tensors[key][2] + begin * width, to, count)
+                )
                 to += count
         return found
 
     def files_of(self, part: str, name: str, start: Sequence[int], size: Sequence[int]) -> set[str]:
         """Returns the names of the files that a box is in; they need not be there."""
         meeting = self._meeting(part, name, start, size)
-        return {file for stored, common in meeting for file in stored.files(*_elements(stored, *common))}
+        return {
+            file for stored, common in meeting for file in stored.files(*_elements(stored, *common))
+        }
 
     def dtype(self, part: str, name: str) -> torch.dtype:
         """Returns the dtype that a part of a tensor was saved in."""
         return DTYPES[self._dtypes[part, name]]
 
-    def into(self, part: str, name: str, start: Sequence[int], size: Sequence[int], out: Tensor) -> None:
+    def into(
+        self, part: str, name: str, start: Sequence[int], size: Sequence[int], out: Tensor
+    ) -> None:
         """Sets `out` [*size], of any dtype and device, to the box at `start`, which must be complete (`check`)."""
         for stored, common in self._meeting(part, name, start, size):
             self._copy(stored, part, common, out[slices(*common, start)], self.dtype(part, name))
 
-    def _copy(self, stored: Stored, part: str, common: tuple[Shape, Shape], out: Tensor, dtype: torch.dtype) -> None:
+    def _copy(
+        self,
+        stored: Stored,
+        part: str,
+        common: tuple[Shape, Shape],
+        out: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
         """Copies the box `common` of a stored one: rows along one dimension, as many at a time as are read at once."""
         if not stored.size:
             self._fetch(stored.ranges(part, 0, 1), out.view(1))
             return
         inside = [a - o for a, o in zip(common[0], stored.start, strict=True)]
         size, strides = common[1], _strides(stored.size)
-        along = max((d for d, n in enumerate(size) if n < stored.size[d]), default=0)  # what follows lies in one piece
-        run, between = (n * dtype.itemsize for n in (size[along] * strides[along], strides[max(0, along - 1)]))
+        along = max(
+            (d for d, n in enumerate(size) if n < stored.size[d]), default=0
+        )  # what follows lies in one piece
+        run, between = (
+            n * dtype.itemsize for n in (size[along] * strides[along], strides[max(0, along - 1)])
+        )
         if along and run < SHORT_BYTES and between < 16 * SHORT_BYTES:
             along -= 1
         rows = max(1, MOST_BYTES // (strides[along] * dtype.itemsize))
@@ -259,10 +304,17 @@ class Reader:
             for first in range(0, size[along], rows):
                 count = min(rows, size[along] - first)
                 target = out[before][first : first + count]
-                at = [a + b for a, b in zip(inside, (*before, first), strict=False)] + inside[along + 1 :]
+                at = [a + b for a, b in zip(inside, (*before, first), strict=False)] + inside[
+                    along + 1 :
+                ]
                 lo = _flat(at, stored.size)
                 n = _span(target.shape, stored.size[along:])
-                if n == target.numel() and target.is_contiguous() and target.dtype == dtype and target.is_cpu:
+                if (
+                    n == target.numel()
+                    and target.is_contiguous()
+                    and target.dtype == dtype
+                    and target.is_cpu
+                ):
                     self._fetch(stored.ranges(part, lo, lo + n), target.view(-1))
                     continue
                 read = torch.empty(n, dtype=dtype)
@@ -307,7 +359,9 @@ class Reader:
         return {name: self._file(file).tensor(f"generator/{name}") for name in names}
 
 
-def _in_one(file: str, key: str) -> tuple[Callable[[str, int, int], Iterator[Range]], Callable[[int, int], set[str]]]:
+def _in_one(
+    file: str, key: str
+) -> tuple[Callable[[str, int, int], Iterator[Range]], Callable[[int, int], set[str]]]:
     def ranges(part: str, first: int, last: int) -> Iterator[Range]:
         yield Range(file, key, first, last - first)
 

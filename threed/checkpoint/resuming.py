@@ -219,7 +219,11 @@ def _rate(manifest: Manifest, config: Config) -> Iterator[str]:
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
     with suppress(ValueError, KeyError, TypeError):  # of a version with other keys
-        before = float(learning_rate(OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"]))(done))
+        before = float(
+            learning_rate(OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"]))(
+                done
+            )
+        )
         now = float(learning_rate(config.optim, config.train.steps)(done))
         if abs(now - before) > 1e-9 * max(now, before):
             step, times = state["steps"] + 1, f", {now / before:.3g} times" if before else ""
@@ -229,11 +233,20 @@ def _rate(manifest: Manifest, config: Config) -> Iterator[str]:
 def model_differences(manifest: Manifest, config: Config) -> list[str]:
     """Returns the differences of the model that a resume refuses, one line each."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
-    with suppress(ValueError):  # defaults of keys that did not exist then; unchanged if a later version wrote it
+    with suppress(
+        ValueError
+    ):  # defaults of keys that did not exist then; unchanged if a later version wrote it
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelt_as(resolved, config.model).model_dump(mode="json")
-    fixed = {python_name(key[6:]) for key, rule in BY_KEY.items() if rule.group == "model" and rule.change == "refused"}
-    if architectures.find(config.model.arch).learned_positions or config.model.rope_scaling is not None:
+    fixed = {
+        python_name(key[6:])
+        for key, rule in BY_KEY.items()
+        if rule.group == "model" and rule.change == "refused"
+    }
+    if (
+        architectures.find(config.model.arch).learned_positions
+        or config.model.rope_scaling is not None
+    ):
         fixed.add("positions")
     return [
         f"the checkpoint's model has {key} = {plain(saved.get(key))}, this run has {value}: {_how(key, saved)}"
@@ -243,14 +256,20 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
 
 
 def _how(key: str, saved: Mapping[str, Any]) -> str:
-    return f"give --model.positions {plain(saved.get(key))} as well; else {SHAPE}" if key == "positions" else SHAPE
+    return (
+        f"give --model.positions {plain(saved.get(key))} as well; else {SHAPE}"
+        if key == "positions"
+        else SHAPE
+    )
 
 
 def optimizer_differences(manifest: Manifest, config: Config, parts: Sequence[str]) -> list[str]:
     """Returns a line if the checkpoint is another optimizer's: Lion's momentum has the name of an Adam moment."""
     saved, wanted = manifest["config"]["optim"]["name"], config.optim.name
     kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
-    if saved == wanted or not (kept or manifest["state"]["steps"]):  # weights alone, of another format
+    if saved == wanted or not (
+        kept or manifest["state"]["steps"]
+    ):  # weights alone, of another format
         return []
     there, here = (", ".join(names) or "nothing" for names in (kept, parts))
     fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"

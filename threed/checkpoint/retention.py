@@ -26,7 +26,9 @@ from threed.topology import Axis
 def candidates(folder: Path, resume: str) -> Iterator[Path]:
     """Returns the checkpoints to try, best first: the one named, or those of a run folder by falling step."""
     if resume == "auto":
-        steps = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
+        steps = [
+            path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()
+        ]
         yield from sorted(steps, key=_step, reverse=True)
     elif resume != "none":
         yield Path(resume)
@@ -60,7 +62,9 @@ def _stands_for(path: Path) -> Iterator[int]:
     yield _step(path)
     with contextlib.suppress(CheckpointError):
         put_off = native.read_manifest(path)["state"]["extra"].get("put_off")
-        yield from (step for step in (put_off if isinstance(put_off, list) else ()) if isinstance(step, int))
+        yield from (
+            step for step in (put_off if isinstance(put_off, list) else ()) if isinstance(step, int)
+        )
 
 
 class Retention:
@@ -142,7 +146,9 @@ class Retention:
     def _problems(self, path: Path) -> list[str]:
         """Returns what is wrong with a checkpoint, from every rank's share of its files."""
         try:
-            mine = native.verify(path, native.read_manifest(path), self.everyone.index, self.everyone.size)
+            mine = native.verify(
+                path, native.read_manifest(path), self.everyone.index, self.everyone.size
+            )
         except CheckpointError as error:
             mine = [str(error)]
         return [problem for rank in collectives.exchange(mine, self.everyone) for problem in rank]
@@ -171,7 +177,9 @@ class Retention:
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists():
             shutil.copy2(metrics, aside)
-        for path in reversed(later):  # the newest last: until all are moved, the run resumes from it
+        for path in reversed(
+            later
+        ):  # the newest last: until all are moved, the run resumes from it
             path.rename(aside / path.name)
         for place in (aside, self.folder, self.folder / "checkpoints"):
             sync(place)

@@ -31,7 +31,10 @@ from threed.disk import why
 from threed.parse import parse_json
 from threed.topology import Axis
 
-BEAT_S, PATIENCE_S = 10.0, 60.0  # how often an owner's file is renewed, and how long one waits to see that
+BEAT_S, PATIENCE_S = (
+    10.0,
+    60.0,
+)  # how often an owner's file is renewed, and how long one waits to see that
 VISIBLE_S = 10.0  # until what one rank wrote must be there for another
 
 
@@ -49,10 +52,15 @@ def probe(folder: Path, everyone: Axis) -> None:
     """
     token = collectives.exchange(secrets.token_hex(8), everyone)[0]
     place = folder / f".probe-{token}"
-    wrote, index = _attempt(lambda: _write(place / str(everyone.index), token), folder), everyone.index
+    wrote, index = (
+        _attempt(lambda: _write(place / str(everyone.index), token), folder),
+        everyone.index,
+    )
     try:
         _refuse([_at(index, f"cannot write in {folder}: {wrote}")] if wrote else [], everyone)
-        other = (index + 1) % everyone.size  # in a ring: wherever machines do not share a folder, two neighbours differ
+        other = (
+            (index + 1) % everyone.size
+        )  # in a ring: wherever machines do not share a folder, two neighbours differ
         unseen = _attempt(lambda: _wait_for(place / str(other), token), folder)
         text = f"does not see in {folder} what rank {other} wrote there ({unseen}): all machines must share the folder"
         _refuse([_at(index, text)] if unseen else [], everyone)
@@ -120,13 +128,27 @@ class Run:
     @classmethod
     def here(cls, job: str | None) -> Run:
         """Returns this process."""
-        since, attempt = time.strftime("%Y-%m-%d %H:%M:%S"), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        since, attempt = (
+            time.strftime("%Y-%m-%d %H:%M:%S"),
+            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
         pid = os.getpid()
-        return cls(platform.node(), process_space(), pid, started(pid), since, secrets.token_hex(8), job, attempt)
+        return cls(
+            platform.node(),
+            process_space(),
+            pid,
+            started(pid),
+            since,
+            secrets.token_hex(8),
+            job,
+            attempt,
+        )
 
     def is_over(self, file: Path, successor: Run, patience: float) -> bool:
         """Returns whether the run of `file` has ended, or is an earlier attempt of the successor's job."""
-        if self.ended or (self.job is not None and self.job == successor.job and self.attempt < successor.attempt):
+        if self.ended or (
+            self.job is not None and self.job == successor.job and self.attempt < successor.attempt
+        ):
             return True
         if self.machine == successor.machine:
             return started(self.pid) != self.started
@@ -148,7 +170,9 @@ def started(pid: int) -> str:
     except OSError:
         if Path("/proc/self").exists():
             return ""
-        with contextlib.suppress(OSError):  # no /proc: a signal of no effect tells whether there is such a process
+        with contextlib.suppress(
+            OSError
+        ):  # no /proc: a signal of no effect tells whether there is such a process
             os.kill(pid, 0)
             return "alive"
         return ""
@@ -166,7 +190,10 @@ def _is_renewed(file: Path, patience: float) -> bool:
 
 
 def _modified(file: Path) -> int:
-    with contextlib.suppress(OSError), file.open("rb") as opened:  # a network file system asks its server on opening
+    with (
+        contextlib.suppress(OSError),
+        file.open("rb") as opened,
+    ):  # a network file system asks its server on opening
         return os.fstat(opened.fileno()).st_mtime_ns
     return -1
 
@@ -174,11 +201,15 @@ def _modified(file: Path) -> int:
 class Owner:
     """This run's right to a folder; only the first rank, which has a file, renews and checks it."""
 
-    def __init__(self, folder: Path, everyone: Axis, run: Run, file: Path | None, beat: float = BEAT_S) -> None:
+    def __init__(
+        self, folder: Path, everyone: Axis, run: Run, file: Path | None, beat: float = BEAT_S
+    ) -> None:
         self.folder, self.everyone, self.run, self.file = folder, everyone, run, file
         self._over = threading.Event()
         if file is not None:
-            threading.Thread(target=self._renew, args=(file, beat), daemon=True, name="owner").start()
+            threading.Thread(
+                target=self._renew, args=(file, beat), daemon=True, name="owner"
+            ).start()
 
     def _renew(self, file: Path, beat: float) -> None:
         while not self._over.wait(beat):
@@ -189,7 +220,11 @@ class Owner:
         """Raises RunFolderError on every rank if another run has taken the folder over. Collective."""
         newest = _newest(self.folder) if self.file is not None else None
         lost = newest is not None and newest[1].token != self.run.token
-        text = f"{self.folder} was taken over: {_describe(newest[1])}; this run saves nothing more" if newest else ""
+        text = (
+            f"{self.folder} was taken over: {_describe(newest[1])}; this run saves nothing more"
+            if newest
+            else ""
+        )
         _tell([text] if lost else [], self.everyone)
 
     def end(self) -> None:
@@ -203,7 +238,9 @@ class Owner:
 
 
 @contextlib.contextmanager
-def owned(folder: Path, everyone: Axis, job: str | None, patience: float = PATIENCE_S) -> Iterator[Owner]:
+def owned(
+    folder: Path, everyone: Axis, job: str | None, patience: float = PATIENCE_S
+) -> Iterator[Owner]:
     """Has the folder for this run while entered. Collective; RunFolderError on every rank if another run has it.
 
     job: torchrun's name for all attempts of one start, None if there is none.
@@ -238,12 +275,16 @@ def _take(folder: Path, run: Run, patience: float) -> Path:
         number = 1 if newest is None else _number(newest[0]) + 1
         if newest is not None and not newest[1].is_over(newest[0], run, patience):
             fix = "end that run, or choose another folder with --run.dir or --run.name"
-            raise RunFolderError(f"{folder} is in use by another run: {_describe(newest[1])}; {fix}")
+            raise RunFolderError(
+                f"{folder} is in use by another run: {_describe(newest[1])}; {fix}"
+            )
         file = folder / f"owner-{number}.json"
         if not _create(file, json.dumps(asdict(run))):
             continue
         if (newest := _newest(folder)) is None or newest[1].token != run.token:
-            file.unlink(missing_ok=True)  # another run was quicker, and has removed the file that was looked at here
+            file.unlink(
+                missing_ok=True
+            )  # another run was quicker, and has removed the file that was looked at here
             continue
         for old in _files(folder):
             if _number(old) < number:
@@ -288,7 +329,9 @@ def _newest(folder: Path) -> tuple[Path, Run] | None:
             try:
                 return file, Run(**parse_json(file.read_bytes(), str(file)))
             except (ValueError, TypeError) as error:
-                raise RunFolderError(f"{file} cannot be read ({error}): remove it if no run uses the folder") from None
+                raise RunFolderError(
+                    f"{file} cannot be read ({error}): remove it if no run uses the folder"
+                ) from None
     return None
 
 

@@ -121,7 +121,12 @@ class Section:
         first, last = self.window(number, here, element // here.step)
         before = here.count(first)
         base = self._base(number)[line][element // here.step]
-        return base + self.parts.index(part) * (here.count(last) - before) + here.count(element) - before
+        return (
+            base
+            + self.parts.index(part) * (here.count(last) - before)
+            + here.count(element)
+            - before
+        )
 
     def numel(self, number: int) -> int:
         """Returns how many elements file `number` has, of all parts."""
@@ -171,8 +176,13 @@ class Held:
         writers = self.section.writers
         # Not always the first copies, nor the same ones: by the portion, and by what the section is.
         turn = zlib.crc32(self.section.digest.encode()) + self.portion
-        places = ((writer * self.copies // writers + turn) % self.copies for writer in range(writers))
-        return next((self.portion * writers + w for w, place in enumerate(places) if place == self.copy), None)
+        places = (
+            (writer * self.copies // writers + turn) % self.copies for writer in range(writers)
+        )
+        return next(
+            (self.portion * writers + w for w, place in enumerate(places) if place == self.copy),
+            None,
+        )
 
     @property
     def numel(self) -> int:
@@ -200,7 +210,9 @@ class Held:
 
 def held(layout: Layout, states: Iterable[State]) -> list[Held]:
     """Returns the sections of some states that this rank holds portions of, alike on all that hold them."""
-    by_group: dict[Group, dict[tuple[str, ...], list[State]]] = {group: {} for group in layout.groups}
+    by_group: dict[Group, dict[tuple[str, ...], list[State]]] = {
+        group: {} for group in layout.groups
+    }
     for state in states:
         by_group[state.bucket.group].setdefault(tuple(state.storages), []).append(state)
     kinds: dict[tuple[Any, ...], list[tuple[Group, list[State]]]] = {}
@@ -208,7 +220,11 @@ def held(layout: Layout, states: Iterable[State]) -> list[Held]:
         for mine in some.values() if any(True for _ in _pieces(group)) else ():
             mine.sort(key=lambda state: state.bucket.first)
             for dtype, parts in _by_dtype(mine[0]).items():
-                sizes = (group.shard.size, group.holders.size, *(axis.size for axis in group.copies))
+                sizes = (
+                    group.shard.size,
+                    group.holders.size,
+                    *(axis.size for axis in group.copies),
+                )
                 kind = (parts, dtype, sizes, group.key.replicated, group.key.tied)
                 kinds.setdefault(kind, []).append((group, mine))
     return [_held(parts, dtype, members) for (parts, dtype, *_), members in kinds.items()]
@@ -219,7 +235,9 @@ def _by_dtype(state: State) -> dict[torch.dtype, tuple[str, ...]]:
     return {dtype: tuple(p for p, d in dtypes.items() if d == dtype) for dtype in dtypes.values()}
 
 
-def _held(parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group, list[State]]]) -> Held:
+def _held(
+    parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group, list[State]]]
+) -> Held:
     first = members[0][0]
     portions, copies = first.shard.size * first.holders.size, 1
     portion, copy = first.shard.index * first.holders.size + first.holders.index, 0
@@ -235,7 +253,13 @@ def _held(parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group,
         for group, states in members
     ]
     writers = min(copies, max(1, -(-nbytes // LEAST_BYTES)))
-    about = {"parts": list(parts), "dtype": NAMES[dtype], "portions": portions, "writers": writers, "lines": lines}
+    about = {
+        "parts": list(parts),
+        "dtype": NAMES[dtype],
+        "portions": portions,
+        "writers": writers,
+        "lines": lines,
+    }
     shapes = {piece.name: piece.shape for group, _ in members for piece, _ in _pieces(group)}
     return Held(Section(about), portion, copies, copy, [states for _, states in members], shapes)
 

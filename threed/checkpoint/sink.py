@@ -47,13 +47,19 @@ class Sink:
     """A new file of `nbytes`. OSError from `write`, or at the end, when it cannot be written."""
 
     def __init__(
-        self, path: Path, nbytes: int, limit: float | None = None, hurries: Callable[[], bool] = never
+        self,
+        path: Path,
+        nbytes: int,
+        limit: float | None = None,
+        hurries: Callable[[], bool] = never,
     ) -> None:
         self.path, self.nbytes, self.limit, self.hurries = path, nbytes, limit, hurries
         self.hashes: Hashes
         self._hashing = Hashing()
         self._began = time.monotonic()
-        self._at = self._filled = 0  # bytes of the file that left for the drive, and those in the buffer
+        self._at = self._filled = (
+            0  # bytes of the file that left for the drive, and those in the buffer
+        )
         self._error: OSError | None = None
         self._threads: list[threading.Thread] = []
 
@@ -61,10 +67,14 @@ class Sink:
         self._fd, direct = _open(self.path, self.nbytes >= SMALL)
         try:
             self._free: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-            self._full: queue.SimpleQueue[tuple[mmap.mmap, int, int, Future[Any]] | None] = queue.SimpleQueue()
+            self._full: queue.SimpleQueue[tuple[mmap.mmap, int, int, Future[Any]] | None] = (
+                queue.SimpleQueue()
+            )
             if direct:
                 _allocate(self._fd, self.nbytes)
-                self._threads = [threading.Thread(target=self._write_out, name="sink") for _ in range(WRITERS)]
+                self._threads = [
+                    threading.Thread(target=self._write_out, name="sink") for _ in range(WRITERS)
+                ]
             for _ in range(WRITERS + 1 if direct else 1):
                 self._free.put(mmap.mmap(-1, PIECE))
             self._buffer = self._free.get()
@@ -77,11 +87,17 @@ class Sink:
 
     def write(self, part: bytes | Tensor) -> None:
         """Appends bytes, or a tensor on the CPU, uint8 [n]."""
-        rest = torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else part
+        rest = (
+            torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            if isinstance(part, bytes)
+            else part
+        )
         while rest.numel():
             count = min(rest.numel(), PIECE - self._filled)
             # Not by a memoryview, which would keep the interpreter's lock while it copies.
-            torch.frombuffer(self._buffer, dtype=torch.uint8, offset=self._filled, count=count).copy_(rest[:count])
+            torch.frombuffer(
+                self._buffer, dtype=torch.uint8, offset=self._filled, count=count
+            ).copy_(rest[:count])
             self._filled, rest = self._filled + count, rest[count:]
             if self._filled == PIECE:
                 self._leave()
@@ -98,7 +114,9 @@ class Sink:
         else:
             _write_all(self._fd, memoryview(buffer)[:count], self._at)
             hashed.result()
-            if self.limit is not None:  # else the page cache would take it, and flush it all at once
+            if (
+                self.limit is not None
+            ):  # else the page cache would take it, and flush it all at once
                 os.fdatasync(self._fd)
         self._at, self._filled = self._at + count, 0
         while self.limit is not None and not self.hurries():
@@ -120,7 +138,10 @@ class Sink:
             self._free.put(buffer)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None and self._filled:

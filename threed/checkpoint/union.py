@@ -58,7 +58,9 @@ def report(place: Place) -> list[dict[str, Any]]:
     saves: dict[tuple[int, int], dict[str, Any]] = {}
     for _, entry in place.entries():
         key = (int(entry["epoch"]), int(entry["step"]))
-        save = saves.setdefault(key, {"save": list(key), "head": entry["head"], "sections": {}, "files": {}})
+        save = saves.setdefault(
+            key, {"save": list(key), "head": entry["head"], "sections": {}, "files": {}}
+        )
         for file in entry["files"]:
             for about, shapes in file["sections"]:
                 save["sections"].setdefault(json.dumps(about, sort_keys=True), [about, shapes])
@@ -69,7 +71,9 @@ def report(place: Place) -> list[dict[str, Any]]:
     ]
 
 
-def assemble(reports: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, Any], dict[str, list[int]]]:
+def assemble(
+    reports: Sequence[Mapping[str, Any] | None],
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """Returns the manifest of a save, and which machines have each file. reports: each machine's, None where it has
     nothing. CheckpointError where files are missing."""
     files: dict[str, dict[str, Any]] = {}
@@ -83,22 +87,30 @@ def assemble(reports: Sequence[Mapping[str, Any] | None]) -> tuple[dict[str, Any
             if Path(file["file"]).name != file["file"]:
                 raise CheckpointError("it names a file elsewhere")
             known = files.setdefault(file["file"], dict(file))
-            if all(known[key] == file[key] for key in ("tree", "sum", "size")):  # else a copy that differs
+            if all(
+                known[key] == file[key] for key in ("tree", "sum", "size")
+            ):  # else a copy that differs
                 where.setdefault(file["file"], []).append(machine)
     names = set[str]()
-    for file in files.values():  # machines have copies of the same buffers in files of different ranks
+    for (
+        file
+    ) in files.values():  # machines have copies of the same buffers in files of different ranks
         if "buffers" in file:
             file["buffers"] = [about for about in file["buffers"] if about[0] not in names]
             names |= {about[0] for about in file["buffers"]}
     head = next(one["head"] for one in reports if one is not None)
     body = json.loads(
-        json.dumps({**head, **joined([*entries, *({"sections": [], "entry": f} for f in files.values())])})
+        json.dumps(
+            {**head, **joined([*entries, *({"sections": [], "entry": f} for f in files.values())])}
+        )
     )
     check_structure(body)
     return {**body, "sha256": digest(body)}, where
 
 
-def look(place: Place, machines: Machines, record: Record, everyone: Axis, device: torch.device) -> list[Found]:
+def look(
+    place: Place, machines: Machines, record: Record, everyone: Axis, device: torch.device
+) -> list[Found]:
     """Returns the saves that count for a start, newest first, on every rank alike. Collective."""
     mine = report(place) if machines.first else []
     data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
@@ -114,7 +126,10 @@ def _candidates(reports: Sequence[Sequence[Mapping[str, Any]]], record: Record) 
     keys = {tuple(save["save"]) for one in reports for save in one}
     found = []
     for epoch, step in sorted((key for key in keys if record.counts(*key)), reverse=True):
-        of_it = [next((save for save in one if tuple(save["save"]) == (epoch, step)), None) for one in reports]
+        of_it = [
+            next((save for save in one if tuple(save["save"]) == (epoch, step)), None)
+            for one in reports
+        ]
         try:
             found.append([epoch, step, *assemble(of_it), ""])
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
@@ -133,16 +148,30 @@ def _from_first(value: Any, everyone: Axis, device: torch.device) -> Any:
 # ---------------------------------------------------------------------------------------------------------- loading
 
 
-def needed(manifest: Mapping[str, Any], optimizer: Optimizer, extras: Extras, topology: Topology) -> set[str]:
+def needed(
+    manifest: Mapping[str, Any], optimizer: Optimizer, extras: Extras, topology: Topology
+) -> set[str]:
     """Returns the files that this rank reads of a checkpoint."""
     with Reader(Path(), manifest) as reader:
         boxes = (
-            (reader.stands_for(r.part, r.piece.name), r) for r in records(optimizer) if r.piece.name in reader.parts
+            (reader.stands_for(r.part, r.piece.name), r)
+            for r in records(optimizer)
+            if r.piece.name in reader.parts
         )
-        names = {name for part, r in boxes for name in reader.files_of(part, r.piece.name, r.box.start, r.box.size)}
-        names |= {reader.buffers[name][0] for name in extras.buffers.persistent() if name in reader.buffers}
+        names = {
+            name
+            for part, r in boxes
+            for name in reader.files_of(part, r.piece.name, r.box.start, r.box.size)
+        }
+        names |= {
+            reader.buffers[name][0]
+            for name in extras.buffers.persistent()
+            if name in reader.buffers
+        }
     mine = file_of(topology.rank)
-    same = manifest["topology"] == topology.sizes and any(e["file"] == mine for e in manifest["files"])
+    same = manifest["topology"] == topology.sizes and any(
+        e["file"] == mine for e in manifest["files"]
+    )
     return names | ({mine} if same else set())
 
 
@@ -189,9 +218,13 @@ class Loading:
         folder = self.place.folder / "load" / f"step-{found.step}"
         self._clear(folder)
         try:
-            hashed = self._bring(found, folder, needed(found.manifest, optimizer, extras, self.topology))
+            hashed = self._bring(
+                found, folder, needed(found.manifest, optimizer, extras, self.topology)
+            )
             result = load(folder, hashed)
-        except CheckpointError:  # which all ranks raise; after another error they do not meet any more
+        except (
+            CheckpointError
+        ):  # which all ranks raise; after another error they do not meet any more
             self._clear(folder)
             raise
         self._clear(folder)
@@ -217,7 +250,11 @@ class Loading:
         together = sorted({name for rank in here for name in needs[rank]})
         moves, slots, problem = transfers(needs, found.where, self.machines), self._slots(found), ""
         coming = sum(sizes[move.file] for move in moves if move.target in here)
-        self._agree(lambda: self._begin(found, folder, slots, coming, together) if self.machines.first else "")
+        self._agree(
+            lambda: (
+                self._begin(found, folder, slots, coming, together) if self.machines.first else ""
+            )
+        )
         for move in moves:
             path = slots.get(move.file, folder / move.file)
             problem = self._move(move, path, folder / move.file, sizes[move.file]) or problem
@@ -234,7 +271,14 @@ class Loading:
         if problems:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
 
-    def _begin(self, found: Found, folder: Path, slots: Mapping[str, Path], coming: int, wanted: Sequence[str]) -> str:
+    def _begin(
+        self,
+        found: Found,
+        folder: Path,
+        slots: Mapping[str, Path],
+        coming: int,
+        wanted: Sequence[str],
+    ) -> str:
         """Makes the folder with the manifest and the files that are here; for one rank of the machine. Returns why it
         cannot. coming: bytes of other files that will be written there."""
         if (free := shutil.disk_usage(self.place.home).free) < coming:

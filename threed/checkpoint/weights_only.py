@@ -44,7 +44,9 @@ def write_weights(
     CheckpointError, also where `slabs` does; ValueError for other tensors than announced.
     """
     parts = {(name, WEIGHT): about for name, about in tensors.items()}
-    return write_parts(path, config, parts, lambda part: slabs(part[0]), {"extra": dict(extra or {})}, file_bytes)
+    return write_parts(
+        path, config, parts, lambda part: slabs(part[0]), {"extra": dict(extra or {})}, file_bytes
+    )
 
 
 def write_parts(
@@ -56,9 +58,18 @@ def write_parts(
     slabs: of a part, its rows in order, some at a time. state: counters of the run. Raises CheckpointError.
     """
     keys = {str(number): part for number, part in enumerate(parts)}
-    sizes = {key: n * parts[part][0].itemsize for key, part in keys.items() if (n := math.prod(parts[part][1]))}
+    sizes = {
+        key: n * parts[part][0].itemsize
+        for key, part in keys.items()
+        if (n := math.prod(parts[part][1]))
+    }
     building = building_place(path)
-    head = {"format": FORMAT, "version": VERSION, "config": config.model_dump(mode="json"), "topology": Grid().sizes}
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "config": config.model_dump(mode="json"),
+        "topology": Grid().sizes,
+    }
     try:
         begin(path, MANIFEST, "checkpoint", sum(sizes.values()))
         files = enumerate([keys[key] for key in some] for some in cut(sizes, file_bytes) if some)
@@ -72,19 +83,31 @@ def write_parts(
 
 
 def _write(
-    file: Path, some: Sequence[Part], parts: Mapping[Part, About], slabs: Callable[[Part], Iterable[Tensor]]
+    file: Path,
+    some: Sequence[Part],
+    parts: Mapping[Part, About],
+    slabs: Callable[[Part], Iterable[Tensor]],
 ) -> dict[str, Any]:
     """Writes a file, a section for each part; returns what a rank would leave for the first one."""
     sections = [_section(part, *parts[part]) for part in some]
-    about = {str(key): (parts[part][0], (math.prod(parts[part][1]),)) for key, part in enumerate(some)}
+    about = {
+        str(key): (parts[part][0], (math.prod(parts[part][1]),)) for key, part in enumerate(some)
+    }
     metadata = {str(key): f"{section.digest} 0" for key, section in enumerate(sections)}
     rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, some)))
     hashes = stream_tensors(file, about, rows, metadata)
     shapes = [{part[0]: list(parts[part][1])} for part in some]
     holds = [[section.digest, 0] for section in sections]
     return {
-        "sections": [[section.about, shape] for section, shape in zip(sections, shapes, strict=True)],
-        "entry": {"file": file.name, "size": file.stat().st_size, "holds": holds, **hashes._asdict()},
+        "sections": [
+            [section.about, shape] for section, shape in zip(sections, shapes, strict=True)
+        ],
+        "entry": {
+            "file": file.name,
+            "size": file.stat().st_size,
+            "holds": holds,
+            **hashes._asdict(),
+        },
     }
 
 
@@ -92,4 +115,6 @@ def _section(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Section:
     """Returns the place of a part that one file has whole."""
     numel, (name, kind) = math.prod(shape), part
     line = {"length": numel, "step": numel, "pieces": [[name, [0] * len(shape), list(shape), 0]]}
-    return Section({"parts": [kind], "dtype": NAMES[dtype], "portions": 1, "writers": 1, "lines": [line]})
+    return Section(
+        {"parts": [kind], "dtype": NAMES[dtype], "portions": 1, "writers": 1, "lines": [line]}
+    )

@@ -72,7 +72,9 @@ def prepare(
     extras.ready()
     mine = held(optimizer.layout, states(optimizer))
     said, values = extras.entries()
-    beside = {key: value.to("cpu", copy=True) for key, value in values.items()}  # the next step may change them
+    beside = {
+        key: value.to("cpu", copy=True) for key, value in values.items()
+    }  # the next step may change them
     nbytes = sum(h.nbytes for h in mine) + sum(tensor.nbytes for tensor in beside.values())
     sizes = collectives.exchange(nbytes, everyone)
     problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
@@ -81,14 +83,22 @@ def prepare(
     limit = _share(config.checkpoint.write_limit_mib, sizes, everyone.index)
     described = mine if topology.axis("dp").index == 0 else []
     mine = [h for h in mine if h.number is not None]
-    saving = Saving(path, everyone, token, mine, described, said, beside, about, problem, limit, hurries)
+    saving = Saving(
+        path, everyone, token, mine, described, said, beside, about, problem, limit, hurries
+    )
     saving.agree()
     return saving
 
 
-def head(optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any]) -> dict[str, Any]:
+def head(
+    optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns a manifest without sections and files: what is saved as one thing. The host waits for it."""
-    counters = {"updates": float(optimizer.updates), "skips": float(optimizer.skips), **optimizer.scaler.state()}
+    counters = {
+        "updates": float(optimizer.updates),
+        "skips": float(optimizer.skips),
+        **optimizer.scaler.state(),
+    }
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -135,8 +145,12 @@ class Saving:
     problem: str | None = None
     limit: float | None = None  # bytes that this rank writes in a second, at most
     hurries: Callable[[], bool] = never  # whether that does not hold any more
-    given_up: threading.Event = field(default_factory=threading.Event)  # set: do not wait for others any more
-    known: list[str] = field(default_factory=list)  # what is known otherwise of ranks that could not write
+    given_up: threading.Event = field(
+        default_factory=threading.Event
+    )  # set: do not wait for others any more
+    known: list[str] = field(
+        default_factory=list
+    )  # what is known otherwise of ranks that could not write
 
     @property
     def records(self) -> list[Extent]:
@@ -146,7 +160,9 @@ class Saving:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors in this rank's file."""
-        return sum(h.nbytes for h in self.mine) + sum(tensor.nbytes for tensor in self.beside.values())
+        return sum(h.nbytes for h in self.mine) + sum(
+            tensor.nbytes for tensor in self.beside.values()
+        )
 
     @property
     def building(self) -> Path:
@@ -168,11 +184,15 @@ class Saving:
             self._leave(self._entry(values))
         except OSError as error:
             self._remove()
-            self._fail(f"rank {rank} could not write {self.file}: {why(error, self.path.parent, self.nbytes)}")
+            self._fail(
+                f"rank {rank} could not write {self.file}: {why(error, self.path.parent, self.nbytes)}"
+            )
         except CheckpointError as error:
             self._fail(f"rank {rank}: {error}")
         except BaseException as error:
-            self._fail(f"rank {rank} could not write {self.file}: {type(error).__name__}: {plain(error)}")
+            self._fail(
+                f"rank {rank} could not write {self.file}: {type(error).__name__}: {plain(error)}"
+            )
             raise
         return self.problem
 
@@ -186,8 +206,16 @@ class Saving:
             return {"sections": sections}
         holds = [[h.section.digest, h.number] for h in self.mine]
         metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(holds)}
-        hashes = stream_tensors(self.file, about, self._stream(values), metadata, self.limit, self.hurries)._asdict()
-        entry = {"file": self.file.name, **hashes, "size": self.file.stat().st_size, "holds": holds, **self.said}
+        hashes = stream_tensors(
+            self.file, about, self._stream(values), metadata, self.limit, self.hurries
+        )._asdict()
+        entry = {
+            "file": self.file.name,
+            **hashes,
+            "size": self.file.stat().st_size,
+            "holds": holds,
+            **self.said,
+        }
         return {"sections": sections, "entry": entry}
 
     def _stream(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -228,7 +256,9 @@ class Saving:
         wrong. No collective. patience: seconds to wait for the others."""
         if self.everyone.index == 0:
             try:
-                finish(self.building, self.path, self.head, self._entries(time.monotonic() + patience))
+                finish(
+                    self.building, self.path, self.head, self._entries(time.monotonic() + patience)
+                )
             except CheckpointError as error:
                 self.problem = str(error)
             except OSError as error:
@@ -249,7 +279,9 @@ class Saving:
         """Returns the entries of all ranks; CheckpointError with what they could not do, or if one does not come."""
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
-            if rank == self.everyone.index and self.problem is not None:  # others may still write into the folder
+            if (
+                rank == self.everyone.index and self.problem is not None
+            ):  # others may still write into the folder
                 found.append({"error": self.problem})
                 continue
             file = self._entry_file(rank)
@@ -267,7 +299,9 @@ class Saving:
 
     def agree(self) -> None:
         """Raises CheckpointError on every rank if any has a problem, after removing what was written. Collective."""
-        found = list(dict.fromkeys(p for p in collectives.exchange(self.problem, self.everyone) if p))
+        found = list(
+            dict.fromkeys(p for p in collectives.exchange(self.problem, self.everyone) if p)
+        )
         if found:
             if self.everyone.index == 0:
                 shutil.rmtree(self.building, ignore_errors=True)
@@ -275,10 +309,14 @@ class Saving:
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
 
 
-def finish(building: Path, path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+def finish(
+    building: Path, path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
+) -> None:
     """Writes the manifest from what every rank left, and renames the folder. Raises OSError, CheckpointError, and
     TypeError and others for a `head` that JSON cannot say."""
-    body = json.loads(json.dumps({**head, **joined(entries)}))  # as it will be read: JSON has no tuples
+    body = json.loads(
+        json.dumps({**head, **joined(entries)})
+    )  # as it will be read: JSON has no tuples
     try:
         check_structure(body)  # what could not be read must not count as saved
     except CheckpointError as error:

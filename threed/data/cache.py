@@ -55,7 +55,9 @@ def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]])
             if error.errno not in FULL:
                 raise
             advice = f"{in_units(shutil.disk_usage(folder).free)} free; make room or point THREED_CACHE at another disk"
-            raise OSError(error.errno, f"No disk space for the token cache: {advice}", str(folder)) from error
+            raise OSError(
+                error.errno, f"No disk space for the token cache: {advice}", str(folder)
+            ) from error
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -94,7 +96,10 @@ def _read(folder: Path) -> Entry | None:
 
 def _fill(scratch: Path, build: Callable[[Path], dict[str, Any]]) -> None:
     record = build(scratch)
-    meta = {"record": record, "sizes": {path.name: path.stat().st_size for path in sorted(scratch.iterdir())}}
+    meta = {
+        "record": record,
+        "sizes": {path.name: path.stat().st_size for path in sorted(scratch.iterdir())},
+    }
     (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     for path in [*scratch.iterdir(), scratch]:
         sync(path)
@@ -117,7 +122,11 @@ def _publish(scratch: Path, folder: Path) -> Entry:
         with contextlib.suppress(OSError):
             folder.rename(aside / "damaged")
         shutil.rmtree(aside, ignore_errors=True)
-    raise OSError(errno.EIO, "The cache entry cannot be written or read back; remove it and start again", str(folder))
+    raise OSError(
+        errno.EIO,
+        "The cache entry cannot be written or read back; remove it and start again",
+        str(folder),
+    )
 
 
 def _remove_abandoned(scratch: Path, name: str) -> None:

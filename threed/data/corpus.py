@@ -26,7 +26,9 @@ def standard_library(folder: Path | None = None) -> TextSource:
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     files = tuple(TextFile(name, root / name) for name in _python_files(root))
-    source = TextSource(f"Python {platform.python_version()} standard library, {len(files)} files", files, "path")
+    source = TextSource(
+        f"Python {platform.python_version()} standard library, {len(files)} files", files, "path"
+    )
     if source.size < ENOUGH_BYTES:
         raise ValueError(
             f"{root} has no Python sources, which are the default corpus. Give text by --data.path: a .txt, a .jsonl, "
@@ -39,5 +41,9 @@ def _python_files(root: Path) -> list[str]:
     names: list[str] = []
     for here, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in LEFT_OUT]
-        names += [Path(here, name).relative_to(root).as_posix() for name in files if name.endswith(".py")]
-    return sorted(name for name in names if (root / name).is_file() and os.access(root / name, os.R_OK))
+        names += [
+            Path(here, name).relative_to(root).as_posix() for name in files if name.endswith(".py")
+        ]
+    return sorted(
+        name for name in names if (root / name).is_file() and os.access(root / name, os.R_OK)
+    )

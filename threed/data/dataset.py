@@ -26,7 +26,14 @@ from threed.data.encode import encode
 from threed.data.megatron import is_megatron, open_tokens, pair_of, read_index
 from threed.data.pair_checks import Borders, count_borders
 from threed.data.samples import Samples
-from threed.data.sources import TextFile, TextSource, find_text, hash_files, read_pieces, stamp_files
+from threed.data.sources import (
+    TextFile,
+    TextSource,
+    find_text,
+    hash_files,
+    read_pieces,
+    stamp_files,
+)
 from threed.data.tokenizer import Bos, Spelt, Tokenizer, Tokens, load_tokenizer, token_dtype
 
 # A part of every cache key: raised when what the entries hold changes.
@@ -85,8 +92,12 @@ def open_data(
     train, valid = opened.tokens[: opened.cut], opened.tokens[opened.cut :]
     advice = "Give more data, or a smaller --model.seq"
     return Data(
-        train=_samples(train, seq, seed, True, "training split", f"{advice}, or a smaller --data.split"),
-        valid=_samples(valid, seq, seed, False, "validation split", f"{advice}, or a larger --data.split"),
+        train=_samples(
+            train, seq, seed, True, "training split", f"{advice}, or a smaller --data.split"
+        ),
+        valid=_samples(
+            valid, seq, seed, False, "validation split", f"{advice}, or a larger --data.split"
+        ),
         tokenizer=encoder,
         vocab=encoder.vocab_size,
         sha256=opened.sha256,
@@ -98,7 +109,12 @@ def open_data(
 
 
 def find_problems(
-    path: str | None, tokenizer: str, split: float, *, bos: Bos = "auto", special_tokens: Spelt = "text"
+    path: str | None,
+    tokenizer: str,
+    split: float,
+    *,
+    bos: Bos = "auto",
+    special_tokens: Spelt = "text",
 ) -> list[str]:
     """Checks what can be checked without reading the data through: a line for each problem, with its fix."""
     checks: list[Callable[[], object]] = [
@@ -129,7 +145,9 @@ class _Opened:
 
 def _check_split(split: float) -> None:
     if not 0.0 < split < 1.0:
-        raise ValueError(f"--data.split {split}: the fraction for validation must lie between 0 and 1, e.g. 0.05")
+        raise ValueError(
+            f"--data.split {split}: the fraction for validation must lie between 0 and 1, e.g. 0.05"
+        )
 
 
 def _check_path(path: str | None) -> None:
@@ -158,8 +176,12 @@ def _samples(tokens: Tokens, seq: int, seed: int, shuffle: bool, name: str, advi
 def _open_text(source: TextSource, tokenizer: Tokenizer, split: float, folder: Path) -> _Opened:
     sha256 = _text_sha256(source, folder)
     key = _key(sha256, tokenizer.cache_key, repr(split), source.split_by)
-    entry = build_once(folder, f"tokens-{key}", lambda scratch: _tokenize(source, tokenizer, split, scratch))
-    tokens = np.memmap(entry.folder / "tokens.bin", dtype=token_dtype(tokenizer.vocab_size), mode="r")
+    entry = build_once(
+        folder, f"tokens-{key}", lambda scratch: _tokenize(source, tokenizer, split, scratch)
+    )
+    tokens = np.memmap(
+        entry.folder / "tokens.bin", dtype=token_dtype(tokenizer.vocab_size), mode="r"
+    )
     found = facts.Facts(**entry.record["facts"])
     return _Opened(tokens, entry.record["cut"], sha256, found, source.description, source.notice)
 
@@ -171,23 +193,31 @@ def _text_sha256(source: TextSource, folder: Path) -> str:
     return str(_known(folder, *source.stamp(), read)["sha256"])
 
 
-def _known(folder: Path, stamp: str, newest: float, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def _known(
+    folder: Path, stamp: str, newest: float, read: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
     """Returns what `read` finds in files, from the cache if the file system shows them unchanged since."""
     if time.time() - newest < FRESH_S:
         return read(folder)
     return build_once(folder, f"files-{_key(stamp)}", read).record
 
 
-def _tokenize(source: TextSource, tokenizer: Tokenizer, split: float, scratch: Path) -> dict[str, Any]:
+def _tokenize(
+    source: TextSource, tokenizer: Tokenizer, split: float, scratch: Path
+) -> dict[str, Any]:
     """Writes tokens.bin, the validation tokens last."""
     before = source.stamp()
     groups = _by_path(source.files, split) if source.split_by == "path" else [source.files]
     with (scratch / "tokens.bin").open("wb") as out:
         counts = [_write_tokens(out, files, tokenizer) for files in groups]
     if source.stamp() != before:
-        raise ValueError(f"{source.description} changed while it was read. Start again when nothing writes to it")
+        raise ValueError(
+            f"{source.description} changed while it was read. Start again when nothing writes to it"
+        )
     if sum(counts) == 0:
-        raise ValueError(f"{source.description}: no text in it. Put text into it, or give another --data.path")
+        raise ValueError(
+            f"{source.description}: no text in it. Put text into it, or give another --data.path"
+        )
     tokens = np.memmap(scratch / "tokens.bin", dtype=token_dtype(tokenizer.vocab_size), mode="r")
     cut = counts[0] if source.split_by == "path" else _cut(len(tokens), split)
     return {"cut": cut, "facts": _measure(tokens[cut:], tokenizer, split)}
@@ -206,7 +236,12 @@ def _by_path(files: tuple[TextFile, ...], split: float) -> list[tuple[TextFile, 
 
 def _fraction(name: str) -> float:
     """Maps a name to [0, 1) by its sha256."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:6], "big") / 2**48
+    return (
+        int.from_bytes(
+            hashlib.sha256(name.encode("utf-8", errors="surrogateescape")).digest()[:6], "big"
+        )
+        / 2**48
+    )
 
 
 def _write_tokens(out: BinaryIO, files: tuple[TextFile, ...], tokenizer: Tokenizer) -> int:
@@ -257,7 +292,9 @@ def _cut(tokens: int, split: float) -> int:
 
 def _measure(valid: Tokens, tokenizer: Tokenizer, split: float) -> dict[str, float]:
     if not len(valid):
-        raise ValueError(f"--data.split {split} leaves no validation data. Give a larger one, or more data")
+        raise ValueError(
+            f"--data.split {split} leaves no validation data. Give a larger one, or more data"
+        )
     return asdict(facts.measure(valid, tokenizer))
 
 

@@ -63,7 +63,9 @@ def pair_of(path: Path) -> tuple[Path, Path]:
 
 def is_megatron(path: Path) -> bool:
     """Returns whether `path` names a pair: ends in .bin or .idx, or is the prefix of a file that does."""
-    return path.name.endswith((".bin", ".idx")) or (not path.exists() and any(p.exists() for p in pair_of(path)))
+    return path.name.endswith((".bin", ".idx")) or (
+        not path.exists() and any(p.exists() for p in pair_of(path))
+    )
 
 
 def read_index(path: Path) -> MegatronIndex:
@@ -73,7 +75,9 @@ def read_index(path: Path) -> MegatronIndex:
     with path.open("rb") as file:
         start = file.read(head)
         if len(start) < head or not start.startswith(MAGIC):
-            raise ValueError(f"{path} is no Megatron index: it does not begin with {MAGIC!r} and a whole header")
+            raise ValueError(
+                f"{path} is no Megatron index: it does not begin with {MAGIC!r} and a whole header"
+            )
         version, code, sequences, indices = HEADER.unpack(start[len(MAGIC) :])
         dtype = _dtype_of(path, version, code)
         expected = head + 12 * sequences + 8 * indices
@@ -86,8 +90,15 @@ def read_index(path: Path) -> MegatronIndex:
     lengths = np.frombuffer(mapped, "<i4", sequences, head)
     offsets = np.frombuffer(mapped, "<i8", sequences, head + 4 * sequences)
     documents = np.frombuffer(mapped, "<i8", indices, head + 12 * sequences)
-    if not indices or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
-        raise ValueError(f"{path} is damaged: its document indices do not rise from 0 to {sequences} sequences")
+    if (
+        not indices
+        or documents[0] != 0
+        or documents[-1] != sequences
+        or (np.diff(documents) < 0).any()
+    ):
+        raise ValueError(
+            f"{path} is damaged: its document indices do not rise from 0 to {sequences} sequences"
+        )
     return MegatronIndex(dtype, lengths, offsets, documents)
 
 
@@ -100,14 +111,22 @@ def open_tokens(path: Path) -> Tokens:
     data, index_path = pair_of(path)
     for file, other in ((data, index_path), (index_path, data)):
         if not file.is_file():
-            raise ValueError(f"{file} is missing. A Megatron data set is a pair: put it beside {other.name}")
+            raise ValueError(
+                f"{file} is missing. A Megatron data set is a pair: put it beside {other.name}"
+            )
     index = read_index(index_path)
     if data.stat().st_size == 0:
-        raise ValueError(f"{data} is empty. Tokenize some text into it, or give another --data.path")
+        raise ValueError(
+            f"{data} is empty. Tokenize some text into it, or give another --data.path"
+        )
     ends = index.offsets + index.lengths.astype(np.int64) * index.dtype.itemsize
-    begins_where_last_ended = bool(np.array_equal(index.offsets, np.append(0, ends[:-1]))) if len(ends) else True
+    begins_where_last_ended = (
+        bool(np.array_equal(index.offsets, np.append(0, ends[:-1]))) if len(ends) else True
+    )
     if not begins_where_last_ended or (index.lengths < 0).any():
-        raise ValueError(f"{index_path}: the sequences do not follow one another in {data.name}. Write the pair anew")
+        raise ValueError(
+            f"{index_path}: the sequences do not follow one another in {data.name}. Write the pair anew"
+        )
     total = int(ends[-1]) if len(ends) else 0
     if total != data.stat().st_size:
         raise ValueError(
@@ -117,7 +136,9 @@ def open_tokens(path: Path) -> Tokens:
     return np.memmap(data, dtype=index.dtype, mode="r")
 
 
-def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tokenizer) -> TokenizeSummary:
+def tokenize_to_megatron(
+    src: Path | str, dst_prefix: Path | str, tokenizer: Tokenizer
+) -> TokenizeSummary:
     """Writes the text at `src` (.txt, .jsonl or a folder of them) as a pair, one sequence a document.
 
     Every document begins with the tokenizer's `bos_ids`, if it has any, and ends with its end of text.
@@ -131,7 +152,11 @@ def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tok
         if final.exists():
             raise ValueError(f"{final} exists. Remove it, or choose another name")
     # The index comes last: a pair without it is refused, so no moment shows half a data set as a whole one.
-    with building(*finals) as (bin_path, idx_path), bin_path.open("xb") as data, idx_path.open("xb") as index_file:
+    with (
+        building(*finals) as (bin_path, idx_path),
+        bin_path.open("xb") as data,
+        idx_path.open("xb") as index_file,
+    ):
         writer = MegatronWriter(data, token_dtype(tokenizer.vocab_size))
         for tokens, ends in encode(source.pieces(tokenizer.takes_any_bytes), tokenizer):
             writer.add(tokens)
@@ -140,13 +165,17 @@ def tokenize_to_megatron(src: Path | str, dst_prefix: Path | str, tokenizer: Tok
         if not writer.tokens:
             raise ValueError(f"{src}: no text in it. Put text into it, or name another source")
         writer.write_index(index_file)
-    return TokenizeSummary(writer.documents, writer.tokens, writer.dtype.name, finals, source.notice)
+    return TokenizeSummary(
+        writer.documents, writer.tokens, writer.dtype.name, finals, source.notice
+    )
 
 
 class MegatronWriter:
     """Writes tokens to an open .bin, document by document, and then the .idx."""
 
-    def __init__(self, data: BinaryIO, dtype: np.dtype[Any], longest: int = LONGEST_SEQUENCE) -> None:
+    def __init__(
+        self, data: BinaryIO, dtype: np.dtype[Any], longest: int = LONGEST_SEQUENCE
+    ) -> None:
         self.dtype = dtype
         self.tokens = 0
         self._data = data
@@ -191,10 +220,16 @@ class MegatronWriter:
 
 def _dtype_of(path: Path, version: int, code: int) -> np.dtype[Any]:
     if version != 1:
-        raise ValueError(f"{path}: index version {version}, where 1 is the only one known. Write the pair anew")
+        raise ValueError(
+            f"{path}: index version {version}, where 1 is the only one known. Write the pair anew"
+        )
     if code not in DTYPES:
-        raise ValueError(f"{path}: dtype code {code} is unknown; the codes of tokens are 1 to 5 and 8")
+        raise ValueError(
+            f"{path}: dtype code {code} is unknown; the codes of tokens are 1 to 5 and 8"
+        )
     dtype = np.dtype(DTYPES[code])
     if dtype.kind == "f":
-        raise ValueError(f"{path} holds {dtype.name} numbers, which are no token ids. Give a data set of tokens")
+        raise ValueError(
+            f"{path} holds {dtype.name} numbers, which are no token ids. Give a data set of tokens"
+        )
     return dtype

@@ -39,7 +39,11 @@ class Borders:
         """Returns the differences from the tokenizer's bos and end of text, one line each."""
         lines = []
         if missing := self.documents - self.ended:
-            which = f"; {self.alike:,} of them end with id {self.last_id}" if 2 * self.alike > missing else ""
+            which = (
+                f"; {self.alike:,} of them end with id {self.last_id}"
+                if 2 * self.alike > missing
+                else ""
+            )
             lines.append(
                 f"{name}: {missing:,} of {self.documents:,} documents do not end with the end of text (id"
                 f" {tokenizer.eot}){which}: they run into one another. Write the pair with --append-eod, or give the"
@@ -70,7 +74,9 @@ def count_borders(tokens: Tokens, index: MegatronIndex, tokenizer: Tokenizer) ->
         documents += len(first)
         ended += int((ends == tokenizer.eot).sum())
         begun += int((tokens[first] == bos).sum()) if bos is not None else 0
-        for number, count in zip(*np.unique(ends[ends != tokenizer.eot], return_counts=True), strict=True):
+        for number, count in zip(
+            *np.unique(ends[ends != tokenizer.eot], return_counts=True), strict=True
+        ):
             last[int(number)] = last.get(int(number), 0) + int(count)
     last_id, alike = max(last.items(), key=lambda item: item[1], default=(-1, 0))
     return Borders(documents, ended, begun, alike, last_id)

@@ -33,7 +33,9 @@ class Prefetcher(Generic[T]):
         # All below is read and written only under the condition's lock.
         self._ready: deque[T | _Failure] = deque()
         self._wanted = start  # the step that get() expects next
-        self._upcoming: int | None = start  # the step to fetch next; None after a failure, until a restart
+        self._upcoming: int | None = (
+            start  # the step to fetch next; None after a failure, until a restart
+        )
         self._restarts = 0  # tells results requested before a restart from later ones
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="threed-prefetch", daemon=True)
@@ -68,7 +70,10 @@ class Prefetcher(Generic[T]):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Calls `close`."""
         self.close()
@@ -85,7 +90,9 @@ class Prefetcher(Generic[T]):
             outcome: T | _Failure
             try:
                 outcome = self._fetch(step)
-            except BaseException as error:  # even SystemExit belongs to the caller, not to this thread
+            except (
+                BaseException
+            ) as error:  # even SystemExit belongs to the caller, not to this thread
                 outcome = _Failure(error)
             self._deliver(outcome, restarts)
             del outcome  # while asleep, hold no batch that the caller has dropped
@@ -94,7 +101,9 @@ class Prefetcher(Generic[T]):
         """Sleeps until there is a step to fetch: (step, restarts); None once closed."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closed or (self._upcoming is not None and len(self._ready) < self._depth)
+                lambda: (
+                    self._closed or (self._upcoming is not None and len(self._ready) < self._depth)
+                )
             )
             if self._closed or self._upcoming is None:
                 return None

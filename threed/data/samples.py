@@ -34,11 +34,15 @@ class Samples:
     Raises ValueError when there are too few tokens for one sample.
     """
 
-    def __init__(self, tokens: Tokens, seq: int, seed: int = 0, shuffle: bool = True, name: str = "data") -> None:
+    def __init__(
+        self, tokens: Tokens, seq: int, seed: int = 0, shuffle: bool = True, name: str = "data"
+    ) -> None:
         if seq < 1:
             raise ValueError(f"sequence length {seq}: must be at least 1")
         if len(tokens) < seq + 1:
-            raise ValueError(f"{name}: {len(tokens)} tokens, and one sample of sequence length {seq} takes {seq + 1}")
+            raise ValueError(
+                f"{name}: {len(tokens)} tokens, and one sample of sequence length {seq} takes {seq + 1}"
+            )
         self.tokens = tokens
         self.seq = seq
         self.seed = seed
@@ -63,20 +67,26 @@ class Samples:
     @overload
     def batch(self, first: Sequence[int]) -> dict[str, torch.Tensor]: ...
 
-    def batch(self, first: int | Sequence[int], count: int | None = None) -> dict[str, torch.Tensor]:
+    def batch(
+        self, first: int | Sequence[int], count: int | None = None
+    ) -> dict[str, torch.Tensor]:
         """Returns samples first … first + count - 1 of the run, or those of a sequence of indices.
 
         Returns int64 tensors: "tokens" [b, s], "labels" [b, s] (one token further on), "samples" [b] (the indices).
         """
         if isinstance(first, int | np.integer):
             if count is None:
-                raise TypeError("batch(first, count): count is missing; or pass a sequence of indices")
+                raise TypeError(
+                    "batch(first, count): count is missing; or pass a sequence of indices"
+                )
             first = range(int(first), int(first) + count)
         if len(first) and min(first) < 0:
             raise ValueError(f"sample index {min(first)}: must not be negative")
         indices = np.asarray(first, dtype=np.int64)
         rows = np.empty((len(indices), self.seq + 1), dtype=np.int64)
-        for row, window in zip(rows, self._windows_of(indices.astype(np.uint64)).tolist(), strict=True):
+        for row, window in zip(
+            rows, self._windows_of(indices.astype(np.uint64)).tolist(), strict=True
+        ):
             row[:] = self.tokens[window * self.seq : (window + 1) * self.seq + 1]
         both = torch.from_numpy(rows)
         return {
@@ -111,7 +121,9 @@ def permute(index: Words, size: int, seed: int, epoch: int) -> Words:
 
 
 def _round_keys(seed: int, epoch: int) -> Words:
-    digest = hashlib.blake2b(f"threed samples {seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
+    digest = hashlib.blake2b(
+        f"threed samples {seed} {epoch}".encode(), digest_size=8 * ROUNDS
+    ).digest()
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 

@@ -16,14 +16,18 @@ from typing import BinaryIO, Literal, NamedTuple
 from threed.parse import ParseError, parse_json, plain
 
 PIECE_BYTES = 1 << 20
-BLANK = b" \t\r\n\xef\xbb\xbf"  # white space, and the mark that some editors put at the start of a file
+BLANK = (
+    b" \t\r\n\xef\xbb\xbf"  # white space, and the mark that some editors put at the start of a file
+)
 # Byte-order marks: that of UTF-8 is removed, files with the others are refused. UTF-32 comes first, since its
 # little-endian mark begins with that of UTF-16.
 UTF8_MARK = b"\xef\xbb\xbf"
 OTHER_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
 }  # fmt: skip
-MOST_NULS = 0.25  # share of NULs in a piece above which it is taken for UTF-16 or UTF-32 without a mark
+MOST_NULS = (
+    0.25  # share of NULs in a piece above which it is taken for UTF-16 or UTF-32 without a mark
+)
 TEXT_ENDINGS = (".txt", ".jsonl")
 
 
@@ -89,7 +93,9 @@ def find_text(path: Path) -> TextSource:
     Raises ValueError, saying what to do, when there is nothing to read.
     """
     if not path.exists():
-        raise ValueError(f"{path} does not exist. Check the name; without --data.path the default corpus is used")
+        raise ValueError(
+            f"{path} does not exist. Check the name; without --data.path the default corpus is used"
+        )
     ignored: list[str] = []
     if path.is_dir():
         names = _walk(path)
@@ -105,7 +111,9 @@ def find_text(path: Path) -> TextSource:
             f"{path}: nothing to read here{found}. --data.path takes .txt, .jsonl, a folder of them, "
             "or a Megatron .bin/.idx pair by its prefix"
         )
-    source = TextSource(description, files, notice=f"{path}: ignored {_some(ignored)}" if ignored else "")
+    source = TextSource(
+        description, files, notice=f"{path}: ignored {_some(ignored)}" if ignored else ""
+    )
     if source.size == 0:
         raise ValueError(f"{path} is empty. Put text into it, or give another --data.path")
     return source
@@ -146,7 +154,9 @@ def stamp_files(files: list[tuple[str, Path]]) -> tuple[str, float]:
     for name, path in files:
         seen = path.stat()
         times = (seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino, seen.st_dev)
-        digest.update(repr((name, str(path.absolute()), times)).encode("utf-8", errors="surrogateescape"))
+        digest.update(
+            repr((name, str(path.absolute()), times)).encode("utf-8", errors="surrogateescape")
+        )
         newest = max(newest, seen.st_mtime, seen.st_ctime)
     return digest.hexdigest(), newest
 
@@ -160,9 +170,14 @@ def _walk(folder: Path) -> list[str]:
         folders[:] = [
             name
             for name in sorted(folders)
-            if not name.startswith(".") and os.path.realpath(os.path.join(here, name)) not in visited
+            if not name.startswith(".")
+            and os.path.realpath(os.path.join(here, name)) not in visited
         ]
-        names += [Path(here, name).relative_to(folder).as_posix() for name in files if not name.startswith(".")]
+        names += [
+            Path(here, name).relative_to(folder).as_posix()
+            for name in files
+            if not name.startswith(".")
+        ]
     return sorted(names)
 
 
@@ -191,9 +206,13 @@ def _checked(file: TextFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 def check_utf8(data: bytes, place: str, offset: int) -> None:
     """Raises ValueError, with the fix, if `data`, at `offset` in the file `place`, is not UTF-8 text."""
-    mark = next((name for mark, name in OTHER_MARKS.items() if offset == 0 and data.startswith(mark)), None)
+    mark = next(
+        (name for mark, name in OTHER_MARKS.items() if offset == 0 and data.startswith(mark)), None
+    )
     if mark is not None:
-        raise ValueError(f"{place} begins with the byte-order mark of {mark}, at byte 0: {_fix(mark)}")
+        raise ValueError(
+            f"{place} begins with the byte-order mark of {mark}, at byte 0: {_fix(mark)}"
+        )
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -251,11 +270,17 @@ def _text_of(line: bytes, place: str) -> str:
     except ParseError as error:
         raise ValueError(f"{error}. Every line is one object with a key 'text'") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{place}: a JSON {type(record).__name__}, where an object with a key 'text' is needed")
+        raise ValueError(
+            f"{place}: a JSON {type(record).__name__}, where an object with a key 'text' is needed"
+        )
     if "text" not in record:
-        raise ValueError(f"{place}: no key 'text' among {plain(sorted(record))}. Rename the key that holds the text")
+        raise ValueError(
+            f"{place}: no key 'text' among {plain(sorted(record))}. Rename the key that holds the text"
+        )
     if not isinstance(record["text"], str):
-        raise ValueError(f"{place}: 'text' is a {type(record['text']).__name__}; it must be a string")
+        raise ValueError(
+            f"{place}: 'text' is a {type(record['text']).__name__}; it must be a string"
+        )
     return record["text"]
 
 

@@ -17,7 +17,13 @@ from threed.data.tokenizer_files import ADDED, CONFIG, SPECIALS_MAP, TokenizerFi
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 # Names of the token that ends a document in published tokenizers, most specific first.
-DOCUMENT_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
+DOCUMENT_ENDS = (
+    "<|endoftext|>",
+    "</s>",
+    "<|end_of_text|>",
+    "<eos>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
 # Names of the token that ends a turn of a conversation, which is the eos_token of chat models.
 TURN_ENDS = frozenset({
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<turn|>",
@@ -77,14 +83,19 @@ def read_specials(files: TokenizerFiles) -> NamedSpecials:
 
 
 def _added(
-    config: Mapping[str, Any], both: Mapping[str, Any], numbers: Mapping[str, Any], roles: Mapping[str, str]
+    config: Mapping[str, Any],
+    both: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    roles: Mapping[str, str],
 ) -> list[dict[str, Any]]:
     """Returns the tokens of added_tokens_decoder, added_tokens.json, the lists of special tokens and the roles."""
     decoder = config.get("added_tokens_decoder")
     by_id = decoder.items() if isinstance(decoder, dict) else ()
     tokens = [_entry(value, int(key)) for key, value in by_id if re.fullmatch("[0-9]{1,9}", key)]
     tokens += [
-        _entry({"content": name, "special": False}, n) for name, value in numbers.items() for n in _numbers(value)
+        _entry({"content": name, "special": False}, n)
+        for name, value in numbers.items()
+        for n in _numbers(value)
     ]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = both.get(key)
@@ -97,8 +108,16 @@ def _added(
 def _entry(value: object, number: int | None) -> dict[str, Any]:
     """Returns an entry of added_tokens: by default special, and matched exactly."""
     given = value if isinstance(value, Mapping) else {}
-    flags = {name: bool(given.get(name, False)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
-    return {"id": number, "content": _content(value), **flags, "special": bool(given.get("special", True))}
+    flags = {
+        name: bool(given.get(name, False))
+        for name in ("single_word", "lstrip", "rstrip", "normalized")
+    }
+    return {
+        "id": number,
+        "content": _content(value),
+        **flags,
+        "special": bool(given.get("special", True)),
+    }
 
 
 def _content(value: object) -> str:
@@ -115,7 +134,11 @@ def _numbers(value: object) -> list[int]:
 def model_vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
     """Returns the ids of the tokens of a tokenizer.json's model, without the added ones."""
     vocabulary = document["model"]["vocab"]
-    return vocabulary if isinstance(vocabulary, dict) else {piece: i for i, (piece, _) in enumerate(vocabulary)}
+    return (
+        vocabulary
+        if isinstance(vocabulary, dict)
+        else {piece: i for i, (piece, _) in enumerate(vocabulary)}
+    )
 
 
 def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: frozenset[str]) -> str:
@@ -135,7 +158,9 @@ def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: froz
     """
     named_end = named.roles.get("eos_token", "")
     if named_end and named_end not in ids:
-        raise ValueError(f"eos_token {named_end!r} is not in the vocabulary. Correct it in {CONFIG}")
+        raise ValueError(
+            f"eos_token {named_end!r} is not in the vocabulary. Correct it in {CONFIG}"
+        )
     if named_end in DOCUMENT_ENDS:
         return named_end
     tokens = {number: token for token, number in ids.items() if token in specials}
@@ -143,14 +168,20 @@ def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: froz
     ends = [name for name in DOCUMENT_ENDS if name in of_model]
     ends += [named_end] if named_end and named_end not in TURN_ENDS else []
     ends += [name for name in DOCUMENT_ENDS if name in specials]
-    ends += [name for name in of_model if name not in TURN_ENDS] + [name for name in [named_end] if name]
+    ends += [name for name in of_model if name not in TURN_ENDS] + [
+        name for name in [named_end] if name
+    ]
     if not ends:
         names = ", ".join(DOCUMENT_ENDS[:4])
-        raise ValueError(f"no end-of-text token. Name an eos_token in {CONFIG}, or add one of {names} as special token")
+        raise ValueError(
+            f"no end-of-text token. Name an eos_token in {CONFIG}, or add one of {names} as special token"
+        )
     return ends[0]
 
 
-def beginning(named: NamedSpecials, document: Mapping[str, Any], ids: Mapping[str, int]) -> tuple[int, ...]:
+def beginning(
+    named: NamedSpecials, document: Mapping[str, Any], ids: Mapping[str, int]
+) -> tuple[int, ...]:
     """Returns the ids that the tokenizer itself adds before a text: by add_bos_token, or without it by the
     post-processor.
 
@@ -161,11 +192,15 @@ def beginning(named: NamedSpecials, document: Mapping[str, Any], ids: Mapping[st
     if named.add_bos is None:
         prefix = _prefix(document.get("post_processor"))
         if unknown := sorted(set(prefix) - set(ids.values())):
-            raise ValueError(f"the post_processor begins texts with id {unknown[0]}, which is not in the vocabulary")
+            raise ValueError(
+                f"the post_processor begins texts with id {unknown[0]}, which is not in the vocabulary"
+            )
         return prefix
     bos = bos_id(named, ids)
     if named.add_bos and bos is None:
-        raise ValueError(f"{CONFIG} has add_bos_token true, and no bos_token that is in the vocabulary")
+        raise ValueError(
+            f"{CONFIG} has add_bos_token true, and no bos_token that is in the vocabulary"
+        )
     return (bos,) if named.add_bos and bos is not None else ()
 
 
@@ -180,7 +215,9 @@ def bos_id(named: NamedSpecials, ids: Mapping[str, int]) -> int | None:
 def _prefix(processor: Any) -> tuple[int, ...]:
     kind = processor["type"] if isinstance(processor, Mapping) else ""
     if kind == "Sequence":
-        return tuple(number for part in reversed(processor["processors"]) for number in _prefix(part))
+        return tuple(
+            number for part in reversed(processor["processors"]) for number in _prefix(part)
+        )
     if kind in ("BertProcessing", "RobertaProcessing"):
         return (int(processor["cls"][1]),)
     if kind != "TemplateProcessing":
@@ -196,7 +233,9 @@ def _prefix(processor: Any) -> tuple[int, ...]:
 def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
     """Returns the special tokens that no text has if their spelling is text: all but the unknown token."""
     unknown = document["model"].get("unk_token")
-    specials = (entry["content"] for entry in document.get("added_tokens") or [] if entry["special"])
+    specials = (
+        entry["content"] for entry in document.get("added_tokens") or [] if entry["special"]
+    )
     return frozenset(name for name in specials if name != unknown)
 
 

@@ -122,7 +122,9 @@ def load_tokenizer(spec: str, bos: Bos = "auto", special_tokens: Spelt = "text")
     """
     if spec == "bytes":
         if bos is True:
-            raise ValueError("--data.bos true: tokenizer bytes has no bos token. Use --data.bos auto")
+            raise ValueError(
+                "--data.bos true: tokenizer bytes has no bos token. Use --data.bos auto"
+            )
         return ByteTokenizer()
     return TokenizerJson(find_files(spec), bos, special_tokens)
 
@@ -154,7 +156,10 @@ class ByteTokenizer:
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
         """Returns each piece's bytes as uint16; unlike `encode`, any bytes at all pass unchanged."""
-        return [np.frombuffer(piece, dtype=np.uint8).astype(token_dtype(self.vocab_size)) for piece in pieces]
+        return [
+            np.frombuffer(piece, dtype=np.uint8).astype(token_dtype(self.vocab_size))
+            for piece in pieces
+        ]
 
     def count_bytes(self, ids: Tokens) -> int:
         """Counts the ids below 256: each is one byte."""
@@ -165,9 +170,13 @@ class ByteTokenizer:
         library: Any = needed("tokenizers", "a tokenizer.json for exported weights")
         vocab = {character: byte for byte, character in enumerate(byte_characters())}
         backend = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
-        backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
         backend.decoder = library.decoders.ByteLevel()
-        backend.add_special_tokens([library.AddedToken(END_OF_TEXT, special=True, normalized=False)])
+        backend.add_special_tokens(
+            [library.AddedToken(END_OF_TEXT, special=True, normalized=False)]
+        )
         folder.mkdir(parents=True, exist_ok=True)
         backend.save(str(folder / JSON))
         _write_configs(folder, END_OF_TEXT)
@@ -184,7 +193,9 @@ class TokenizerJson:
 
     takes_any_bytes = False
 
-    def __init__(self, files: TokenizerFiles, bos: Bos = "auto", special_tokens: Spelt = "text") -> None:
+    def __init__(
+        self, files: TokenizerFiles, bos: Bos = "auto", special_tokens: Spelt = "text"
+    ) -> None:
         path = files.files.get(JSON, files.place)
         self.name, self.files, self._files = str(path), files.hashes(), files
         self._text = path.read_bytes() if JSON in files.files else import_tokenizer(files).encode()
@@ -196,7 +207,11 @@ class TokenizerJson:
         self.vocab_size = max(ids.values()) + 1
         self._eot_name = _end_of_document(named, ids, document, self.name)
         self.eot, self.bos_token_id = ids[self._eot_name], bos_id(named, ids)
-        self.bos_ids = () if bos is False else self._choose_bos(bos, _beginning(named, document, ids, self.name))
+        self.bos_ids = (
+            ()
+            if bos is False
+            else self._choose_bos(bos, _beginning(named, document, ids, self.name))
+        )
         self.text_vocab_size = self._largest(document, ids, special_tokens) + 1
         known = json.dumps((self.eot, document["added_tokens"]))
         self.fingerprint = hashlib.sha256(self._text + known.encode()).hexdigest()
@@ -210,7 +225,12 @@ class TokenizerJson:
         """Returns the largest id that documents can have: without special tokens, if text that spells them is text."""
         unseen = specials_in_text(document) if special_tokens == "text" else frozenset()
         unknown = document["model"].get("unk_id") or 0  # of a Unigram model
-        return max(self.eot, unknown, *self.bos_ids, *(number for token, number in ids.items() if token not in unseen))
+        return max(
+            self.eot,
+            unknown,
+            *self.bos_ids,
+            *(number for token, number in ids.items() if token not in unseen),
+        )
 
     def _choose_bos(self, bos: Bos, own: tuple[int, ...]) -> tuple[int, ...]:
         if bos is not True or own:
@@ -240,7 +260,9 @@ class TokenizerJson:
     def _encode(self, texts: list[str]) -> list[Any]:
         try:
             encodings: list[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the library raises a bare Exception for characters without a token
+        except (
+            Exception
+        ) as error:  # the library raises a bare Exception for characters without a token
             raise EncodeError(
                 f"{self.name} cannot encode this text: {plain(error)}. Name an unknown token that is in the vocabulary"
                 " as the unk_token (unk_id of a Unigram model) in its model, or give another --data.tokenizer"
@@ -261,7 +283,9 @@ class TokenizerJson:
         folder.mkdir(parents=True, exist_ok=True)
         self._files.save_hf(folder)
         own_type = self._files.read_beside("config.json").get("model_type")
-        if CONFIG in self._files.files or (own_type is not None and own_type == (model_type or own_type)):
+        if CONFIG in self._files.files or (
+            own_type is not None and own_type == (model_type or own_type)
+        ):
             return
         if JSON not in self._files.files:
             (folder / JSON).write_bytes(self._text)
@@ -284,7 +308,9 @@ def _load_backend(text: bytes, name: str) -> Any:
     library: Any = needed("tokenizers", name)
     try:
         backend = library.Tokenizer.from_str(text.decode("utf-8"))
-    except Exception as error:  # the library raises a bare Exception for every kind of malformed file
+    except (
+        Exception
+    ) as error:  # the library raises a bare Exception for every kind of malformed file
         raise ValueError(
             f"{name} is no tokenizer.json that the `tokenizers` library reads: {plain(error)}. Copy it again from its"
             " source, or give another --data.tokenizer"
@@ -309,7 +335,9 @@ def _ids(backend: Any, document: dict[str, Any], name: str) -> dict[str, int]:
     return ids
 
 
-def _end_of_document(named: NamedSpecials, ids: dict[str, int], document: dict[str, Any], name: str) -> str:
+def _end_of_document(
+    named: NamedSpecials, ids: dict[str, int], document: dict[str, Any], name: str
+) -> str:
     specials = frozenset(entry["content"] for entry in document["added_tokens"] if entry["special"])
     try:
         return end_of_document(named, ids, specials)
@@ -317,7 +345,9 @@ def _end_of_document(named: NamedSpecials, ids: dict[str, int], document: dict[s
         raise ValueError(f"{name}: {error}") from None
 
 
-def _beginning(named: NamedSpecials, document: dict[str, Any], ids: dict[str, int], name: str) -> tuple[int, ...]:
+def _beginning(
+    named: NamedSpecials, document: dict[str, Any], ids: dict[str, int], name: str
+) -> tuple[int, ...]:
     try:
         return beginning(named, document, ids)
     except ValueError as error:
@@ -331,7 +361,11 @@ def _clean(text: str) -> str:
 
 def _write_configs(folder: Path, eot: str) -> None:
     """Writes the configuration files that `transformers` needs for a tokenizer.json, unless they exist."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eot, "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eot,
+        "clean_up_tokenization_spaces": False,
+    }
     for name, content in ((CONFIG, config), (SPECIALS_MAP, {"eos_token": eot})):
         if not (folder / name).exists():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")

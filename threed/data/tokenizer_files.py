@@ -17,10 +17,19 @@ from typing import Any
 from threed.parse import read_json
 
 JSON = "tokenizer.json"
-CONFIG, SPECIALS_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+CONFIG, SPECIALS_MAP, ADDED = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 # Sets of files with a full vocabulary, in order of preference.
-VOCABULARIES = ((JSON,), *((name,) for name in SENTENCEPIECE), ("vocab.json", "merges.txt"), ("vocab.txt",))
+VOCABULARIES = (
+    (JSON,),
+    *((name,) for name in SENTENCEPIECE),
+    ("vocab.json", "merges.txt"),
+    ("vocab.txt",),
+)
 VOCABULARY_NAMES = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt"
 PATTERNS = (
     JSON, CONFIG, SPECIALS_MAP, ADDED, *SENTENCEPIECE, "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model.v*",
@@ -41,7 +50,9 @@ class TokenizerFiles:
     @property
     def vocabulary(self) -> tuple[str, ...]:
         """The names of the files with the vocabulary; empty without a vocabulary."""
-        return next((names for names in VOCABULARIES if all(name in self.files for name in names)), ())
+        return next(
+            (names for names in VOCABULARIES if all(name in self.files for name in names)), ()
+        )
 
     @property
     def spec(self) -> str:
@@ -59,11 +70,15 @@ class TokenizerFiles:
 
     def hashes(self) -> dict[str, str]:
         """Returns the sha256 of each file."""
-        return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files.items()}
+        return {
+            name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files.items()
+        }
 
     def only(self, names: Collection[str]) -> TokenizerFiles:
         """Returns the files with these names."""
-        return TokenizerFiles(self.place, {name: path for name, path in self.files.items() if name in names})
+        return TokenizerFiles(
+            self.place, {name: path for name, path in self.files.items() if name in names}
+        )
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Copies all files into `folder`."""
@@ -76,7 +91,9 @@ class TokenizerFiles:
 
 def folder_files(folder: Path) -> TokenizerFiles:
     """Returns the files of a tokenizer in a folder; there may be none."""
-    found = sorted({path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()})
+    found = sorted(
+        {path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()}
+    )
     return TokenizerFiles(folder, {path.relative_to(folder).as_posix(): path for path in found})
 
 
@@ -105,5 +122,7 @@ def find_files(spec: str) -> TokenizerFiles:
         )
     found = folder_files(path.parent)
     if path.name in found.files and path.name != JSON:
-        raise ValueError(f"tokenizer {spec!r} is one file of a tokenizer: give --data.tokenizer {path.parent}")
+        raise ValueError(
+            f"tokenizer {spec!r} is one file of a tokenizer: give --data.tokenizer {path.parent}"
+        )
     return TokenizerFiles(path.parent, {**found.files, JSON: path})

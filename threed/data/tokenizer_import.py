@@ -28,7 +28,10 @@ def import_tokenizer(files: TokenizerFiles) -> str:
     """
     names = " and ".join(files.vocabulary)
     fix = "or give --data.tokenizer a folder with a tokenizer.json"
-    packages = ("transformers", *(("sentencepiece", "google.protobuf") if names in SENTENCEPIECE else ()))
+    packages = (
+        "transformers",
+        *(("sentencepiece", "google.protobuf") if names in SENTENCEPIECE else ()),
+    )
     if missing := [name for name in packages if not _is_installed(name)]:
         wanted = " ".join(missing).replace("google.", "")
         raise ValueError(
@@ -61,7 +64,9 @@ def _is_installed(name: str) -> bool:
 def _load(files: TokenizerFiles) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(files.place), local_files_only=True, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(files.place), local_files_only=True, trust_remote_code=False
+    )
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} has no form in the `tokenizers` library")
     return tokenizer.backend_tokenizer
@@ -84,4 +89,6 @@ def _entries(files: TokenizerFiles) -> Mapping[str, int]:
 
 
 def _share_of_same_ids(entries: Mapping[str, int], vocabulary: Mapping[str, int]) -> float:
-    return sum(vocabulary.get(token) == number for token, number in entries.items()) / max(1, len(entries))
+    return sum(vocabulary.get(token) == number for token, number in entries.items()) / max(
+        1, len(entries)
+    )

@@ -42,9 +42,15 @@ class DeepSpeedEngine:
         self, model: nn.Module, topology: Topology, translation: Translation, passed: PassedOptimizer | None = None
     ) -> None:  # fmt: skip
         t = self.translation = translation
-        self.engine = Engine(model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale)
+        self.engine = Engine(
+            model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale
+        )
         self.module, self.topology = model, topology
-        self.device, self.global_rank, self.world_size = topology.device, topology.rank, topology.world
+        self.device, self.global_rank, self.world_size = (
+            topology.device,
+            topology.rank,
+            topology.world,
+        )
         self.optimizer = OptimizerView(self.engine, self.zero_grad)
         self._passed = passed
         self.notes: tuple[str, ...] = translation.notes
@@ -65,7 +71,9 @@ class DeepSpeedEngine:
             kind = type(self.module).__name__
         if name in INSTEAD:
             raise AttributeError(f"threed's engine has no {name}: {INSTEAD[name]}")
-        raise AttributeError(f"neither threed's engine nor its module ({kind}) has an attribute {name!r}")
+        raise AttributeError(
+            f"neither threed's engine nor its module ({kind}) has an attribute {name!r}"
+        )
 
     # ------------------------------------------------------------------------------------------------------- training
 
@@ -75,7 +83,10 @@ class DeepSpeedEngine:
             self._begin()
             return self.module(*args, **kwargs)
         try:
-            with torch.inference_mode(False), torch.no_grad():  # what a module caches must be usable in training too
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # what a module caches must be usable in training too
                 return self.module(*args, **kwargs)
         finally:
             if self.engine.hooks is not None:
@@ -90,7 +101,9 @@ class DeepSpeedEngine:
             self.engine.begin(self.translation.accumulation)
             self._open = True
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
         """Runs the backward of one micro-batch's mean loss, as its share of the mean over micro-batches and ranks.
 
         If it raises, the step is discarded with the gradients of its earlier micro-batches; the next micro-batch is the
@@ -104,10 +117,14 @@ class DeepSpeedEngine:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError("backward needs a scalar loss")
         if self._pending:
-            raise RuntimeError("backward was called twice: call engine.step() after each, it acts at the boundary only")
+            raise RuntimeError(
+                "backward was called twice: call engine.step() after each, it acts at the boundary only"
+            )
         self._begin()
         weight = 1.0 / (self.topology.dp * (self.translation.accumulation if scale_wrt_gas else 1))
-        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()  # for the loss scale to fit
+        wide = (
+            loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
+        )  # for the loss scale to fit
         try:
             self.engine.backward(wide, weight)
         except BaseException as error:
@@ -189,7 +206,9 @@ class DeepSpeedEngine:
         self.engine.buffers.agree()
         with wrapped.evaluating(), self.engine.faults.apart():
             losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]
-            mine = self.engine.faults.appended_to(torch.cat(losses).sum().view(1) / (n * self.topology.dp))
+            mine = self.engine.faults.appended_to(
+                torch.cat(losses).sum().view(1) / (n * self.topology.dp)
+            )
         return metrics.loss_of(collectives.sum_of_scalars(mine, self.topology.axis("world")))
 
     def _run(self, batch: Any) -> Any:
@@ -222,7 +241,9 @@ class DeepSpeedEngine:
         RuntimeError between `backward` and `step`; a warning where micro-batches of the same step are dropped.
         """
         if self._pending:
-            raise RuntimeError("zero_grad between backward and step would drop what the step is made of: step first")
+            raise RuntimeError(
+                "zero_grad between backward and step would drop what the step is made of: step first"
+            )
         if done := self.micro_steps % self.translation.accumulation:
             warnings.warn(
                 f"zero_grad drops the gradients of {done} of this step's {self.translation.accumulation} micro-batches;"
@@ -280,12 +301,17 @@ class DeepSpeedEngine:
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
         """Raises NotImplementedError: a rank may hold slices only."""
-        raise NotImplementedError("a rank may hold slices only: use engine.full_state_dict(), or save_checkpoint()")
+        raise NotImplementedError(
+            "a rank may hold slices only: use engine.full_state_dict(), or save_checkpoint()"
+        )
 
     module_state_dict = state_dict
 
     def save_checkpoint(
-        self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
     ) -> bool:
         """Writes save_dir/tag (by default global_stepN), and the tag into save_dir/latest. Collective.
 
@@ -304,7 +330,9 @@ class DeepSpeedEngine:
         collectives.barrier(everyone)  # nobody leaves before `latest` is there
         return True
 
-    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[str | None, Any]:
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None
+    ) -> tuple[str | None, Any]:
         """Loads load_dir/tag, by default the tag in load_dir/latest: its path and client_state; (None, None) where
         there is none. From any number of ranks and any stage. Collective. RuntimeError in the middle of a step."""
         self._check_boundary("load_checkpoint", "load at an accumulation boundary")

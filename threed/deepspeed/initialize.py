@@ -16,7 +16,14 @@ from threed.config import ConfigError
 from threed.deepspeed.data import deepspeed_io
 from threed.deepspeed.engine import DeepSpeedEngine
 from threed.deepspeed.views import OptimizerView, SchedulerView
-from threed.ds_config import ModelFacts, PassedOptimizer, find_groups, read, read_optimizer, translate
+from threed.ds_config import (
+    ModelFacts,
+    PassedOptimizer,
+    find_groups,
+    read,
+    read_optimizer,
+    translate,
+)
 from threed.precision import DTYPES
 from threed.topology import Topology
 
@@ -38,9 +45,17 @@ def initialize(
     require gradients. Makes the process group if there is none. Raises ConfigError with everything that is wrong.
     """
     if model is None or config is None:
-        raise ConfigError([f"{name}: not given" for name, it in (("model", model), ("config", config)) if it is None])
+        raise ConfigError(
+            [
+                f"{name}: not given"
+                for name, it in (("model", model), ("config", config))
+                if it is None
+            ]
+        )
     if lr_scheduler is not None:
-        raise ConfigError(["lr_scheduler: objects are not there: write the config's scheduler, such as WarmupLR"])
+        raise ConfigError(
+            ["lr_scheduler: objects are not there: write the config's scheduler, such as WarmupLR"]
+        )
     ds = read(config)
     notes: list[str] = []
     if optimizer is not None:
@@ -54,11 +69,15 @@ def initialize(
     groups = find_groups(model, given, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
-    collectives.exchange(None, topology.axis("world"))  # so that no rank raises while others connect
+    collectives.exchange(
+        None, topology.axis("world")
+    )  # so that no rank raises while others connect
     translation = translate(ds, topology.dp, facts, groups)
     loader = None
     if training_data is not None:
-        loader = deepspeed_io(training_data, topology, translation.micro_batch, translation.drop_last, collate_fn)
+        loader = deepspeed_io(
+            training_data, topology, translation.micro_batch, translation.drop_last, collate_fn
+        )
     passed = None if optimizer is None else PassedOptimizer(optimizer)
     engine = DeepSpeedEngine(model, topology, translation, passed)
     engine.training_loader = loader
@@ -75,7 +94,9 @@ def find_facts(model: nn.Module) -> ModelFacts:
     for param in model.parameters():
         counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
     names = {dtype: name for name, dtype in DTYPES.items()}
-    return ModelFacts(_hidden_size(getattr(model, "config", None)), names.get(max(counts, key=counts.__getitem__)))
+    return ModelFacts(
+        _hidden_size(getattr(model, "config", None)), names.get(max(counts, key=counts.__getitem__))
+    )
 
 
 def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -87,7 +108,9 @@ def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _hidden_size(config: object) -> int | None:
     for place in (config, getattr(config, "text_config", None)):
-        size = getattr(place, "hidden_size", None) or max(getattr(place, "hidden_sizes", None) or [0])
+        size = getattr(place, "hidden_size", None) or max(
+            getattr(place, "hidden_sizes", None) or [0]
+        )
         if size:
             return int(size)
     return None

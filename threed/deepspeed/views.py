@@ -57,16 +57,23 @@ class OptimizerView:
         """One group for each learning rate and decay: its params, the next update's lr, weight_decay and the rest."""
         optim, steps = self._engine.config.optim, self._engine.optimizer
         lr = float(steps.learning_rate(steps.updates))
-        rest: dict[str, Any] = {"momentum": optim.momentum} if optim.name == "sgd" else {"betas": optim.betas}
+        rest: dict[str, Any] = (
+            {"momentum": optim.momentum} if optim.name == "sgd" else {"betas": optim.betas}
+        )
         rest |= {"eps": optim.eps} if optim.name == "adamw" else {}
         groups = [group for group in self._engine.layout.groups if group.key.trainable]
         rates_of = {slot.spec.name: group.key.options for group in groups for slot in group.slots}
         found: dict[GroupOptions, list[nn.Parameter]] = {}
-        for name, param in self._engine.module.named_parameters():  # safe to read while they are slices
+        for (
+            name,
+            param,
+        ) in self._engine.module.named_parameters():  # safe to read while they are slices
             if name in rates_of:
                 found.setdefault(rates_of[name], []).append(param)
         return ReadOnlyList(
-            ParamGroup(params=ReadOnlyList(params), lr=lr * rates.factor, weight_decay=rates.decay, **rest)
+            ParamGroup(
+                params=ReadOnlyList(params), lr=lr * rates.factor, weight_decay=rates.decay, **rest
+            )
             for rates, params in found.items()
         )
 
@@ -87,7 +94,9 @@ class OptimizerView:
 
     def state_dict(self) -> NoReturn:
         """Raises an error: not available here."""
-        raise NotImplementedError("a rank holds slices only: use engine.save_checkpoint(), which loads on any ranks")
+        raise NotImplementedError(
+            "a rank holds slices only: use engine.save_checkpoint(), which loads on any ranks"
+        )
 
     def load_state_dict(self, state: Any) -> NoReturn:
         """Raises an error: not available here."""

@@ -143,7 +143,9 @@ TENSOR_PARALLEL = Table({"preset_model partition_config tp dtype": "the module i
     "autotp_size tp_size": ((0, 1), "build the model from threed.layers, and use threed.Engine with a topology"),
 })  # fmt: skip
 
-SCHEDULER = Table({}, {"last_batch_iteration": ((-1,), "engine.load_checkpoint() restores the step")})
+SCHEDULER = Table(
+    {}, {"last_batch_iteration": ((-1,), "engine.load_checkpoint() restores the step")}
+)
 OPTIMIZER = Table({"legacy_fusion": ONE_UPDATE})
 PARAMS = Table({"fused foreach differentiable capturable set_grad_none": ONE_UPDATE}, {
     "max_grad_norm": ((0,), "use the top-level gradient_clipping"),
@@ -154,5 +156,7 @@ ADAM = Table({"torch_adam": ONE_UPDATE}, {
     "bias_correction": ((True,), "the moments' bias is always corrected"),
     "amsgrad": ((False,), "use the plain second moment"),
 })  # fmt: skip
-SGD = Table({}, {"dampening": ((0,), "use plain momentum"), "nesterov": ((False,), "use plain momentum")})
+SGD = Table(
+    {}, {"dampening": ((0,), "use plain momentum"), "nesterov": ((False,), "use plain momentum")}
+)
 LION = Table({}, {"fp32_optimizer_states": ((True,), MASTERS)})

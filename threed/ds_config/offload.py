@@ -12,7 +12,10 @@ from typing import Any
 from threed.ds_config import keys
 from threed.ds_config.section import Auto, Section, Table, shown
 
-OLD = {"offload_optimizer": ("cpu_offload",), "offload_param": ("cpu_offload_param", "cpu_offload_params")}
+OLD = {
+    "offload_optimizer": ("cpu_offload",),
+    "offload_param": ("cpu_offload_param", "cpu_offload_params"),
+}
 NO_NVME = "nothing is offloaded to NVMe"
 
 
@@ -21,17 +24,30 @@ def find_places(zero: Section, stage: int) -> dict[str, str]:
     optimizer, optimizer_path = _find_place(zero, "offload_optimizer", keys.OFFLOAD_OPTIMIZER)
     params, params_path = _find_place(zero, "offload_param", keys.OFFLOAD_PARAM)
     if optimizer != "none" and stage == 0:
-        zero.problem("offload_optimizer", f"{optimizer} with stage 0: it moves what ZeRO slices; use stage 1, 2 or 3")
+        zero.problem(
+            "offload_optimizer",
+            f"{optimizer} with stage 0: it moves what ZeRO slices; use stage 1, 2 or 3",
+        )
     if params != "none" and stage != 3:
-        zero.problem("offload_param", f"{params} with stage {stage}: parameters are whole there; use stage 3")
-    if optimizer_path and params_path and os.path.normpath(optimizer_path) != os.path.normpath(params_path):
+        zero.problem(
+            "offload_param", f"{params} with stage {stage}: parameters are whole there; use stage 3"
+        )
+    if (
+        optimizer_path
+        and params_path
+        and os.path.normpath(optimizer_path) != os.path.normpath(params_path)
+    ):
         zero.problem(
             "offload_param.nvme_path",
             f"{shown(params_path)}, but offload_optimizer.nvme_path is {shown(optimizer_path)}: a rank swaps to one"
             " file; write one folder for both (several drives: as one RAID-0 volume)",
         )
     path = optimizer_path or params_path
-    return {"offload_optimizer": optimizer, "offload_params": params, **({"nvme_path": path} if path else {})}
+    return {
+        "offload_optimizer": optimizer,
+        "offload_params": params,
+        **({"nvme_path": path} if path else {}),
+    }
 
 
 def _find_place(zero: Section, key: str, table: Table) -> tuple[str, str | None]:
@@ -55,7 +71,9 @@ def _find_place(zero: Section, key: str, table: Table) -> tuple[str, str | None]
 
 
 def _no_folder(value: Any) -> str:
-    fits = isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str) and path
+    fits = (
+        isinstance(value, str | os.PathLike) and isinstance(path := os.fspath(value), str) and path
+    )
     return "" if fits else "is no folder: write its path"
 
 

@@ -19,7 +19,12 @@ NO_SCHEDULERS = (
 )
 NO_HOOKS = "remove them, and call engine.step() and your function one after the other"
 DECOUPLED = "decoupled_weight_decay"
-HYPER_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0, "dampening": 0}
+HYPER_DEFAULTS: dict[str, Any] = {
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "momentum": 0.0,
+    "dampening": 0,
+}
 HYPER = frozenset((*HYPER_DEFAULTS, "nesterov", "amsgrad", "maximize"))
 READ = {
     torch.optim.AdamW: ("AdamW", ("betas", "eps", "amsgrad", "maximize")),
@@ -48,20 +53,36 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
         name = type(optimizer).__name__
-        raise ConfigError([f"optimizer: {name} is not there: pass torch's AdamW, Adam or SGD, or use the config's"])
+        raise ConfigError(
+            [
+                f"optimizer: {name} is not there: pass torch's AdamW, Adam or SGD, or use the config's"
+            ]
+        )
     if is_scheduled(optimizer):
         raise ConfigError([f"optimizer: a learning rate scheduler drives it: {NO_SCHEDULERS}"])
     if optimizer.state:
-        raise ConfigError(["optimizer: has made steps, and its moments would be lost: pass a fresh one"])
+        raise ConfigError(
+            ["optimizer: has made steps, and its moments would be lost: pass a fresh one"]
+        )
     if has_hooks(optimizer):
-        raise ConfigError([f"optimizer: it has hooks for its steps, which the engine would not call: {NO_HOOKS}"])
+        raise ConfigError(
+            [f"optimizer: it has hooks for its steps, which the engine would not call: {NO_HOOKS}"]
+        )
     name, keys = READ[type(optimizer)]
     first, *others = optimizer.param_groups
-    if differ := [key for key in (*keys, DECOUPLED) if any(group.get(key) != first.get(key) for group in others)]:
-        raise ConfigError([f"optimizer: groups differ in {', '.join(differ)}: only lr and weight_decay may"])
+    if differ := [
+        key
+        for key in (*keys, DECOUPLED)
+        if any(group.get(key) != first.get(key) for group in others)
+    ]:
+        raise ConfigError(
+            [f"optimizer: groups differ in {', '.join(differ)}: only lr and weight_decay may"]
+        )
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     if not any(rates):
-        raise ConfigError(["optimizer: lr is 0 in every group: nothing would be trained; give the learning rate"])
+        raise ConfigError(
+            ["optimizer: lr is 0 in every group: nothing would be trained; give the learning rate"]
+        )
     params = {key: first[key] for key in keys if first[key] is not False}
     params |= {"lr": next(rate for rate in rates if rate), "weight_decay": first["weight_decay"]}
     if name == "Adam":
@@ -72,7 +93,9 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether a scheduler of torch, or of a subclass such as Hugging Face's, was made for an optimizer."""
-    return "step" in vars(optimizer) or any("initial_lr" in group for group in optimizer.param_groups)
+    return "step" in vars(optimizer) or any(
+        "initial_lr" in group for group in optimizer.param_groups
+    )
 
 
 class PassedOptimizer:
@@ -92,11 +115,17 @@ class PassedOptimizer:
         for number, (group, read) in enumerate(zip(now, self._read, strict=False)):
             if changed := [key for key in read if group.get(key) != read[key]]:
                 what = ", ".join(f"{key} from {read[key]} to {group.get(key)}" for key in changed)
-                raise RuntimeError(f"param_groups[{number}] of the passed optimizer changed {what}: {NO_SCHEDULERS}")
+                raise RuntimeError(
+                    f"param_groups[{number}] of the passed optimizer changed {what}: {NO_SCHEDULERS}"
+                )
         if len(now) != len(self._read):
-            raise RuntimeError("add_param_group on the passed optimizer: pass all groups to initialize")
+            raise RuntimeError(
+                "add_param_group on the passed optimizer: pass all groups to initialize"
+            )
         if is_scheduled(self._optimizer):
-            raise RuntimeError(f"a learning rate scheduler was made for the passed optimizer: {NO_SCHEDULERS}")
+            raise RuntimeError(
+                f"a learning rate scheduler was made for the passed optimizer: {NO_SCHEDULERS}"
+            )
         if has_hooks(self._optimizer, self._own):
             raise RuntimeError(
                 f"the passed optimizer was given hooks for its steps, which the engine does not call: {NO_HOOKS}"
@@ -104,7 +133,9 @@ class PassedOptimizer:
 
     def _values(self) -> list[dict[str, Any]]:
         keys = ("lr", "weight_decay", *READ[type(self._optimizer)][1])
-        return [{key: _plain(group.get(key)) for key in keys} for group in self._optimizer.param_groups]
+        return [
+            {key: _plain(group.get(key)) for key in keys} for group in self._optimizer.param_groups
+        ]
 
 
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
@@ -118,7 +149,9 @@ def _plain(value: Any) -> Any:
 
 
 def _refuse_step(*_: Any) -> None:
-    raise RuntimeError("step() of an optimizer that was passed to threed.initialize: call engine.step()")
+    raise RuntimeError(
+        "step() of an optimizer that was passed to threed.initialize: call engine.step()"
+    )
 
 
 def find_groups(
@@ -141,29 +174,45 @@ def find_groups(
     names = {id(param): name for name, param in model.named_parameters()}
     wanted = {names[id(param)] for param in model.parameters() if param.requires_grad}
     items = list(given)
-    dicts: list[Mapping[str, Any]] = [item if isinstance(item, Mapping) else {"params": [item]} for item in items]
+    dicts: list[Mapping[str, Any]] = [
+        item if isinstance(item, Mapping) else {"params": [item]} for item in items
+    ]
     groups, unknown, problems = [], 0, []
     for number, item in enumerate(dicts):
         if "params" not in item:
             raise ConfigError(
-                [f"model_parameters[{number}]: no 'params': a group is a dict of its parameters and values"]
+                [
+                    f"model_parameters[{number}]: no 'params': a group is a dict of its parameters and values"
+                ]
             )
-        members = [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
+        members = (
+            [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
+        )
         unknown += sum(id(param) not in names for param in members)
         own = tuple(names[id(p)] for p in members if id(p) in names and p.requires_grad)
         lr, decay = item.get("lr"), item.get("weight_decay")
-        groups.append(Group(own, None if lr is None else float(lr), None if decay is None else float(decay)))
-        problems += [f"model_parameters[{number}]: {text}" for text in _other_values(item, params or {})]
+        groups.append(
+            Group(own, None if lr is None else float(lr), None if decay is None else float(decay))
+        )
+        problems += [
+            f"model_parameters[{number}]: {text}" for text in _other_values(item, params or {})
+        ]
     counts = Counter(name for group in groups for name in group.names)
     if unknown:
         problems.append(f"model_parameters: {unknown} of them are not the model's")
     if missing := sorted(wanted - set(counts)):
-        problems.append(f"model_parameters: without {few(missing)}: set requires_grad_(False) on them, or add them")
+        problems.append(
+            f"model_parameters: without {few(missing)}: set requires_grad_(False) on them, or add them"
+        )
     if twice := sorted(name for name, count in counts.items() if count > 1):
         problems.append(f"model_parameters: {few(twice)} in more than one group, or twice in one")
     if problems:
         raise ConfigError(problems)
-    return tuple(groups) if any((group.lr, group.weight_decay) != (None, None) for group in groups) else ()
+    return (
+        tuple(groups)
+        if any((group.lr, group.weight_decay) != (None, None) for group in groups)
+        else ()
+    )
 
 
 def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[str]:
@@ -174,6 +223,8 @@ def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterat
     for key in HYPER.intersection(group):
         own, common = _plain(group[key]), params.get(key, "auto")
         common = HYPER_DEFAULTS.get(key, False) if common == "auto" else common
-        own, common = (tuple(value) if isinstance(value, list) else value for value in (own, common))
+        own, common = (
+            tuple(value) if isinstance(value, list) else value for value in (own, common)
+        )
         if own != common:
             yield f"{key} {own}, but the optimizer's is {common}: only lr and weight_decay may differ between groups"

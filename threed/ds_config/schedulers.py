@@ -60,7 +60,9 @@ class LearningRate:
         rising = self.low + (self.high - self.low) * self.warmup.share(step)
         floor = 0.0 if self.relative else self.low
         falling = floor + (self.high - floor) * self.after(step)
-        return torch.where(step < 0, self.start, torch.where(step < self.warmup.steps, rising, falling))
+        return torch.where(
+            step < 0, self.start, torch.where(step < self.warmup.steps, rising, falling)
+        )
 
 
 def learning_rate(scheduler: Section, lr: float) -> LearningRate | None:
@@ -81,21 +83,31 @@ def learning_rate(scheduler: Section, lr: float) -> LearningRate | None:
     if name != "warmuplr":
         params.need("total_num_steps", AGAIN.instead)
         total = params.whole("total_num_steps", 0, least=1, auto=AGAIN, named=False)
-    rate = cosine(params, warmup, total, lr) if name == "warmupcosinelr" else linear(params, warmup, total, lr, name)
+    rate = (
+        cosine(params, warmup, total, lr)
+        if name == "warmupcosinelr"
+        else linear(params, warmup, total, lr, name)
+    )
     params.close(keys.SCHEDULER)
     return rate
 
 
 def linear(params: Section, warmup: Warmup, total: int, lr: float, name: str) -> LearningRate:
     """WarmupLR: constant after the warm-up. WarmupDecayLR: down to the warm-up's start, linearly."""
-    low = params.number("warmup_min_lr", 0.0, least=0, auto=Auto(0.0, "as Hugging Face fills it in"))
+    low = params.number(
+        "warmup_min_lr", 0.0, least=0, auto=Auto(0.0, "as Hugging Face fills it in")
+    )
     peak = lr if name == "warmuplr" else 0.001
-    high = params.number("warmup_max_lr", peak, least=0, auto=Auto(lr, "the optimizer's lr, as Hugging Face does"))
+    high = params.number(
+        "warmup_max_lr", peak, least=0, auto=Auto(lr, "the optimizer's lr, as Hugging Face does")
+    )
 
     def decay(step: Tensor) -> Tensor:
         return ((total - step) / max(1, total - warmup.steps)).clamp(min=0)
 
-    return LearningRate(warmup, low, low, high, torch.ones_like if name == "warmuplr" else decay, False)
+    return LearningRate(
+        warmup, low, low, high, torch.ones_like if name == "warmuplr" else decay, False
+    )
 
 
 def cosine(params: Section, warmup: Warmup, total: int, lr: float) -> LearningRate:

@@ -19,7 +19,11 @@ from typing import Any
 from threed.config import ConfigError
 from threed.parse import ParseError, read_json
 
-LIMITS = {"least": ("at least", operator.ge), "above": ("more than", operator.gt), "below": ("less than", operator.lt)}
+LIMITS = {
+    "least": ("at least", operator.ge),
+    "above": ("more than", operator.gt),
+    "below": ("less than", operator.lt),
+}
 Rows = Mapping[str, Any]  # by key, or by several keys separated by spaces
 NONE: Rows = {}
 
@@ -31,7 +35,9 @@ def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     try:
         return read_json(Path(config))
     except ParseError as error:
-        fix = "give the path of a ds_config.json, or a dict; comments and trailing commas are no JSON"
+        fix = (
+            "give the path of a ds_config.json, or a dict; comments and trailing commas are no JSON"
+        )
         raise ConfigError([f"{error}: {fix}"]) from None
 
 
@@ -66,7 +72,8 @@ class Table:
 
     def __init__(self, ignored: Rows = NONE, refused: Rows = NONE, blocks: Rows = NONE) -> None:
         self.ignored, self.refused, self.blocks = (
-            {key: what for keys, what in rows.items() for key in keys.split()} for rows in (ignored, refused, blocks)
+            {key: what for keys, what in rows.items() for key in keys.split()}
+            for rows in (ignored, refused, blocks)
         )
 
     def off(self, why: str) -> Table:
@@ -111,7 +118,14 @@ class Section:
         """The group below a key; an empty one if there is none."""
         return Section(self.report, self.values[key] if self.given(key) else {}, self.name(key))
 
-    def take(self, key: str, default: Any, wrong: Callable[[Any], str], auto: Auto = Auto(), named: bool = True) -> Any:
+    def take(
+        self,
+        key: str,
+        default: Any,
+        wrong: Callable[[Any], str],
+        auto: Auto = Auto(),
+        named: bool = True,
+    ) -> Any:
         """A key's value; the default where it is not given, and, with a problem, where `wrong` says what is wrong.
 
         named: whether a default that applies is worth a note.
@@ -131,16 +145,32 @@ class Section:
         return value
 
     def number(
-        self, key: str, default: float | None, *, auto: Auto = Auto(), named: bool = True, **limits: float
+        self,
+        key: str,
+        default: float | None,
+        *,
+        auto: Auto = Auto(),
+        named: bool = True,
+        **limits: float,
     ) -> Any:
         """A finite number not less than `least`, more than `above`, less than `below`."""
         return self.take(key, default, lambda value: _no_number(value, limits), auto, named)
 
-    def whole(self, key: str, default: int | None, *, auto: Auto = Auto(), named: bool = True, **limits: float) -> Any:
+    def whole(
+        self,
+        key: str,
+        default: int | None,
+        *,
+        auto: Auto = Auto(),
+        named: bool = True,
+        **limits: float,
+    ) -> Any:
         """A whole number; 5e8 is one."""
 
         def wrong(value: Any) -> str:
-            return _no_number(value, limits) or ("" if value == int(value) else "is no whole number")
+            return _no_number(value, limits) or (
+                "" if value == int(value) else "is no whole number"
+            )
 
         value = self.take(key, default, wrong, auto, named)
         return None if value is None else int(value)
@@ -148,10 +178,20 @@ class Section:
     def switch(self, key: str, default: bool, *, auto: Auto = Auto()) -> bool:
         """True or false."""
         wrong = "must be true or false"
-        return bool(self.take(key, default, lambda value: "" if isinstance(value, bool) else wrong, auto, False))
+        return bool(
+            self.take(
+                key, default, lambda value: "" if isinstance(value, bool) else wrong, auto, False
+            )
+        )
 
     def word(
-        self, key: str, default: str | None, words: Sequence[str], *, named: bool = True, refused: Collection[str] = ()
+        self,
+        key: str,
+        default: str | None,
+        words: Sequence[str],
+        *,
+        named: bool = True,
+        refused: Collection[str] = (),
     ) -> Any:
         """One of some words, in lower case. refused: in lower case, those that DeepSpeed knows."""
 
@@ -180,7 +220,10 @@ class Section:
         for key in self.values:
             if key not in self.known:
                 near = difflib.get_close_matches(key, self.known, 1, 0.7)
-                self.problem(key, f"no such key (did you mean {self.name(near[0])}?)" if near else "no such key")
+                self.problem(
+                    key,
+                    f"no such key (did you mean {self.name(near[0])}?)" if near else "no such key",
+                )
 
     def _refuse(self, key: str, fine: Sequence[Any], why: str) -> None:
         if self.given(key):
@@ -202,7 +245,11 @@ class Section:
 
 def _no_number(value: Any, limits: Mapping[str, float]) -> str:
     """What is wrong with a value that should be a number within limits."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not abs(value) < float("inf")
+    ):
         return "is no number"
     beyond = (name for name, limit in limits.items() if not LIMITS[name][1](value, limit))
     return next((f"must be {LIMITS[name][0]} {limits[name]:g}" for name in beyond), "")

@@ -55,7 +55,10 @@ class Translation:
 
 
 def translate(
-    ds: Mapping[str, Any], world: int, model: ModelFacts = ModelFacts(), groups: Sequence[Group] = ()
+    ds: Mapping[str, Any],
+    world: int,
+    model: ModelFacts = ModelFacts(),
+    groups: Sequence[Group] = (),
 ) -> Translation:
     """Reads a ds_config for `world` data-parallel ranks; ConfigError with everything that is wrong with it.
 
@@ -83,32 +86,48 @@ def translate(
     batch = micro * accumulation * world
     train = {"global_batch": batch, "micro_batch": micro, "grad_clip": clip}
     try:
-        config = Config.model_validate({"zero": zero, "precision": precision, "optim": optim, "train": train})
+        config = Config.model_validate(
+            {"zero": zero, "precision": precision, "optim": optim, "train": train}
+        )
     except ValidationError as error:
-        raise ConfigError([f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]) from None
-    return Translation(config, batch, micro, accumulation, rate, scale, drop_last, tuple(report.notes))
+        raise ConfigError(
+            [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        ) from None
+    return Translation(
+        config, batch, micro, accumulation, rate, scale, drop_last, tuple(report.notes)
+    )
 
 
 def _batch(top: Section, world: int) -> tuple[int, int]:
     """Micro-batch and accumulation steps; "auto" is what the others say."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (
-        None if top.given(name) and top.values[name] == "auto" else top.whole(name, None, least=1, named=False)
+        None
+        if top.given(name) and top.values[name] == "auto"
+        else top.whole(name, None, least=1, named=False)
         for name in names
     )
     if total is None and micro is None:
-        top.problem(names[1], "not given: write the samples in one forward pass of one rank (or train_batch_size)")
+        top.problem(
+            names[1],
+            "not given: write the samples in one forward pass of one rank (or train_batch_size)",
+        )
         return 1, 1
     if steps is None and (total is None or micro is None):
         steps = 1
         top.note(names[2], "not given: DeepSpeed's default, 1")
     if total is None:
         return int(micro or 1), int(steps or 1)
-    given = " × ".join(f"{name} {n}" for name, n in zip(names[1:], (micro, steps), strict=True) if n)
+    given = " × ".join(
+        f"{name} {n}" for name, n in zip(names[1:], (micro, steps), strict=True) if n
+    )
     share = (micro or 1) * (steps or 1) * world
     if total % share or (micro and steps and total != share):
         near = share if micro and steps else max(total // share, 1) * share
-        top.problem(names[0], f"{total} does not fit {given} × {world} data-parallel ranks = {share}: use {near}")
+        top.problem(
+            names[0],
+            f"{total} does not fit {given} × {world} data-parallel ranks = {share}: use {near}",
+        )
         return micro or 1, steps or 1
     return int(micro or total // share), int(steps or total // share)
 
@@ -126,14 +145,21 @@ def _precision(top: Section, model: ModelFacts) -> tuple[dict[str, Any], LossSca
     wide = "fp64" if model.dtype == "fp64" else "fp32"
     dtype = chosen[0] if chosen else wide
     if model.dtype in ("bf16", "fp16") and model.dtype != dtype:
-        top.note(model.dtype, f"not enabled: the model's {model.dtype} weights are trained in {dtype}")
+        top.note(
+            model.dtype, f"not enabled: the model's {model.dtype} weights are trained in {dtype}"
+        )
     scale = _loss_scale(fp16, dtype == "fp16")
     fp16.close(keys.FP16)
     bf16.close(keys.BF16)
     grad = _grad_dtype(top.section("data_types"), dtype, wide)
     wire = _dtype(top, "communication_data_type")
     fixed = "dynamic" if scale is None or scale.dynamic else scale.initial
-    return {"dtype": dtype, "grad_dtype": grad, "reduce_dtype": wire or grad, "loss_scale": fixed}, scale
+    return {
+        "dtype": dtype,
+        "grad_dtype": grad,
+        "reduce_dtype": wire or grad,
+        "loss_scale": fixed,
+    }, scale
 
 
 def _loss_scale(fp16: Section, enabled: bool) -> LossScale | None:
@@ -154,10 +180,14 @@ def _loss_scale(fp16: Section, enabled: bool) -> LossScale | None:
 def _grad_dtype(types: Section, dtype: str, wide: str) -> str:
     own = _dtype(types, "param_dtype")
     if own not in (None, dtype):
-        types.problem("param_dtype", f"{own}, but weights are {dtype}: enable bf16 or fp16, or leave it out")
+        types.problem(
+            "param_dtype", f"{own}, but weights are {dtype}: enable bf16 or fp16, or leave it out"
+        )
     grad = _dtype(types, "grad_accum_dtype")
     if grad is None and dtype != wide:
-        types.note("grad_accum_dtype", f"not given: {wide}, threed's own default (DeepSpeed's is {dtype})")
+        types.note(
+            "grad_accum_dtype", f"not given: {wide}, threed's own default (DeepSpeed's is {dtype})"
+        )
     types.close(keys.DATA_TYPES)
     return grad or wide
 
@@ -183,8 +213,12 @@ def _zero(top: Section, world: int, model: ModelFacts, width: int) -> dict[str, 
         zero.ignore("mics_shard_size", "stage 0 slices nothing")
     elif (size := _shard_size(zero, world)) is not None:
         values["shard_size"] = size
-    values["bucket_mib"] = _bucket_bytes(zero, stage, values.get("shard_size", world), width, bucket) / 2**20
-    values["resident"] = _resident(zero, stage, Auto(10 * hidden if hidden else None, told, instead))
+    values["bucket_mib"] = (
+        _bucket_bytes(zero, stage, values.get("shard_size", world), width, bucket) / 2**20
+    )
+    values["resident"] = _resident(
+        zero, stage, Auto(10 * hidden if hidden else None, told, instead)
+    )
     values |= find_places(zero, stage)
     zero.close(keys.ZERO)
     return values
@@ -195,10 +229,15 @@ def _bucket_bytes(zero: Section, stage: int, ranks: int, width: int, auto: Auto)
     elements = zero.whole("reduce_bucket_size", None, least=1, auto=auto, named=False)
     if elements is None:
         if stage:
-            zero.note("reduce_bucket_size", "not given: 64 MiB, threed's own default (DeepSpeed's is 5e8 elements)")
+            zero.note(
+                "reduce_bucket_size",
+                "not given: 64 MiB, threed's own default (DeepSpeed's is 5e8 elements)",
+            )
         elements = 64 * 2**20 // width
     if stage < 3:
-        zero.ignore("sub_group_size", "a bucket's slice is the unit of the optimizer step below stage 3")
+        zero.ignore(
+            "sub_group_size", "a bucket's slice is the unit of the optimizer step below stage 3"
+        )
     elif (most := zero.whole("sub_group_size", None, least=1, named=False)) is not None:
         elements = min(elements, most * ranks)
     return int(elements) * width
@@ -229,7 +268,10 @@ def _optimizer(top: Section, group_decay: bool) -> dict[str, Any]:
     section = top.section("optimizer")
     optim: dict[str, Any] = {"lr": 1e-3, "warmup": 0, "schedule": "constant", "weight_decay": 0.0}
     if not section.values:
-        top.problem("optimizer", 'not given: write {"type": "AdamW", "params": {"lr": …}}, or pass a torch optimizer')
+        top.problem(
+            "optimizer",
+            'not given: write {"type": "AdamW", "params": {"lr": …}}, or pass a torch optimizer',
+        )
         return optim
     name = section.word("type", None, OPTIMIZERS, named=False, refused=NOT_HERE)
     section.need("type", "use AdamW, Adam, SGD or Lion")
@@ -238,16 +280,23 @@ def _optimizer(top: Section, group_decay: bool) -> dict[str, Any]:
     if name is None:
         return optim
     optim["lr"] = params.number("lr", 1e-3, above=0, auto=Auto(instead="write the learning rate"))
-    decay = optim["weight_decay"] = params.number("weight_decay", 0.0, least=0, auto=Auto(0.0, SHARED))
+    decay = optim["weight_decay"] = params.number(
+        "weight_decay", 0.0, least=0, auto=Auto(0.0, SHARED)
+    )
     optim["name"] = "adamw" if name == "adam" else name
     if name == "sgd":
         optim["momentum"] = params.number("momentum", 0.0, least=0, below=1)
     else:
-        optim["betas"] = tuple(params.take("betas", (0.9, 0.999), _no_betas, Auto((0.9, 0.999), SHARED)))
+        optim["betas"] = tuple(
+            params.take("betas", (0.9, 0.999), _no_betas, Auto((0.9, 0.999), SHARED))
+        )
     if optim["name"] == "adamw":
         optim["eps"] = params.number("eps", 1e-8, above=0, auto=Auto(1e-8, SHARED))
         if not params.switch("adam_w_mode", True) and name == "adam" and (decay or group_decay):
-            params.problem("adam_w_mode", "decay as part of the gradient is not there: use true, or weight_decay 0")
+            params.problem(
+                "adam_w_mode",
+                "decay as part of the gradient is not there: use true, or weight_decay 0",
+            )
     params.close(keys.PARAMS, {"sgd": keys.SGD, "lion": keys.LION}.get(name, keys.ADAM))
     return optim
 
@@ -267,7 +316,9 @@ def _groups(
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
     if rate is not None and not rate.relative and rates - {lr}:
-        scheduler.note("params.warmup_max_lr", "one learning rate for all parameter groups, as in DeepSpeed")
+        scheduler.note(
+            "params.warmup_max_lr", "one learning rate for all parameter groups, as in DeepSpeed"
+        )
         groups = [Group(group.names, None, group.weight_decay) for group in groups]
         rates = {lr}
     groups = groups if rates - {lr} or decays - {decay} else ()

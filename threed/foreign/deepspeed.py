@@ -51,7 +51,11 @@ def step_folder(path: Path) -> Path | None:
         except (ParseError, ValueError):
             return None
         below = path / tag
-        return below if tag and tag.isprintable() and Path(tag).name == tag and _has_states(below) else None
+        return (
+            below
+            if tag and tag.isprintable() and Path(tag).name == tag and _has_states(below)
+            else None
+        )
     return path if _has_states(path) else None
 
 
@@ -75,9 +79,18 @@ class DeepSpeedCheckpoint(HFTensors):
         try:
             self._read(folder)
             self._strip()
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        except (
+            KeyError,
+            IndexError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            OverflowError,
+        ) as error:
             text = f"{type(error).__name__}: {plain(error)}"
-            raise CheckpointError(f"{folder} is not as DeepSpeed 0.19 writes checkpoints ({text})") from None
+            raise CheckpointError(
+                f"{folder} is not as DeepSpeed 0.19 writes checkpoints ({text})"
+            ) from None
         return set(self._tensors)
 
     # ---------------------------------------------------------------------------------------------------- what it has
@@ -96,7 +109,9 @@ class DeepSpeedCheckpoint(HFTensors):
         self.title = f"{what}ZeRO stage {self.stage}"
         if version:
             self.title = f"DeepSpeed {plain(version)}, {self.title}"
-        steps, samples, skipped = (_count(head.get(key)) for key in ("global_steps", "global_samples", "skipped_steps"))
+        steps, samples, skipped = (
+            _count(head.get(key)) for key in ("global_steps", "global_samples", "skipped_steps")
+        )
         self.progress = Progress(steps, samples, max(0.0, float(steps - skipped)))
         self._has_masters = bool(head.get("param_shapes"))  # in other files
 
@@ -124,31 +139,46 @@ class DeepSpeedCheckpoint(HFTensors):
                 self._tensors.setdefault(other, self._tensors[name])
         if self._has_masters and not any(len(parts) > 1 for parts in self._tensors.values()):
             self.progress, self.scale = Progress(), {}
-            self.notes.append("it has no moments of Adam: a run begins at step 0, with moments of zero")
+            self.notes.append(
+                "it has no moments of Adam: a run begins at step 0, with moments of zero"
+            )
 
     def _check_ranks(self, ranks: list[dict[str, Any]], heads: int) -> None:
         if self._has_masters and not ranks:
-            raise CheckpointError(f"{self._folder} has no files of its optimizer: copy those of all machines together")
+            raise CheckpointError(
+                f"{self._folder} has no files of its optimizer: copy those of all machines together"
+            )
         for found in ranks:
             count = found.get("partition_count", len(ranks))
             if any(n != len(ranks) for n in (count if isinstance(count, list) else [count])):
-                raise CheckpointError(f"{self._folder} has states of {len(ranks)} data ranks, and was saved by {count}")
+                raise CheckpointError(
+                    f"{self._folder} has states of {len(ranks)} data ranks, and was saved by {count}"
+                )
         if self.stage == 3 and heads != len(ranks):
-            raise CheckpointError(f"{self._folder} has the model of {heads} ranks and the states of {len(ranks)}")
+            raise CheckpointError(
+                f"{self._folder} has the model of {heads} ranks and the states of {len(ranks)}"
+            )
 
     def _flat(self, groups: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
         """Stages 1 and 2: the vector of each group."""
         paddings = ranks[0].get("param_alignment_paddings") or [[] for _ in groups]
-        vectors = [_vectors(found, "single_partition_of_fp32_groups", "base_optimizer_state") for found in ranks]
+        vectors = [
+            _vectors(found, "single_partition_of_fp32_groups", "base_optimizer_state")
+            for found in ranks
+        ]
         for group, shapes in enumerate(groups):
             chains, end = self._chains([found[group] for found in vectors]), 0
             behind = list(paddings[group]) + [0] * (len(shapes) - len(paddings[group]))
             for (name, shape), padding in zip(shapes.items(), behind, strict=True):
                 first, end = end, end + math.prod(shape)
-                self._tensors[name] = {part: Spread(shape, chain.cut(first, end)) for part, chain in chains.items()}
+                self._tensors[name] = {
+                    part: Spread(shape, chain.cut(first, end)) for part, chain in chains.items()
+                }
                 end += padding
             if not 0 <= chains[WEIGHT].numel - end + sum(behind[-1:]) <= 2 * 2 * len(ranks):
-                raise CheckpointError(f"{self._folder}: group {group} has {chains[WEIGHT].numel} values, not {end}")
+                raise CheckpointError(
+                    f"{self._folder}: group {group} has {chains[WEIGHT].numel} values, not {end}"
+                )
 
     def _sliced(self, groups: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
         """Stage 3: slices of each parameter."""
@@ -159,28 +189,39 @@ class DeepSpeedCheckpoint(HFTensors):
             numel = math.prod(shape)
             share = -(-numel // size)
             self._tensors[name] = {
-                part: Spread(shape, Chain([chain[part].cut(at, at + share) for chain in chains]).cut(0, numel))
+                part: Spread(
+                    shape,
+                    Chain([chain[part].cut(at, at + share) for chain in chains]).cut(0, numel),
+                )
                 for part in chains[0]
             }
             at += share
         if any(chain[WEIGHT].numel != at for chain in chains):
-            raise CheckpointError(f"{self._folder}: its slices have {chains[0][WEIGHT].numel} values, not {at}")
+            raise CheckpointError(
+                f"{self._folder}: its slices have {chains[0][WEIGHT].numel} values, not {at}"
+            )
 
     def _chains(self, vectors: Sequence[Mapping[str, Any]]) -> dict[str, Chain]:
         """Returns parts, of flat vectors one after the other; notes what is left out."""
         common = set(vectors[0]).intersection(*vectors[1:])
         if any(set(found) != common for found in vectors):
-            raise CheckpointError(f"{self._folder}: some ranks saved states of the optimizer, and others did not")
+            raise CheckpointError(
+                f"{self._folder}: some ranks saved states of the optimizer, and others did not"
+            )
         steps = {float(found["step"]) for found in vectors if found.get("step") is not None}
         if steps:
             self.progress = Progress(self.progress.steps, self.progress.samples, max(steps))
         kept = common - {"step", WEIGHT}
         if kept != set(MOMENTS):
             if kept:
-                self._note(f"{', '.join(sorted(kept))} of its optimizer are left out, which are not Adam's moments")
+                self._note(
+                    f"{', '.join(sorted(kept))} of its optimizer are left out, which are not Adam's moments"
+                )
             kept = set()
         return {
-            part: Chain([found[part] for found in vectors]) for part in (WEIGHT, *MOMENTS) if part in kept | {WEIGHT}
+            part: Chain([found[part] for found in vectors])
+            for part in (WEIGHT, *MOMENTS)
+            if part in kept | {WEIGHT}
         }
 
     def _frozen(self, fragments: list[dict[str, Any]], head: dict[str, Any]) -> None:
@@ -194,14 +235,23 @@ class DeepSpeedCheckpoint(HFTensors):
         buffers = set(head.get("buffer_names") or ())
         shared = head.get("shared_params") or {}
         for name, place in head["module"].items():
-            if name not in self._tensors and name not in buffers and name not in shared and isinstance(place, Place):
+            if (
+                name not in self._tensors
+                and name not in buffers
+                and name not in shared
+                and isinstance(place, Place)
+            ):
                 self._tensors[name] = {WEIGHT: Spread(place.shape, place)}
 
     def _plain(self, head: dict[str, Any]) -> None:
         """Stage 0 says nowhere what its states are of."""
         self.progress = Progress()
         found = {place.dtype for place in head["module"].values() if isinstance(place, Place)}
-        low = "" if found <= {torch.float32, torch.float64} else ", and its weights are those in low precision"
+        low = (
+            ""
+            if found <= {torch.float32, torch.float64}
+            else ", and its weights are those in low precision"
+        )
         self._note(f"its states have no names: a run begins at step 0, with moments of zero{low}")
 
     def _note(self, text: str) -> None:
@@ -212,13 +262,18 @@ class DeepSpeedCheckpoint(HFTensors):
         """Takes away what wrappers put before all names."""
         for prefix in ("module.", "_orig_mod.", "module."):
             if self._tensors and all(name.startswith(prefix) for name in self._tensors):
-                self._tensors = {name.removeprefix(prefix): parts for name, parts in self._tensors.items()}
+                self._tensors = {
+                    name.removeprefix(prefix): parts for name, parts in self._tensors.items()
+                }
 
     # -------------------------------------------------------------------------------------------------------- reading
 
     def _find(self, found: dict[str, Header]) -> Iterator[str]:
         for name, parts in self._tensors.items():
-            found[name] = (NAMES.get(parts[WEIGHT].dtype, str(parts[WEIGHT].dtype)), tuple(parts[WEIGHT].shape))
+            found[name] = (
+                NAMES.get(parts[WEIGHT].dtype, str(parts[WEIGHT].dtype)),
+                tuple(parts[WEIGHT].shape),
+            )
         yield from ()
 
     def _slice(self, key: str) -> Any:
@@ -288,7 +343,9 @@ def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
     for found in (models, states):
         if found and sorted(found) != list(range(len(found))):
             missing = next(rank for rank in range(len(found)) if rank not in found)
-            raise CheckpointError(f"{folder} has no file of rank {missing}: copy those of all machines together")
+            raise CheckpointError(
+                f"{folder} has no file of rank {missing}: copy those of all machines together"
+            )
     return [models[rank] for rank in sorted(models)], [states[rank] for rank in sorted(states)]
 
 
@@ -309,14 +366,20 @@ def stage_of(found: dict[str, Any]) -> int:
 
 def scale_of(scaler: Any) -> dict[str, float]:
     """Returns the loss scale as a checkpoint keeps it, of a dynamic one (runtime/fp16/loss_scaler.py)."""
-    state = scaler.state if isinstance(scaler, Thing) and scaler.name.endswith(".DynamicLossScaler") else None
+    state = (
+        scaler.state
+        if isinstance(scaler, Thing) and scaler.name.endswith(".DynamicLossScaler")
+        else None
+    )
     if not isinstance(state, dict):
         return {}
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     scale, at, overflow, left = (number(state.get(name)) for name in names)
     if scale is None or at is None or overflow is None or left is None or not scale > 0:
         return {}
-    good = max(0.0, at - overflow - 2)  # 0.19 doubles one update later, and every window from then on
+    good = max(
+        0.0, at - overflow - 2
+    )  # 0.19 doubles one update later, and every window from then on
     return {"loss_scale": scale, "good_steps": good, "hysteresis_left": max(0.0, left)}
 
 
@@ -335,7 +398,11 @@ def _vectors(found: dict[str, Any], weights: str, states: str) -> list[dict[str,
     vectors = []
     for index, place in enumerate(found[weights]):
         own = state.get(index, {}) if isinstance(state, dict) else state[index]
-        parts = {name: value for name, value in own.items() if isinstance(value, Place) and len(value.shape) == 1}
+        parts = {
+            name: value
+            for name, value in own.items()
+            if isinstance(value, Place) and len(value.shape) == 1
+        }
         step = number(own.get("step"), number(group_step))
         vectors.append({**parts, WEIGHT: place, **({} if step is None else {"step": step})})
     return vectors

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError, plain
-from threed.foreign.deepspeed import MOMENTS, DeepSpeedCheckpoint, files_of, scale_of, stage_of, step_folder
+from threed.foreign.deepspeed import (
+    MOMENTS,
+    DeepSpeedCheckpoint,
+    files_of,
+    scale_of,
+    stage_of,
+    step_folder,
+)
 from threed.foreign.outlines import Job, Place, number, outline
 from threed.foreign.source import Progress
 from threed.foreign.spread import Spread
@@ -36,7 +43,9 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
     def _read(self, folder: Path) -> None:
         models, states = files_of(folder)
         if states:
-            raise CheckpointError(f"{folder} is a universal checkpoint and another one: take one of them away")
+            raise CheckpointError(
+                f"{folder} is a universal checkpoint and another one: take one of them away"
+            )
         own = [folder / "zero" / STATE] if (folder / "zero" / STATE).is_file() else []
         heads: list[Any] = outline([Job(file) for file in (*models, *own)])
         about = heads.pop() if own else {}
@@ -47,7 +56,11 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
         self.scale = scale_of(about.get("loss_scaler"))
         if not own:
             self._note(f"it has no zero/{STATE}: the loss scale of fp16 is left out")
-        shapes = {name: tuple(shape) for group in heads[0]["param_shapes"] for name, shape in group.items()}
+        shapes = {
+            name: tuple(shape)
+            for group in heads[0]["param_shapes"]
+            for name, shape in group.items()
+        }
         self._take(folder, shapes)
         if self.stage == 3:
             self._frozen([found.get("frozen_param_fragments") or {} for found in heads], heads[0])
@@ -58,12 +71,25 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
     def _take(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         """Takes each parameter's parts."""
         for name in shapes:
-            if Path(name).name != name or name == ".." or not name.isprintable() or len(name.encode()) > 250:
-                raise CheckpointError(f"{folder} has a parameter {plain(name)}, which cannot be the name of a folder")
-        files = {(name, part): folder / "zero" / name / file for name in shapes for file, part in PARTS.items()}
+            if (
+                Path(name).name != name
+                or name == ".."
+                or not name.isprintable()
+                or len(name.encode()) > 250
+            ):
+                raise CheckpointError(
+                    f"{folder} has a parameter {plain(name)}, which cannot be the name of a folder"
+                )
+        files = {
+            (name, part): folder / "zero" / name / file
+            for name in shapes
+            for file, part in PARTS.items()
+        }
         here = {key: file for key, file in files.items() if file.is_file()}
         if missing := [name for name in shapes if (name, WEIGHT) not in here]:
-            raise CheckpointError(f"{folder} has no zero/{plain(missing[0])}/fp32.pt, and its model has that parameter")
+            raise CheckpointError(
+                f"{folder} has no zero/{plain(missing[0])}/fp32.pt, and its model has that parameter"
+            )
         found = dict(zip(here, outline([Job(file) for file in here.values()]), strict=True))
         steps = set[float | None]()
         for (name, part), value in found.items():
@@ -75,15 +101,21 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
                 raise CheckpointError(f"{files[name, part]} has no tensor")
             shape = shapes[name]
             if tensor.shape not in (shape, (math.prod(shape),)):
-                raise CheckpointError(f"{files[name, part]} is {list(tensor.shape)}, and its parameter {list(shape)}")
+                raise CheckpointError(
+                    f"{files[name, part]} is {list(tensor.shape)}, and its parameter {list(shape)}"
+                )
             self._tensors.setdefault(name, {})[part] = Spread(shape, tensor)
         whole = [name for name, parts in self._tensors.items() if set(MOMENTS) <= parts.keys()]
         if whole and len(whole) < len(shapes):
             lost = next(name for name in shapes if name not in whole)
-            raise CheckpointError(f"{folder} has moments of {plain(whole[0])}, and not those of {plain(lost)}")
+            raise CheckpointError(
+                f"{folder} has moments of {plain(whole[0])}, and not those of {plain(lost)}"
+            )
         if not whole:  # those of another optimizer, or none
             self._tensors = {name: {WEIGHT: parts[WEIGHT]} for name, parts in self._tensors.items()}
         if len(updates := {step for step in steps if step is not None}) > 1:
-            raise CheckpointError(f"{folder} has different numbers of updates: {plain(sorted(updates))}")
+            raise CheckpointError(
+                f"{folder} has different numbers of updates: {plain(sorted(updates))}"
+            )
         if updates:
             self.progress = Progress(self.progress.steps, self.progress.samples, updates.pop())

@@ -34,7 +34,11 @@ def refusal(path: Path, kind: str) -> str:
 def open_source(path: Path, kind: str, config: Path | None) -> Source:
     """Returns what is in a folder. Raises CheckpointError for what is not read, by name."""
     if kind == "Megatron-LM":
-        return megatron_legacy.open_legacy(path) if megatron.is_legacy(path) else megatron_dist.open_dist(path)
+        return (
+            megatron_legacy.open_legacy(path)
+            if megatron.is_legacy(path)
+            else megatron_dist.open_dist(path)
+        )
     reader = UniversalCheckpoint if is_universal(path) else DeepSpeedCheckpoint
     return reader(path, _config_of(path, kind, config))
 

@@ -32,7 +32,12 @@ from threed.zero.records import WEIGHT
 FILE = "model_optim_rng.pt"
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 ROW_PARALLEL = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
-COLUMN_PARALLEL = ("self_attention.linear_qkv.", "mlp.linear_fc1.", "word_embeddings.weight", "output_layer.weight")
+COLUMN_PARALLEL = (
+    "self_attention.linear_qkv.",
+    "mlp.linear_fc1.",
+    "word_embeddings.weight",
+    "output_layer.weight",
+)
 FUSED = {  # norms that are part of the layer behind them, with Transformer Engine
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
@@ -65,9 +70,17 @@ def step_folder(path: Path) -> Path | None:
             text = read_file(tracker, 2**12).decode("utf-8").strip()
         except (ParseError, ValueError):
             return None
-        name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else ""
+        name = (
+            text
+            if text == "release"
+            else f"iter_{int(text):07d}"
+            if text.isdecimal() and len(text) < 12
+            else ""
+        )
         if name and not (path / name).is_dir():
-            raise CheckpointError(f"{tracker} names {name}, which is not there: give the folder of an iteration itself")
+            raise CheckpointError(
+                f"{tracker} names {name}, which is not there: give the folder of an iteration itself"
+            )
         return path / name if name else None
     return path
 
@@ -82,7 +95,12 @@ class MegatronCheckpoint:
     """Tensors by Megatron's names, whole, as a `Source`; states: of their optimizer, masters in the weights' stead."""
 
     def __init__(self, path: Path, title: str, args: Any, tensors: Tensors, states: States) -> None:
-        self.path, self.title, self.progress, self.scale = path, title, states.progress, states.scale
+        self.path, self.title, self.progress, self.scale = (
+            path,
+            title,
+            states.progress,
+            states.scale,
+        )
         self.notes = [states.note] if states.note else []
         table = args.state if isinstance(args, Thing) and isinstance(args.state, dict) else None
         if table is None:
@@ -90,13 +108,17 @@ class MegatronCheckpoint:
         self.model: ModelConfig = model_of(table, str(path))
         have = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
         if self.model.layers > have:  # before each of them is made
-            raise CheckpointError(f"{path} does not fit its args: it has {have} of {self.model.layers} layers")
+            raise CheckpointError(
+                f"{path} does not fit its args: it has {have} of {self.model.layers} layers"
+            )
         self.shapes: Mapping[str, Shape] = our_shapes(entries(self.model))
         masters = {name: some[WEIGHT] for name, some in states.parts.items() if WEIGHT in some}
         try:
             self._parts = {WEIGHT: ours(tensors | masters, self.model)}
             for part in MOMENTS:
-                self._parts[part] = ours({name: s[part] for name, s in states.parts.items() if part in s}, self.model)
+                self._parts[part] = ours(
+                    {name: s[part] for name, s in states.parts.items() if part in s}, self.model
+                )
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
@@ -113,7 +135,9 @@ class MegatronCheckpoint:
 
     def parts(self, name: str) -> Sequence[str]:
         """Returns what there is of one of our tensors: the weight, and both moments or none."""
-        return [WEIGHT, *MOMENTS] if all(name in self._parts[part] for part in MOMENTS) else [WEIGHT]
+        return (
+            [WEIGHT, *MOMENTS] if all(name in self._parts[part] for part in MOMENTS) else [WEIGHT]
+        )
 
     def part_dtype(self, name: str, part: str) -> torch.dtype:
         """Returns the format of a part."""
@@ -162,16 +186,26 @@ def _in_layer(name: str, tensor: Boxes, model: ModelConfig) -> Iterator[tuple[st
         yield IN_LAYER.get(f"{module}.", f"{module}.") + kind, tensor
 
 
-def _queries_keys_values(kind: str, tensor: Boxes, model: ModelConfig) -> Iterator[tuple[str, Boxes]]:
+def _queries_keys_values(
+    kind: str, tensor: Boxes, model: ModelConfig
+) -> Iterator[tuple[str, Boxes]]:
     """Yields the rows of queries, keys and values, group by group."""
     groups = model.kv_heads or model.heads
     each, head = model.heads // groups, model.head_dim or model.hidden // model.heads
     if tensor.shape[:1] != (groups * (each + 2) * head,):
-        raise CheckpointError(f"linear_qkv.{kind} is {list(tensor.shape)}, and needs {groups * (each + 2) * head} rows")
+        raise CheckpointError(
+            f"linear_qkv.{kind} is {list(tensor.shape)}, and needs {groups * (each + 2) * head} rows"
+        )
     firsts = [group * (each + 2) * head for group in range(groups)]
     yield f"attention.query.{kind}", rows(tensor, *((at, at + each * head) for at in firsts))
-    yield f"attention.key.{kind}", rows(tensor, *((at + each * head, at + (each + 1) * head) for at in firsts))
-    yield f"attention.value.{kind}", rows(tensor, *((at + (each + 1) * head, at + (each + 2) * head) for at in firsts))
+    yield (
+        f"attention.key.{kind}",
+        rows(tensor, *((at + each * head, at + (each + 1) * head) for at in firsts)),
+    )
+    yield (
+        f"attention.value.{kind}",
+        rows(tensor, *((at + (each + 1) * head, at + (each + 2) * head) for at in firsts)),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- stages
@@ -183,14 +217,30 @@ def joined(ranks: Mapping[Rank, Chunks], gated: bool, folder: Path) -> Tensors:
     tp, pp, layers = 1 + max(rank for rank, _ in ranks), 1 + max(stage for _, stage in ranks), 0
     for chunk in range(len(ranks[0, 0])):
         for stage in range(pp):
-            layers = _add(tensors, [ranks[rank, stage][chunk] for rank in range(tp)], layers, gated, folder)
+            layers = _add(
+                tensors, [ranks[rank, stage][chunk] for rank in range(tp)], layers, gated, folder
+            )
     return tensors
 
 
-def joined_parts(ranks: Mapping[Rank, Sequence[Mapping[str, Parts]]], gated: bool, folder: Path) -> dict[str, Parts]:
+def joined_parts(
+    ranks: Mapping[Rank, Sequence[Mapping[str, Parts]]], gated: bool, folder: Path
+) -> dict[str, Parts]:
     """Returns parts of whole tensors, of what each rank has of each virtual stage. LeftOut where ranks differ."""
-    if len({frozenset(parts) for chunks in ranks.values() for some in chunks for parts in some.values()}) > 1:
-        raise LeftOut("some of its ranks have other parts of the optimizer than others")  # and layers are counted
+    if (
+        len(
+            {
+                frozenset(parts)
+                for chunks in ranks.values()
+                for some in chunks
+                for parts in some.values()
+            }
+        )
+        > 1
+    ):
+        raise LeftOut(
+            "some of its ranks have other parts of the optimizer than others"
+        )  # and layers are counted
     found: dict[str, Parts] = {}
     for part in (WEIGHT, *MOMENTS):
         one = {rank: [{name: parts[part] for name, parts in some.items() if part in parts} for some in chunks]
@@ -200,7 +250,9 @@ def joined_parts(ranks: Mapping[Rank, Sequence[Mapping[str, Parts]]], gated: boo
     return found
 
 
-def _add(tensors: Tensors, ranks: Sequence[Mapping[str, Boxes]], layers: int, gated: bool, folder: Path) -> int:
+def _add(
+    tensors: Tensors, ranks: Sequence[Mapping[str, Boxes]], layers: int, gated: bool, folder: Path
+) -> int:
     """Adds a stage's tensors, joined over its tensor ranks; returns how many layers there are then.
 
     layers: how many there are before.
@@ -245,4 +297,7 @@ def share(name: str, whole: Boxes, rank: int, tp: int, gated: bool) -> Boxes:
         raise CheckpointError(f"{plain(name)} does not divide by {tp} tensor ranks")
     if row:
         return Columns(whole, rank * size, (rank + 1) * size)
-    return rows(whole, *(((half * tp + rank) * size, (half * tp + rank + 1) * size) for half in range(halves)))
+    return rows(
+        whole,
+        *(((half * tp + rank) * size, (half * tp + rank + 1) * size) for half in range(halves)),
+    )

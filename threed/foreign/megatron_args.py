@@ -28,8 +28,13 @@ OTHERS: Mapping[str, tuple[Any, ...]] = {
 
 def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     """Returns the model of a checkpoint. CheckpointError with everything that cannot be expressed here."""
-    problems = [f"{name} {plain(args[name])}" for name, same in OTHERS.items() if args.get(name) not in same]
-    norm, positions = args.get("normalization", "LayerNorm"), args.get("position_embedding_type", "learned_absolute")
+    problems = [
+        f"{name} {plain(args[name])}" for name, same in OTHERS.items() if args.get(name) not in same
+    ]
+    norm, positions = (
+        args.get("normalization", "LayerNorm"),
+        args.get("position_embedding_type", "learned_absolute"),
+    )
     gated = bool(args.get("swiglu"))
     kind = (norm, positions, gated)
     if kind not in (("RMSNorm", "rope", True), ("LayerNorm", "learned_absolute", False)):
@@ -38,16 +43,25 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
             " RMSNorm with rope and swiglu (Llama), and LayerNorm with learned_absolute (GPT-2)"
         )
     if not gated and not (args.get("openai_gelu") or args.get("bias_gelu_fusion")):
-        problems.append("gelu by the error function (neither bias_gelu_fusion nor openai_gelu): its tanh form is here")
+        problems.append(
+            "gelu by the error function (neither bias_gelu_fusion nor openai_gelu): its tanh form is here"
+        )
     if problems:
-        raise CheckpointError(f"{where} is of a model that cannot be expressed here: {'; '.join(problems)}")
+        raise CheckpointError(
+            f"{where} is of a model that cannot be expressed here: {'; '.join(problems)}"
+        )
     try:
         model = resolve_model(ModelConfig.model_validate(_keys(args, gated)))
     except ValidationError as error:
-        some = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)[:3]]
+        some = [
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
+            for e in error.errors(include_input=False)[:3]
+        ]
         raise CheckpointError(f"{where}: its args: {plain('; '.join(some), 2000)}") from None
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{where}: its args: {' '.join(plain(error, 2000).split())}") from None
+        raise CheckpointError(
+            f"{where}: its args: {' '.join(plain(error, 2000).split())}"
+        ) from None
     if wrong := list(find_model_problems(model)):
         raise CheckpointError(f"{where}: {'; '.join(wrong)}")
     return model
@@ -68,7 +82,9 @@ def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
     }  # fmt: skip
     if not gated:
         if qkv_bias and not bias:
-            raise ValueError("add_qkv_bias without add_bias_linear, of a model with LayerNorm, is not here")
+            raise ValueError(
+                "add_qkv_bias without add_bias_linear, of a model with LayerNorm, is not here"
+            )
         return keys
     keys["rope_theta"] = float(args.get("rotary_base", 10000))
     if args.get("qk_layernorm"):
@@ -81,5 +97,7 @@ def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
     if qkv_bias and not bias:  # Qwen2 has these, and no others
         if keys.pop("qk_norm", False):
             raise ValueError("add_qkv_bias with qk_layernorm is not here")
-        keys = {key: value for key, value in keys.items() if key not in ("bias", "mlp_bias")} | {"arch": "qwen2"}
+        keys = {key: value for key, value in keys.items() if key not in ("bias", "mlp_bias")} | {
+            "arch": "qwen2"
+        }
     return keys

@@ -45,7 +45,9 @@ def open_dist(path: Path) -> MegatronCheckpoint:
     args = common.get("args")
     table = args.state if isinstance(args, Thing) and isinstance(args.state, dict) else None
     if table is None:
-        raise CheckpointError(f"{path} has no args: of what model it is cannot be known (common.pt has them)")
+        raise CheckpointError(
+            f"{path} has no args: of what model it is cannot be known (common.pt has them)"
+        )
     prefix = next((some for some in PREFIXES if some + WORD in dist.shapes), None)
     if prefix is None:
         raise CheckpointError(f"{folder} has no {WORD}: it is none of a GPT model of megatron-core")
@@ -61,9 +63,13 @@ def _check_kind(folder: Path) -> None:
     try:
         kind = read_json(folder / "metadata.json").get("sharded_backend")
     except (ParseError, AttributeError) as error:
-        raise CheckpointError(f"{error}: Megatron says there of which kind a checkpoint is") from None
+        raise CheckpointError(
+            f"{error}: Megatron says there of which kind a checkpoint is"
+        ) from None
     if kind != "torch_dist":
-        raise CheckpointError(f"{folder} is of kind {plain(kind)}: torch_dist and the legacy one are read")
+        raise CheckpointError(
+            f"{folder} is of kind {plain(kind)}: torch_dist and the legacy one are read"
+        )
 
 
 def _common(dist: DistFolder) -> Mapping[str, Any]:
@@ -74,7 +80,9 @@ def _common(dist: DistFolder) -> Mapping[str, Any]:
     if found is None:
         found = {"args": dist.entry("args")}
     if not isinstance(found, dict):
-        raise CheckpointError(f"{dist.path}: what is common to all ranks is not as Megatron writes it")
+        raise CheckpointError(
+            f"{dist.path}: what is common to all ranks is not as Megatron writes it"
+        )
     return found
 
 

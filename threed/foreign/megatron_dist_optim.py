@@ -24,13 +24,24 @@ from threed.checkpoint.files import plain
 from threed.foreign.distcp import DistFolder, Pieces
 from threed.foreign.megatron import LAYER, Rank, Tensors, joined_parts, share
 from threed.foreign.megatron_flat import numel
-from threed.foreign.megatron_optim import PARTS, LeftOut, Parts, States, add_counters, buffers_of, certain, flat_states
+from threed.foreign.megatron_optim import (
+    PARTS,
+    LeftOut,
+    Parts,
+    States,
+    add_counters,
+    buffers_of,
+    certain,
+    flat_states,
+)
 from threed.foreign.spread import Boxed, Boxes, Chain, Elements, Shape, Spread
 from threed.zero.records import WEIGHT
 
 STATE = "optimizer.state."
 GROUP = "optimizer.distributed.dp_group_idx_"
-BUCKET = re.compile(re.escape(GROUP) + r"(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)")
+BUCKET = re.compile(
+    re.escape(GROUP) + r"(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)"
+)
 ADVICE = "Megatron saves them in the model's shapes with --dist-ckpt-optim-fully-reshardable"
 FIRST = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight")
 LAST = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "output_layer.weight")
@@ -41,7 +52,9 @@ MODULES = (
 KINDS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
 MOST_TRIES = 20  # numbers of layers of a stage that are tried, of those whose sizes fit
 Size = tuple[int, int]  # values, and parameters
-Buckets = tuple[dict[str, Elements], list[int] | None]  # parts of a buffer, and the sizes of its buckets
+Buckets = tuple[
+    dict[str, Elements], list[int] | None
+]  # parts of a buffer, and the sizes of its buckets
 
 
 def states_of(
@@ -61,7 +74,10 @@ def states_of(
             optimizer = common.get("optimizer")
         elif any(name.startswith(GROUP) for name in (*dist.shapes, *dist.objects)):
             states.parts = _of_buffers(dist, tensors, args)
-            optimizer = {key: _alone(dist.entry(f"{GROUP}0.{key}/shard_0_1")) for key in ("optimizer", "grad_scaler")}
+            optimizer = {
+                key: _alone(dist.entry(f"{GROUP}0.{key}/shard_0_1"))
+                for key in ("optimizer", "grad_scaler")
+            }
         else:
             raise LeftOut("it was saved without its optimizer, or with several ones")
         add_counters(states, common, args, optimizer)
@@ -84,10 +100,15 @@ def _of_the_model(
     """Returns parts of tensors that have the names of the model's."""
     found: dict[str, Parts] = {}
     for kind, part in PARTS.items():
-        keys = {name: f"{STATE}{kind}.{key}" for name, key in names.items() if f"{STATE}{kind}.{key}" in dist.shapes}
+        keys = {
+            name: f"{STATE}{kind}.{key}"
+            for name, key in names.items()
+            if f"{STATE}{kind}.{key}" in dist.shapes
+        }
         pieces = dist.pieces(list(keys.values())) if keys else {}
         whole = {
-            name: _shaped(name, dist.shapes[names[name]], dist.shapes[key], pieces[key]) for name, key in keys.items()
+            name: _shaped(name, dist.shapes[names[name]], dist.shapes[key], pieces[key])
+            for name, key in keys.items()
         }
         for name, tensor in unstacked(whole).items():
             found.setdefault(name, {})[part] = tensor
@@ -97,7 +118,9 @@ def _of_the_model(
 def _check_alike(parts: Mapping[str, Parts], tensors: Tensors, args: Mapping[str, Any]) -> None:
     """Raises LeftOut where some parameters have other parts than others."""
     tied = not args.get("untie_embeddings_and_output_weights")
-    names = [name for name in tensors if not (tied and name == LAST[-1])]  # a copy, which no optimizer has
+    names = [
+        name for name in tensors if not (tied and name == LAST[-1])
+    ]  # a copy, which no optimizer has
     for name in names:
         if parts.get(name, {}).keys() != parts.get(names[0], {}).keys():
             raise LeftOut(f"it has other states of {plain(name)} than of {plain(names[0])}")
@@ -107,8 +130,14 @@ def _shaped(name: str, shape: Shape, own: Shape, pieces: Pieces) -> Boxes:
     """Returns a tensor of the model's shape, from pieces of it, or of fragments that are flat."""
     if own == shape:
         return Boxed(shape, pieces)
-    if len(own) != len(shape) + 1 or 0 in own or any(size % n for size, n in zip(shape, own, strict=False)):
-        raise LeftOut(f"states of {plain(name)} are of shape {list(own)}, and it is of {list(shape)}")
+    if (
+        len(own) != len(shape) + 1
+        or 0 in own
+        or any(size % n for size, n in zip(shape, own, strict=False))
+    ):
+        raise LeftOut(
+            f"states of {plain(name)} are of shape {list(own)}, and it is of {list(shape)}"
+        )
     local = tuple(size // n for size, n in zip(shape, own, strict=False))
     ranges: dict[Shape, list[tuple[int, Spread]]] = {}
     for first, piece in pieces:
@@ -118,7 +147,9 @@ def _shaped(name: str, shape: Shape, own: Shape, pieces: Pieces) -> Boxes:
     parts: list[tuple[Shape, Boxes]] = []
     for fragment, some in ranges.items():
         flat = Chain([piece.elements for _, piece in sorted(some, key=lambda pair: pair[0])])
-        parts.append((tuple(f * n for f, n in zip(fragment, local, strict=True)), Spread(local, flat)))
+        parts.append(
+            (tuple(f * n for f, n in zip(fragment, local, strict=True)), Spread(local, flat))
+        )
     return Boxed(shape, parts)
 
 
@@ -131,18 +162,26 @@ def _of_buffers(dist: DistFolder, tensors: Tensors, args: Mapping[str, Any]) -> 
     tp, gated = int(args["tensor_model_parallel_size"]), bool(args.get("swiglu"))
     pp = len(groups) // max(1, tp)
     chunks = {len(buffers) for buffers in groups.values()}
-    if sorted(groups) != list(range(tp * pp)) or len(chunks) != 1 or int(args["pipeline_model_parallel_size"]) != pp:
+    if (
+        sorted(groups) != list(range(tp * pp))
+        or len(chunks) != 1
+        or int(args["pipeline_model_parallel_size"]) != pp
+    ):
         raise LeftOut(
             f"its optimizer has {len(groups)} groups of flat buffers, which its args do not explain; {ADVICE}"
         )
     stages = [(chunk, stage) for chunk in range(chunks.pop()) for stage in range(pp)]
-    found: dict[Rank, list[dict[str, Parts]]] = {(rank, stage): [] for rank in range(tp) for stage in range(pp)}
+    found: dict[Rank, list[dict[str, Parts]]] = {
+        (rank, stage): [] for rank in range(tp) for stage in range(pp)
+    }
     layers = _in_order(tensors)
     sizes = [_size(names, tensors, tp, gated) for names in layers]
     for chunk, stage in stages:
         first, last = (chunk, stage) == stages[0], (chunk, stage) == stages[-1]
         buffers = [groups[stage * tp + rank][chunk] for rank in range(tp)]
-        ends = _size(_stage_names([], tensors, first, last, len(stages) > 1).values(), tensors, tp, gated)
+        ends = _size(
+            _stage_names([], tensors, first, last, len(stages) > 1).values(), tensors, tp, gated
+        )
         for number in _numbers(buffers[0][0][WEIGHT].numel, ends, sizes):
             names = _stage_names(layers[:number], tensors, first, last, len(stages) > 1)
             shares = [{local: share(name, tensors[name], rank, tp, gated) for local, name in names.items()}
@@ -150,7 +189,9 @@ def _of_buffers(dist: DistFolder, tensors: Tensors, args: Mapping[str, Any]) -> 
             if (own := _fitting(shares, buffers)) is not None:
                 break
         else:
-            raise LeftOut(f"its optimizer's flat buffers do not fit its weights, or in more than one way; {ADVICE}")
+            raise LeftOut(
+                f"its optimizer's flat buffers do not fit its weights, or in more than one way; {ADVICE}"
+            )
         layers, sizes = layers[number:], sizes[number:]
         for rank in range(tp):
             found[rank, stage].append(own[rank])
@@ -169,12 +210,18 @@ def _numbers(have: int, ends: Size, layers: Iterable[Size]) -> list[int]:
 
     ends: the size of what is before and behind its layers. Values are compared for these numbers alone.
     """
-    totals = accumulate(layers, lambda before, layer: (before[0] + layer[0], before[1] + layer[1]), initial=ends)
-    fit = [number for number, (size, count) in enumerate(totals) if size <= have <= size + 64 * count]
+    totals = accumulate(
+        layers, lambda before, layer: (before[0] + layer[0], before[1] + layer[1]), initial=ends
+    )
+    fit = [
+        number for number, (size, count) in enumerate(totals) if size <= have <= size + 64 * count
+    ]
     return fit[:MOST_TRIES]
 
 
-def _fitting(shares: Sequence[Mapping[str, Boxes]], buffers: Sequence[Buckets]) -> list[dict[str, Parts]] | None:
+def _fitting(
+    shares: Sequence[Mapping[str, Boxes]], buffers: Sequence[Buckets]
+) -> list[dict[str, Parts]] | None:
     """Returns parts of each tensor rank's parameters if their sizes and values fit its buffer."""
     found = []
     for weights, (vectors, buckets) in zip(shares, buffers, strict=True):
@@ -190,13 +237,17 @@ def _fitting(shares: Sequence[Mapping[str, Boxes]], buffers: Sequence[Buckets]) 
 
 def _bucketed(dist: DistFolder) -> dict[int, list[Buckets]]:
     """Returns the buffers of each group: buckets one after the other, each of ranges of data ranks."""
-    matches = [match for name in dist.shapes if (match := BUCKET.fullmatch(name)) and match[5] in PARTS]
+    matches = [
+        match for name in dist.shapes if (match := BUCKET.fullmatch(name)) and match[5] in PARTS
+    ]
     pieces = dist.pieces([match[0] for match in matches]) if matches else {}
     places: dict[tuple[int, int], dict[str, dict[int, str]]] = {}
     for match in matches:
         parts = places.setdefault((int(match[1]), int(match[2])), {})
         parts.setdefault(PARTS[match[5]], {})[int(match[4])] = match[0]
-    if len({(match[1], match[2]) for match in matches}) != len({(match[1], match[2], match[3]) for match in matches}):
+    if len({(match[1], match[2]) for match in matches}) != len(
+        {(match[1], match[2], match[3]) for match in matches}
+    ):
         raise LeftOut("its optimizer has buffers of several formats")
     groups: dict[int, list[Buckets]] = {}
     for (group, buffer), parts in sorted(places.items()):
@@ -204,20 +255,32 @@ def _bucketed(dist: DistFolder) -> dict[int, list[Buckets]]:
             raise LeftOut("buckets of its optimizer are missing")
         if buffer != len(groups.setdefault(group, [])):
             raise LeftOut("buffers of its optimizer are missing")
-        vectors = {part: _in_a_row([pieces[keys[n]] for n in range(len(keys))]) for part, keys in parts.items()}
-        sizes = [numel(Boxed(dist.shapes[name], pieces[name])) for _, name in sorted(parts[WEIGHT].items())]
+        vectors = {
+            part: _in_a_row([pieces[keys[n]] for n in range(len(keys))])
+            for part, keys in parts.items()
+        }
+        sizes = [
+            numel(Boxed(dist.shapes[name], pieces[name]))
+            for _, name in sorted(parts[WEIGHT].items())
+        ]
         groups[group].append((vectors, sizes))
     return groups
 
 
 def _in_a_row(buckets: Sequence[Pieces]) -> Elements:
-    return Chain([piece.elements for some in buckets for _, piece in sorted(some, key=lambda pair: pair[0])])
+    return Chain(
+        [piece.elements for some in buckets for _, piece in sorted(some, key=lambda pair: pair[0])]
+    )
 
 
 def _gathered(dist: DistFolder) -> dict[int, list[Buckets]]:
     """Returns the buffers of each group, of objects as a legacy file is one."""
     objects = set(dist.objects)
-    names = list(takewhile(objects.__contains__, (f"{GROUP}{group}.param_state/shard_0_1" for group in count())))
+    names = list(
+        takewhile(
+            objects.__contains__, (f"{GROUP}{group}.param_state/shard_0_1" for group in count())
+        )
+    )
     return {
         group: [(buffer, None) for buffer in buffers_of(_alone(state))]
         for group, state in enumerate(dist.entries(names))
@@ -234,8 +297,12 @@ def _in_order(tensors: Tensors) -> list[list[str]]:
         if (match := LAYER.fullmatch(name)) is not None:
             module, _, kind = match[2].rpartition(".")
             if module not in MODULES or kind not in KINDS:
-                raise LeftOut(f"the order of its parameters is not known, for it has {plain(name)}; {ADVICE}")
-            layers.setdefault(int(match[1]), []).append((MODULES.index(module), KINDS.index(kind), name))
+                raise LeftOut(
+                    f"the order of its parameters is not known, for it has {plain(name)}; {ADVICE}"
+                )
+            layers.setdefault(int(match[1]), []).append(
+                (MODULES.index(module), KINDS.index(kind), name)
+            )
     return [[name for *_, name in sorted(layers[number])] for number in sorted(layers)]
 
 

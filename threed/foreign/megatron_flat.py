@@ -39,7 +39,9 @@ def positions(weights: Sequence[Boxes], buffer: Buffer) -> list[int] | None:
     sizes = [numel(weight) for weight in backward]
     if buffer.buckets is not None:
         starts = _in_buckets(sizes, buffer.buckets)
-        if starts is None or not all(fits(w, buffer.masters, at) for w, at in zip(backward, starts, strict=True)):
+        if starts is None or not all(
+            fits(w, buffer.masters, at) for w, at in zip(backward, starts, strict=True)
+        ):
             return None
         return starts[::-1]
     return _searched(backward, sizes, buffer.masters)
@@ -65,7 +67,9 @@ def _in_buckets(sizes: Sequence[int], buckets: Sequence[int]) -> list[int] | Non
     return None if left else starts
 
 
-def _searched(weights: Sequence[Boxes], sizes: Sequence[int], masters: Elements) -> list[int] | None:
+def _searched(
+    weights: Sequence[Boxes], sizes: Sequence[int], masters: Elements
+) -> list[int] | None:
     """Returns where parameters begin if only one layout fits; after each, a bucket may end or not.
 
     Ways are kept by where they are, and where the bucket began, modulo the alignment; two to the same place are none.
@@ -83,7 +87,11 @@ def _searched(weights: Sequence[Boxes], sizes: Sequence[int], masters: Elements)
         ways = found
         if not 0 < len(ways) < MOST_WAYS:
             return None
-    whole = [way for (end, phase), way in ways.items() if end <= masters.numel <= end + (phase - end) % ALIGNED]
+    whole = [
+        way
+        for (end, phase), way in ways.items()
+        if end <= masters.numel <= end + (phase - end) % ALIGNED
+    ]
     different = {tuple(_steps(way)) for way in whole}
     return list(different.pop()) if len(different) == 1 else None
 
@@ -106,6 +114,8 @@ def fits(weight: Boxes, masters: Elements, at: int = 0) -> bool:
     rest = tuple(weight.shape[1:])
     for first in {0, count - some}:
         values = weight.box((first, *(0 for _ in rest)), (some, *rest)).reshape(-1)
-        if not torch.equal(values, masters.read(at + first * row, at + (first + some) * row).to(values.dtype)):
+        if not torch.equal(
+            values, masters.read(at + first * row, at + (first + some) * row).to(values.dtype)
+        ):
             return False
     return True

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError, plain
-from threed.foreign.megatron import FILE, Chunks, MegatronCheckpoint, Rank, joined, joined_parts, step_folder
+from threed.foreign.megatron import (
+    FILE,
+    Chunks,
+    MegatronCheckpoint,
+    Rank,
+    joined,
+    joined_parts,
+    step_folder,
+)
 from threed.foreign.megatron_optim import (
     LeftOut,
     Parts,
@@ -47,17 +55,29 @@ def open_legacy(path: Path) -> MegatronCheckpoint:
     table = args.state if isinstance(args, Thing) and isinstance(args.state, dict) else {}
     tp, pp = (1 + max(rank[axis] for rank in places) for axis in (0, 1))
     if len(places) != tp * pp:
-        raise CheckpointError(f"{folder} has {len(places)} of {tp * pp} files of tp {tp} and pp {pp}")
+        raise CheckpointError(
+            f"{folder} has {len(places)} of {tp * pp} files of tp {tp} and pp {pp}"
+        )
     _check_iterations(folder, found)
-    chunks = [key for key in (["model"] if "model" in first else [f"model{n}" for n in range(1000)]) if key in first]
-    weights = {rank: [_named(file.get(chunk), folder) for chunk in chunks] for rank, file in found.items()}
+    chunks = [
+        key
+        for key in (["model"] if "model" in first else [f"model{n}" for n in range(1000)])
+        if key in first
+    ]
+    weights = {
+        rank: [_named(file.get(chunk), folder) for chunk in chunks] for rank, file in found.items()
+    }
     gated = bool(table.get("swiglu"))
     tensors = joined(weights, gated, folder)
     if not tensors:
-        raise CheckpointError(f"{folder} has no model that is read: it may be older than megatron-core's models")
+        raise CheckpointError(
+            f"{folder} has no model that is read: it may be older than megatron-core's models"
+        )
     states = _states(folder, places, found, weights, gated, table)
     version = plain(first.get("checkpoint_version", ""))
-    return MegatronCheckpoint(path, f"Megatron-LM, checkpoint version {version}", args, tensors, states)
+    return MegatronCheckpoint(
+        path, f"Megatron-LM, checkpoint version {version}", args, tensors, states
+    )
 
 
 def _check_iterations(folder: Path, found: Mapping[Rank, Any]) -> None:
@@ -74,10 +94,14 @@ def _places(folder: Path) -> dict[Rank, Path]:
     for file in sorted(folder.glob(f"mp_rank_*/{FILE}")):
         match = RANK.fullmatch(file.parent.name)
         if match is None or match[3]:
-            raise CheckpointError(f"{folder} has {file.parent.name}: expert parallelism is not read")
+            raise CheckpointError(
+                f"{folder} has {file.parent.name}: expert parallelism is not read"
+            )
         found[int(match[1]), int(match[2] or 0)] = file
     if (0, 0) not in found:
-        raise CheckpointError(f"{folder} has no file of the first rank: copy those of all machines together")
+        raise CheckpointError(
+            f"{folder} has no file of the first rank: copy those of all machines together"
+        )
     return found
 
 
@@ -86,11 +110,16 @@ def _named(model: Any, folder: Path) -> dict[str, Boxes]:
     if not isinstance(model, dict):
         raise CheckpointError(f"{folder}: a rank has other virtual stages than the first one")
     if "language_model" in model:
-        raise CheckpointError(f"{folder} is of a model from before megatron-core: convert it with Megatron's own tools")
+        raise CheckpointError(
+            f"{folder} is of a model from before megatron-core: convert it with Megatron's own tools"
+        )
     some = {name: value for name, value in model.items() if not str(name).endswith("_extra_state")}
     if unknown := [name for name, value in some.items() if not isinstance(value, Place)]:
         raise CheckpointError(f"{folder}: {plain(unknown[0])} is no tensor")
-    return {str(name).removeprefix("module."): Spread(value.shape, value) for name, value in some.items()}
+    return {
+        str(name).removeprefix("module."): Spread(value.shape, value)
+        for name, value in some.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------- optimizer's states
@@ -111,7 +140,10 @@ def _states(
 
 
 def _own_states(
-    folder: Path, places: Mapping[Rank, Path], found: Mapping[Rank, Any], weights: Mapping[Rank, Chunks]
+    folder: Path,
+    places: Mapping[Rank, Path],
+    found: Mapping[Rank, Any],
+    weights: Mapping[Rank, Chunks],
 ) -> dict[Rank, list[dict[str, Parts]]]:
     """Returns what each rank has of its parameters, by virtual stage."""
     files = {rank: file.with_name(DISTRIBUTED) for rank, file in places.items()}
@@ -131,13 +163,21 @@ def _own_states(
 def _flat(chunks: Chunks, state: Any) -> list[dict[str, Parts]]:
     buffers = buffers_of(state)
     if len(buffers) != len(chunks):
-        raise LeftOut(f"its optimizer has {len(buffers)} flat buffers for {len(chunks)} virtual stages")
+        raise LeftOut(
+            f"its optimizer has {len(buffers)} flat buffers for {len(chunks)} virtual stages"
+        )
     return [flat_states(some, buffer, None) for some, buffer in zip(chunks, buffers, strict=True)]
 
 
 def _grouped(chunks: Chunks, state: Any) -> list[dict[str, Parts]]:
-    if not isinstance(state, Mapping) or not isinstance(state.get("optimizer", state).get("state"), Mapping):
-        raise LeftOut("its optimizer is several ones, or a distributed one whose distrib_optim.pt are elsewhere")
-    names: Iterable[tuple[int, str]] = ((index, name) for index, some in enumerate(chunks) for name in some)
+    if not isinstance(state, Mapping) or not isinstance(
+        state.get("optimizer", state).get("state"), Mapping
+    ):
+        raise LeftOut(
+            "its optimizer is several ones, or a distributed one whose distrib_optim.pt are elsewhere"
+        )
+    names: Iterable[tuple[int, str]] = (
+        (index, name) for index, some in enumerate(chunks) for name in some
+    )
     found = grouped_states({f"{index}.{name}": chunks[index][name] for index, name in names}, state)
     return [{name: found[f"{index}.{name}"] for name in some} for index, some in enumerate(chunks)]

@@ -55,10 +55,15 @@ def flat_states(
         raise LeftOut("parts of its optimizer have different lengths")
     starts = positions(list(weights.values()), Buffer(vectors[WEIGHT], buckets))
     if starts is None:
-        raise LeftOut("its optimizer's flat buffers do not fit its weights, or fit them in more than one way")
+        raise LeftOut(
+            "its optimizer's flat buffers do not fit its weights, or fit them in more than one way"
+        )
     chains = {part: Chain([vector]) for part, vector in vectors.items()}
     return {
-        name: {part: Spread(weight.shape, chain.cut(at, at + numel(weight))) for part, chain in chains.items()}
+        name: {
+            part: Spread(weight.shape, chain.cut(at, at + numel(weight)))
+            for part, chain in chains.items()
+        }
         for (name, weight), at in zip(weights.items(), starts, strict=True)
     }
 
@@ -73,7 +78,9 @@ def buffers_of(state: Any) -> list[dict[str, Elements]]:
             (tensors,) = state[index].values()  # of a pair of dtypes
             found.append({PARTS[key]: value for key, value in tensors.items() if key in PARTS})
     if not found or not all(
-        isinstance(value, Place) and len(value.shape) == 1 for some in found for value in some.values()
+        isinstance(value, Place) and len(value.shape) == 1
+        for some in found
+        for value in some.values()
     ):
         raise LeftOut("its optimizer's file has no flat tensors")
     return found
@@ -91,8 +98,13 @@ def grouped_states(weights: Mapping[str, Boxes], state: Mapping[str, Any]) -> di
         queue = [_parts(states.get(key)) for key in group["params"]]
         if masters is not None:
             if len(masters[index]) != len(queue):
-                raise LeftOut("its parameters have several formats, and nothing says which of its masters are whose")
-            queue = [{**parts, WEIGHT: _whole(place)} for parts, place in zip(queue, masters[index], strict=True)]
+                raise LeftOut(
+                    "its parameters have several formats, and nothing says which of its masters are whose"
+                )
+            queue = [
+                {**parts, WEIGHT: _whole(place)}
+                for parts, place in zip(queue, masters[index], strict=True)
+            ]
         groups.append((group, queue))
     found = {name: _next(name, weight, groups) for name, weight in weights.items()}
     if any(queue for _, queue in groups):
@@ -140,13 +152,19 @@ def certain(read: Callable[[], States], where: Path) -> States:
     try:
         return read()
     except LeftOut as why:
-        return States(note=f"masters and moments are left out, weights alone are read: {why}; {FRESH}")
+        return States(
+            note=f"masters and moments are left out, weights alone are read: {why}; {FRESH}"
+        )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
         text = f"{type(error).__name__}: {plain(error)}"
-        raise CheckpointError(f"{where}: its optimizer's states are not as Megatron writes them ({text})") from None
+        raise CheckpointError(
+            f"{where}: its optimizer's states are not as Megatron writes them ({text})"
+        ) from None
 
 
-def add_counters(states: States, common: Mapping[str, Any], args: Mapping[str, Any], optimizer: Any) -> None:
+def add_counters(
+    states: States, common: Mapping[str, Any], args: Mapping[str, Any], optimizer: Any
+) -> None:
     """Adds how far the training was, and its loss scale; without its number of updates, moments are left out.
 
     common: what all ranks have, with `iteration`. optimizer: state of one, which has groups with a step.
@@ -155,7 +173,9 @@ def add_counters(states: States, common: Mapping[str, Any], args: Mapping[str, A
     both = any(set(MOMENTS) <= parts.keys() for parts in states.parts.values())
     if updates is None or not both:
         why = "does not say how many updates it did" if both else "has no moments of Adam"
-        states.parts = {name: {WEIGHT: parts[WEIGHT]} for name, parts in states.parts.items() if WEIGHT in parts}
+        states.parts = {
+            name: {WEIGHT: parts[WEIGHT]} for name, parts in states.parts.items() if WEIGHT in parts
+        }
         states.note = f"its optimizer {why}: {FRESH}"
         return
     samples = args.get("consumed_train_samples")
@@ -174,7 +194,9 @@ def step_of(state: Any) -> float | None:
     some = [each.get("common_step"), *each.values()] if isinstance(each, Mapping) else []
     groups = [*(state.get("param_groups") or ()), *some]
     steps = [
-        number(group.get("step") if isinstance(group, Mapping) else group) for group in groups if group is not None
+        number(group.get("step") if isinstance(group, Mapping) else group)
+        for group in groups
+        if group is not None
     ]
     known = [step for step in steps if step is not None and 0 <= step < 2**53]
     return max(known) if known else step_of(state.get("optimizer"))
@@ -185,10 +207,16 @@ def scale_of(state: Any) -> dict[str, float]:
     found = state.get("grad_scaler") if isinstance(state, Mapping) else None
     if not isinstance(found, Mapping):
         return {}
-    scale, good, left = (number(found.get(key)) for key in ("scale", "growth_tracker", "hysteresis_tracker"))
+    scale, good, left = (
+        number(found.get(key)) for key in ("scale", "growth_tracker", "hysteresis_tracker")
+    )
     if scale is None or good is None or left is None:
         return {}
-    return {"loss_scale": scale, "good_steps": good, "hysteresis_left": max(left, 1.0)}  # at 0 and 1 it halves next
+    return {
+        "loss_scale": scale,
+        "good_steps": good,
+        "hysteresis_left": max(left, 1.0),
+    }  # at 0 and 1 it halves next
 
 
 def _count(value: Any) -> int:

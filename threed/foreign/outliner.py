@@ -103,11 +103,22 @@ class Storage:
 class Tensor:
     """A view of a storage."""
 
-    def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None) -> None:
+    def __init__(
+        self, storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None
+    ) -> None:
         if not isinstance(storage, Storage):
             raise ValueError("a tensor has no storage")
-        self.place = [dtype or storage.dtype, list(size), list(stride), offset, storage.first, storage.nbytes]
-        if not all(type(n) is int and n >= 0 for some in (*self.place[1:3], self.place[3:]) for n in some):
+        self.place = [
+            dtype or storage.dtype,
+            list(size),
+            list(stride),
+            offset,
+            storage.first,
+            storage.nbytes,
+        ]
+        if not all(
+            type(n) is int and n >= 0 for some in (*self.place[1:3], self.place[3:]) for n in some
+        ):
             raise ValueError("a tensor has no valid place or shape")
 
     def __setstate__(self, state: Any) -> None:
@@ -168,12 +179,16 @@ BUILTINS = {
     "int": Thing,
     "float": Thing,
 }
-BUILTINS |= dict.fromkeys(("str", "bool", "bytes", "bytearray", "complex", "slice", "range", "object"), Thing)
+BUILTINS |= dict.fromkeys(
+    ("str", "bool", "bytes", "bytearray", "complex", "slice", "range", "object"), Thing
+)
 
 
 def meaning(module: str, name: str, made: dict[str, Any]) -> Any:
     """Returns what stands for a name; ValueError for one that no checkpoint needs."""
-    module, name = NAME_MAPPING.get((module, name), (module, name))  # old pickles have Python 2's names
+    module, name = NAME_MAPPING.get(
+        (module, name), (module, name)
+    )  # old pickles have Python 2's names
     module = IMPORT_MAPPING.get(module, module)
     full, top = f"{module}.{name}", module.partition(".")[0]
     if full in KNOWN:
@@ -181,7 +196,12 @@ def meaning(module: str, name: str, made: dict[str, Any]) -> Any:
     builtin = module == "builtins" and name in BUILTINS
     if builtin and BUILTINS[name] is not Thing:
         return BUILTINS[name]
-    if not builtin and full not in HARMLESS and top not in HARMLESS and top in sys.stdlib_module_names:
+    if (
+        not builtin
+        and full not in HARMLESS
+        and top not in HARMLESS
+        and top in sys.stdlib_module_names
+    ):
         raise ValueError(f"it names {full}, which no checkpoint needs: it may be made to do harm")
     if full not in made:
         made[full] = type("Thing", (Thing,), {"title": full})
@@ -221,7 +241,9 @@ class Window(io.RawIOBase):
 class Outliner(pickle.Unpickler):
     """Unpickles into things; records: of the zip file around it, by name."""
 
-    def __init__(self, file: BinaryIO, window: Any = None, records: Any = None, prefix: str = "") -> None:
+    def __init__(
+        self, file: BinaryIO, window: Any = None, records: Any = None, prefix: str = ""
+    ) -> None:
         super().__init__(file, encoding="utf-8")
         self.window, self.records, self.prefix = window, records, prefix
         self.made: dict[str, Any] = {}
@@ -230,7 +252,12 @@ class Outliner(pickle.Unpickler):
         return meaning(module, name, self.made)
 
     def persistent_load(self, pid: Any) -> Storage:
-        if self.records is None or not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
+        if (
+            self.records is None
+            or not isinstance(pid, tuple)
+            or len(pid) < 5
+            or pid[0] != "storage"
+        ):
             raise ValueError("it refers to what is not in it")
         kind = getattr(pid[1], "title", "").rpartition(".")[2].removesuffix("Storage")
         info = self.records.get(f"{self.prefix}/data/{pid[2]}")
@@ -254,19 +281,29 @@ def outline(file: BinaryIO, first: int, last: int, kind: str) -> Any:
             raise ValueError("it is larger than any index")
         return Encoder().encode(Outliner(io.BytesIO(window.read(window.size))).load())
     if window.read(4) != b"PK\x03\x04":
-        raise ValueError("it is no file of torch.save, or of a version before 1.6: save it again with a later one")
-    records = {info.filename: info for info in zipfile.ZipFile(io.BufferedReader(window)).infolist()}
+        raise ValueError(
+            "it is no file of torch.save, or of a version before 1.6: save it again with a later one"
+        )
+    records = {
+        info.filename: info for info in zipfile.ZipFile(io.BufferedReader(window)).infolist()
+    }
     names = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(names) != 1:
         raise ValueError("it is no file of torch.save")
     prefix, info = names[0].removesuffix("/data.pkl"), records[names[0]]
     order = records.get(f"{prefix}/byteorder")
-    if info.compress_type or (order is not None and order.compress_type) or info.file_size > MOST_PICKLE:
+    if (
+        info.compress_type
+        or (order is not None and order.compress_type)
+        or info.file_size > MOST_PICKLE
+    ):
         raise ValueError("its pickle is compressed, or larger than any")
     archive = zipfile.ZipFile(io.BufferedReader(Window(file, first, last)))
     if order is not None and archive.read(order).strip() != b"little":
         raise ValueError("it was written on a big-endian machine")
-    return Encoder().encode(Outliner(io.BytesIO(archive.read(info)), Window(file, first, last), records, prefix).load())
+    return Encoder().encode(
+        Outliner(io.BytesIO(archive.read(info)), Window(file, first, last), records, prefix).load()
+    )
 
 
 class Encoder:
@@ -303,7 +340,12 @@ class Encoder:
     def table(self, value: dict[Any, Any], depth: int) -> dict[str, Any]:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: self.encode(item, depth) for key, item in value.items()}
-        return {"$dict": [[self.encode(key, depth + 1), self.encode(item, depth)] for key, item in value.items()]}
+        return {
+            "$dict": [
+                [self.encode(key, depth + 1), self.encode(item, depth)]
+                for key, item in value.items()
+            ]
+        }
 
 
 # ------------------------------------------------------------------------------------------------------------- limits
@@ -319,7 +361,9 @@ def cut_off() -> list[str]:
             left.append(f"limit {name}: {error}")
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.unshare(CLONE_NEWNET) and libc.unshare(CLONE_NEWUSER | CLONE_NEWNET):  # as root, or as any user
+        if libc.unshare(CLONE_NEWNET) and libc.unshare(
+            CLONE_NEWUSER | CLONE_NEWNET
+        ):  # as root, or as any user
             raise OSError(os.strerror(ctypes.get_errno()))
     except (AttributeError, OSError) as error:
         left.append(f"network: {error}")
@@ -331,7 +375,11 @@ def refuse_events(paths: set[str]) -> None:
     free = {"pickle.find_class", "object.__getattr__", "object.__setattr__", "struct.unpack"}
 
     def check(event: str, args: Any) -> None:
-        reads = event == "open" and args[0] in paths and not (args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        reads = (
+            event == "open"
+            and args[0] in paths
+            and not (args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        )
         if event not in free and not reads:
             raise RuntimeError(f"it tries to {event} {args[0] if args else ''}".strip())
 
@@ -354,7 +402,9 @@ def main() -> None:
                 opened[name] = open(name, "rb")  # noqa: SIM115
             text = json.dumps({"ok": outline(opened[name], first, last, kind)})
         except MemoryError:
-            text = json.dumps({"error": f"it needs more than {MEMORY >> 30} GiB of memory to be looked at"})
+            text = json.dumps(
+                {"error": f"it needs more than {MEMORY >> 30} GiB of memory to be looked at"}
+            )
         except RecursionError:
             text = json.dumps({"error": "it is nested too deeply"})
         except Exception as error:

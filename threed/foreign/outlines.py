@@ -84,9 +84,13 @@ class Place:
     def read(self, first: int, last: int) -> Tensor:
         """Returns elements [first, last), in row-major order, as [last - first]; CheckpointError if it cannot."""
         if not 0 <= first <= last <= self.numel:
-            raise CheckpointError(f"{self.path}: elements {first} to {last} of a tensor of {self.numel}")
+            raise CheckpointError(
+                f"{self.path}: elements {first} to {last} of a tensor of {self.numel}"
+            )
         if not self.contiguous:
-            reach = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+            reach = 1 + sum(
+                (size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)
+            )
             return self._bytes(0, reach).as_strided(self.shape, self.stride).reshape(-1)[first:last]
         return self._bytes(first, last)
 
@@ -94,7 +98,10 @@ class Place:
         out = torch.empty(last - first, dtype=self.dtype)
         if last == first:
             return out
-        at, rest = self.first + (self.offset + first) * self.dtype.itemsize, out.view(torch.uint8).numpy().data
+        at, rest = (
+            self.first + (self.offset + first) * self.dtype.itemsize,
+            out.view(torch.uint8).numpy().data,
+        )
         try:
             with self.path.open("rb", buffering=0) as file:
                 while len(rest):
@@ -125,7 +132,10 @@ def outline(jobs: Sequence[Job]) -> list[Any]:
             raise CheckpointError(f"{job.path} is no plain file, or is cut off")
         if first == last:
             raise CheckpointError(f"{job.path} cannot be read: it is empty")
-    said = [[os.fspath(job.path.absolute()), *span, job.kind] for job, span in zip(jobs, spans, strict=True)]
+    said = [
+        [os.fspath(job.path.absolute()), *span, job.kind]
+        for job, span in zip(jobs, spans, strict=True)
+    ]
     lines = _run(json.dumps(said).encode(), len(jobs))
     found = []
     for job, line in zip(jobs, lines, strict=True):
@@ -139,8 +149,14 @@ def _run(said: bytes, count: int) -> list[Any]:
     """Runs the program on so many jobs; returns a line of each."""
     command = [sys.executable, "-I", "-S", outliner.__file__]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    env = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if name in os.environ}
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, env=env, cwd="/") as process:
+    env = {
+        name: os.environ[name]
+        for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+        if name in os.environ
+    }
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=nothing, env=env, cwd="/"
+    ) as process:
         timer = threading.Timer(SECONDS, process.kill)
         timer.start()
         try:
@@ -168,7 +184,9 @@ def _run(said: bytes, count: int) -> list[Any]:
     except ParseError as error:
         raise CheckpointError(f"the process that looks at pickles says: {error}") from None
     if about["left"]:
-        warnings.warn(f"pickles are looked at without {'; '.join(map(plain, about['left']))}", stacklevel=4)
+        warnings.warn(
+            f"pickles are looked at without {'; '.join(map(plain, about['left']))}", stacklevel=4
+        )
     return rest
 
 
@@ -205,7 +223,9 @@ class _Values:
         if (offset + reach) * DTYPES[dtype].itemsize > nbytes or first + nbytes > self.size:
             raise CheckpointError(f"{self.path}: a tensor lies outside of the file")
         if math.prod(shape) > max(reach, MOST_EXPANDED):
-            raise CheckpointError(f"{self.path}: a tensor of {shape} has only {reach} values in the file")
+            raise CheckpointError(
+                f"{self.path}: a tensor of {shape} has only {reach} values in the file"
+            )
         return Place(self.path, DTYPES[dtype], tuple(shape), tuple(stride), offset, first)
 
 
@@ -220,4 +240,6 @@ def number(value: Any, default: float | None = None) -> float | None:
     """Returns a number that was pickled as it is, or as a tensor of one element."""
     if isinstance(value, Place) and value.numel == 1:
         return float(value.read(0, 1).double())
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+    return (
+        float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+    )

@@ -91,12 +91,18 @@ def write_native(
             start, size = (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
             values = source.part_box(name, kind, start, size)
             if not values.isfinite().all():
-                raise CheckpointError(f"{kind} of {name} has values that are not finite: take an earlier checkpoint")
+                raise CheckpointError(
+                    f"{kind} of {name} has values that are not finite: take an earlier checkpoint"
+                )
             if kind == SQUARES and (values < 0).any():
-                raise CheckpointError(f"{kind} of {name} has values below zero, which no mean of squares has")
+                raise CheckpointError(
+                    f"{kind} of {name} has values below zero, which no mean of squares has"
+                )
             yield narrowed(name, values, to)
 
-    config = Config(model=source.model, data=DataConfig(tokenizer=tokenizer), optim=OptimConfig(name="adamw"))
+    config = Config(
+        model=source.model, data=DataConfig(tokenizer=tokenizer), optim=OptimConfig(name="adamw")
+    )
     done = source.progress
     state = {
         "steps": done.steps, "consumed": done.samples, "updates": done.updates,

@@ -94,7 +94,9 @@ class Cut:
 
     def __init__(self, whole: Elements, first: int, last: int) -> None:
         if not 0 <= first <= last <= whole.numel:
-            raise CheckpointError(f"elements {first} to {last} are needed, and there are {whole.numel}")
+            raise CheckpointError(
+                f"elements {first} to {last} are needed, and there are {whole.numel}"
+            )
         self.whole, self.first, self.last = whole, first, last
 
     @property
@@ -146,7 +148,10 @@ class SideBySide:
     """Tensors [rows, columns] as one, along the columns."""
 
     def __init__(self, parts: Sequence[Boxes]) -> None:
-        if len({(part.dtype, part.shape[0], len(part.shape)) for part in parts}) != 1 or len(parts[0].shape) != 2:
+        if (
+            len({(part.dtype, part.shape[0], len(part.shape)) for part in parts}) != 1
+            or len(parts[0].shape) != 2
+        ):
             raise CheckpointError("what ranks hold of a tensor does not fit together")
         self._parts = list(parts)
 

@@ -53,27 +53,37 @@ def rotate(x: Tensor, theta: Theta) -> Tensor:
     return y if rest is None else torch.cat((y, rest), dim=-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
     """softmax(q k^T scale + mask) v: q [s b a d], k and v [s b k d] -> [s b (a d)]; causal when there is no mask.
 
     mask: bool, True where a query (row) may look at a key (column), or numbers of q's dtype to be added; [s s] or
     [a s s]. It decides alone who looks at whom. scale: by default 1 / sqrt(d).
     """
-    q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))  # [b a s d]; plain views, for einops costs 5 µs a call
+    q, k, v = (
+        part.permute(1, 2, 0, 3) for part in (q, k, v)
+    )  # [b a s d]; plain views, for einops costs 5 µs a call
     grouped = q.shape[1] != k.shape[1]
-    if grouped and mask is not None and q.is_cuda:  # the fused kernel that takes masks knows no groups
+    if (
+        grouped and mask is not None and q.is_cuda
+    ):  # the fused kernel that takes masks knows no groups
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
         grouped = False
     if q.is_cuda and not torch.compiler.is_compiling():
         _check_fused(q, k, v, mask, scale, grouped)
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
     return y.permute(2, 0, 1, 3).flatten(2)
 
 
 _looked_at: set[tuple[object, ...]] = set()
 
 
-def _check_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, grouped: bool) -> None:
+def _check_fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, grouped: bool
+) -> None:
     """Looks, once for such tensors, whether torch takes a fused kernel for them, which keeps no scores of all pairs.
 
     Raises RuntimeError where there is one but it is switched off; warns where there is none.
@@ -81,11 +91,18 @@ def _check_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
     kind = (q.shape, k.shape, q.dtype, mask is None, q.requires_grad)
     if kind in _looked_at:
         return
-    chosen = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=grouped)
+    chosen = torch._fused_sdp_choice(
+        q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=grouped
+    )
     if chosen == SDPBackend.MATH.value:
         what = f"{q.dtype} heads {list(q.shape)} [b a s d], keys {list(k.shape)}, {'no ' if mask is None else 'a '}mask"
         problem = f"attention without a fused kernel ({what}): it keeps the scores of all pairs of positions"
-        if q.dtype in (torch.bfloat16, torch.float16) and mask is None and q.shape[3] % 8 == 0 and q.shape[3] <= 256:
+        if (
+            q.dtype in (torch.bfloat16, torch.float16)
+            and mask is None
+            and q.shape[3] % 8 == 0
+            and q.shape[3] <= 256
+        ):
             raise RuntimeError(
                 f"{problem}; there is one for these, which is switched off: leave out torch.nn.attention.sdpa_kernel"
                 " and torch.backends.cuda.enable_flash_sdp(False)"
@@ -99,13 +116,23 @@ def _check_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
 def _flash_on_cpu(s: int, b: int, d: int, dtype: torch.dtype, enabled: bool) -> bool:
     """Whether torch takes its fused kernel for such heads on a CPU."""
     q = torch.empty(b, 1, s, d, dtype=dtype)
-    return bool(torch._fused_sdp_choice(q, q, q, None, 0.0, True) == SDPBackend.FLASH_ATTENTION.value)
+    return bool(
+        torch._fused_sdp_choice(q, q, q, None, 0.0, True) == SDPBackend.FLASH_ATTENTION.value
+    )
 
 
-def _back_of_flash(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logarithms: Tensor) -> Tensor:
+def _back_of_flash(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logarithms: Tensor
+) -> Tensor:
     dy = dy.view(*dy.shape[:2], *(q.shape[i] for i in (1, 3))).permute(1, 2, 0, 3)
     back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return torch.cat([part.permute(2, 0, 1, 3).flatten(2) for part in back(dy, q, k, v, y, logarithms, 0.0, True)], -1)
+    return torch.cat(
+        [
+            part.permute(2, 0, 1, 3).flatten(2)
+            for part in back(dy, q, k, v, y, logarithms, 0.0, True)
+        ],
+        -1,
+    )
 
 
 def _back_of_short(d: int, dy: Tensor, qkv: Tensor, logarithms: Tensor) -> Tensor:
@@ -139,24 +166,34 @@ class Attention(nn.Module):
         super().__init__()
         k, d, t = kv_heads or heads, head_dim or hidden // heads, slicing.tp.size
         if heads % t or (k % t and t % k) or heads % k:
-            raise ValueError(f"{name}: {heads} heads and {k} key/value heads cannot be cut over tp {t}")
+            raise ValueError(
+                f"{name}: {heads} heads and {k} key/value heads cannot be cut over tp {t}"
+            )
         if rotary is not None and turned_of(rotary, d) % 2:
-            raise ValueError(f"{name}: heads of size {d}: rotary positions turn pairs; use head_dim={d + 1}")
+            raise ValueError(
+                f"{name}: heads of size {d}: rotary positions turn pairs; use head_dim={d + 1}"
+            )
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
         shared = t // k if k < t else 1
-        column = functools.partial(ColumnLinear, name, hidden, slicing=slicing, std=std, bias=bias, multiple=d)
+        column = functools.partial(
+            ColumnLinear, name, hidden, slicing=slicing, std=std, bias=bias, multiple=d
+        )
         query, key_value = [("query", heads * d)], [("key", k * d), ("value", k * d)]
         self.qkv = column(query + key_value) if shared == 1 else None
         if shared > 1:
             self.query = column(query, local=True)
             self.key_value = column(key_value, local=True, shared=shared)
         # A head's norm sees this rank's heads only, whatever is done with sequences: its gradient is always partial.
-        norm = functools.partial(RMSNorm, width=d, slicing=slicing, eps=eps, partial=True, offset=norm_offset)
+        norm = functools.partial(
+            RMSNorm, width=d, slicing=slicing, eps=eps, partial=True, offset=norm_offset
+        )
         self.query_norm = norm(f"{name}.query_norm") if qk_norm else None
         self.key_norm = norm(f"{name}.key_norm") if qk_norm else None
         bias = bias if out_bias is None else out_bias
-        self.out = RowLinear(f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d)
+        self.out = RowLinear(
+            f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d
+        )
 
     def flops(self, tokens: int, seq: int) -> int | None:
         """FLOPs of a forward beside its linear layers', over the whole square of positions; None of a core that does
@@ -168,7 +205,11 @@ class Attention(nn.Module):
 
     def can_run(self) -> bool:
         """Whether its linear layers can run by themselves, before and after `heads_attend`, with nothing recomputed."""
-        return type(self.recompute) is Recompute and may_run(self.qkv, Product) and may_run(self.out, Product)
+        return (
+            type(self.recompute) is Recompute
+            and may_run(self.qkv, Product)
+            and may_run(self.out, Product)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.recompute.run("attention", self.heads_attend, *self._project(x)))
@@ -188,13 +229,19 @@ class Attention(nn.Module):
         if not plain or self.heads != self.kv_heads or x.device.type != "cpu":
             return False
         length = x.shape[0] * (self.slicing.tp.size if self.slicing.sequence_parallel else 1)
-        return _flash_on_cpu(length, x.shape[1], self.d, x.dtype, torch.backends.cuda.flash_sdp_enabled())
+        return _flash_on_cpu(
+            length, x.shape[1], self.d, x.dtype, torch.backends.cuda.flash_sdp_enabled()
+        )
 
     def run_heads(self, qkv: Tensor, tape: Tape) -> Tensor:
         """`heads_attend` of one projection [s b 3ad] on a tape."""
         s, b, _ = qkv.shape
-        q, k, v = (part.view(s, b, self.heads, self.d).permute(1, 2, 0, 3) for part in qkv.chunk(3, -1))
-        y, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        q, k, v = (
+            part.view(s, b, self.heads, self.d).permute(1, 2, 0, 3) for part in qkv.chunk(3, -1)
+        )
+        y, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, True
+        )
         if fused_cpu.attends_backward(qkv, self.d):
             tape.note(functools.partial(_back_of_short, self.d), qkv, logarithms)
         else:
@@ -207,7 +254,11 @@ class Attention(nn.Module):
         if not rest and self._turns_in_place(first):
             assert self.rotary is not None
             q, k, v = rotary.split_and_turn(
-                first, (self.heads, self.kv_heads, self.kv_heads), self.heads + self.kv_heads, self.d, self.rotary
+                first,
+                (self.heads, self.kv_heads, self.kv_heads),
+                self.heads + self.kv_heads,
+                self.d,
+                self.rotary,
             )
             return self.core(q, k, v).flatten(2)
         q, k, v = self._heads(*projected)
@@ -221,7 +272,11 @@ class Attention(nn.Module):
     def _turns_in_place(self, qkv: Tensor) -> bool:
         """Whether rotary positions may be written over the projection: no head's norm comes first, and none computes
         the core again from what was projected."""
-        plain = self.rotary is not None and self.query_norm is None and type(self.recompute) is Recompute
+        plain = (
+            self.rotary is not None
+            and self.query_norm is None
+            and type(self.recompute) is Recompute
+        )
         return plain and rotary.fits(qkv, self.d, self.rotary or 0.0)
 
     def _heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:

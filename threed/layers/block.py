@@ -39,7 +39,9 @@ class Embedding(OnTape):
         self.name, self.scale = name, scale
         self.word = VocabEmbedding(f"{name}.word", vocab, hidden, slicing, std=std)
         self.position = (
-            PositionEmbedding(f"{name}.position", positions, hidden, slicing, std=std) if positions else None
+            PositionEmbedding(f"{name}.position", positions, hidden, slicing, std=std)
+            if positions
+            else None
         )
         self.dropout = Dropout(f"{name}.dropout", dropout, slicing)
 
@@ -47,7 +49,9 @@ class Embedding(OnTape):
         if micro.tokens is None:
             raise ValueError("the first pipeline stage needs the batch's 'tokens' [b s]")
         if self._on_tape and wanted(self.word.weight):
-            return as_one(self.word.weight, functools.partial(self._run, tokens=micro.tokens, micro=micro))
+            return as_one(
+                self.word.weight, functools.partial(self._run, tokens=micro.tokens, micro=micro)
+            )
         y = self.word(micro.tokens)
         if self.scale != 1.0:
             y = y * rounded(self.scale, y.dtype)
@@ -58,12 +62,18 @@ class Embedding(OnTape):
         may = self.scale == 1.0 and not watched()
         may = may and may_run(self.word, VocabEmbedding) and may_run(self.dropout, Dropout)
         if self.position is not None:
-            may = may and may_run(self.position, PositionEmbedding) and not shares(shared, self.position)
+            may = (
+                may
+                and may_run(self.position, PositionEmbedding)
+                and not shares(shared, self.position)
+            )
         self._on_tape = may
 
     def _run(self, table: Tensor, tape: Tape, tokens: Tensor, micro: MicroBatch) -> Tensor:
         y = self.word.run(table, tape, tokens)
-        return self.dropout.run(y if self.position is None else self.position.run(y, tape), tape, micro)
+        return self.dropout.run(
+            y if self.position is None else self.position.run(y, tape), tape, micro
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -107,7 +117,9 @@ class _Parts:
         x, y = self.attention_norm.run_sum(x, tape)
         return x, self.attention.qkv.run(y, tape)
 
-    def after_heads(self, y: Tensor, x: Tensor, tape: Tape, micro: MicroBatch) -> tuple[Tensor, int]:
+    def after_heads(
+        self, y: Tensor, x: Tensor, tape: Tape, micro: MicroBatch
+    ) -> tuple[Tensor, int]:
         """The block's output, of what heads found and x; and the tape's length after the norm."""
         y = self.attention_dropout.run(self.attention.out.run(y, tape), tape, micro)
         x, y = self.mlp_norm.run_sum(y, tape, x)
@@ -179,11 +191,20 @@ class Block(OnTape):
 
     def look(self, shared: Set[Tensor]) -> None:
         """Sees whether its parts run on a tape in the step that begins."""
-        norms, dropouts = (self.attention_norm, self.mlp_norm), (self.attention_dropout, self.mlp_dropout)
+        norms, dropouts = (
+            (self.attention_norm, self.mlp_norm),
+            (self.attention_dropout, self.mlp_dropout),
+        )
         may = self.attention_post_norm is None and self.mlp_post_norm is None
-        may = may and all(may_run(part, Norm) for part in norms) and all(may_run(part, Dropout) for part in dropouts)
+        may = (
+            may
+            and all(may_run(part, Norm) for part in norms)
+            and all(may_run(part, Dropout) for part in dropouts)
+        )
         may = may and may_run(self.attention, Attention) and may_run(self.mlp, MLP, GatedMLP)
-        alone = type(self.recompute) is Recompute and self._compiled_call_impl is None and not watched()
+        alone = (
+            type(self.recompute) is Recompute and self._compiled_call_impl is None and not watched()
+        )
         given: Any = (*norms, self.attention, self.mlp, *dropouts)
         parts = _Parts(*given) if may and alone else None
         self._parts = None if parts is None or parts.share(shared) else parts
@@ -200,7 +221,9 @@ class Block(OnTape):
         """What a branch gives, and its norm if there is one."""
         return y if norm is None else self.recompute.run("norm", norm, y)
 
-    def _normed(self, norm: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _normed(
+        self, norm: nn.Module, x: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x + residual, and its norm; where the norm may be computed again, the sum is no part of it."""
         if type(self.recompute) is Recompute:
             return sum_and_norm(norm, x, residual)

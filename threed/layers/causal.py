@@ -20,7 +20,10 @@ from torch import Tensor
 from threed.layers.attention import attend
 from threed.topology import default_device
 
-SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19  # in one tensor, of which there are three: 128 MiB in fp32; 2 MiB, in a cache
+SCORES, SCORES_ON_CPU = (
+    1 << 25,
+    1 << 19,
+)  # in one tensor, of which there are three: 128 MiB in fp32; 2 MiB, in a cache
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,17 @@ class _InParts(torch.autograd.Function):
     query and head."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, cap: float, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, cap: float, scale: float
+    ) -> Tensor:
         s, b, a, d = q.shape
         k, v = k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)  # [b k s d]
         y = q.new_empty(b, a, s, d)
         sums = q.new_empty(b, a, s, dtype=torch.promote_types(q.dtype, torch.float32))
         for rows, keys in _parts(q, window):
-            scores, _ = _scores(_grouped(q[rows], k), k[:, :, keys], (rows, keys, window), cap, scale)
+            scores, _ = _scores(
+                _grouped(q[rows], k), k[:, :, keys], (rows, keys, window), cap, scale
+            )
             logarithm = scores.logsumexp(-1, keepdim=True)
             shares = scores.sub_(logarithm).exp_().to(v.dtype)
             y[:, :, rows] = (shares @ v[:, :, keys]).view(b, a, -1, d)
@@ -112,7 +119,10 @@ def _parts(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
     for first in range(0, s, count):
         last = min(s, first + count)
         # Where nothing is computed, costs are looked for: attention is counted over the whole square of positions.
-        yield slice(first, last), slice(0, s) if q.is_meta else slice(max(0, first - window + 1), last)
+        yield (
+            slice(first, last),
+            slice(0, s) if q.is_meta else slice(max(0, first - window + 1), last),
+        )
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:

@@ -56,13 +56,19 @@ def _define(schema: str, work: Callable[..., Any], fake: Callable[..., Any]) -> 
 # ---------------------------------------------------------------------------------------------------------- products
 
 
-def _product(x: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None, out: int, parts: int, of: Opaque) -> Tensor:
+def _product(
+    x: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None, out: int, parts: int, of: Opaque
+) -> Tensor:
     """x: before f. whole: after it. weight: a single tile; else something of which y's gradient is asked."""
     tiles = tiled.tiles_of(of.value)
-    return matmul.linear(whole, weight, bias) if len(tiles) == 1 else tiled.product(whole, tiles, bias)
+    return (
+        matmul.linear(whole, weight, bias) if len(tiles) == 1 else tiled.product(whole, tiles, bias)
+    )
 
 
-def _product_backward(dy: Tensor, whole: Tensor, weight: Tensor, parts: int, need: list[bool], of: Opaque) -> Tensor:
+def _product_backward(
+    dy: Tensor, whole: Tensor, weight: Tensor, parts: int, need: list[bool], of: Opaque
+) -> Tensor:
     """need: the gradients of x, weight and bias; the latter two go to their sinks, which may not keep dy and whole."""
     layer, tiles, f = of.value, tiled.tiles_of(of.value), (of.value.axis, of.value.gather)
     bias = layer.bias if need[2] else None  # the parameter itself, which has the sink
@@ -72,7 +78,11 @@ def _product_backward(dy: Tensor, whole: Tensor, weight: Tensor, parts: int, nee
         else:
             dx, *rest = tiled.gradients(dy, whole, tiles, (tiles, bias), f, (need[0], need[2]))
     if any(gradient is not None for gradient in rest):
-        hooked = [spec_of(param).name for param in (*tiles, bias) if param is not None and has_gradient_hooks(param)]
+        hooked = [
+            spec_of(param).name
+            for param in (*tiles, bias)
+            if param is not None and has_gradient_hooks(param)
+        ]
         raise RuntimeError(
             f"{', '.join(hooked)}: gradient hooks do not run on weights of compiled layers; use --run.compile false"
             if hooked
@@ -105,7 +115,9 @@ _define(
         (whole.shape[0] // parts, *whole.shape[1:]) if need[0] else (0,)
     ),
 )
-torch.library.register_autograd("threed::product", _backward_of_product, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd(
+    "threed::product", _backward_of_product, setup_context=_keep, lib=_LIBRARY
+)
 
 
 # --------------------------------------------------------------------------------------------------------- conjugates
@@ -128,7 +140,9 @@ def _same(x: Tensor, *_: Any) -> Tensor:
 
 
 # Of each: its work (which must give memory of its own), its shape, and the one that its gradient goes through.
-_CONJUGATES: dict[str, tuple[Callable[[Tensor, Any], Tensor], Callable[..., Tensor], str | None]] = {
+_CONJUGATES: dict[
+    str, tuple[Callable[[Tensor, Any], Tensor], Callable[..., Tensor], str | None]
+] = {
     "copy_to": (lambda x, axis: x.clone(), _same, "reduce_from"),
     "reduce_from": (lambda x, axis: collectives.all_reduce(x.clone(), axis), _same, None),
     "gather_from": (collectives.all_gather, _longer, "scatter_to"),
@@ -140,10 +154,20 @@ def _define_conjugate(name: str) -> None:
     work, shape, back = _CONJUGATES[name]
 
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return dy if back is None else getattr(torch.ops.threed, back)(dy, ctx.size, ctx.axis), None, None
+        return (
+            dy if back is None else getattr(torch.ops.threed, back)(dy, ctx.size, ctx.axis),
+            None,
+            None,
+        )
 
-    _define(f"{name}(Tensor x, int size, Opaque axis) -> Tensor", lambda x, size, axis: work(x, axis.value), shape)
-    torch.library.register_autograd(f"threed::{name}", backward, setup_context=_ctx_of_axis, lib=_LIBRARY)
+    _define(
+        f"{name}(Tensor x, int size, Opaque axis) -> Tensor",
+        lambda x, size, axis: work(x, axis.value),
+        shape,
+    )
+    torch.library.register_autograd(
+        f"threed::{name}", backward, setup_context=_ctx_of_axis, lib=_LIBRARY
+    )
 
 
 for _name in _CONJUGATES:
@@ -168,7 +192,9 @@ _define(
     lambda x, samples, step, of: of.value.drop(x, samples, step),
     _same,
 )
-torch.library.register_autograd("threed::drop", _backward_of_dropout, setup_context=_ctx_of_dropout, lib=_LIBRARY)
+torch.library.register_autograd(
+    "threed::drop", _backward_of_dropout, setup_context=_ctx_of_dropout, lib=_LIBRARY
+)
 
 
 # ------------------------------------------------------------------------------------------------------------- layers

@@ -15,7 +15,9 @@ from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
 PAD_FROM, PAD_TO = 1024, 128  # rows: below, padding would be a tenth of the table and more
 
 
-def vocab_table(name: str, vocab: int, hidden: int, slicing: Slicing, std: float = 0.02) -> nn.Parameter:
+def vocab_table(
+    name: str, vocab: int, hidden: int, slicing: Slicing, std: float = 0.02
+) -> nn.Parameter:
     """A [v/t h] table of word vectors, whose rows may be uneven when tp does not divide the vocabulary.
 
     A large one is padded with rows of zeros to a multiple of 128, the same on all tensor ranks, for matrix products of
@@ -54,7 +56,9 @@ def _look_up(table: Tensor, tape: Tape, ids: Tensor, held: Tensor | None) -> Ten
 class VocabEmbedding(nn.Module):
     """Token ids [b s] -> word vectors [s b h] (or [s/t b h] when sequences are cut)."""
 
-    def __init__(self, name: str, vocab: int, hidden: int, slicing: Slicing, *, std: float = 0.02) -> None:
+    def __init__(
+        self, name: str, vocab: int, hidden: int, slicing: Slicing, *, std: float = 0.02
+    ) -> None:
         super().__init__()
         self.slicing, self.vocab = slicing, vocab
         self.first, self.last = split(vocab, slicing.tp.size, slicing.tp.index)
@@ -76,7 +80,9 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         ids, held = self._find(tokens)
-        return self.slicing.reduce(as_one(self.weight, lambda table, tape: _look_up(table, tape, ids, held)))
+        return self.slicing.reduce(
+            as_one(self.weight, lambda table, tape: _look_up(table, tape, ids, held))
+        )
 
     def _find(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows [s b] of this rank's part of the table, and which of them it holds; None where it holds all."""
@@ -93,10 +99,14 @@ class VocabEmbedding(nn.Module):
 class PositionEmbedding(nn.Module):
     """Learned positions, added to x [s b h] (or to this rank's part [s/t b h])."""
 
-    def __init__(self, name: str, length: int, hidden: int, slicing: Slicing, *, std: float = 0.02) -> None:
+    def __init__(
+        self, name: str, length: int, hidden: int, slicing: Slicing, *, std: float = 0.02
+    ) -> None:
         super().__init__()
         self.slicing = slicing
-        piece = Piece(f"{name}.weight", (length, hidden), (0, 0), (length, hidden), init=Init(std=std))
+        piece = Piece(
+            f"{name}.weight", (length, hidden), (0, 0), (length, hidden), init=Init(std=std)
+        )
         self.weight = parameter(slicing.shared(piece, decay=True), (length, hidden))
 
     def flops(self, tokens: int, seq: int) -> int:
@@ -118,7 +128,9 @@ class PositionEmbedding(nn.Module):
         parts = self.slicing.tp.size if self.slicing.sequence_parallel else 1
         first, last = self.slicing.sequence_range(x.shape[0] * parts)
         if last > weight.shape[0]:
-            raise ValueError(f"position {last - 1} is beyond the {weight.shape[0]} learned positions")
+            raise ValueError(
+                f"position {last - 1} is beyond the {weight.shape[0]} learned positions"
+            )
         return first, last
 
 

@@ -50,14 +50,26 @@ class _Linear(torch.autograd.Function):
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        ctx: Any, dy: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         # Of the parameters themselves: what was saved comes back as another tensor where hooks have kept it.
         x, weight = ctx.saved_tensors
-        return *gradients(dy, x, weight, ctx.params, ctx.of_f, ctx.needs_input_grad[0]), None, None, None
+        return (
+            *gradients(dy, x, weight, ctx.params, ctx.of_f, ctx.needs_input_grad[0]),
+            None,
+            None,
+            None,
+        )
 
 
 def gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, params: tuple[Tensor, Tensor | None], of_f: tuple[Axis, bool], need_dx: bool
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    params: tuple[Tensor, Tensor | None],
+    of_f: tuple[Axis, bool],
+    need_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x before f, weight and bias for y = x weight^T + bias; those of params go to their sinks, and
     None is returned, where they have one. of_f: the axis, and whether it gathered."""
@@ -68,9 +80,15 @@ def gradients(
     if need_dx:
         dx = matmul.input_gradient(rows, weight).view(*dy.shape[:-1], weight.shape[1])
         if axis.size > 1:
-            pending = (collectives.start_reduce_scatter if gather else collectives.start_all_reduce)(dx, axis)
+            pending = (
+                collectives.start_reduce_scatter if gather else collectives.start_all_reduce
+            )(dx, axis)
     dw = weight_gradient(params[0], rows, x)
-    db = bias_gradient(params[1], rows) if params[1] is not None and params[1].requires_grad else None
+    db = (
+        bias_gradient(params[1], rows)
+        if params[1] is not None and params[1].requires_grad
+        else None
+    )
     return dx if pending is None else pending.wait(), dw, db
 
 
@@ -78,11 +96,15 @@ def _of_input(dy: Tensor, weight: Tensor, axis: Axis) -> Tensor:
     """The gradient of x where a layer calls torch.autograd.grad in its forward: differentiable, and nothing for sinks,
     for it is no part of the loss's gradient. RuntimeError where tensor ranks would have to sum it."""
     if axis.size > 1:
-        raise RuntimeError("torch.autograd.grad in a layer's forward, through a layer that is cut over tensor ranks")
+        raise RuntimeError(
+            "torch.autograd.grad in a layer's forward, through a layer that is cut over tensor ranks"
+        )
     return dy @ weight
 
 
-def run(x: Tensor, tape: Tape, weight: Tensor, bias: Tensor | None, axis: Axis, gather: bool) -> Tensor:
+def run(
+    x: Tensor, tape: Tape, weight: Tensor, bias: Tensor | None, axis: Axis, gather: bool
+) -> Tensor:
     """The same on a tape; the parameters have sinks."""
 
     def back(dy: Tensor, x: Tensor, shown: Tensor) -> Tensor:
@@ -96,7 +118,9 @@ def run(x: Tensor, tape: Tape, weight: Tensor, bias: Tensor | None, axis: Axis, 
     return matmul.linear(x, weight, bias)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False
+) -> Tensor:
     """x [... in] -> [... out], with this layer's f on `axis`; weight [out in] may be a slice of a larger one."""
     out: Tensor = apply(_Linear, x, *for_autograd(x, weight, bias), axis, gather, (weight, bias))
     return out
@@ -112,7 +136,9 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        return dy, bias_gradient(ctx.bias, dy.contiguous().flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        return dy, bias_gradient(ctx.bias, dy.contiguous().flatten(0, -2)) if ctx.needs_input_grad[
+            1
+        ] else None
 
 
 def _back_of_bias(bias: Tensor, dy: Tensor) -> Tensor:
@@ -189,13 +215,19 @@ class ColumnLinear(Product):
         self.axis, self.gather = (LOCAL, False) if local else (tp, slicing.sequence_parallel)
         weights, biases, rows = [], [], 0
         for part, out in outputs:
-            first, last = (multiple * n for n in split(out // multiple, tp.size // shared, tp.index // shared))
-            weights.append(matrix(f"{name}.{part}.weight", (out, inputs), 0, (first, last), std, rows * inputs))
+            first, last = (
+                multiple * n for n in split(out // multiple, tp.size // shared, tp.index // shared)
+            )
+            weights.append(
+                matrix(f"{name}.{part}.weight", (out, inputs), 0, (first, last), std, rows * inputs)
+            )
             biases.append(vector(f"{name}.{part}.bias", out, (first, last), offset=rows))
             rows += last - first
         same = f"tp/{shared}" if shared > 1 else None
         add_weight(self, ShardSpec(tuple(weights), same, same), (rows, inputs), slicing.tile)
-        self.bias = parameter(ShardSpec(tuple(biases), same, same, decay=False), (rows,)) if bias else None
+        self.bias = (
+            parameter(ShardSpec(tuple(biases), same, same, decay=False), (rows,)) if bias else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
@@ -218,14 +250,19 @@ class RowLinear(Product):
         first, last = (multiple * n for n in split(inputs // multiple, tp.size, tp.index))
         piece = matrix(f"{name}.weight", (outputs, inputs), 1, (first, last), std)
         add_weight(self, ShardSpec((piece,)), (outputs, last - first), slicing.tile)
-        self.bias = parameter(slicing.shared(vector(f"{name}.bias", outputs)), (outputs,)) if bias else None
+        self.bias = (
+            parameter(slicing.shared(vector(f"{name}.bias", outputs)), (outputs,)) if bias else None
+        )
 
     def run(self, x: Tensor, tape: Tape) -> Tensor:
         """The layer on a tape."""
         if self.slicing.tp.size == 1:
             return super().run(x, tape)
         weight: Any = self.weight
-        y, bias = self.slicing.run_reduce(run(x, tape, weight, None, self.axis, self.gather), tape), self.bias
+        y, bias = (
+            self.slicing.run_reduce(run(x, tape, weight, None, self.axis, self.gather), tape),
+            self.bias,
+        )
         if bias is None:
             return y
         tape.note(functools.partial(_back_of_bias, bias))
@@ -276,7 +313,12 @@ class SinkLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
         mixed = torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()
-        if mixed or x.dim() < 2 or x.dtype != weight.dtype or not (goes_to_sink(weight) and goes_to_sink(bias)):
+        if (
+            mixed
+            or x.dim() < 2
+            or x.dtype != weight.dtype
+            or not (goes_to_sink(weight) and goes_to_sink(bias))
+        ):
             return super().forward(x)
         return linear(x, weight, bias)
 

@@ -48,7 +48,9 @@ class _Projection:
         """The gradient of logits at some positions, [n v/t]; they are made again of x, [.. b h]."""
         with torch.enable_grad():
             logits = matmul.linear(x, weight).requires_grad_()
-            loss = self.loss(logits.view_as(logits), at)  # not a leaf to the loss, which works in its memory
+            loss = self.loss(
+                logits.view_as(logits), at
+            )  # not a leaf to the loss, which works in its memory
             return torch.autograd.grad(loss, logits, dloss.to(loss.dtype))[0].flatten(0, -2)
 
 
@@ -129,13 +131,19 @@ class LanguageModelHead(OnTape):
             return capped(linear(self.norm(x), table, None, *f)[..., : self.columns], self.softcap)
         positions = [x.shape[1], x.shape[0] * (f[0].size if f[1] else 1)]
         if (given := list(micro.labels.shape)) != positions:
-            raise ValueError(f"the batch's 'labels' are {given} (in a micro-batch), and {self.name} gets {positions}")
+            raise ValueError(
+                f"the batch's 'labels' are {given} (in a micro-batch), and {self.name} gets {positions}"
+            )
         self.data_flags[0].note(micro.labels >= self.vocab)
         scale = torch.ones((), device=x.device) if micro.weight is None else micro.weight
-        of = _Projection(table, micro.labels.t(), scale, self.first, self.columns, self.vocab, *f, self.softcap)
+        of = _Projection(
+            table, micro.labels.t(), scale, self.first, self.columns, self.vocab, *f, self.softcap
+        )
         if self.loss_chunks > 1:
             y = self.norm(x)
-            loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, table), of, min(self.loss_chunks, y.shape[0]))
+            loss: Tensor = _ChunkedLoss.apply(
+                y, *for_autograd(y, table), of, min(self.loss_chunks, y.shape[0])
+            )
             return loss
         norm: Any = self.norm
         if self._on_tape and wanted(x) and norm.takes(x):
@@ -156,4 +164,6 @@ class LanguageModelHead(OnTape):
 
     def _run(self, x: Tensor, tape: Tape, norm: Norm, of: _Projection) -> Tensor:
         logits = run(norm.run(x, tape), tape, of.weight, None, of.axis, of.gather)
-        return run_weighted(logits, tape, of.targets, of.scale, of.axis, of.first, of.columns, of.vocabulary)
+        return run_weighted(
+            logits, tape, of.targets, of.scale, of.axis, of.first, of.columns, of.vocabulary
+        )

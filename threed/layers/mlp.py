@@ -60,7 +60,9 @@ class MLP(nn.Module):
         return self.down.run(activation_ops.run("gelu", self.up.run(x, tape), tape), tape)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.recompute.run("activation", self.activation, self.recompute.column(self.up, x)))
+        return self.down(
+            self.recompute.run("activation", self.activation, self.recompute.column(self.up, x))
+        )
 
 
 @runs
@@ -78,7 +80,9 @@ class GatedMLP(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.activation = activation
-        self.gate_up = ColumnLinear(name, hidden, [("gate", ffn), ("up", ffn)], slicing, std=std, bias=bias)
+        self.gate_up = ColumnLinear(
+            name, hidden, [("gate", ffn), ("up", ffn)], slicing, std=std, bias=bias
+        )
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
     def can_run(self) -> bool:
@@ -92,4 +96,6 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         product = functools.partial(gated, self.activation)
-        return self.down(self.recompute.run("activation", product, self.recompute.column(self.gate_up, x)))
+        return self.down(
+            self.recompute.run("activation", product, self.recompute.column(self.gate_up, x))
+        )

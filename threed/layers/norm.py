@@ -42,11 +42,17 @@ class _Fused(torch.autograd.Function):
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, params: tuple[Tensor, Tensor | None], eps: float, layer: bool
+    x: Tensor,
+    residual: Tensor | None,
+    params: tuple[Tensor, Tensor | None],
+    eps: float,
+    layer: bool,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """x + residual, its norm, and what the backward needs."""
     rows, (weight, bias) = x.view(-1, x.shape[-1]), params
-    done = norm.forward(rows, weight, bias, eps, layer, None if residual is None else residual.view_as(rows))
+    done = norm.forward(
+        rows, weight, bias, eps, layer, None if residual is None else residual.view_as(rows)
+    )
     means = () if done.means is None else (done.means,)
     return done.sum.view_as(x), done.y.view_as(x), (done.sum, weight, done.scales, *means)
 
@@ -56,9 +62,15 @@ def _backward(
     scales: Tensor, *means: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """The gradients of the sum, where dsum comes past the norm, and of weight and bias where they have no sink."""
-    rows, residual = dy.contiguous().view_as(total), None if dsum is None else dsum.contiguous().view_as(total)
+    rows, residual = (
+        dy.contiguous().view_as(total),
+        None if dsum is None else dsum.contiguous().view_as(total),
+    )
     done = norm.Normalised(total, total, means[0] if means else None, scales)
-    dweight, dbias = VectorGradient(params[0]), None if params[1] is None else VectorGradient(params[1])
+    dweight, dbias = (
+        VectorGradient(params[0]),
+        None if params[1] is None else VectorGradient(params[1]),
+    )
     dx = norm.backward(
         rows, done, weight, dweight.out, dbias.out if dbias else None, add=dweight.add,
         add_bias=dbias is not None and dbias.add, residual=residual,
@@ -80,9 +92,13 @@ def _back_of_layer_norm(
     return dx if dsum is None else dx.add_(dsum)
 
 
-def sum_and_norm(module: nn.Module, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def sum_and_norm(
+    module: nn.Module, x: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """x + residual (x itself without one), and what a norm, any module, makes of that."""
-    ours = type(module) in (LayerNorm, RMSNorm) and not (module._forward_hooks or module._forward_pre_hooks)
+    ours = type(module) in (LayerNorm, RMSNorm) and not (
+        module._forward_hooks or module._forward_pre_hooks
+    )
     if ours and module.fits(x) and (residual is None or launch.packed(residual)):  # type: ignore[operator]
         both: tuple[Tensor, Tensor] = module.fused(x, residual, both=True)  # type: ignore[operator]
         return both
@@ -110,7 +126,9 @@ class Norm(nn.Module):
     def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
         """The norm of x + residual by our kernel; if `both`, the sum before it."""
         params = self._params()
-        return _Fused.apply(x, residual, *for_autograd(x, *params), params, self.eps, self.layer, both)
+        return _Fused.apply(
+            x, residual, *for_autograd(x, *params), params, self.eps, self.layer, both
+        )
 
     def can_run(self) -> bool:
         """Whether its weight is a parameter; see `takes`."""
@@ -126,20 +144,26 @@ class Norm(nn.Module):
         tape.note(lambda dy, *saved: back(dy, None, *saved), *saved)
         return y
 
-    def run_sum(self, x: Tensor, tape: Tape, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def run_sum(
+        self, x: Tensor, tape: Tape, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x + residual and its norm, on a tape: a step of two gradients, the norm's and the sum's."""
         y, back, saved = self._run(x, residual)
         tape.note(back, *saved)
         return saved[0].view_as(x), y
 
-    def _run(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]:
+    def _run(
+        self, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]:
         """The norm, its backward, and what that needs; of this the sum comes first."""
         params = self._params()
         if self.fits(x) and (residual is None or launch.packed(residual)):
             _, y, saved = _forward(x, residual, params, self.eps, self.layer)
             return y, lambda *given: _backward(params, *given)[0], saved
         if not self.layer:
-            raise RuntimeError(f"RMSNorm on a tape: our kernel does not take {x.dtype} {list(x.shape)}")
+            raise RuntimeError(
+                f"RMSNorm on a tape: our kernel does not take {x.dtype} {list(x.shape)}"
+            )
         total = x if residual is None else x + residual
         y, means, scales = torch.native_layer_norm(total, params[0].shape, *params, self.eps)
         shown = params[:1] if params[1] is None else params
@@ -195,5 +219,7 @@ class RMSNorm(Norm):
             return y
         if self.offset:
             wide = torch.promote_types(x.dtype, torch.float32)
-            return F.rms_norm(x.to(wide), (self.width,), self.weight.to(wide) + self.offset, self.eps).to(x.dtype)
+            return F.rms_norm(
+                x.to(wide), (self.width,), self.weight.to(wide) + self.offset, self.eps
+            ).to(x.dtype)
         return F.rms_norm(x, (self.width,), self.weight, self.eps)

@@ -37,7 +37,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from threed import collectives
 from threed.device import rng_states, set_rng_states
@@ -147,7 +151,9 @@ def unpack(packed: Packed, what: str = "a tensor that the backward needs") -> Te
 class _Operation:
     """One run of a named operation: its inputs, and placeholders of what it saved and returned."""
 
-    def __init__(self, name: str, f: Callable[..., Tensor], inputs: Sequence[Packed], wants: Sequence[bool]) -> None:
+    def __init__(
+        self, name: str, f: Callable[..., Tensor], inputs: Sequence[Packed], wants: Sequence[bool]
+    ) -> None:
         self.name, self.f, self.inputs, self.wants = name, f, inputs, wants
         self._inside: list[weakref.ref[_Placeholder]] = []  # in the order saved
         self._results: list[tuple[weakref.ref[_Placeholder], Layout]] = []
@@ -165,7 +171,9 @@ class _Operation:
 
     def makes(self, tensor: Tensor) -> bool:
         """Returns whether a tensor in the result's storage is a view of what `rebuild` returns."""
-        return self._made == (tensor._version, tensor.dtype) and not (tensor.is_conj() or tensor.is_neg())
+        return self._made == (tensor._version, tensor.dtype) and not (
+            tensor.is_conj() or tensor.is_neg()
+        )
 
     def _pack(self, _: Tensor) -> _Placeholder:
         placeholder = _Placeholder(self)
@@ -182,9 +190,16 @@ class _Operation:
         """Runs the operation in the backward, and fills the placeholders that are still alive."""
         again: list[_SavedTensor] = []
         what = f"an input of {self.name}, which is to be recomputed"
-        inputs = [unpack(x, what).detach().requires_grad_(w) for x, w in zip(self.inputs, self.wants, strict=True)]
+        inputs = [
+            unpack(x, what).detach().requires_grad_(w)
+            for x, w in zip(self.inputs, self.wants, strict=True)
+        ]
         draws = self._draws.again() if self._draws else nullcontext()
-        with torch.enable_grad(), draws, saved_tensors_hooks(lambda t: again.append(_SavedTensor(t)), _never):
+        with (
+            torch.enable_grad(),
+            draws,
+            saved_tensors_hooks(lambda t: again.append(_SavedTensor(t)), _never),
+        ):
             y = self.f(*inputs).detach()
         if len(again) != len(self._inside):
             raise RuntimeError(
@@ -257,7 +272,9 @@ class Selective(Recompute):
             again: Tensor = checkpoint(f, *inputs, use_reentrant=False, context_fn=_contexts)
             return again
         alone = functools.partial(self._alone, f)
-        operation = _Operation(name, alone, [self._pack(x) for x in inputs], [x.requires_grad for x in inputs])
+        operation = _Operation(
+            name, alone, [self._pack(x) for x in inputs], [x.requires_grad for x in inputs]
+        )
         y = operation.first(inputs)
         storage = y.untyped_storage()
         self._results[storage._cdata] = StorageWeakRef(storage), operation
@@ -280,7 +297,9 @@ class Selective(Recompute):
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:
-            weights = {storage_of(p) for p in layer.parameters()} if tensor.shape == gathered else set()
+            weights = (
+                {storage_of(p) for p in layer.parameters()} if tensor.shape == gathered else set()
+            )
             if tensor.shape != gathered or storage_of(tensor) in weights:
                 return self._pack(tensor)
             again = functools.partial(collectives.all_gather, axis=layer.axis)

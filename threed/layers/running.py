@@ -12,7 +12,9 @@ from torch.nn.modules import module as torch_modules
 
 from threed.layers.slicing import sink_of
 
-_FORWARDS: dict[type, Callable[..., Any]] = {}  # of the classes that have `run`, as they were defined
+_FORWARDS: dict[
+    type, Callable[..., Any]
+] = {}  # of the classes that have `run`, as they were defined
 _Class = TypeVar("_Class", bound=type)
 _staged = _lent = False
 

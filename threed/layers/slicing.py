@@ -29,7 +29,9 @@ class Slicing:
     sequence: bool = False
     seed: int = 1234
     tile: int = 1
-    opaque: Any = field(default=None, init=False)  # stands for `tp` in a graph of torch.compile (`layers.compiled`)
+    opaque: Any = field(
+        default=None, init=False
+    )  # stands for `tp` in a graph of torch.compile (`layers.compiled`)
 
     def __deepcopy__(self, memo: object) -> Slicing:
         return self
@@ -44,14 +46,18 @@ class Slicing:
         if not self.sequence_parallel:
             return 0, length
         if length % self.tp.size:
-            raise ValueError(f"sequence length {length} is not a multiple of tp {self.tp.size}: pad the batch to one")
+            raise ValueError(
+                f"sequence length {length} is not a multiple of tp {self.tp.size}: pad the batch to one"
+            )
         part = length // self.tp.size
         return self.tp.index * part, (self.tp.index + 1) * part
 
     @property
     def scattered(self) -> bool:
         """The former name of `sequence_parallel`."""
-        warnings.warn("Slicing.scattered is called sequence_parallel now", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "Slicing.scattered is called sequence_parallel now", DeprecationWarning, stacklevel=2
+        )
         return self.sequence_parallel
 
     def rows(self, length: int) -> tuple[int, int]:
@@ -92,11 +98,15 @@ class Slicing:
 
         Every rank gets all of x; the gradient is the sum of the ranks' gradients.
         """
-        return self._conjugate(collectives.gather_from if self.sequence_parallel else collectives.copy_to, x)
+        return self._conjugate(
+            collectives.gather_from if self.sequence_parallel else collectives.copy_to, x
+        )
 
     def reduce(self, x: Tensor) -> Tensor:
         """Applies g, after layers cut over tensor ranks: sums the ranks' [s b h] (returns its [s/t b h] of the sum)."""
-        return self._conjugate(collectives.scatter_to if self.sequence_parallel else collectives.reduce_from, x)
+        return self._conjugate(
+            collectives.scatter_to if self.sequence_parallel else collectives.reduce_from, x
+        )
 
     def run_reduce(self, x: Tensor, tape: Tape) -> Tensor:
         """g on a tape."""
@@ -111,7 +121,9 @@ class Slicing:
         if self.tp.size == 1:
             return x
         if self.opaque is not None and torch.compiler.is_compiling():
-            traced: Tensor = getattr(torch.ops.threed, function.__name__)(x, self.tp.size, self.opaque)
+            traced: Tensor = getattr(torch.ops.threed, function.__name__)(
+                x, self.tp.size, self.opaque
+            )
             return traced
         return function(x, self.tp)
 
@@ -158,7 +170,9 @@ class Flag:
     def take(self, device: torch.device) -> Tensor:
         """Returns 1.0 if there was an error since the last call, else 0.0 (fp64 scalar)."""
         found = self.swap(None)
-        return torch.zeros((), dtype=torch.float64, device=device) if found is None else found.double()
+        return (
+            torch.zeros((), dtype=torch.float64, device=device) if found is None else found.double()
+        )
 
     def swap(self, found: Tensor | None) -> Tensor | None:
         """Replaces the record since the last `take` (a bool scalar, or None), and returns the old one."""
@@ -209,7 +223,9 @@ def has_gradient_hooks(param: Tensor) -> bool:
 def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]:
     """The parameters of a function of x that autograd is to know of. None of them where x has a gradient and they have
     sinks: their gradients do not pass through it, and visiting them costs the host as much as a small kernel."""
-    known = x.requires_grad and all(p is None or not p.requires_grad or sink_of(p) is not None for p in params)
+    known = x.requires_grad and all(
+        p is None or not p.requires_grad or sink_of(p) is not None for p in params
+    )
     return (None,) * len(params) if known else params
 
 
@@ -235,11 +251,16 @@ class VectorGradient:
     def __init__(self, param: Tensor) -> None:
         self._sink, self._dtype = sink_of(param), param.dtype
         found = None if self._sink is None else self._sink.memory()
-        self._direct = found is not None and found[0].dtype == torch.float32 and launch.aligned(found[0])
+        self._direct = (
+            found is not None and found[0].dtype == torch.float32 and launch.aligned(found[0])
+        )
         if found is not None and self._direct:
             self.out, self.add = found[0].view(-1), found[1]
         else:
-            self.out, self.add = torch.empty(param.shape, dtype=torch.float32, device=param.device), False
+            self.out, self.add = (
+                torch.empty(param.shape, dtype=torch.float32, device=param.device),
+                False,
+            )
 
     def done(self) -> Tensor | None:
         """Ends the contribution; returns what autograd is to get, if it does not go to a sink."""

@@ -51,7 +51,9 @@ def cut_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...
         lo, hi = max(first, at), min(last, at + rows)
         if lo < hi:
             start = (piece.start[0] + lo - at, piece.start[1])
-            found.append(replace(piece, start=start, size=(hi - lo, columns), offset=(lo - first) * columns))
+            found.append(
+                replace(piece, start=start, size=(hi - lo, columns), offset=(lo - first) * columns)
+            )
         at += rows
     return tuple(found)
 
@@ -70,14 +72,19 @@ def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> N
 def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
     """Returns the tiles of a module's weight in order, or the one weight."""
     return tuple(
-        weight for name, weight in module._parameters.items() if name.startswith("weight") and weight is not None
+        weight
+        for name, weight in module._parameters.items()
+        if name.startswith("weight") and weight is not None
     )
 
 
 @contextmanager
 def whole(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
     """Keeps a tile whole in the block, and begins to gather `following`."""
-    gatherer, following_gatherer = tile_gatherer_of(weight), None if following is None else tile_gatherer_of(following)
+    gatherer, following_gatherer = (
+        tile_gatherer_of(weight),
+        None if following is None else tile_gatherer_of(following),
+    )
     if gatherer is not None:
         gatherer.open()
     if following_gatherer is not None:
@@ -89,7 +96,9 @@ def whole(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
             gatherer.close()
 
 
-def _walk(weights: Sequence[Tensor], order: Sequence[int]) -> Iterator[tuple[int, AbstractContextManager[None]]]:
+def _walk(
+    weights: Sequence[Tensor], order: Sequence[int]
+) -> Iterator[tuple[int, AbstractContextManager[None]]]:
     """Yields the numbers of tiles in `order`, each with the context in which it is whole."""
     for i, following in zip(order, [*(weights[n] for n in order[1:]), None], strict=True):
         yield i, whole(weights[i], following)
@@ -99,7 +108,9 @@ class _Tiled(torch.autograd.Function):
     """y = f(x) w^T + b tile by tile; f gathers x over `axis` if `gather`, and its gradient is summed over the axis."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, axis: Axis, gather: bool, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, axis: Axis, gather: bool, *weights: Tensor
+    ) -> Tensor:
         if gather:
             x = collectives.all_gather(x, axis)
         # Autograd does not save gathered tiles: hooks that offload saved tensors would read freed memory.
@@ -156,7 +167,11 @@ def gradients(
         pending = reduce(total.to(x.dtype), axis)
     for i in () if early else order:
         grads[i] = weight_gradient(params[0][i], _columns(flat_dy, cuts[i]), x)
-    db = bias_gradient(params[1], flat_dy.contiguous()) if need_db and params[1] is not None else None
+    db = (
+        bias_gradient(params[1], flat_dy.contiguous())
+        if need_db and params[1] is not None
+        else None
+    )
     return pending.wait() if pending else None, db, *grads
 
 
@@ -189,7 +204,11 @@ def _add(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 
 def tiled_linear(
-    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None = None,
+    axis: Axis = LOCAL,
+    gather: bool = False,
 ) -> Tensor:
     """Returns x W^T + b: x [... in] -> [... out]; weights: tiles [out_i in] of W; `axis`, `gather`: see `_Tiled`."""
     out: Tensor = _Tiled.apply(x, bias, axis, gather, *weights)

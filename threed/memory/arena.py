@@ -54,5 +54,9 @@ class Arena:
         self.count, self.nbytes = count, nbytes
         self.allocations += 1
         size = count * nbytes
-        self._buffer = host_buffer(size) if self.pinned else torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._buffer = (
+            host_buffer(size)
+            if self.pinned
+            else torch.empty(size, dtype=torch.uint8, device=self.device)
+        )
         self._free = list(range(count))[::-1]

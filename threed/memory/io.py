@@ -71,7 +71,9 @@ class Backend(Protocol):
 
     name: str
 
-    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int) -> int: ...
+    def submit(
+        self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int
+    ) -> int: ...
     def wait(self, number: int) -> int: ...
     def done(self, number: int) -> bool: ...
     def close(self) -> None: ...
@@ -102,7 +104,9 @@ class Transfer:
         result = self._finish()
         self._disk._under_way.pop(self._number, None)
         if result != self._nbytes:
-            raise self._disk._failure("writing" if self._write else "reading", self._nbytes, self._offset, result)
+            raise self._disk._failure(
+                "writing" if self._write else "reading", self._nbytes, self._offset, result
+            )
 
     def _finish(self) -> int:
         with self._lock:
@@ -143,7 +147,9 @@ class Disk:
             os.close(self._fd)
             self._fd = -1
             fix = "use backend 'auto', which takes threads where the kernel blocks io_uring"
-            raise self._error(error.errno, f"backend {backend!r} for {self.path}: {error.strerror}", fix) from None
+            raise self._error(
+                error.errno, f"backend {backend!r} for {self.path}: {error.strerror}", fix
+            ) from None
         self.backend = self._engine.name
 
     def reserve(self, nbytes: int) -> int:
@@ -153,7 +159,9 @@ class Disk:
             SwapError: the drive is full.
         """
         need = _whole_blocks(nbytes)
-        self._check_process("reserving space")  # before the lock, which a thread of the parent may have held
+        self._check_process(
+            "reserving space"
+        )  # before the lock, which a thread of the parent may have held
         with self._lock:
             self._check_open("reserving space")
             if self._free.get(need):
@@ -163,7 +171,9 @@ class Disk:
             except OSError as error:
                 os.ftruncate(self._fd, self._size)  # what was allocated before the drive was full
                 what = f"cannot reserve {need} bytes beyond the {self._size} of {self.path}: {error.strerror}"
-                raise self._error(error.errno, f"{what}; {_free_bytes(self._fd)} bytes are free") from None
+                raise self._error(
+                    error.errno, f"{what}; {_free_bytes(self._fd)} bytes are free"
+                ) from None
             offset, self._size = self._size, self._size + need
             return offset
 
@@ -183,7 +193,9 @@ class Disk:
     def _begin(self, write: bool, offset: int, tensor: Tensor) -> Transfer:
         doing, nbytes = "writing" if write else "reading", tensor.nbytes
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            raise ValueError(f"{doing} needs a contiguous CPU tensor, not one on {tensor.device} of {tensor.stride()}")
+            raise ValueError(
+                f"{doing} needs a contiguous CPU tensor, not one on {tensor.device} of {tensor.stride()}"
+            )
         if offset < 0 or offset % BLOCK or offset + nbytes > self._size:
             raise ValueError(
                 f"{doing} {nbytes} bytes at {offset}: offsets are multiples of {BLOCK}, and transfers stay inside the "
@@ -226,7 +238,9 @@ class Disk:
         for transfer in list(self._under_way.values()):
             transfer.wait()
 
-    def __del__(self) -> None:  # before its transfers' tensors are freed: the engine may still write into them
+    def __del__(
+        self,
+    ) -> None:  # before its transfers' tensors are freed: the engine may still write into them
         if self._fd >= 0:
             self.close()
 
@@ -243,12 +257,16 @@ class Disk:
         what = f"{doing} {nbytes} bytes at offset {offset} of {self.path} failed"
         if result == SHORT:
             what += ": the file ends before them"
-            return self._error(errno.EIO, what, "nothing may truncate a swap file while it is in use")
+            return self._error(
+                errno.EIO, what, "nothing may truncate a swap file while it is in use"
+            )
         return self._error(-result, f"{what}: {os.strerror(-result)}")
 
     def _error(self, number: int | None, what: str, fix: str = "") -> SwapError:
         number = number or errno.EIO
-        return SwapError(number, f"rank {_rank()}: {what}; {fix or _FIXES.get(number, 'name another folder')}")
+        return SwapError(
+            number, f"rank {_rank()}: {what}; {fix or _FIXES.get(number, 'name another folder')}"
+        )
 
 
 def _rank() -> str:
@@ -283,7 +301,9 @@ def _whole_blocks(nbytes: int) -> int:
 
 def _free_bytes(fd: int) -> int:
     here = os.fstatvfs(fd)
-    return here.f_bavail * here.f_frsize if here.f_blocks else 2**63  # some file systems do not count
+    return (
+        here.f_bavail * here.f_frsize if here.f_blocks else 2**63
+    )  # some file systems do not count
 
 
 def _allocate(fd: int, offset: int, nbytes: int) -> None:
@@ -310,16 +330,30 @@ class Native:
     """The engine of csrc/cpu/io.cpp."""
 
     def __init__(self, backend: str, fd: int, direct: bool) -> None:
-        types = {"open": "PiiiiqP", "has_ring": "iP", "submit": "qPiiPqqq", "wait": "qPq", "done": "iPq", "close": "vP"}
-        self._call = {name: native.function(f"threed_io_{name}", letters) for name, letters in types.items()}
+        types = {
+            "open": "PiiiiqP",
+            "has_ring": "iP",
+            "submit": "qPiiPqqq",
+            "wait": "qPq",
+            "done": "iPq",
+            "close": "vP",
+        }
+        self._call = {
+            name: native.function(f"threed_io_{name}", letters) for name, letters in types.items()
+        }
         # Buffered reads are copies, which one ring would run one after another: threads are faster for them.
-        kind, error = {"auto": 0 if direct else 2, "io_uring": 1, "threads": 2}[backend], ctypes.c_int(0)
+        kind, error = (
+            {"auto": 0 if direct else 2, "io_uring": 1, "threads": 2}[backend],
+            ctypes.c_int(0),
+        )
         self._engine = self._call["open"](kind, fd, WORKERS, DEPTH, PIECE, ctypes.byref(error))
         if not self._engine:
             raise OSError(-error.value, os.strerror(-error.value))
         self.name = "io_uring" if self._call["has_ring"](self._engine) else "threads"
 
-    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int) -> int:
+    def submit(
+        self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int
+    ) -> int:
         return int(self._call["submit"](self._engine, write, fd, address, nbytes, offset, block))
 
     def wait(self, number: int) -> int:
@@ -343,7 +377,9 @@ class PythonThreads:
         self._pieces: dict[int, list[Future[int]]] = {}
         self._numbers = itertools.count(1)
 
-    def submit(self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int) -> int:
+    def submit(
+        self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int
+    ) -> int:
         number = next(self._numbers)
         whole = nbytes // block * block  # the tail beyond is a piece of its own
         cuts = [*range(0, whole, PIECE), whole, nbytes]

@@ -48,7 +48,9 @@ def host_buffer(nbytes: int) -> Tensor:
     whole = nbytes // HUGE * HUGE  # a huge page beyond it would make more resident than requested
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(memory, mmap.MADV_HUGEPAGE, start, whole)
-    buffer = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes).zero_()  # touches every page
+    buffer = torch.frombuffer(
+        memory, dtype=torch.uint8, offset=start, count=nbytes
+    ).zero_()  # touches every page
     if device.count():
         device.page_lock(buffer.data_ptr(), nbytes)
         memory.address = buffer.data_ptr()
@@ -65,8 +67,13 @@ def _advise(memory: Any, advice: int, start: int, nbytes: int) -> None:
 def free_bytes() -> int:
     """Returns the bytes of host memory that this process could still take: of the machine, and of its control group."""
     free = [_pages() * mmap.PAGESIZE]
-    with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
-        free[0] = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    with (
+        contextlib.suppress(OSError, ValueError, StopIteration),
+        open("/proc/meminfo", encoding="ascii") as lines,
+    ):
+        free[0] = 1024 * next(
+            int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")
+        )
     with contextlib.suppress(OSError, ValueError):  # version 2; "max" is no number
         group = Path("/sys/fs/cgroup")
         most, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))

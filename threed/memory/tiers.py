@@ -118,7 +118,9 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
         return done(values.to(device))
     stream = copy_stream(values.device, "out")
     with beside(stream):
-        out = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        out = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
+            values, non_blocking=True
+        )
         values.record_stream(stream)
         copied = stream.record_event()
 
@@ -160,7 +162,9 @@ class Drive:
     def __init__(self, disk: Disk, nbytes: int = 0, count: int = 1) -> None:
         self.disk, self.nbytes, self.count, self.idle = disk, nbytes, count, 0
         self.device = torch.device("cpu")  # of the buffers
-        self.make_room: Callable[[], None] = lambda: None  # called when all buffers are in use, to release some
+        self.make_room: Callable[[], None] = lambda: (
+            None
+        )  # called when all buffers are in use, to release some
         self._pool: Pool | None = None
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
@@ -283,7 +287,9 @@ class OnDrive:
 class DriveBuffer:
     """A staged buffer of a storage on a drive."""
 
-    def __init__(self, storage: OnDrive, buffer: Tensor, values: Tensor, transfer: Transfer | None) -> None:
+    def __init__(
+        self, storage: OnDrive, buffer: Tensor, values: Tensor, transfer: Transfer | None
+    ) -> None:
         self.storage, self._buffer, self.values = storage, buffer, values
         self._transfer = transfer  # the read that fills it, or a write that it is kept for
         storage.outstanding += 1
@@ -315,8 +321,12 @@ class DriveBuffer:
         storage.outstanding -= 1
         try:
             self.wait()
-            if storage.outstanding:  # the other buffer was read before this write, and its values are old
-                raise RuntimeError("values were staged twice, and the second buffer is older than what is stored now")
+            if (
+                storage.outstanding
+            ):  # the other buffer was read before this write, and its values are old
+                raise RuntimeError(
+                    "values were staged twice, and the second buffer is older than what is stored now"
+                )
             transfer = self._begin_write(offset)
         except BaseException:
             storage.drive.give(self._buffer)

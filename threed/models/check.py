@@ -69,7 +69,9 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
         for path, param in layer.named_parameters(remove_duplicate=False):
             spec = getattr(param, "spec", None)
             if is_managed(param):
-                problems.append(f"{name}: parameter {path} belongs to another engine: build a new layer for this one")
+                problems.append(
+                    f"{name}: parameter {path} belongs to another engine: build a new layer for this one"
+                )
             elif param._backward_hooks or param._post_accumulate_grad_hooks:
                 problems.append(
                     f"{name}: parameter {path} has a gradient hook, which would be lost, since the engine"
@@ -141,11 +143,15 @@ def _badly_cut(uses: Iterable[Use], tensor: Axis) -> Iterator[str]:
     ]
     for name, use in where.items():
         shape = next(piece.shape for piece in use.spec.pieces if piece.name == name)
-        if fault := _cut_fault(shape, use.spec.replicated, [of_rank.get(name, []) for of_rank in ranks]):
+        if fault := _cut_fault(
+            shape, use.spec.replicated, [of_rank.get(name, []) for of_rank in ranks]
+        ):
             yield f"{use.layer}: {name} {list(shape)}: {fault}"
 
 
-def _cut_fault(shape: tuple[int, ...], replicated: str | None, ranks: Sequence[Sequence[Part]]) -> str | None:
+def _cut_fault(
+    shape: tuple[int, ...], replicated: str | None, ranks: Sequence[Sequence[Part]]
+) -> str | None:
     """What is wrong with the boxes of one global tensor, by tensor rank, if anything."""
     first_of: dict[int, int] = {}
     for rank, parts in enumerate(ranks):
@@ -169,18 +175,30 @@ def _cut_fault(shape: tuple[int, ...], replicated: str | None, ranks: Sequence[S
 
 def _differences(first: Sequence[Any], mine: Sequence[Any], rank: int) -> list[str]:
     """Where this rank's description of the model departs from that of rank 0."""
-    own = [[layer, path, name, {k: _plain(v) for k, v in facts.items()}] for layer, path, name, facts in mine]
+    own = [
+        [layer, path, name, {k: _plain(v) for k, v in facts.items()}]
+        for layer, path, name, facts in mine
+    ]
     for there, here in zip(first, own, strict=False):
         if there != here:
             layer, path, name, facts = here
-            keys = [k for k in facts if there[3].get(k) != facts[k]] if there[:3] == here[:3] else []
-            what = ", ".join(f"{k} {there[3][k]} and {facts[k]}" for k in keys) or f"{there[2]} and {name}"
+            keys = (
+                [k for k in facts if there[3].get(k) != facts[k]] if there[:3] == here[:3] else []
+            )
+            what = (
+                ", ".join(f"{k} {there[3][k]} and {facts[k]}" for k in keys)
+                or f"{there[2]} and {name}"
+            )
             text = (
                 f"{layer}: parameter {path} is not the same on ranks 0 and {rank}: {what}; what a layer is must not"
                 " depend on the rank (only start and size of its pieces may)"
             )
             return [text]
-    return [] if len(first) == len(own) else [f"rank {rank} has {len(own)} parameters, rank 0 has {len(first)}"]
+    return (
+        []
+        if len(first) == len(own)
+        else [f"rank {rank} has {len(own)} parameters, rank 0 has {len(first)}"]
+    )
 
 
 def _plain(value: Any) -> Any:

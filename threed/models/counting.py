@@ -29,12 +29,15 @@ class Items:
 
     def __init__(self, module: nn.Module) -> None:
         self.shifted = shifts_labels(module)
-        self._inner = [] if self.shifted else [(n, m) for n, m in module.named_modules() if shifts_labels(m)]
+        self._inner = (
+            [] if self.shifted else [(n, m) for n, m in module.named_modules() if shifts_labels(m)]
+        )
         self._inputs: Inputs | None = None
         self._took_labels = False
         for name, inner in self._inner:
             inner.register_forward_pre_hook(
-                lambda m, args, kwargs, name=name: self._called(name, m, args, kwargs), with_kwargs=True
+                lambda m, args, kwargs, name=name: self._called(name, m, args, kwargs),
+                with_kwargs=True,
             )
 
     def __call__(self, inputs: Inputs) -> Tensor:
@@ -59,14 +62,18 @@ class Items:
     def _called(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._inputs is None:
             return
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get("labels")
+        given = (
+            inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments.get("labels")
+        )
         given = kwargs.get("labels", given)
         labels = self._inputs.get("labels")
         if given is None:
             return
         if labels is not None and same_memory(given, labels):
             self._took_labels = True
-        elif labels is not None or not any(same_memory(given, value) for value in self._inputs.values()):
+        elif labels is not None or not any(
+            same_memory(given, value) for value in self._inputs.values()
+        ):
             raise ValueError(
                 f"{name} computes the loss from labels that are not the batch's 'labels', so it is not known how many"
                 " items it is a mean over: pass threed.models.Wrapped(module, count=...)"
@@ -77,7 +84,9 @@ def same_memory(a: object, b: object) -> bool:
     """Whether two tensors are the same elements."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return False
-    return a is b or (a.data_ptr() == b.data_ptr() and a.numel() == b.numel() and a.dtype == b.dtype)
+    return a is b or (
+        a.data_ptr() == b.data_ptr() and a.numel() == b.numel() and a.dtype == b.dtype
+    )
 
 
 def shifts_labels(module: nn.Module) -> bool:

@@ -50,7 +50,11 @@ class Decoder:
 
     def layers(self) -> list[nn.Module]:
         """The pipeline layers, in order."""
-        return [self._embedding(), *(self._block(i) for i in range(self.config.layers)), self._head()]
+        return [
+            self._embedding(),
+            *(self._block(i) for i in range(self.config.layers)),
+            self._head(),
+        ]
 
     def _embedding(self) -> nn.Module:
         c, record = self.config, self.record
@@ -63,7 +67,11 @@ class Decoder:
     def _block(self, index: int) -> nn.Module:
         c, name = self.config, f"blocks.{index}"
         norms = (self._norm(f"{name}.attention_norm"), self._norm(f"{name}.mlp_norm"))
-        behind = (f"{name}.attention_post_norm", f"{name}.mlp_post_norm") if self.record.post_norms else None
+        behind = (
+            (f"{name}.attention_post_norm", f"{name}.mlp_post_norm")
+            if self.record.post_norms
+            else None
+        )
         attention = self._attention(f"{name}.attention", self.record.has_window(dict(c), index))
         return Block(
             name, norms, attention, self._mlp(f"{name}.mlp"), self.slicing, dropout=c.dropout,
@@ -113,12 +121,20 @@ class Decoder:
         if window and c.rope_local_theta is not None:
             return c.rope_local_theta
         return frequencies(
-            c.rope_theta, d, part=c.partial_rotary_factor, scaling=c.rope_scaling, positions=c.positions or c.seq
+            c.rope_theta,
+            d,
+            part=c.partial_rotary_factor,
+            scaling=c.rope_scaling,
+            positions=c.positions or c.seq,
         )
 
     def _core(self, window: bool) -> Core:
         c = self.config
-        scale = None if c.query_pre_attn_scalar in (None, c.head_dim) else float(c.query_pre_attn_scalar) ** -0.5
+        scale = (
+            None
+            if c.query_pre_attn_scalar in (None, c.head_dim)
+            else float(c.query_pre_attn_scalar) ** -0.5
+        )
         core = Causal((c.window or 0) if window else 0, c.attention_softcap or 0.0, scale)
         return attend if core == Causal() else core
 
@@ -126,5 +142,7 @@ class Decoder:
 def vocab_of(config: ModelConfig) -> int:
     """The vocabulary size; ValueError while it is still open."""
     if config.vocab is None:
-        raise ValueError("model.vocab is not set: resolve the configuration with the tokenizer's vocabulary first")
+        raise ValueError(
+            "model.vocab is not set: resolve the configuration with the tokenizer's vocabulary first"
+        )
     return config.vocab

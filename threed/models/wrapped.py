@@ -40,7 +40,11 @@ def loss_of(output: Any) -> Tensor:
         found = output[0]
     found = output if found is None else found
     if not isinstance(found, Tensor) or found.numel() != 1:
-        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        kind = (
+            f"a tensor of shape {tuple(found.shape)}"
+            if isinstance(found, Tensor)
+            else type(found).__name__
+        )
         raise ValueError(
             f"the module returned {kind} where a scalar loss is needed: pass labels in the batch, or wrap it as"
             " threed.models.Wrapped(module, loss=...)"
@@ -54,7 +58,11 @@ def noting_dtypes(inputs: Inputs) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        floats = [f"{k} is {v.dtype}" for k, v in inputs.items() if isinstance(v, Tensor) and v.is_floating_point()]
+        floats = [
+            f"{k} is {v.dtype}"
+            for k, v in inputs.items()
+            if isinstance(v, Tensor) and v.is_floating_point()
+        ]
         if "dtype" in str(error) and floats:
             error.add_note(
                 f"threed: a batch's tensors keep their dtype ({', '.join(floats)}): cast them in the module's forward,"
@@ -115,7 +123,11 @@ class Wrapped(nn.Module):
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """The micro-batch's weighted loss."""
-        inputs, weight, items = micro.inputs or {}, micro.weight, self.count if isinstance(self.count, Items) else None
+        inputs, weight, items = (
+            micro.inputs or {},
+            micro.weight,
+            self.count if isinstance(self.count, Items) else None,
+        )
         with nullcontext() if items is None else items.watching(inputs), noting_dtypes(inputs):
             loss = self.loss(self.module(**inputs))
         loss = loss if loss.dtype == torch.float64 else loss.float()
@@ -142,7 +154,11 @@ class Wrapped(nn.Module):
         """The initial values of a box: those the module came with, or for a module on the meta device those that its
         own initialisation gives, one unit in memory at a time."""
         given = self._given[piece.name]
-        values = given if given.device.type != "meta" else self._fresh(self._unit_of[piece.name].name, seed)[piece.name]
+        values = (
+            given
+            if given.device.type != "meta"
+            else self._fresh(self._unit_of[piece.name].name, seed)[piece.name]
+        )
         return values[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
 
     def agree(self, axis: Axis, device: torch.device) -> None:
@@ -162,10 +178,18 @@ class Wrapped(nn.Module):
         self.module.register_load_state_dict_pre_hook(refuse_loading)
         for name, owner in self.module.named_modules():
             buffers = owner._buffers
-            if any(buffer is not None and buffer.device.type == "meta" for buffer in buffers.values()):
+            if any(
+                buffer is not None and buffer.device.type == "meta" for buffer in buffers.values()
+            ):
                 buffers = self._initialised(shallow(owner), 0, name)._buffers
             for key, buffer in buffers.items():
-                to = cast if buffer is not None and buffer.is_floating_point() and not stays_wide(owner, key) else None
+                to = (
+                    cast
+                    if buffer is not None
+                    and buffer.is_floating_point()
+                    and not stays_wide(owner, key)
+                    else None
+                )
                 owner._buffers[key] = None if buffer is None else buffer.to(device, to)
 
     def _initialise(self, unit: str, seed: int) -> dict[str, Tensor]:
@@ -197,7 +221,10 @@ class Wrapped(nn.Module):
 
     def _reset(self, module: nn.Module) -> None:
         own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-        theirs, reset = getattr(self.module, "_init_weights", None), getattr(module, "reset_parameters", None)
+        theirs, reset = (
+            getattr(self.module, "_init_weights", None),
+            getattr(module, "reset_parameters", None),
+        )
         if reset is not None:
             reset()
         if theirs is not None:
@@ -212,7 +239,9 @@ class Wrapped(nn.Module):
 def check(module: nn.Module) -> None:
     """Raises ValueError naming what cannot be wrapped."""
     if "_threed" in module.__dict__:
-        raise ValueError(f"this {type(module).__name__} belongs to an engine already: build it anew for another one")
+        raise ValueError(
+            f"this {type(module).__name__} belongs to an engine already: build it anew for another one"
+        )
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     if shared := [name for name, param in params.items() if is_managed(param)]:
         raise ValueError(
@@ -223,9 +252,13 @@ def check(module: nn.Module) -> None:
         if isinstance(param, UninitializedParameter):
             raise ValueError(f"{name} has no shape yet: run the module once before it is wrapped")
         if not param.is_floating_point():
-            raise ValueError(f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced")
+            raise ValueError(
+                f"{name} is {param.dtype}: only real floating-point parameters can be trained or sliced"
+            )
     if scripted := [
-        name or type(part).__name__ for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)
+        name or type(part).__name__
+        for name, part in module.named_modules()
+        if isinstance(part, torch.jit.ScriptModule)
     ]:
         raise ValueError(
             f"{few(scripted)}: compiled by torch.jit, which reads parameters where no engine can gather them: pass the"
@@ -241,7 +274,9 @@ def _check_one_dtype(params: Mapping[str, nn.Parameter]) -> None:
         counts[param.dtype] += param.numel()
     if len(counts) > 1:
         most, _ = counts.most_common(1)[0]
-        others = [f"{name} ({param.dtype})" for name, param in params.items() if param.dtype != most]
+        others = [
+            f"{name} ({param.dtype})" for name, param in params.items() if param.dtype != most
+        ]
         raise ValueError(
             f"parameters have several dtypes: {few(others)}, all others {most}. All parameters of an engine have one"
             f" dtype, and fp32 masters: convert the module with module.to({most}) (or module.float()), and compute in"
@@ -252,7 +287,11 @@ def _check_one_dtype(params: Mapping[str, nn.Parameter]) -> None:
 def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
     """Returns the problems of a module with `data_ranks` data ranks, each with its fix."""
     kinds, problems = (nn.Embedding, nn.EmbeddingBag), []
-    renorm = [name for name, m in module.named_modules() if isinstance(m, kinds) and m.max_norm is not None]
+    renorm = [
+        name
+        for name, m in module.named_modules()
+        if isinstance(m, kinds) and m.max_norm is not None
+    ]
     if renorm and data_ranks > 1:
         problems.append(
             f"{', '.join(renorm)}: an embedding with max_norm: each data rank would change the rows it sees only;"
@@ -269,12 +308,18 @@ def stays_wide(owner: nn.Module, key: str) -> bool:
 def refuse_loading(module: nn.Module, *_: Any) -> None:
     """Raises RuntimeError if an engine has the module's values: `load_state_dict` would not set slices and masters."""
     if any(map(is_managed, module.parameters())):
-        raise RuntimeError("the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load")
+        raise RuntimeError(
+            "the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load"
+        )
 
 
 def is_meta(modules: Sequence[nn.Module]) -> bool:
     """Whether some parameter of these modules has a shape but no values."""
-    return any(param.device.type == "meta" for module in modules for param in module.parameters(recurse=False))
+    return any(
+        param.device.type == "meta"
+        for module in modules
+        for param in module.parameters(recurse=False)
+    )
 
 
 def meta_copy(unit: Unit) -> nn.Module:
@@ -285,7 +330,9 @@ def meta_copy(unit: Unit) -> nn.Module:
 def shallow(module: nn.Module) -> nn.Module:
     """A copy of a module without its children."""
     alone = copy.copy(module)
-    alone.__dict__.update({k: list(v) for k, v in module.__dict__.items() if isinstance(v, list)})  # an LSTM's weights
+    alone.__dict__.update(
+        {k: list(v) for k, v in module.__dict__.items() if isinstance(v, list)}
+    )  # an LSTM's weights
     alone.__dict__["_modules"] = {}
     alone.__dict__["_parameters"] = dict(module._parameters)
     alone.__dict__["_buffers"] = dict(module._buffers)
@@ -305,7 +352,9 @@ def find_units(root: nn.Module) -> Iterator[Unit]:
         lists = (nn.ModuleList, nn.ModuleDict)
         if isinstance(module, (*lists, nn.Sequential)):
             for key, block in module.named_children():
-                if isinstance(block, lists) or (isinstance(block, nn.Sequential) and not isinstance(module, lists)):
+                if isinstance(block, lists) or (
+                    isinstance(block, nn.Sequential) and not isinstance(module, lists)
+                ):
                     continue
                 members = list(block.modules())
                 inside.update(map(id, members))

@@ -63,7 +63,9 @@ class Monitor:
         label = name or self._dir.resolve().name
         mode = wandb if main else "off"
         self._progress = Progress(total_steps, start_step, enabled=main)
-        self._wandb = WandbRun(mode, project, label, self._dir, config or {}, run_id, self.note, tags)
+        self._wandb = WandbRun(
+            mode, project, label, self._dir, config or {}, run_id, self.note, tags
+        )
 
     @property
     def run_id(self) -> str | None:
@@ -90,7 +92,9 @@ class Monitor:
         if self._file is not None:
             self._write()
             if self._unwritten:
-                self.note(f"metrics: the last {len(self._unwritten)} rows could not be written to {self._file.path}")
+                self.note(
+                    f"metrics: the last {len(self._unwritten)} rows could not be written to {self._file.path}"
+                )
                 self._unwritten.clear()
             self._file.close()
         self._progress.close()
@@ -119,12 +123,16 @@ class Monitor:
         except OSError as error:
             if not self._write_failed:
                 text = why(error, self._dir)
-                self.note(f"metrics: {self._file.path} cannot be written: {text}; rows are kept, and training goes on")
+                self.note(
+                    f"metrics: {self._file.path} cannot be written: {text}; rows are kept, and training goes on"
+                )
             self._write_failed = True
             return
         self._unwritten.clear()
         if self._write_failed:
-            self.note(f"metrics: {self._file.path} is written again, with the {count} rows that were kept")
+            self.note(
+                f"metrics: {self._file.path} is written again, with the {count} rows that were kept"
+            )
         self._write_failed = False
 
     def __enter__(self) -> Monitor:

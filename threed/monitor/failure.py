@@ -43,7 +43,9 @@ def lost(error: BaseException) -> bool:
 def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
     """Returns a line for each rank that has ended without a word, and that this rank has to name."""
     beats = (heartbeat.read(folder, other) for other in siblings(rank, world_size))
-    gone = itertools.takewhile(lambda beat: beat is not None and process_state(beat) == "ended", beats)
+    gone = itertools.takewhile(
+        lambda beat: beat is not None and process_state(beat) == "ended", beats
+    )
     return [describe(beat) for beat in gone if beat is not None and beat["state"] == ""]
 
 
@@ -56,11 +58,15 @@ def a_sibling_failed(folder: str | Path, rank: int, world_size: int) -> bool:
     """Returns whether some other rank on this machine failed, or ended without a word."""
     beats = (heartbeat.read(folder, other) for other in siblings(rank, world_size))
     return any(
-        b["state"] in ("failed", "lost") or (b["state"] == "" and process_state(b) == "ended") for b in beats if b
+        b["state"] in ("failed", "lost") or (b["state"] == "" and process_state(b) == "ended")
+        for b in beats
+        if b
     )
 
 
-def wait_for_names(folder: str | Path, rank: int, world_size: int, patience: float = PATIENCE_S) -> list[str]:
+def wait_for_names(
+    folder: str | Path, rank: int, world_size: int, patience: float = PATIENCE_S
+) -> list[str]:
     """Returns `named`, or nothing once another rank is seen to have spoken for itself, or after a while.
 
     Rank 0 adds, where nobody on its own machine is to blame and no rank says that it failed, which ones said nothing
@@ -78,16 +84,27 @@ def wait_for_names(folder: str | Path, rank: int, world_size: int, patience: flo
 
 
 def _nobody(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    beats = [beat for beat in heartbeat.read_all(folder) if beat["rank"] < world_size and beat["rank"] != rank]
+    beats = [
+        beat
+        for beat in heartbeat.read_all(folder)
+        if beat["rank"] < world_size and beat["rank"] != rank
+    ]
     silent = [beat for beat in beats if beat["state"] == ""]
     here = [
-        beat for beat in silent if process_state(beat) == "ended" and beat["rank"] not in siblings(rank, world_size)
+        beat
+        for beat in silent
+        if process_state(beat) == "ended" and beat["rank"] not in siblings(rank, world_size)
     ]
     if here:  # of another launcher on this machine, which is gone with all its ranks
         return [describe(beat) for beat in here]
-    if any(beat["state"] == "failed" or process_state(beat) == "ended" for beat in beats) or not silent:
+    if (
+        any(beat["state"] == "failed" or process_state(beat) == "ended" for beat in beats)
+        or not silent
+    ):
         return []
-    first = min(beat["step"] for beat in silent)  # not by their times: clocks of machines may be hours apart
+    first = min(
+        beat["step"] for beat in silent
+    )  # not by their times: clocks of machines may be hours apart
     last = [f"{who(beat)} in {when(beat)}" for beat in silent if beat["step"] == first]
     more = f"; and {len(last) - 3} more ranks" if len(last) > 3 else ""
     why = "a connection was lost and no rank is known to have failed: a machine or the network?"
@@ -96,7 +113,10 @@ def _nobody(folder: str | Path, rank: int, world_size: int) -> list[str]:
 
 def attempt() -> str:
     """Returns which of torchrun's attempts this is, where it may restart a job; else nothing."""
-    number, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    number, most = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+        for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
     last = ": torchrun restarts it no more" if number >= most else ""
     return f"; attempt {number + 1} of {most + 1}{last}" if most else ""
 

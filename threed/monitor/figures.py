@@ -27,7 +27,14 @@ from threed.parse import read_json
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 # Okabe and Ito's palette, made for every kind of colour vision (https://jfly.uni-koeln.de/color/).
-_BLUE, _ORANGE, _GREEN, _SKY, _YELLOW, _GREY = "#0072B2", "#D55E00", "#009E73", "#56B4E9", "#E69F00", "#777777"
+_BLUE, _ORANGE, _GREEN, _SKY, _YELLOW, _GREY = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#56B4E9",
+    "#E69F00",
+    "#777777",
+)
 _PART_COLOURS = dict(zip(PARTS, (_BLUE, _SKY, _GREEN, _YELLOW, _ORANGE), strict=True))
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "threed",  # element ids from the content, not from a random number
@@ -89,8 +96,15 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
     """Draws horizontal lines, each with its name and value written on it at the right."""
     for text, value in lines:
         axes.axhline(value, color=_GREY, linewidth=1, linestyle="--")
-        at_right = {"xy": (1, value), "xycoords": axes.get_yaxis_transform(), "ha": "right", "color": _GREY}
-        axes.annotate(f"{text} {value:.2f}", **at_right, xytext=(0, 3), textcoords="offset points", fontsize=9)
+        at_right = {
+            "xy": (1, value),
+            "xycoords": axes.get_yaxis_transform(),
+            "ha": "right",
+            "color": _GREY,
+        }
+        axes.annotate(
+            f"{text} {value:.2f}", **at_right, xytext=(0, 3), textcoords="offset points", fontsize=9
+        )
 
 
 def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> bool:
@@ -106,15 +120,37 @@ def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> 
 
     def draw(axes: Any) -> None:
         _stacks(axes, ranks, unit)
-        right, measured = [i + 0.2 for i in range(len(ranks))], [rank["measured"] / unit for rank in ranks]
-        axes.bar(right, measured, 0.36, color="#bbbbbb", hatch="///", edgecolor="white", linewidth=0, label="measured")
+        right, measured = (
+            [i + 0.2 for i in range(len(ranks))],
+            [rank["measured"] / unit for rank in ranks],
+        )
+        axes.bar(
+            right,
+            measured,
+            0.36,
+            color="#bbbbbb",
+            hatch="///",
+            edgecolor="white",
+            linewidth=0,
+            label="measured",
+        )
         _rank_ticks(axes, ranks)
         axes.set_ylabel(f"{name} per rank")
         away = [rank["predicted"].get("offloaded", 0) for rank in ranks]
-        colours = f"colours: predicted, without {_span(away)} offloaded\n" if any(away) else "colours: predicted; "
-        axes.set_xlabel(f"{colours}grey: the peak of live tensors in step {ranks[0]['step']}", color=_GREY, fontsize=9)
+        colours = (
+            f"colours: predicted, without {_span(away)} offloaded\n"
+            if any(away)
+            else "colours: predicted; "
+        )
+        axes.set_xlabel(
+            f"{colours}grey: the peak of live tensors in step {ranks[0]['step']}",
+            color=_GREY,
+            fontsize=9,
+        )
         axes.grid(axis="y")
-        axes.figure.legend(loc="outside upper left", frameon=False, ncols=6, fontsize=9, columnspacing=1.4)
+        axes.figure.legend(
+            loc="outside upper left", frameon=False, ncols=6, fontsize=9, columnspacing=1.4
+        )
 
     return _figure(draw, out, (min(max(7.2, 1.5 + 0.75 * len(ranks)), 20), 4.4), note)
 
@@ -148,7 +184,9 @@ def _span(sizes: Sequence[float]) -> str:
     """Returns the range of some bytes, as text."""
     low, high = min(sizes), max(sizes)
     unit, name = _unit(high)
-    text = f"{low / unit:.0f}" if high < 1.02 * low + 1 else f"{low / unit:.0f} to {high / unit:.0f}"
+    text = (
+        f"{low / unit:.0f}" if high < 1.02 * low + 1 else f"{low / unit:.0f} to {high / unit:.0f}"
+    )
     return f"{text} {name}"
 
 
@@ -157,13 +195,17 @@ def _unit(largest: float) -> tuple[float, str]:
     return 1024.0**exponent, ("KiB", "MiB", "GiB")[exponent - 1]
 
 
-def _figure(draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note) -> bool:
+def _figure(
+    draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note
+) -> bool:
     """Draws on one pair of axes and saves; without pyplot, so no window system and no global state is touched."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        note(f"{Path(out).name} was not drawn: it needs matplotlib. pip install matplotlib, then: threed report RUN")
+        note(
+            f"{Path(out).name} was not drawn: it needs matplotlib. pip install matplotlib, then: threed report RUN"
+        )
         return False
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")

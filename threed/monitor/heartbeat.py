@@ -49,14 +49,22 @@ class Heartbeat:
         A disk that fails is no reason to stop training: the beat is then lost silently.
         """
         if len(phase) > 100:
-            raise ValueError(f"phase name of {len(phase)} characters does not fit a heartbeat; use at most 100")
+            raise ValueError(
+                f"phase name of {len(phase)} characters does not fit a heartbeat; use at most 100"
+            )
         self.last, self._time = (step, phase, time.monotonic()), time.time()
         self.mark("")
 
     def mark(self, state: str, note: str = "") -> None:
         """Adds to the last beat what became of the rank: "hung", "failed", "lost" another, "ended"; "" is running."""
         step, phase, clock = self.last
-        about = {"pid": os.getpid(), "host": platform.node()[:64], "place": self._place, "state": state, "note": ""}
+        about = {
+            "pid": os.getpid(),
+            "host": platform.node()[:64],
+            "place": self._place,
+            "state": state,
+            "note": "",
+        }
         record = {
             "rank": self.rank,
             "step": step,
@@ -67,8 +75,12 @@ class Heartbeat:
         }
         line = _sealed(record)
         if note:
-            plain = "".join(c if c.isascii() and c.isprintable() and c not in '"\\' else " " for c in note)
-            line = _sealed({**record, "note": plain[: RECORD_BYTES - len(line) - 4]})  # a sum has up to 10 digits
+            plain = "".join(
+                c if c.isascii() and c.isprintable() and c not in '"\\' else " " for c in note
+            )
+            line = _sealed(
+                {**record, "note": plain[: RECORD_BYTES - len(line) - 4]}
+            )  # a sum has up to 10 digits
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, line.ljust(RECORD_BYTES - 1) + b"\n", 0)
 
@@ -99,7 +111,10 @@ def siblings(rank: int, world_size: int) -> Iterator[int]:
 
     They follow from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE; by default all are.
     """
-    place, count = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    place, count = (
+        int(os.environ.get("LOCAL_RANK", rank)),
+        int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+    )
     return (rank - place + (place + n) % count for n in range(1, count))
 
 

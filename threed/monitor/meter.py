@@ -27,7 +27,10 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bH200\b", 989.0),  # H200 data sheet, SXM column: 1,979 sparse
     (r"\bH100 NVL\b", 835.0),  # H100 data sheet, NVL column: 1,671 sparse
     (r"\bH100 PCIe\b", 756.0),  # H100 data sheet, PCIe column: 1,513 sparse
-    (r"\bH100\b.*\bHBM3\b", 989.0),  # H100 data sheet, SXM column: 1,979 sparse; the SXM board's name ends in "HBM3"
+    (
+        r"\bH100\b.*\bHBM3\b",
+        989.0,
+    ),  # H100 data sheet, SXM column: 1,979 sparse; the SXM board's name ends in "HBM3"
     (r"\bH800\b(?! PCIe)", 989.0),  # an H100 SXM with slower NVLink and fp64
     (r"\bA[18]00\b", 312.0),  # A100 data sheet, every form; the A800 differs in NVLink only
     (r"\bA30\b", 165.0),  # A30 data sheet
@@ -68,7 +71,11 @@ class Throughput:
     """Adds up steps and gives their average rates and times, then starts anew."""
 
     def __init__(
-        self, flops_per_token: float, world_size: int, device_name: str | None = None, dtype: str = "fp32"
+        self,
+        flops_per_token: float,
+        world_size: int,
+        device_name: str | None = None,
+        dtype: str = "fp32",
     ) -> None:
         self._flops_per_token = flops_per_token
         self._world_size = world_size
@@ -84,7 +91,9 @@ class Throughput:
         """Counts one step of `tokens` over all devices; `phases` are seconds within it, named as in PHASES."""
         unknown = set(phases) - set(PHASES)
         if unknown:
-            raise ValueError(f"unknown phase {', '.join(sorted(unknown))}; choose from {', '.join(PHASES)}")
+            raise ValueError(
+                f"unknown phase {', '.join(sorted(unknown))}; choose from {', '.join(PHASES)}"
+            )
         self._tokens += tokens
         self._steps += 1
         self._seconds += step_s
@@ -95,7 +104,9 @@ class Throughput:
         """Returns the perf/ metrics since the last take, times as means per step; empty if there was no step."""
         if not self._steps or self._seconds <= 0:
             return {}
-        rates = perf(self._tokens, self._seconds, self._flops_per_token, self._world_size, self._peak)
+        rates = perf(
+            self._tokens, self._seconds, self._flops_per_token, self._world_size, self._peak
+        )
         times = {"step_s": self._seconds, **self._phases}
         rates.update({f"perf/{name}": seconds / self._steps for name, seconds in times.items()})
         self._clear()

@@ -34,7 +34,11 @@ NON_FINITE = "non_finite"
 
 def encode(row: Mapping[str, object]) -> str:
     """Returns one row as a line of valid JSON, without line end; raises TypeError for a value JSON cannot hold."""
-    bad = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    bad = {
+        key: str(value)
+        for key, value in row.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
     plain: dict[str, object] = {key: None if key in bad else value for key, value in row.items()}
     if bad:
         plain[NON_FINITE] = bad
@@ -64,7 +68,9 @@ def read(path: str | Path) -> list[dict[str, Any]]:
             rows.append(decode(line))
         except ValueError as error:
             if number < len(lines):
-                raise ValueError(f"{path}, line {number} is damaged ({error}); delete that line to go on") from error
+                raise ValueError(
+                    f"{path}, line {number} is damaged ({error}); delete that line to go on"
+                ) from error
     return rows
 
 
@@ -133,7 +139,9 @@ def _open_mended(path: Path) -> int:
     if not tail:
         return fd
     try:
-        decode(tail)  # no JSON object is the beginning of another: if it parses, only the line end is missing
+        decode(
+            tail
+        )  # no JSON object is the beginning of another: if it parses, only the line end is missing
         os.write(fd, b"\n")
     except ValueError:
         os.ftruncate(fd, len(content) - len(tail))

@@ -63,7 +63,11 @@ def _launched() -> float:
 
 
 def _uptime() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+    return (
+        time.clock_gettime(time.CLOCK_BOOTTIME)
+        if hasattr(time, "CLOCK_BOOTTIME")
+        else time.monotonic()
+    )
 
 
 def machines_asked() -> tuple[int, int] | None:
@@ -72,7 +76,9 @@ def machines_asked() -> tuple[int, int] | None:
     asked = os.environ.get("PET_NNODES", "") if "TORCHELASTIC_RUN_ID" in os.environ else ""
     with contextlib.suppress(OSError, IndexError):
         words = (
-            Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0") if "TORCHELASTIC_RUN_ID" in os.environ else []
+            Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+            if "TORCHELASTIC_RUN_ID" in os.environ
+            else []
         )
         for number, word in enumerate(words):
             if word in ("--nnodes", "-nnodes"):
@@ -94,7 +100,9 @@ def peak_rss_bytes() -> int:
     import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere: getrusage(2)
+    return (
+        peak if sys.platform == "darwin" else peak * 1024
+    )  # bytes on macOS, KiB elsewhere: getrusage(2)
 
 
 def reset_peak_rss() -> bool:

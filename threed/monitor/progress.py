@@ -49,7 +49,9 @@ class Progress:
         self._total = total
         self._enabled = enabled
         self._stream = stream or sys.stdout
-        self._bar = _bar(total, start, self._stream) if enabled and _can_show_bar(self._stream) else None
+        self._bar = (
+            _bar(total, start, self._stream) if enabled and _can_show_bar(self._stream) else None
+        )
 
     def advance(self, step: int) -> None:
         """Moves the bar to `step`; prints nothing where there is no bar."""

@@ -95,7 +95,10 @@ class WandbRun:
 
     def _upload(self, folder: Path) -> None:
         html = importlib.import_module("wandb").Html
-        pages = {f"figures/{file.stem}": html(file.read_text(), inject=False) for file in sorted(folder.glob("*.svg"))}
+        pages = {
+            f"figures/{file.stem}": html(file.read_text(), inject=False)
+            for file in sorted(folder.glob("*.svg"))
+        }
         if pages:
             self._run.log({"step": self._step, **pages})
 
@@ -106,7 +109,9 @@ class WandbRun:
         except Exception as error:
             self._run = None
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            self._note(f"wandb: {what} failed ({reason}). Training goes on without it; metrics.jsonl has every number.")
+            self._note(
+                f"wandb: {what} failed ({reason}). Training goes on without it; metrics.jsonl has every number."
+            )
 
 
 def redact(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,10 +130,14 @@ def _import() -> ModuleType:
     try:
         wandb = importlib.import_module("wandb")
     except ImportError as error:
-        raise RuntimeError("the package is not installed: pip install wandb, or set --log.wandb off") from error
+        raise RuntimeError(
+            "the package is not installed: pip install wandb, or set --log.wandb off"
+        ) from error
     # A run folder called wandb/ in the working directory imports as an empty namespace package.
     if not hasattr(wandb, "init"):
-        raise RuntimeError("the package is not installed (`import wandb` found only a folder): pip install wandb")
+        raise RuntimeError(
+            "the package is not installed (`import wandb` found only a folder): pip install wandb"
+        )
     return wandb
 
 
@@ -142,7 +151,9 @@ def _choose(mode: str, wandb: ModuleType) -> str:
             return wanted
         return "online" if _has_key(wandb) else "offline"
     if not _has_key(wandb):  # wandb itself would stop and ask, with all other ranks waiting
-        raise RuntimeError("no API key: set WANDB_API_KEY, run `wandb login`, or use --log.wandb offline")
+        raise RuntimeError(
+            "no API key: set WANDB_API_KEY, run `wandb login`, or use --log.wandb offline"
+        )
     return "online"
 
 

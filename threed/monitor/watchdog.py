@@ -36,7 +36,10 @@ from threed.monitor.failure import write_error_file
 from threed.monitor.heartbeat import Heartbeat, ago, process_state, siblings, when, who
 
 HUNG = 124  # the exit code of all ranks
-LOOK_S, ANSWER_S = 2.0, 3.0  # how often a rank that moves slowly looks for the file, and how long one waits for answers
+LOOK_S, ANSWER_S = (
+    2.0,
+    3.0,
+)  # how often a rank that moves slowly looks for the file, and how long one waits for answers
 # torch's OpType (Work.hpp)
 _OPERATIONS = {
     0: "broadcast", 1: "all-reduce", 4: "all-gather", 5: "all-gather", 9: "reduce-scatter", 10: "all-to-all",
@@ -116,12 +119,16 @@ class Watchdog:
         return not any(beat is not None and beat["state"] == "hung" for beat in beats)
 
     def _say(self, stood: float) -> str:
-        beats = [beat for beat in heartbeat.read_all(self.heart.folder) if beat["rank"] < self.world_size]
-        text = (
-            f"hang: no progress for {stood:.1f} s (run.hang-timeout {self.limit:g} s). {judge(beats, self.world_size)}"
-        )
+        beats = [
+            beat for beat in heartbeat.read_all(self.heart.folder) if beat["rank"] < self.world_size
+        ]
+        text = f"hang: no progress for {stood:.1f} s (run.hang-timeout {self.limit:g} s). {judge(beats, self.world_size)}"
         stacks = f"Stacks of all ranks: {self.heart.folder}/rank-*.stacks"
-        print(f"threed: {text}. {stacks}. The run ends with exit code {HUNG}", file=sys.stderr, flush=True)
+        print(
+            f"threed: {text}. {stacks}. The run ends with exit code {HUNG}",
+            file=sys.stderr,
+            flush=True,
+        )
         rows = [f"{who(beat)}: {when(beat)}, {beat['note'] or 'no answer'}" for beat in beats]
         with contextlib.suppress(OSError):
             scratch = self._report.with_suffix(".tmp")
@@ -149,24 +156,39 @@ def judge(beats: Sequence[dict[str, Any]], world_size: int) -> str:
     outside = [beat for beat in answered if not beat["note"].startswith("waits in")]
     if 0 < len(outside) < len(answered):
         waiting = [beat for beat in answered if beat["note"].startswith("waits in")]
-        return _list(outside, [f"waits for no other rank: {when(b)}, {b['note']}" for b in outside]) + _others(waiting)
+        return _list(
+            outside, [f"waits for no other rank: {when(b)}, {b['note']}" for b in outside]
+        ) + _others(waiting)
     first = min(beat["step"] for beat in answered)
     behind = [beat for beat in answered if beat["step"] == first]
     if len(behind) < len(answered):
         rest = [beat for beat in answered if beat["step"] > first]
-        return _list(behind, [f"is behind: {when(beat)}, {beat['note']}" for beat in behind]) + _others(rest)
+        return _list(
+            behind, [f"is behind: {when(beat)}, {beat['note']}" for beat in behind]
+        ) + _others(rest)
     return "All ranks wait for each other, in the same step" + _others(answered, "They are")
 
 
 def _silence(beat: dict[str, Any]) -> str:
     state = process_state(beat)
-    what = {"stopped": "is stopped (SIGSTOP, or a debugger)", "ended": "has ended"}.get(state, "does not answer")
+    what = {"stopped": "is stopped (SIGSTOP, or a debugger)", "ended": "has ended"}.get(
+        state, "does not answer"
+    )
     return f"{what}: process {beat['pid']}, last seen in {when(beat)}, {ago(beat)}"
 
 
 def _list(beats: Sequence[dict[str, Any]], texts: Sequence[str], most: int = 3) -> str:
-    more = f"; and {len(beats) - most} more: {_ranks([b['rank'] for b in beats[most:]])}" if len(beats) > most else ""
-    return "; ".join(f"{who(beat)} {text}" for beat, text in list(zip(beats, texts, strict=True))[:most]) + more
+    more = (
+        f"; and {len(beats) - most} more: {_ranks([b['rank'] for b in beats[most:]])}"
+        if len(beats) > most
+        else ""
+    )
+    return (
+        "; ".join(
+            f"{who(beat)} {text}" for beat, text in list(zip(beats, texts, strict=True))[:most]
+        )
+        + more
+    )
 
 
 def _others(beats: Sequence[dict[str, Any]], begin: str = "Others are") -> str:
@@ -176,7 +198,9 @@ def _others(beats: Sequence[dict[str, Any]], begin: str = "Others are") -> str:
         places.setdefault(f"{when(beat)}: {beat['note']}", []).append(beat["rank"])
     if not places:
         return ""
-    return f". {begin} in " + "; ".join(f"{place} ({_ranks(ranks)})" for place, ranks in list(places.items())[:4])
+    return f". {begin} in " + "; ".join(
+        f"{place} ({_ranks(ranks)})" for place, ranks in list(places.items())[:4]
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -189,7 +213,10 @@ def where() -> str:
     the program."""
     frames = sys._current_frames()
     main = threading.main_thread().ident
-    order = sorted((ident for ident in frames if ident != threading.get_ident()), key=lambda ident: ident != main)
+    order = sorted(
+        (ident for ident in frames if ident != threading.get_ident()),
+        key=lambda ident: ident != main,
+    )
     for ident in order:  # autograd's threads too: on a GPU a backward is theirs
         if text := _communication(frames[ident]):
             return text
@@ -199,7 +226,9 @@ def where() -> str:
 def _communication(frame: Any) -> str:
     """Returns which collective a thread waits in, and for whom; empty if it does not."""
     found = work = None
-    while frame is not None and any(part in frame.f_code.co_filename.replace(os.sep, "/") for part in COMMUNICATION):
+    while frame is not None and any(
+        part in frame.f_code.co_filename.replace(os.sep, "/") for part in COMMUNICATION
+    ):
         found, frame = frame, frame.f_back
         work = work or found.f_locals.get("work")
     if found is None:
@@ -220,7 +249,9 @@ def _kind(work: Any) -> int:
 
 
 def _place(frame: Any) -> str:
-    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension is no place
+    while (
+        frame.f_code.co_name.startswith("<") and frame.f_back is not None
+    ):  # a comprehension is no place
         frame = frame.f_back
     path = "/".join(Path(frame.f_code.co_filename).parts[-2:])
     return f"{frame.f_code.co_name} at {path}:{frame.f_lineno}"

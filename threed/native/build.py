@@ -110,7 +110,9 @@ def find_compiler(library: Library) -> list[str]:
         if path := shutil.which(command[0]):
             return [path, *command[1:]]
     wanted = " ".join(named) or ", ".join(library.compilers)
-    raise Unavailable(f"no compiler: {wanted} not found (install one, or name it in {library.variable})")
+    raise Unavailable(
+        f"no compiler: {wanted} not found (install one, or name it in {library.variable})"
+    )
 
 
 def ensure(library: Library, folder: Path | None = None) -> Path:
@@ -119,7 +121,9 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
     `Unavailable` without sources or a compiler; `BuildError` if the compiler refuses, or the folder cannot be written.
     """
     if not library.sources:
-        raise Unavailable(f"this version has no {library.suffix} sources in {source_root() / library.name}")
+        raise Unavailable(
+            f"this version has no {library.suffix} sources in {source_root() / library.name}"
+        )
     command, folder = find_compiler(library), folder or cache()
     path = folder / f"{library.name}-{_key(library, command)}.so"
     try:
@@ -130,7 +134,9 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
                     _compile(library, command, path)
         _check_private(path)
     except OSError as error:
-        raise BuildError(f"cannot build in {folder}: {error} (XDG_CACHE_HOME names another place)") from error
+        raise BuildError(
+            f"cannot build in {folder}: {error} (XDG_CACHE_HOME names another place)"
+        ) from error
     return path
 
 
@@ -144,14 +150,18 @@ def _make_private(folder: Path) -> None:
     for above in folder.resolve().parents:
         mode = above.stat().st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise BuildError(f"{above} may be written by everybody, who could put another {folder} there: chmod o-w it")
+            raise BuildError(
+                f"{above} may be written by everybody, who could put another {folder} there: chmod o-w it"
+            )
 
 
 def _check_private(path: Path) -> None:
     """Raises BuildError unless a path is the user's own or root's, and nobody else may write it."""
     about = path.stat() if path.is_dir() else path.lstat()
     if stat.S_ISLNK(about.st_mode) or about.st_uid not in (os.geteuid(), 0):
-        raise BuildError(f"{path} is a link or another user's: remove it, or name another folder in XDG_CACHE_HOME")
+        raise BuildError(
+            f"{path} is a link or another user's: remove it, or name another folder in XDG_CACHE_HOME"
+        )
     if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         fix = f"look who wrote there, then chmod go-w {shlex.quote(str(path))}"
         raise BuildError(f"others may write {path}, and what they put there would be run: {fix}")
@@ -162,13 +172,17 @@ def _key(library: Library, command: list[str]) -> str:
     try:
         version = subprocess.run([*command, "--version"], capture_output=True, check=False).stdout
     except OSError as error:
-        raise BuildError(f"{shlex.join(command)} does not run: {error} ({library.variable} names another)") from error
+        raise BuildError(
+            f"{shlex.join(command)} does not run: {error} ({library.variable} names another)"
+        ) from error
     flags = (*command[1:], *library.flags, *library.architectures)
     parts = [platform.machine().encode(), shlex.join(flags).encode(), version]
     for path in sorted((source_root() / library.name).iterdir()):
         if path.suffix in (library.suffix, ".h", ".cuh"):
             parts += [path.name.encode(), path.read_bytes()]
-    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[
+        :16
+    ]
 
 
 @contextlib.contextmanager
@@ -206,7 +220,9 @@ def targets(library: Library, command: list[str]) -> list[str]:
     """
     if not library.architectures:
         return []
-    listed = subprocess.run([*command, "--list-gpu-code"], capture_output=True, text=True, check=False).stdout.split()
+    listed = subprocess.run(
+        [*command, "--list-gpu-code"], capture_output=True, text=True, check=False
+    ).stdout.split()
     known = [a for a in library.architectures if f"sm_{a}" in listed] or list(library.architectures)
     codes = [(a, f"sm_{a}") for a in known] + [(known[-1], f"compute_{known[-1]}")]
     return [f"-gencode=arch=compute_{a},code={code}" for a, code in codes]
@@ -263,7 +279,10 @@ def main(argv: list[str] | None = None) -> int:
     """Compiles every library, or says what is in use."""
     argv = sys.argv[1:] if argv is None else argv
     if argv not in ([], ["--check"]):
-        print(f"usage: python -m threed.native.build [--check], not {shlex.join(argv)}", file=sys.stderr)
+        print(
+            f"usage: python -m threed.native.build [--check], not {shlex.join(argv)}",
+            file=sys.stderr,
+        )
         return 2
     return _check() if argv else _build()
 

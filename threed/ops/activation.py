@@ -58,7 +58,9 @@ def _gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _gelu_backward(dout: Tensor, x: Tensor, bias: Tensor | None, dbias: Tensor | None, add: bool) -> Tensor:
+def _gelu_backward(
+    dout: Tensor, x: Tensor, bias: Tensor | None, dbias: Tensor | None, add: bool
+) -> Tensor:
     rows, f = _check("gelu_backward", x.shape[-1], x, dout, bias)
     dx = torch.empty_like(x)
     blocks = sums.row_blocks(x) if dbias is not None else 0
@@ -77,7 +79,9 @@ def _check(name: str, f: int, *tensors: Tensor | None) -> tuple[int, int]:
     fits = x.dim() == 2 and f > 0 and f % 8 == 0 and x.shape[1] in (f, 2 * f)
     fits = fits and all(t.shape in ((len(x), f), (f,)) for t in given[1:])
     fits = fits and all(map(launch.packed, given))
-    launch.check(fits, name, "bf16 [n f], contiguous and 16-byte aligned, f a multiple of 8", *given)
+    launch.check(
+        fits, name, "bf16 [n f], contiguous and 16-byte aligned, f a multiple of 8", *given
+    )
     return len(x), f
 
 
@@ -90,7 +94,9 @@ _SWIGLU_BACKWARD = launch.define(
     "swiglu_backward(Tensor dout, Tensor gate_up) -> Tensor",
     _swiglu_backward, lambda dout, gate_up: torch.empty_like(gate_up), launches=1,
 )  # fmt: skip
-_GELU = launch.define("gelu(Tensor x, Tensor? bias) -> Tensor", _gelu, lambda x, bias: torch.empty_like(x), launches=1)
+_GELU = launch.define(
+    "gelu(Tensor x, Tensor? bias) -> Tensor", _gelu, lambda x, bias: torch.empty_like(x), launches=1
+)
 _GELU_BACKWARD = launch.define(
     "gelu_backward(Tensor dout, Tensor x, Tensor? bias, Tensor(a!)? dbias, bool add) -> Tensor",
     _gelu_backward, lambda dout, x, bias, dbias, add: torch.empty_like(x),
@@ -117,7 +123,12 @@ def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gelu_backward(
-    dout: Tensor, x: Tensor, bias: Tensor | None = None, dbias: Tensor | None = None, *, add: bool = False
+    dout: Tensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    dbias: Tensor | None = None,
+    *,
+    add: bool = False,
 ) -> Tensor:
     """The gradient of x [n f]; dbias, fp32 [f], gets its sum over rows. Launches one kernel, two with dbias.
 
@@ -135,7 +146,9 @@ class Pair:
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
-def _of_rows(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor]) -> Pair:
+def _of_rows(
+    forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor]
+) -> Pair:
     """Of kernels for rows [n ...]."""
 
     def whole(x: Tensor) -> Tensor:
@@ -160,7 +173,9 @@ _CPU = {
 }
 _TORCH = {
     "swiglu": Pair(swiglu_reference, _swiglu_gradient),
-    "gelu": Pair(gelu_reference, functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")),
+    "gelu": Pair(
+        gelu_reference, functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")
+    ),
 }
 
 

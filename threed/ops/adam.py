@@ -38,7 +38,13 @@ class Adam:
     state_names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def update(
-        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None = None
+        self,
+        p: Tensor,
+        g: Tensor,
+        state: Sequence[Tensor],
+        now: StepScalars,
+        decay: float,
+        out: Tensor | None = None,
     ) -> None:
         """One update in place, by the fastest kernel there is."""
         scalars = [now.lr, now.step, now.scale, now.skip]
@@ -47,7 +53,9 @@ class Adam:
             return
         if p.device.type == "cpu" and p.dtype in STATES and _kernel() is not None:
             scalars = [_on_host(number) for number in scalars]
-            torch.ops.threed.adamw_(p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay)
+            torch.ops.threed.adamw_(
+                p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay
+            )
             return
         step = reference if needs_reference(p) else adamw_
         step(p, g, state[0], state[1], now, self, decay)
@@ -55,7 +63,9 @@ class Adam:
             out.copy_(p)
 
 
-def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float) -> None:
+def reference(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float
+) -> None:
     """One update of p, m and v [n] in place from the gradient g [n], by the formulas of the paper."""
     g = g.to(p.dtype) * now.scale.to(p.dtype)
     lr, t = now.lr.to(p.dtype), now.step.double()
@@ -68,7 +78,9 @@ def reference(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam
         old.copy_(torch.where(go, new, old))
 
 
-def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float) -> None:
+def adamw_(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float
+) -> None:
     """The same update by torch's fused kernel: one pass over p, m, v [n] (fp32 or fp64) and g [n]."""
     if g.dtype != p.dtype:
         g = g.to(p.dtype)
@@ -89,7 +101,11 @@ def adamw_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: A
 
 def _on_host(number: Tensor) -> Tensor:
     """A scalar whose address native code can read."""
-    return number if number.dtype == torch.float64 and number.device.type == "cpu" else number.to("cpu", torch.float64)
+    return (
+        number
+        if number.dtype == torch.float64 and number.device.type == "cpu"
+        else number.to("cpu", torch.float64)
+    )
 
 
 def _kernel() -> Any:
@@ -111,7 +127,9 @@ def call_native(
     _check(tensors, (lr, step, scale, skip), out)
     kernel = _kernel()
     if kernel is None:
-        raise RuntimeError("threed has no native library for the CPU here: `threed inspect` says why")
+        raise RuntimeError(
+            "threed has no native library for the CPU here: `threed inspect` says why"
+        )
     code = kernel(
         p.data_ptr(), m.data_ptr(), v.data_ptr(), g.data_ptr(), None if out is None else out.data_ptr(), p.numel(),
         FORMATS[p.dtype], FORMATS[g.dtype], FORMATS[None if out is None else out.dtype],
@@ -119,15 +137,21 @@ def call_native(
         torch.get_num_threads(), None if instructions is None else instructions.encode(),
     )  # fmt: skip
     if code:
-        raise RuntimeError(f"threed_adamw: {os.strerror(code)} (instructions {instructions or 'of this processor'})")
-    torch.autograd.graph.increment_version([t for t in tensors if t is not g])  # it wrote behind autograd's back
+        raise RuntimeError(
+            f"threed_adamw: {os.strerror(code)} (instructions {instructions or 'of this processor'})"
+        )
+    torch.autograd.graph.increment_version(
+        [t for t in tensors if t is not g]
+    )  # it wrote behind autograd's back
 
 
 def fits(p: Tensor, g: Tensor, out: Tensor | None) -> bool:
     """Returns whether `call_cuda` takes these."""
     formats = p.dtype == torch.float32 and g.dtype in (torch.float32, torch.bfloat16)
     formats = formats and (out is None or out.dtype == torch.bfloat16)
-    whole = p.numel() % 4 == 0 and all(t is None or (t.is_contiguous() and launch.aligned(t)) for t in (p, g, out))
+    whole = p.numel() % 4 == 0 and all(
+        t is None or (t.is_contiguous() and launch.aligned(t)) for t in (p, g, out)
+    )
     return formats and whole and launch.available(p)
 
 
@@ -140,12 +164,19 @@ def call_cuda(
     The scalars are fp64 on the same device, and read there. stream: the key of a random stream (`rng.key`), by which
     out is rounded stochastically; without one to nearest. 28 bytes an element with g and out in bf16; one kernel.
     """
-    right = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (torch.float32, torch.bfloat16)
+    right = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (
+        torch.float32,
+        torch.bfloat16,
+    )
     right = right and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
     arrays = [t for t in (p, m, v, g, out) if t is not None]
-    right = right and all(t.numel() == p.numel() and t.is_contiguous() and launch.aligned(t) for t in arrays)
+    right = right and all(
+        t.numel() == p.numel() and t.is_contiguous() and launch.aligned(t) for t in arrays
+    )
     scalars = (lr, step, scale, skip)
-    right = right and all(t.dtype == torch.float64 and t.numel() == 1 and t.device == p.device for t in scalars)
+    right = right and all(
+        t.dtype == torch.float64 and t.numel() == 1 and t.device == p.device for t in scalars
+    )
     wanted = "p, m, v fp32, g fp32 or bf16, out bf16, 16-byte aligned, n a multiple of 4; fp64 scalars beside them"
     launch.check(right, "adamw", wanted, *arrays, *scalars)
     if not p.numel():
@@ -162,15 +193,23 @@ def _check(tensors: Sequence[Tensor], scalars: Sequence[Tensor], out: Tensor | N
     p, m, v, g = tensors[:4]
     fits = p.dtype in STATES and m.dtype == v.dtype == p.dtype and g.dtype in FORMATS
     if not fits or (out is not None and out.dtype not in OUTPUTS):
-        raise ValueError(f"adamw_ takes p, m, v of one of {STATES}, and out of one of {OUTPUTS}; {_words(tensors)}")
-    if any(t.numel() != p.numel() or not t.is_contiguous() or t.device.type != "cpu" for t in tensors):
+        raise ValueError(
+            f"adamw_ takes p, m, v of one of {STATES}, and out of one of {OUTPUTS}; {_words(tensors)}"
+        )
+    if any(
+        t.numel() != p.numel() or not t.is_contiguous() or t.device.type != "cpu" for t in tensors
+    ):
         raise ValueError(f"adamw_ takes contiguous CPU tensors of one length; {_words(tensors)}")
     if any(t.numel() != 1 or t.dtype != torch.float64 or t.device.type != "cpu" for t in scalars):
-        raise ValueError(f"adamw_ takes lr, step, scale and skip as fp64 scalars on the CPU; {_words(scalars)}")
+        raise ValueError(
+            f"adamw_ takes lr, step, scale and skip as fp64 scalars on the CPU; {_words(scalars)}"
+        )
 
 
 def _words(tensors: Sequence[Tensor]) -> str:
-    return "got " + ", ".join(f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in tensors)
+    return "got " + ", ".join(
+        f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in tensors
+    )
 
 
 _LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as it

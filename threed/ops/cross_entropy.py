@@ -20,14 +20,22 @@ from threed.topology import Axis
 def reference(logits: Tensor, targets: Tensor) -> Tensor:
     """The loss of every token, fp32 or fp64 [...], from whole logits [... v]; targets below 0 cost nothing."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    flat = F.cross_entropy(logits.flatten(0, -2), targets.clamp(min=-1).flatten(), reduction="none", ignore_index=-1)
+    flat = F.cross_entropy(
+        logits.flatten(0, -2), targets.clamp(min=-1).flatten(), reduction="none", ignore_index=-1
+    )
     return flat.view_as(targets)
 
 
-def run(logits: Tensor, tape: Tape, targets: Tensor, axis: Axis, first: int, columns: int) -> Tensor:
+def run(
+    logits: Tensor, tape: Tape, targets: Tensor, axis: Axis, first: int, columns: int
+) -> Tensor:
     """The loss of every token, on a tape. Where csrc/cpu/fused.cpp takes the logits, it leaves them as they are until
     the backward; else their memory holds the exponentials meanwhile, in fp32 at least."""
-    fused, whole, dtype = columns > 0 and fused_cpu.fits(logits), axis.size == 1 and columns > 0, logits.dtype
+    fused, whole, dtype = (
+        columns > 0 and fused_cpu.fits(logits),
+        axis.size == 1 and columns > 0,
+        logits.dtype,
+    )
     wide = logits if fused or dtype in (torch.float32, torch.float64) else logits.float()
     counted = held = targets >= 0
     if whole:
@@ -44,7 +52,9 @@ def run(logits: Tensor, tape: Tape, targets: Tensor, axis: Axis, first: int, col
         top, total = _shard_numbers(wide if columns == wide.shape[-1] else wide[..., :columns])
     logarithm, scale, hit = _over_shards(top, total, hit if whole else hit * held, axis)
 
-    def back(dloss: Tensor, wide: Tensor, local: Tensor, held: Tensor, counted: Tensor, number: Tensor) -> Tensor:
+    def back(
+        dloss: Tensor, wide: Tensor, local: Tensor, held: Tensor, counted: Tensor, number: Tensor
+    ) -> Tensor:
         dloss = dloss.where(counted, 0.0)
         if fused:
             own = local.squeeze(-1).masked_fill(~held, -1)
@@ -71,12 +81,16 @@ def _shard_numbers(scores: Tensor) -> tuple[Tensor, Tensor]:
     return top, scores.sub_(top.unsqueeze(-1)).exp_().sum(-1)
 
 
-def _over_shards(top: Tensor, total: Tensor, hit: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+def _over_shards(
+    top: Tensor, total: Tensor, hit: Tensor, axis: Axis
+) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row: the logarithm of the sum of exponentials over all shards, what this shard's e^(x - top) are to be
     multiplied by to be probabilities, and the target's logit."""
     if axis.size == 1:
         return top + total.log(), total.reciprocal(), hit
-    rows = collectives.all_gather(torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis)  # [t 3 ...]
+    rows = collectives.all_gather(
+        torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis
+    )  # [t 3 ...]
     peak = rows[:, 0].amax(0)
     whole = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
     return peak + whole.log(), torch.exp(top - peak) / whole, rows[:, 2].sum(0)
@@ -107,13 +121,20 @@ OF_WARPS = 128  # bytes of shared memory that the kernel of `whole` uses in addi
 
 def fits(logits: Tensor) -> bool:
     """Returns whether the kernels take logits [... width]."""
-    return logits.shape[-1] % 8 == 0 and logits.shape[-1] > 0 and launch.ready(logits) and launch.packed(logits)
+    return (
+        logits.shape[-1] % 8 == 0
+        and logits.shape[-1] > 0
+        and launch.ready(logits)
+        and launch.packed(logits)
+    )
 
 
 def row_fits(columns: int, logits: Tensor) -> bool:
     """Returns whether a row of `columns` columns fits into the GPU's shared memory, as `whole` requires."""
     row = -(-columns // 8) * 16
-    return row <= ROW_IN_SHARED_MEMORY and row + OF_WARPS <= device.shared_memory(launch.gpu_of(logits))
+    return row <= ROW_IN_SHARED_MEMORY and row + OF_WARPS <= device.shared_memory(
+        launch.gpu_of(logits)
+    )
 
 
 def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
@@ -130,7 +151,13 @@ def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> 
 
 
 def from_numbers(
-    logits: Tensor, targets: Tensor, weight: Tensor, numbers: Tensor, columns: int, first: int, vocabulary: int
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    numbers: Tensor,
+    columns: int,
+    first: int,
+    vocabulary: int,
 ) -> Tensor:
     """As `whole`, of a shard, from all shards' numbers [t n 3] in the order of ranks. 4 bytes a logit."""
     loss: Tensor = _FROM_NUMBERS(logits, targets, weight, numbers, columns, first, vocabulary)
@@ -141,7 +168,9 @@ def _start_whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) 
     _check(logits, targets, weight, columns)
     loss = _losses(logits)
     if len(logits):
-        launch.start("cross_entropy", logits, targets, weight, loss, len(logits), columns, logits.shape[1])
+        launch.start(
+            "cross_entropy", logits, targets, weight, loss, len(logits), columns, logits.shape[1]
+        )
     return loss
 
 
@@ -149,12 +178,27 @@ def _start_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) ->
     _check(logits, targets, None, columns)
     out = _three(logits)
     if len(logits):
-        launch.start("cross_entropy_stats", logits, targets, out, len(logits), columns, logits.shape[1], first)
+        launch.start(
+            "cross_entropy_stats",
+            logits,
+            targets,
+            out,
+            len(logits),
+            columns,
+            logits.shape[1],
+            first,
+        )
     return out
 
 
 def _start_from_numbers(
-    logits: Tensor, targets: Tensor, weight: Tensor, numbers: Tensor, columns: int, first: int, vocabulary: int
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    numbers: Tensor,
+    columns: int,
+    first: int,
+    vocabulary: int,
 ) -> Tensor:
     _check(logits, targets, weight, columns)
     shape = (numbers.shape[0], len(logits), 3)
@@ -170,8 +214,19 @@ def _start_from_numbers(
 
 
 def _start_scale(x: Tensor, factor: Tensor) -> None:
-    fits = launch.packed(x) and x.numel() % 8 == 0 and factor.dtype == torch.float32 and factor.numel() == 1
-    launch.check(fits, "scale_", "x bf16, 16-byte aligned, a multiple of 8 numbers; factor an fp32 scalar", x, factor)
+    fits = (
+        launch.packed(x)
+        and x.numel() % 8 == 0
+        and factor.dtype == torch.float32
+        and factor.numel() == 1
+    )
+    launch.check(
+        fits,
+        "scale_",
+        "x bf16, 16-byte aligned, a multiple of 8 numbers; factor an fp32 scalar",
+        x,
+        factor,
+    )
     if x.numel():
         blocks = min(8 * device.processors(x.device), -(-x.numel() // 2048))
         launch.start("scale", x, factor, x.numel(), blocks)
@@ -186,8 +241,18 @@ def _three(logits: Tensor, *rest: object) -> Tensor:
 
 
 def _check(logits: Tensor, targets: Tensor, weight: Tensor | None, columns: int) -> None:
-    fits = logits.dim() == 2 and launch.packed(logits) and logits.shape[1] % 8 == 0 and 0 <= columns <= logits.shape[1]
-    fits = fits and targets.dtype == torch.int64 and targets.shape == logits.shape[:1] and targets.is_contiguous()
+    fits = (
+        logits.dim() == 2
+        and launch.packed(logits)
+        and logits.shape[1] % 8 == 0
+        and 0 <= columns <= logits.shape[1]
+    )
+    fits = (
+        fits
+        and targets.dtype == torch.int64
+        and targets.shape == logits.shape[:1]
+        and targets.is_contiguous()
+    )
     if weight is not None:
         fits = fits and weight.dtype == torch.float32 and weight.numel() == 1
     wanted = "logits bf16 [n width], 16-byte aligned, width a multiple of 8; targets int64 [n]; weight an fp32 scalar"
@@ -207,11 +272,20 @@ _FROM_NUMBERS = launch.define(
     " int first, int vocabulary) -> Tensor",
     _start_from_numbers, _losses, launches=1,
 )  # fmt: skip
-_SCALE = launch.define("scale_(Tensor(a!) x, Tensor factor) -> ()", _start_scale, lambda x, factor: None, launches=1)
+_SCALE = launch.define(
+    "scale_(Tensor(a!) x, Tensor factor) -> ()", _start_scale, lambda x, factor: None, launches=1
+)
 
 
 def run_weighted(
-    logits: Tensor, tape: Tape, targets: Tensor, weight: Tensor, axis: Axis, first: int, columns: int, vocabulary: int
+    logits: Tensor,
+    tape: Tape,
+    targets: Tensor,
+    weight: Tensor,
+    axis: Axis,
+    first: int,
+    columns: int,
+    vocabulary: int,
 ) -> Tensor:
     """The sum of the losses times `weight`, on a tape; by our kernels its gradient is made in the forward, in the
     logits' memory."""
@@ -220,11 +294,18 @@ def run_weighted(
         weight, shape = weight.to(losses.dtype), losses.shape
         tape.note(lambda dloss, weight: (dloss * weight).expand(shape), weight)
         return losses.sum() * weight
-    rows, ids, weight, shape = logits.view(-1, logits.shape[-1]), targets.flatten(), weight.float(), logits.shape
+    rows, ids, weight, shape = (
+        logits.view(-1, logits.shape[-1]),
+        targets.flatten(),
+        weight.float(),
+        logits.shape,
+    )
     if axis.size == 1 and row_fits(columns, logits):
         losses = whole(rows, ids, weight, columns)
     else:
-        numbers = collectives.all_gather(shard_numbers(rows, ids, columns, first).unsqueeze(0), axis)
+        numbers = collectives.all_gather(
+            shard_numbers(rows, ids, columns, first).unsqueeze(0), axis
+        )
         losses = from_numbers(rows, ids, weight, numbers, columns, first, vocabulary)
 
     def back(dloss: Tensor, gradient: Tensor) -> Tensor:
@@ -236,7 +317,14 @@ def run_weighted(
 
 
 def weighted_loss(
-    logits: Tensor, targets: Tensor, weight: Tensor, axis: Axis, first: int, *, columns: int, vocabulary: int
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor,
+    axis: Axis,
+    first: int,
+    *,
+    columns: int,
+    vocabulary: int,
 ) -> Tensor:
     """The sum of all tokens' losses times `weight`, a scalar, fp32 (fp64 for fp64 logits), the same on every rank.
 

@@ -41,7 +41,9 @@ class Draw:
         return rng.keep_mask(self.seed, self.name, self.step, self.samples, rows, (0, h), h, self.p)
 
 
-def reference(x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+def reference(
+    x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     """The same in plain operations: x and residual [s b h], bias [h]."""
     y = (x if bias is None else x + bias) * draw.mask(x) * draw.scale
     return y if residual is None else residual + y
@@ -52,10 +54,14 @@ def fits(x: Tensor) -> bool:
     return x.dim() == 3 and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 
-def dropout(x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+def dropout(
+    x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     """As `reference`, of bf16; for the backward without bias and residual. One kernel."""
     key0, key1 = rng.key(draw.seed, draw.name)
-    out: Tensor = _DROPOUT(x, bias, residual, draw.samples, draw.first, key0, key1, draw.step & 0xFFFFFFFF, draw.p)
+    out: Tensor = _DROPOUT(
+        x, bias, residual, draw.samples, draw.first, key0, key1, draw.step & 0xFFFFFFFF, draw.p
+    )
     return out
 
 
@@ -65,9 +71,18 @@ def _start(
 ) -> Tensor:  # fmt: skip
     h = x.shape[-1]
     fits = x.dim() == 3 and h % 8 == 0 and 0 <= p < 1 and x.shape[0] * x.shape[1] < 2**31
-    fits = fits and (residual is None or residual.shape == x.shape) and (bias is None or bias.numel() == h)
+    fits = (
+        fits
+        and (residual is None or residual.shape == x.shape)
+        and (bias is None or bias.numel() == h)
+    )
     fits = fits and all(launch.packed(t) for t in (x, bias, residual) if t is not None)
-    fits = fits and samples.dtype == torch.int64 and samples.shape == x.shape[1:2] and samples.is_contiguous()
+    fits = (
+        fits
+        and samples.dtype == torch.int64
+        and samples.shape == x.shape[1:2]
+        and samples.is_contiguous()
+    )
     wanted = "bf16 [s b h] and [h], contiguous and 16-byte aligned, h a multiple of 8; samples int64 [b]; p below 1"
     launch.check(fits, "dropout", wanted, x, bias, residual, samples)
     out = torch.empty_like(x)

@@ -42,7 +42,12 @@ Theta = float | Frequencies
 
 
 def frequencies(
-    theta: float, size: int, *, part: float = 1.0, scaling: RopeScaling | None = None, positions: int = 0
+    theta: float,
+    size: int,
+    *,
+    part: float = 1.0,
+    scaling: RopeScaling | None = None,
+    positions: int = 0,
 ) -> Theta:
     """What rotary positions of heads of `size` need: theta alone, or with a scaling for so many positions.
 
@@ -50,14 +55,18 @@ def frequencies(
     """
     turned = int(size * part)
     if turned % 2:
-        raise ValueError(f"rotary positions turn pairs, and {part:g} of a head of {size} are {turned} numbers")
+        raise ValueError(
+            f"rotary positions turn pairs, and {part:g} of a head of {size} are {turned} numbers"
+        )
     if scaling is None:
         return theta if turned == size else Frequencies(theta, turned)
     original = scaling.original_max_position_embeddings or 0
     factor = scaling.factor or (positions / original if original else 1.0)
     known = Frequencies(theta, turned, scaling.rope_type, factor, original=original)
     if scaling.rope_type == "llama3":
-        return known._replace(low=scaling.low_freq_factor or 1.0, high=scaling.high_freq_factor or 4.0)
+        return known._replace(
+            low=scaling.low_freq_factor or 1.0, high=scaling.high_freq_factor or 4.0
+        )
     if scaling.rope_type == "yarn":
         return _yarn(known, scaling)
     if scaling.rope_type == "longrope":
@@ -71,7 +80,11 @@ def _yarn(known: Frequencies, scaling: RopeScaling) -> Frequencies:
     """low, high: the pairs between which frequencies go over from those kept to those divided by the factor."""
 
     def pair(turns: float) -> float:
-        return known.turned * math.log(known.original / (turns * 2 * math.pi)) / (2 * math.log(known.theta))
+        return (
+            known.turned
+            * math.log(known.original / (turns * 2 * math.pi))
+            / (2 * math.log(known.theta))
+        )
 
     def grown(weight: float) -> float:
         return 0.1 * weight * math.log(known.factor) + 1.0 if known.factor > 1 else 1.0
@@ -82,13 +95,17 @@ def _yarn(known: Frequencies, scaling: RopeScaling) -> Frequencies:
     low, high = max(low, 0), min(high, known.turned - 1)
     both = scaling.mscale and scaling.mscale_all_dim
     scale = grown(scaling.mscale) / grown(scaling.mscale_all_dim) if both else grown(1.0)  # type: ignore[arg-type]
-    return known._replace(low=low, high=high + 0.001 * (low == high), scale=scaling.attention_factor or scale)
+    return known._replace(
+        low=low, high=high + 0.001 * (low == high), scale=scaling.attention_factor or scale
+    )
 
 
 def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tensor:
     """Radians a position, fp32 [d/2] of the numbers that are turned, in sequences of this length."""
     theta = theta if isinstance(theta, Frequencies) else Frequencies(theta, size)
-    base = theta.theta ** (torch.arange(0, theta.turned, 2, dtype=torch.float32, device=device) / theta.turned)
+    base = theta.theta ** (
+        torch.arange(0, theta.turned, 2, dtype=torch.float32, device=device) / theta.turned
+    )
     if theta.kind == "linear":
         return 1.0 / base / theta.factor
     if theta.kind == "llama3":

@@ -37,7 +37,9 @@ def gelu(x: Tensor, dy: Tensor | None = None, *, instructions: str | None = None
     """GELU of x in its tanh form; or the gradient of x, where dy is given."""
     _check("gelu", x, dy)
     out = torch.empty_like(x)
-    _call(x, "threed_gelu", "iPPPqiis", _at(x), _at(dy), _at(out), x.numel(), *_how(x, instructions))
+    _call(
+        x, "threed_gelu", "iPPPqiis", _at(x), _at(dy), _at(out), x.numel(), *_how(x, instructions)
+    )
     return out
 
 
@@ -45,7 +47,9 @@ def swiglu(gate_up: Tensor, dy: Tensor | None = None, *, instructions: str | Non
     """silu(gate) * up, [... 2f] -> [... f]; or the gradient of gate_up, where dy [... f] is given."""
     f = gate_up.shape[-1] // 2
     _check("swiglu", gate_up)
-    if gate_up.shape[-1] % 2 or (dy is not None and (dy.dtype, dy.shape) != (gate_up.dtype, (*gate_up.shape[:-1], f))):
+    if gate_up.shape[-1] % 2 or (
+        dy is not None and (dy.dtype, dy.shape) != (gate_up.dtype, (*gate_up.shape[:-1], f))
+    ):
         raise ValueError(f"swiglu takes [... 2f] and a gradient [... f], {_words(gate_up, dy)}")
     out = torch.empty_like(gate_up) if dy is not None else gate_up.new_empty(*gate_up.shape[:-1], f)
     rows = gate_up.numel() // (2 * f) if f else 0
@@ -55,19 +59,36 @@ def swiglu(gate_up: Tensor, dy: Tensor | None = None, *, instructions: str | Non
     return out
 
 
-def row_numbers(x: Tensor, columns: int, *, instructions: str | None = None) -> tuple[Tensor, Tensor]:
+def row_numbers(
+    x: Tensor, columns: int, *, instructions: str | None = None
+) -> tuple[Tensor, Tensor]:
     """Of the first `columns` of each row of x [... width]: the largest number, and the sum of e^(x - largest), fp32."""
     _check("row_numbers", x)
     if not 0 < columns <= x.shape[-1]:
         raise ValueError(f"row_numbers of {columns} columns, {_words(x)}")
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     sizes = (top.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
-    _call(x, "threed_row_numbers", "iPqqqiPPis", _at(x), *sizes, _at(top), _at(total), *_how(x, instructions)[1:])
+    _call(
+        x,
+        "threed_row_numbers",
+        "iPqqqiPPis",
+        _at(x),
+        *sizes,
+        _at(top),
+        _at(total),
+        *_how(x, instructions)[1:],
+    )
     return top, total
 
 
 def softmax_gradient_(
-    x: Tensor, columns: int, logarithm: Tensor, loss: Tensor, target: Tensor, *, instructions: str | None = None
+    x: Tensor,
+    columns: int,
+    logarithm: Tensor,
+    loss: Tensor,
+    target: Tensor,
+    *,
+    instructions: str | None = None,
 ) -> None:
     """x = e^(x - logarithm) * loss, less `loss` in each row's column `target`; columns beyond the first ones are zero.
 
@@ -75,9 +96,14 @@ def softmax_gradient_(
     """
     _check("softmax_gradient_", x)
     rows = (logarithm, loss)
-    fits = all(t.dtype == torch.float32 and t.shape == x.shape[:-1] for t in rows) and 0 < columns <= x.shape[-1]
+    fits = (
+        all(t.dtype == torch.float32 and t.shape == x.shape[:-1] for t in rows)
+        and 0 < columns <= x.shape[-1]
+    )
     if not fits or target.dtype != torch.int64 or target.shape != x.shape[:-1]:
-        raise ValueError(f"softmax_gradient_ takes fp32 and int64 [...] for [... width], {_words(x, *rows, target)}")
+        raise ValueError(
+            f"softmax_gradient_ takes fp32 and int64 [...] for [... width], {_words(x, *rows, target)}"
+        )
     given = [t.contiguous() for t in (*rows, target)]
     sizes = (target.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
     how = _how(x, instructions)[1:]
@@ -94,8 +120,18 @@ def has_tiles() -> bool:
 
 def adds_products(a: Tensor, b: Tensor) -> bool:
     """Returns whether `add_product_` takes these factors."""
-    fits = a.dtype == b.dtype == torch.bfloat16 and a.dim() == b.dim() == 2 and _on_cpu(a) and _on_cpu(b)
-    fits = fits and a.t().is_contiguous() and b.is_contiguous() and not (len(a) % SIDE or b.shape[1] % SIDE)
+    fits = (
+        a.dtype == b.dtype == torch.bfloat16
+        and a.dim() == b.dim() == 2
+        and _on_cpu(a)
+        and _on_cpu(b)
+    )
+    fits = (
+        fits
+        and a.t().is_contiguous()
+        and b.is_contiguous()
+        and not (len(a) % SIDE or b.shape[1] % SIDE)
+    )
     return fits and len(b) > 0 and not torch.compiler.is_compiling() and has_tiles()
 
 
@@ -106,9 +142,13 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
     """
     k, (m, n) = len(b), out.shape
     if not adds_products(a, b) or out.dtype != torch.float32 or (len(a), b.shape[1]) != (m, n):
-        raise ValueError(f"add_product_ takes fp32 [m n], bf16 [k m] transposed and [k n], {_words(out, a, b)}")
+        raise ValueError(
+            f"add_product_ takes fp32 [m n], bf16 [k m] transposed and [k n], {_words(out, a, b)}"
+        )
     if not out.is_contiguous() or a.shape[1] != k:
-        raise ValueError(f"add_product_ takes contiguous [m n], of [m k] and [k n], {_words(out, a, b)}")
+        raise ValueError(
+            f"add_product_ takes contiguous [m n], of [m k] and [k n], {_words(out, a, b)}"
+        )
     packed = b.new_empty(-(-k // SIDE) * SIDE * n)
     places = (_at(a), _at(b), k, m, n, _at(out), int(fresh), _at(packed))
     _call(a, "threed_add_product", "iPPqqqPiPi", *places, torch.get_num_threads())
@@ -130,7 +170,12 @@ def attention_backward(qkv: Tensor, dy: Tensor, logarithms: Tensor, d: int) -> T
     Scores are scaled by 1 / sqrt(d).
     """
     s, b, width = qkv.shape
-    heads, out, dy, logarithms = width // (3 * d), torch.empty_like(qkv), dy.contiguous(), logarithms.contiguous()
+    heads, out, dy, logarithms = (
+        width // (3 * d),
+        torch.empty_like(qkv),
+        dy.contiguous(),
+        logarithms.contiguous(),
+    )
     fits = attends_backward(qkv, d) and width == 3 * heads * d and dy.dtype == qkv.dtype
     if not fits or dy.shape != (s, b, heads * d) or logarithms.shape != (b, heads, s):
         raise ValueError(
@@ -146,18 +191,30 @@ def _at(x: Tensor | None) -> int | None:
 
 
 def _how(x: Tensor, instructions: str | None) -> tuple[int, int, bytes | None]:
-    return _FORMATS[x.dtype], torch.get_num_threads(), None if instructions is None else instructions.encode()
+    return (
+        _FORMATS[x.dtype],
+        torch.get_num_threads(),
+        None if instructions is None else instructions.encode(),
+    )
 
 
 def _check(name: str, x: Tensor, like: Tensor | None = None) -> None:
     fits = x.dtype in _FORMATS and _on_cpu(x) and x.is_contiguous()
-    fits = fits and (like is None or (like.dtype, like.shape, like.is_contiguous()) == (x.dtype, x.shape, True))
+    fits = fits and (
+        like is None or (like.dtype, like.shape, like.is_contiguous()) == (x.dtype, x.shape, True)
+    )
     if not fits:
-        raise ValueError(f"{name} takes contiguous fp32 or bf16 tensors on the CPU, {_words(x, like)}")
+        raise ValueError(
+            f"{name} takes contiguous fp32 or bf16 tensors on the CPU, {_words(x, like)}"
+        )
 
 
 def _words(*tensors: Tensor | None) -> str:
-    given = (f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in tensors if t is not None)
+    given = (
+        f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}"
+        for t in tensors
+        if t is not None
+    )
     return f"got {', '.join(given)}"
 
 
@@ -166,6 +223,8 @@ def _call(x: Tensor, name: str, types: str, *arguments: object) -> None:
         return
     function = native.function(name, types)
     if function is None:
-        raise RuntimeError("threed has no native library for the CPU here: `threed inspect` says why")
+        raise RuntimeError(
+            "threed has no native library for the CPU here: `threed inspect` says why"
+        )
     if code := function(*arguments):
         raise RuntimeError(f"{name}: {os.strerror(code)}")

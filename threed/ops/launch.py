@@ -67,7 +67,10 @@ def problem(where: torch.device) -> str:
 def _probe(where: torch.device) -> None:
     """Doubles eight numbers on a device; RuntimeError if that fails or the result is wrong."""
     with _disable_current_modes(), torch.inference_mode():  # the caller may be tracing
-        x, factor = torch.ones(8, dtype=torch.bfloat16, device=where), torch.full((), 2.0, device=where)
+        x, factor = (
+            torch.ones(8, dtype=torch.bfloat16, device=where),
+            torch.full((), 2.0, device=where),
+        )
         start("scale", x, factor, x.numel(), 1)
         if x.tolist() != [2.0] * 8:
             raise RuntimeError(f"a kernel that doubles ones gave {x.tolist()}")
@@ -115,13 +118,20 @@ _LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as 
 OPERATORS: dict[str, Operator] = {}
 
 
-def define(schema: str, work: Callable[..., Any], fake: Callable[..., Any], launches: int | Callable[..., int]) -> Any:
+def define(
+    schema: str,
+    work: Callable[..., Any],
+    fake: Callable[..., Any],
+    launches: int | Callable[..., int],
+) -> Any:
     """Registers torch.ops.threed.<name>, which starts kernels by `work`; returns it. fake: its shapes alone."""
     name = schema.split("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, work, "CompositeExplicitAutograd")
     torch.library.register_fake(f"threed::{name}", fake, lib=_LIBRARY)
-    OPERATORS[f"threed::{name}"] = Operator(work, (lambda *_: launches) if isinstance(launches, int) else launches)
+    OPERATORS[f"threed::{name}"] = Operator(
+        work, (lambda *_: launches) if isinstance(launches, int) else launches
+    )
     return getattr(torch.ops.threed, name).default
 
 
@@ -145,7 +155,9 @@ def check_types(name: str, arguments: tuple[Argument, ...]) -> list[int | float 
     """Returns the arguments for ctypes. Raises TypeError if they are not of the launcher's types."""
     letters = LAUNCHERS[name]
     if len(letters) != len(arguments) or not all(map(_is_of_type, letters, arguments)):
-        raise TypeError(f"threed_cuda_{name} takes {letters} (pointers, int64 q, doubles), not {_words(arguments)}")
+        raise TypeError(
+            f"threed_cuda_{name} takes {letters} (pointers, int64 q, doubles), not {_words(arguments)}"
+        )
     return [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
 
 
@@ -156,14 +168,18 @@ def _is_of_type(letter: str, argument: Argument) -> bool:
 
 
 def _words(arguments: tuple[Argument, ...]) -> str:
-    return ", ".join(f"{a.dtype} {list(a.shape)}" if isinstance(a, Tensor) else str(a) for a in arguments)
+    return ", ".join(
+        f"{a.dtype} {list(a.shape)}" if isinstance(a, Tensor) else str(a) for a in arguments
+    )
 
 
 def check(fits: bool, name: str, wanted: str, *tensors: Tensor | None) -> None:
     """ValueError unless `fits`: a launcher would misread what it is given."""
     if not fits:
         got = ", ".join(
-            f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in tensors if t is not None
+            f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}"
+            for t in tensors
+            if t is not None
         )
         raise ValueError(f"{name} takes {wanted}; got {got}")
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from threed.device import is_accelerator
 from threed.ops.update import StepScalars, needs_reference
 
-CHUNK = 2**18  # elements worked on at a time on a CPU: the direction stays in the cache, and has no size of its own
+CHUNK = (
+    2**18
+)  # elements worked on at a time on a CPU: the direction stays in the cache, and has no size of its own
 
 
 @dataclass(frozen=True)
@@ -28,36 +30,56 @@ class Lion:
     state_names: tuple[str, ...] = ("exp_avg",)
 
     def update(
-        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None = None
+        self,
+        p: Tensor,
+        g: Tensor,
+        state: Sequence[Tensor],
+        now: StepScalars,
+        decay: float,
+        out: Tensor | None = None,
     ) -> None:
         """One update in place, by the fused kernel."""
         if needs_reference(p):
             reference(p, g, state, now, self, decay)
         else:
             size = max(1, p.numel()) if is_accelerator(p.device) else CHUNK
-            for part, grad, m in zip(p.split(size), g.split(size), state[0].split(size), strict=True):
+            for part, grad, m in zip(
+                p.split(size), g.split(size), state[0].split(size), strict=True
+            ):
                 _update(part, grad, m, now, self, decay)
         if out is not None:
             out.copy_(p)
 
 
 def _update(p: Tensor, g: Tensor, m: Tensor, now: StepScalars, lion: Lion, decay: float) -> None:
-    g = g.mul_(now.scale.to(p.dtype)) if g.dtype == p.dtype else g.to(p.dtype).mul_(now.scale.to(p.dtype))
+    g = (
+        g.mul_(now.scale.to(p.dtype))
+        if g.dtype == p.dtype
+        else g.to(p.dtype).mul_(now.scale.to(p.dtype))
+    )
     direction = torch.lerp(m, g, 1 - lion.beta1).sign_()
     _sgd_(m, g, 1 - lion.beta2, now, decay=1.0, maximize=True)  # m - (1 - beta2) (m - g)
     _sgd_(p, direction, now.lr.to(p.dtype), now, decay=decay, maximize=False)
 
 
-def _sgd_(x: Tensor, g: Tensor, lr: float | Tensor, now: StepScalars, *, decay: float, maximize: bool) -> None:
+def _sgd_(
+    x: Tensor, g: Tensor, lr: float | Tensor, now: StepScalars, *, decay: float, maximize: bool
+) -> None:
     """x - lr (g + decay x), with -g for g to maximize; nothing where the step is skipped."""
-    step = torch.ops.aten._fused_sgd_.tensor_lr if isinstance(lr, Tensor) else torch.ops.aten._fused_sgd_.default
+    step = (
+        torch.ops.aten._fused_sgd_.tensor_lr
+        if isinstance(lr, Tensor)
+        else torch.ops.aten._fused_sgd_.default
+    )
     step(
         [x], [g], [], weight_decay=decay, momentum=0.0, lr=lr, dampening=0.0, nesterov=False, maximize=maximize,
         is_first_step=False, grad_scale=None, found_inf=now.skip.float(),
     )  # fmt: skip
 
 
-def reference(p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, lion: Lion, decay: float) -> None:
+def reference(
+    p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, lion: Lion, decay: float
+) -> None:
     """The same update in plain operations."""
     (m,), lr = state, now.lr.to(p.dtype)
     go = now.skip == 0

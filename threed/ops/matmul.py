@@ -27,7 +27,11 @@ def _onednn_is_faster() -> bool:
     except OSError:
         return False
     wide = "AuthenticAMD" in info and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return (
+        wide
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
 
 
 def _by_onednn(x: Tensor, weight: Tensor, device: str = "") -> bool:

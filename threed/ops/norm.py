@@ -50,7 +50,9 @@ def forward(
 ) -> Normalised:  # fmt: skip
     """norm(x + residual + before): x and residual [n h], the others [h], all bf16. Launches one kernel."""
     total, y, means, scales = _FORWARD(x, residual, before, weight, bias, eps, layer)
-    return Normalised(x if residual is None and before is None else total, y, means if layer else None, scales)
+    return Normalised(
+        x if residual is None and before is None else total, y, means if layer else None, scales
+    )
 
 
 def backward(
@@ -61,7 +63,9 @@ def backward(
 
     add, add_bias: to what they hold. Launches two kernels.
     """
-    dx: Tensor = _BACKWARD(dy, done.sum, weight, done.means, done.scales, residual, dweight, dbias, add, add_bias)
+    dx: Tensor = _BACKWARD(
+        dy, done.sum, weight, done.means, done.scales, residual, dweight, dbias, add, add_bias
+    )
     return dx
 
 
@@ -115,15 +119,25 @@ def blocks_of_backward(h: int) -> int:
 
 
 def _check(
-    name: str, x: Tensor, weight: Tensor, rows: tuple[Tensor | None, ...], vectors: tuple[Tensor | None, ...]
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    rows: tuple[Tensor | None, ...],
+    vectors: tuple[Tensor | None, ...],
 ) -> tuple[int, int]:
     """Refuses what the kernel would misread; returns the number of rows, and of columns."""
     h = weight.numel()
     tensors = [t for t in (x, weight, *rows, *vectors) if t is not None]
     fits = x.dim() == 2 and x.shape[1] == h and h % 8 == 0 and 0 < h <= LARGEST and len(x) < 2**31
     fits = fits and all(t is None or t.shape == x.shape for t in rows)
-    fits = fits and all(t is None or t.numel() == h for t in vectors) and all(map(launch.packed, tensors))
-    wanted = f"bf16 [n h] and [h], contiguous and 16-byte aligned, h a multiple of 8 up to {LARGEST}"
+    fits = (
+        fits
+        and all(t is None or t.numel() == h for t in vectors)
+        and all(map(launch.packed, tensors))
+    )
+    wanted = (
+        f"bf16 [n h] and [h], contiguous and 16-byte aligned, h a multiple of 8 up to {LARGEST}"
+    )
     launch.check(fits, name, wanted, *tensors)
     return len(x), h
 

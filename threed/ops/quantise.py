@@ -55,7 +55,12 @@ def dequantise_reference(q: Tensor, scales: Tensor, bits: int) -> Tensor:
 def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Packed whole numbers, uint8 [k 256 bits/8], and scales, fp32 [k], of x bf16 [n]. 3 bytes an element (2.5)."""
     fits = bits in TOPS and x.numel() % BLOCK == 0 and launch.packed(x)
-    launch.check(fits, "quantise", "bf16 [n], contiguous and 16-byte aligned, n a multiple of 256, in 8 or 4 bits", x)
+    launch.check(
+        fits,
+        "quantise",
+        "bf16 [n], contiguous and 16-byte aligned, n a multiple of 256, in 8 or 4 bits",
+        x,
+    )
     blocks = x.numel() // BLOCK
     out = x.new_empty(blocks, BLOCK * bits // 8, dtype=torch.uint8)
     scales = x.new_empty(blocks, dtype=torch.float32)
@@ -69,14 +74,23 @@ def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
 
     scales: as `quantise` makes them, none below zero. Off by at most 2^-21 of what the largest of eight ranks can be.
     """
-    fits = bits in TOPS and q.dtype == torch.uint8 and q.shape == (*scales.shape, BLOCK * bits // 8) and q.dim() == 3
+    fits = (
+        bits in TOPS
+        and q.dtype == torch.uint8
+        and q.shape == (*scales.shape, BLOCK * bits // 8)
+        and q.dim() == 3
+    )
     fits = fits and q.is_contiguous() and launch.aligned(q)
     fits = fits and scales.dtype == torch.float32 and scales.is_contiguous()
-    launch.check(fits, "dequantise", "q uint8 [r k 256 bits/8] and scales fp32 [r k], contiguous", q, scales)
+    launch.check(
+        fits, "dequantise", "q uint8 [r k 256 bits/8] and scales fp32 [r k], contiguous", q, scales
+    )
     ranks, blocks = scales.shape
     out = q.new_empty(blocks * BLOCK, dtype=torch.bfloat16)
     if blocks:
-        launch.start("dequantise", q, scales, out, blocks, ranks, bits, _grid(q, -(-blocks // (16 // bits))))
+        launch.start(
+            "dequantise", q, scales, out, blocks, ranks, bits, _grid(q, -(-blocks // (16 // bits)))
+        )
     return out
 
 

@@ -45,20 +45,42 @@ def fits(x: Tensor, size: int, theta: Theta = 0.0) -> bool:
     return whole and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 
-def turn_(x: Tensor, sequences: int, heads: int, size: int, theta: Theta, *, back: bool = False) -> None:
+def turn_(
+    x: Tensor, sequences: int, heads: int, size: int, theta: Theta, *, back: bool = False
+) -> None:
     """Turns the first `heads` heads of `size` d in every row of x [(s b) width], in place; `back` undoes it.
 
     Rows are those of [s b width] with b = sequences. 4 bytes an element of these heads; one kernel.
     """
     rows, width = x.shape
-    fits = size > 0 and size % 16 == 0 and heads * size <= width and width % 8 == 0 and rows % sequences == 0
+    fits = (
+        size > 0
+        and size % 16 == 0
+        and heads * size <= width
+        and width % 8 == 0
+        and rows % sequences == 0
+    )
     fits = fits and turned_of(theta, size) == size and launch.packed(x) and rows < 2**31
-    launch.check(fits, "rotary", "bf16 [(s b) width], contiguous and 16-byte aligned, heads of a multiple of 16", x)
+    launch.check(
+        fits,
+        "rotary",
+        "bf16 [(s b) width], contiguous and 16-byte aligned, heads of a multiple of 16",
+        x,
+    )
     if rows and heads:
-        _TURN(x, table(rows // sequences, size, theta, x.device), sequences, heads, size, -1.0 if back else 1.0)
+        _TURN(
+            x,
+            table(rows // sequences, size, theta, x.device),
+            sequences,
+            heads,
+            size,
+            -1.0 if back else 1.0,
+        )
 
 
-def _start(x: Tensor, turns: Tensor, sequences: int, heads: int, size: int, direction: float) -> None:
+def _start(
+    x: Tensor, turns: Tensor, sequences: int, heads: int, size: int, direction: float
+) -> None:
     launch.start("rotary", x, turns, *x.shape, sequences, heads, size, direction)
 
 
@@ -78,7 +100,9 @@ class _Turned(torch.autograd.Function):
         ctx.of = (turned, size, theta)
         turn_(x.view(-1, x.shape[-1]), x.shape[1], turned, size, theta)
         torch.autograd.graph.increment_version((x,))  # whoever saved it is told
-        return tuple(part.unflatten(-1, (-1, size)) for part in x.split([size * n for n in heads], -1))
+        return tuple(
+            part.unflatten(-1, (-1, size)) for part in x.split([size * n for n in heads], -1)
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -88,7 +112,9 @@ class _Turned(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def split_and_turn(x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: Theta) -> tuple[Tensor, ...]:
+def split_and_turn(
+    x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: Theta
+) -> tuple[Tensor, ...]:
     """Tensors [s b n d] for n in `heads`, of x [s b width]: the first `turned` heads are turned by their positions.
 
     They lie in x's memory, which must not be read afterwards.

@@ -27,7 +27,13 @@ class SGD:
         return ("momentum_buffer",) if self.momentum else ()
 
     def update(
-        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None = None
+        self,
+        p: Tensor,
+        g: Tensor,
+        state: Sequence[Tensor],
+        now: StepScalars,
+        decay: float,
+        out: Tensor | None = None,
     ) -> None:
         """One update in place, by the fused kernel."""
         if needs_reference(p):
@@ -38,12 +44,17 @@ class SGD:
             out.copy_(p)
 
 
-def _fused(p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, sgd: SGD, decay: float) -> None:
+def _fused(
+    p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, sgd: SGD, decay: float
+) -> None:
     if g.dtype != p.dtype:
         g = g.to(p.dtype)
     scale, lr = None, now.lr
     if p.dtype == torch.float32:
-        scale, lr = now.scale.float().reciprocal(), now.lr.float()  # the kernel divides, and reads both as fp32
+        scale, lr = (
+            now.scale.float().reciprocal(),
+            now.lr.float(),
+        )  # the kernel divides, and reads both as fp32
     else:
         g.mul_(now.scale.to(p.dtype))
     # A buffer of zeros becomes the gradient: no first step of its own.
@@ -53,7 +64,9 @@ def _fused(p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, sgd:
     )  # fmt: skip
 
 
-def reference(p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, sgd: SGD, decay: float) -> None:
+def reference(
+    p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, sgd: SGD, decay: float
+) -> None:
     """The same update in plain operations."""
     go = now.skip == 0
     g = g.to(p.dtype) * now.scale.to(p.dtype) + decay * p

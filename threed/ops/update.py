@@ -31,7 +31,13 @@ class Rule(Protocol):
     def state_names(self) -> tuple[str, ...]: ...
 
     def update(
-        self, p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, decay: float, out: Tensor | None = None
+        self,
+        p: Tensor,
+        g: Tensor,
+        state: Sequence[Tensor],
+        now: StepScalars,
+        decay: float,
+        out: Tensor | None = None,
     ) -> None:
         """One update of p [n] and its state, in place, from the gradient g [n] (used up).
 

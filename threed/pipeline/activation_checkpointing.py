@@ -91,7 +91,9 @@ class OnDrives:
         regions cannot be reused, but together they are not larger than two new regions for each input."""
         old = 0 if self._drive is None else self._drive.nbytes
         if self._drive is None or nbytes > old:
-            self._drive = Drive(self.disk, max(1, -(-max(nbytes, old * 3 // 2) // BLOCK)) * BLOCK, BUFFERS)
+            self._drive = Drive(
+                self.disk, max(1, -(-max(nbytes, old * 3 // 2) // BLOCK)) * BLOCK, BUFFERS
+            )
             free, self._free = self._free, []
             for storage in free:
                 self._release(storage)
@@ -128,7 +130,9 @@ class ActivationStore:
         replicated: ReplicatedInputs | None = None,
     ) -> None:  # fmt: skip
         self.axis, self.storages, self.device, self.replicated = axis, storages, device, replicated
-        self._stream = copy_stream(device, "activations") if away and is_accelerator(device) else None
+        self._stream = (
+            copy_stream(device, "activations") if away and is_accelerator(device) else None
+        )
         self._leaving: deque[tuple[torch.Event, StagedBuffer, Tensor]] = deque()
 
     def save_all(self, unit: int, given: Sequence[Tensor]) -> tuple[SavedInput, ...]:
@@ -217,7 +221,11 @@ class ActivationStore:
             self.release(saved)
         elif own and saved.storage is not None and saved.arrived is None:
             whole = whole.clone()
-        return whole[: saved.shape.numel()].view(saved.shape) if saved.axis is not None or saved.storage else whole
+        return (
+            whole[: saved.shape.numel()].view(saved.shape)
+            if saved.axis is not None or saved.storage
+            else whole
+        )
 
     def release(self, saved: SavedInput) -> None:
         """Frees a saved input; harmless when called again."""
@@ -230,7 +238,9 @@ class ActivationStore:
         if saved.storage is not None and self.storages is not None:
             self._store_left(at_most=0)
             self.storages.give(saved.storage)
-        saved.storage = saved.value = saved.arrived = saved.staged = saved.gathering = saved.sample = None
+        saved.storage = saved.value = saved.arrived = saved.staged = saved.gathering = (
+            saved.sample
+        ) = None
 
 
 @dataclass(frozen=True)
@@ -261,7 +271,12 @@ def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[flo
 
 
 def build(
-    config: Config, units: Mapping[int, nn.Module], live: int, slicing: Slicing, topology: Topology, unlike: Flag
+    config: Config,
+    units: Mapping[int, nn.Module],
+    live: int,
+    slicing: Slicing,
+    topology: Topology,
+    unlike: Flag,
 ) -> Recomputed:
     """Returns what a rank's stages recompute.
 
@@ -282,19 +297,27 @@ def build(
     return Recomputed(frozenset(units), store)
 
 
-def on_paper(config: Config, numbers: Sequence[int], slicing: Slicing, device: torch.device = META) -> Recomputed:
+def on_paper(
+    config: Config, numbers: Sequence[int], slicing: Slicing, device: torch.device = META
+) -> Recomputed:
     """Returns the same for layers that are only traced, or timed on a device: inputs are not copied anywhere."""
     r = config.recompute
     if r.mode == "none" or not numbers:
         return Recomputed()
     if r.mode == "selective":
         return Recomputed(frozenset(numbers), selective=Selective(r.ops))
-    return Recomputed(frozenset(numbers), ActivationStore(sliced_over(config, slicing), None, device))
+    return Recomputed(
+        frozenset(numbers), ActivationStore(sliced_over(config, slicing), None, device)
+    )
 
 
 def sliced_over(config: Config, slicing: Slicing) -> Axis | None:
     """Returns the tensor ranks over which saved inputs are sliced; None if they are not."""
-    return slicing.tp if config.recompute.partition and slicing.tp.size > 1 and not slicing.sequence_parallel else None
+    return (
+        slicing.tp
+        if config.recompute.partition and slicing.tp.size > 1 and not slicing.sequence_parallel
+        else None
+    )
 
 
 def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | None:
@@ -318,13 +341,30 @@ def enable(module: nn.Module, config: Config) -> None:
     if r.mode == "none":
         return
     fix = "wrap its blocks by torch.utils.checkpoint yourself, or build it from threed.layers"
-    named = (getattr(module, f"{what}_checkpointing_enable", None) for what in ("activation", "gradient"))
-    found = next((method for method in named if method is not None), None)  # the second is the older name
+    named = (
+        getattr(module, f"{what}_checkpointing_enable", None) for what in ("activation", "gradient")
+    )
+    found = next(
+        (method for method in named if method is not None), None
+    )  # the second is the older name
     if r.mode == "selective":
-        raise ConfigError([f"--recompute.mode selective: {kind} has no operations known by name; use full, or {fix}"])
-    more = [("every", r.every != 1), ("partition", r.partition), ("offload", r.offload != "none"), ("arena", r.arena)]
+        raise ConfigError(
+            [
+                f"--recompute.mode selective: {kind} has no operations known by name; use full, or {fix}"
+            ]
+        )
+    more = [
+        ("every", r.every != 1),
+        ("partition", r.partition),
+        ("offload", r.offload != "none"),
+        ("arena", r.arena),
+    ]
     if refused := [f"--recompute.{name}" for name, given in more if given]:
-        raise ConfigError([f"{', '.join(refused)}: {kind} is not built from threed.layers; leave out, or {fix}"])
+        raise ConfigError(
+            [f"{', '.join(refused)}: {kind} is not built from threed.layers; leave out, or {fix}"]
+        )
     if found is None:
-        raise ConfigError([f"--recompute.mode full: {kind} has no gradient_checkpointing_enable(); {fix}"])
+        raise ConfigError(
+            [f"--recompute.mode full: {kind} has no gradient_checkpointing_enable(); {fix}"]
+        )
     found({"use_reentrant": False})

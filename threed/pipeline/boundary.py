@@ -27,7 +27,9 @@ def tensors(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     parts = (
-        tuple(value.values() if isinstance(value, dict) else value) if isinstance(value, dict | tuple | list) else ()
+        tuple(value.values() if isinstance(value, dict) else value)
+        if isinstance(value, dict | tuple | list)
+        else ()
     )
     if (
         parts
@@ -35,7 +37,9 @@ def tensors(value: Any) -> tuple[Any, ...]:
         and all(isinstance(k, str) for k in _keys(value) or ())
     ):
         return parts
-    raise TypeError(f"{_what(value)} where a layer must return a tensor, or a tuple or dict (of names) of tensors")
+    raise TypeError(
+        f"{_what(value)} where a layer must return a tensor, or a tuple or dict (of names) of tensors"
+    )
 
 
 def like(value: Any, parts: Sequence[Any]) -> Any:
@@ -78,7 +82,13 @@ class Form:
     def of(cls, value: Any) -> Form:
         """The form of a value."""
         parts = tensors(value)
-        keys = None if isinstance(value, Tensor) else tuple(value) if isinstance(value, dict) else len(parts)
+        keys = (
+            None
+            if isinstance(value, Tensor)
+            else tuple(value)
+            if isinstance(value, dict)
+            else len(parts)
+        )
         return cls(
             keys, tuple(tuple(p.shape) for p in parts), tuple(p.dtype for p in parts),
             tuple(p.requires_grad for p in parts),
@@ -109,7 +119,11 @@ class Form:
         leaves = [part.requires_grad_(grad) for part, grad in zip(parts, self.grads, strict=True)]
         if self.keys is None:
             return leaves[0]
-        return dict(zip(self.keys, leaves, strict=True)) if isinstance(self.keys, tuple) else tuple(leaves)
+        return (
+            dict(zip(self.keys, leaves, strict=True))
+            if isinstance(self.keys, tuple)
+            else tuple(leaves)
+        )
 
     def gradients(self, parts: Sequence[Tensor]) -> Any:
         """The gradients of such a value, arranged as it is; None where a tensor gets none, but (None,) for a sole one:
@@ -118,20 +132,29 @@ class Form:
         whole = [next(coming) if grad else None for grad in self.grads]
         if self.keys is None:
             return whole[0] if self.grads[0] else (None,)
-        return dict(zip(self.keys, whole, strict=True)) if isinstance(self.keys, tuple) else tuple(whole)
+        return (
+            dict(zip(self.keys, whole, strict=True))
+            if isinstance(self.keys, tuple)
+            else tuple(whole)
+        )
 
     def gradients_to_send(self, gradient: Any, device: torch.device) -> list[Tensor]:
         """The tensors that `gradients` is given at the other end: zeros for what had no part in the loss."""
         given = gradients_of(gradient, len(self.shapes))
         return [
-            torch.zeros(self.shapes[n], dtype=self.dtypes[n], device=device) if part is None else part
+            torch.zeros(self.shapes[n], dtype=self.dtypes[n], device=device)
+            if part is None
+            else part
             for n, part in enumerate(given)
             if self.grads[n]
         ]
 
     def __str__(self) -> str:
         rows = zip(self.dtypes, self.shapes, self.grads, strict=True)
-        return ", ".join(f"{d} {list(s)}{'' if g else ' (no gradient)'}".removeprefix("torch.") for d, s, g in rows)
+        return ", ".join(
+            f"{d} {list(s)}{'' if g else ' (no gradient)'}".removeprefix("torch.")
+            for d, s, g in rows
+        )
 
 
 def signature(micro: MicroBatch) -> tuple[Any, ...]:

@@ -18,11 +18,15 @@ def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run:
         return
     if not any(_compilable(layer) for layer in model):
         fix = "give them the attribute `compilable = True`, or leave it out (docs/own_models.md)"
-        raise ConfigError([f"--run.compile: no layer of this model says that torch.compile can read it; {fix}"])
+        raise ConfigError(
+            [f"--run.compile: no layer of this model says that torch.compile can read it; {fix}"]
+        )
     try:
         from threed.layers.compiled import compile_layer  # stands on a part of torch that is young
     except ImportError as error:
-        raise ConfigError([f"--run.compile needs torch 2.13, or a later one that is like it: {error}"]) from None
+        raise ConfigError(
+            [f"--run.compile needs torch 2.13, or a later one that is like it: {error}"]
+        ) from None
     for layer in layers:
         if _compilable(layer):
             compile_layer(layer, run.compile_backend)

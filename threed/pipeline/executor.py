@@ -104,8 +104,16 @@ class Executor:
         updates: Updates | None = None,
     ) -> None:  # fmt: skip
         self.stages, self.transport, self.rank = stages, transport, rank
-        self.on_reduce, self.on_backward, self.weight_gradients = on_reduce, on_backward, weight_gradients
-        self.device, self.varying, self.on_validate = device or torch.device("cpu"), varying, on_validate
+        self.on_reduce, self.on_backward, self.weight_gradients = (
+            on_reduce,
+            on_backward,
+            weight_gradients,
+        )
+        self.device, self.varying, self.on_validate = (
+            device or torch.device("cpu"),
+            varying,
+            on_validate,
+        )
         self.overlap, self.updates = overlap or Overlap(torch.device("cpu")), updates
         self._forms: dict[tuple[Any, ...], Form] = {}
         self._plan = Plan("none", 1, 0, 1, ((),))
@@ -129,7 +137,10 @@ class Executor:
             Kind.VALIDATE: self._validate,
         }
         if updates is not None:
-            self._handlers |= {Kind.NORM: lambda _: updates.norm(), Kind.UPDATE: lambda _: updates.update()}
+            self._handlers |= {
+                Kind.NORM: lambda _: updates.norm(),
+                Kind.UPDATE: lambda _: updates.update(),
+            }
 
     def record(self, on: bool = True) -> None:
         """Begins to record spans, of none so far; or ends it."""
@@ -139,7 +150,11 @@ class Executor:
     def spans(self) -> list[Span]:
         """What was recorded, when it is over."""
         seconds = self._clock.seconds if self._clock else None
-        return [(action, seconds(began), seconds(end)) for action, began, end in self._marks] if seconds else []
+        return (
+            [(action, seconds(began), seconds(end)) for action, began, end in self._marks]
+            if seconds
+            else []
+        )
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs this rank's part of a lowered plan; returns the losses, by micro-batch, on the last stage. Raises
@@ -170,7 +185,9 @@ class Executor:
         """Goes on with the micro-batches that the last plan has left, of which the last is number -1 now; drops what is
         there where the plan begins anew."""
         if plan.begun and plan.begun != self._plan.left:
-            raise ValueError(f"plan {plan.name}: rank {self.rank}: the plan before did not leave {plan.begun} open")
+            raise ValueError(
+                f"plan {plan.name}: rank {self.rank}: the plan before did not leave {plan.begun} open"
+            )
         ended = self._plan.microbatches if plan.begun else None
         for stage in self.stages:
             stage.reset(ended)
@@ -180,7 +197,9 @@ class Executor:
         if self.varying:
             self._forms = {}
         arriving = self._arriving.items() if ended is not None else ()
-        self._arriving = {(kind, m - (ended or 0), chunk): parts for (kind, m, chunk), parts in arriving}
+        self._arriving = {
+            (kind, m - (ended or 0), chunk): parts for (kind, m, chunk), parts in arriving
+        }
         if ended is None:
             self._sent.clear()
 
@@ -200,7 +219,9 @@ class Executor:
         forward, backward = action.parts
         self._wait_for(Kind.RECV_F, forward)
         self._wait_for(Kind.RECV_B, backward)
-        given = [list(parts) for parts in self._arriving.values()]  # memory must stay while another stream reads it
+        given = [
+            list(parts) for parts in self._arriving.values()
+        ]  # memory must stay while another stream reads it
         then, self._then = self._then, (backward,)
         with self.overlap.pair():
             with self.overlap.forward(_key(forward), beside=_key(backward)):
@@ -216,7 +237,10 @@ class Executor:
 
     def _run_backward(self, action: Action) -> list[Any]:
         whole = action.kind is Kind.B
-        with nullcontext([]) if whole else self._split(action).defer() as waiting, self.overlap.backward(_key(action)):
+        with (
+            nullcontext([]) if whole else self._split(action).defer() as waiting,
+            self.overlap.backward(_key(action)),
+        ):
             self._differentiate(action, split=not whole)
         return waiting
 
@@ -233,18 +257,24 @@ class Executor:
 
     def _split(self, action: Action) -> WeightGradients:
         if self.weight_gradients is None:
-            raise ValueError(f"plan {self._plan.name}: rank {self.rank}: {action}: nothing can defer weight gradients")
+            raise ValueError(
+                f"plan {self._plan.name}: rank {self.rank}: {action}: nothing can defer weight gradients"
+            )
         return self.weight_gradients
 
     def _turns(self, action: Action, *kinds: Kind) -> bool:
         """Whether the next pass is one of these kinds over the same chunk, and so begins where this one ends."""
-        return bool(self._then) and self._then[0].kind in kinds and self._then[0].chunk == action.chunk
+        return (
+            bool(self._then) and self._then[0].kind in kinds and self._then[0].chunk == action.chunk
+        )
 
     def _differentiate(self, action: Action, split: bool) -> None:
         parts = self._take(Kind.RECV_B, action)
         dy = None if parts is None else self._form("out", action).gradients(parts)
         self._use_weights(action)
-        dx = self.stages[action.chunk].backward(action.microbatch, dy, self._turns(action, Kind.F), split)
+        dx = self.stages[action.chunk].backward(
+            action.microbatch, dy, self._turns(action, Kind.F), split
+        )
         if self._plan.consumer(self.rank, action) is not None:
             self._give(Kind.SEND_B, Kind.RECV_B, action, dx)
 
@@ -289,13 +319,20 @@ class Executor:
     def _send(self, action: Action) -> None:
         target = self._plan.consumer(self.rank, action)
         if target is None:
-            raise ValueError(f"plan {self._plan.name}: rank {self.rank}: {action} has nobody to send to")
+            raise ValueError(
+                f"plan {self._plan.name}: rank {self.rank}: {action} has nobody to send to"
+            )
         parts = self._leaving.pop((action.kind, action.microbatch, action.chunk))
-        if action.kind is Kind.SEND_F and (key := ("sent", *self._key("out", action))) not in self._forms:
+        if (
+            action.kind is Kind.SEND_F
+            and (key := ("sent", *self._key("out", action))) not in self._forms
+        ):
             self._forms[key] = form = self._form("out", action)
             data = start_copy_in(form.to_bytes(), self.device)
             size = torch.full((1,), len(data), device=self.device)
-            self._sent += [self.transport.send([part], self.rank, target[0]) for part in (size, data)]
+            self._sent += [
+                self.transport.send([part], self.rank, target[0]) for part in (size, data)
+            ]
         self._sent.append(self.transport.send(parts, self.rank, target[0]))
         while len(self._sent) > 2:
             self._wait_for_oldest_send()
@@ -323,11 +360,15 @@ class Executor:
             return
         source = self._plan.producer(self.rank, action)
         if source is None:
-            raise ValueError(f"plan {self._plan.name}: rank {self.rank}: {action} has nobody to receive from")
+            raise ValueError(
+                f"plan {self._plan.name}: rank {self.rank}: {action} has nobody to receive from"
+            )
         backward = action.kind is Kind.RECV_B
         if not backward and self._key("in", action) not in self._forms:
             self._remember("in", action, self._receive_form(source[0]))
-        buffers = self._form("out" if backward else "in", action).empty(self.device, gradients=backward)
+        buffers = self._form("out" if backward else "in", action).empty(
+            self.device, gradients=backward
+        )
         self._arriving[key] = [*self.transport.receive(buffers, source[0], self.rank)]
 
     # ---------------------------------------------------------------------------------------------------------- forms
@@ -343,7 +384,9 @@ class Executor:
         return side, action.chunk, *self._signatures[action.microbatch]
 
     def _form(self, side: str, action: Action) -> Form:
-        return (self._forms if action.microbatch >= 0 else self._forms_before)[self._key(side, action)]
+        return (self._forms if action.microbatch >= 0 else self._forms_before)[
+            self._key(side, action)
+        ]
 
     def _remember(self, side: str, action: Action, form: Form) -> Form:
         """Stores and returns the form of a chunk's input or output; RuntimeError if it had another one before."""
@@ -370,10 +413,14 @@ class Executor:
     def _validate(self, action: Action) -> None:
         if self.on_validate is None or self.on_validate():
             return
-        for arrived in self._arriving.values():  # every message before the cut has both its ends there
+        for (
+            arrived
+        ) in self._arriving.values():  # every message before the cut has both its ends there
             for part in arrived:
                 if isinstance(part, Pending):
                     part.wait()
         while self._sent:
             self._wait_for_oldest_send()
-        raise Outdated(f"plan {self._plan.name}: rank {self.rank}: {action}: the update before it was undone")
+        raise Outdated(
+            f"plan {self._plan.name}: rank {self.rank}: {action}: the update before it was undone"
+        )

@@ -31,7 +31,9 @@ from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.plan import Plan
 from threed.schedules.window import Step
 
-During = Callable[[Kind, int], AbstractContextManager[None]]  # entered around a layer's F or B of a micro-batch
+During = Callable[
+    [Kind, int], AbstractContextManager[None]
+]  # entered around a layer's F or B of a micro-batch
 
 
 class LayerMajorStage(Stage):
@@ -74,13 +76,17 @@ class LayerMajorStage(Stage):
             self._gather_for_backward(unit)
             for number in range(len(micros)):
                 with during(Kind.B, number):
-                    grads[number] = self._back(unit, self._frames.pop(), self._frames, grads[number], first=False)
+                    grads[number] = self._back(
+                        unit, self._frames.pop(), self._frames, grads[number], first=False
+                    )
                 if self.between is not None:
                     self.between()
             self._end(unit)
         return losses
 
-    def _forward_of(self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During) -> None:
+    def _forward_of(
+        self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During
+    ) -> None:
         """Runs a layer on all micro-batches: replaces each one's input by the output."""
         first = len(self._frames)
         with torch.enable_grad(), staged(self._looked):
@@ -89,7 +95,9 @@ class LayerMajorStage(Stage):
                     values[number], frame = self._run(unit, values[number], micro, values[number])
                 assert frame is not None
                 self._frames.append(frame)
-        self._frames[first:] = self._frames[first:][::-1]  # the backward, too, begins with micro-batch 0
+        self._frames[first:] = self._frames[first:][
+            ::-1
+        ]  # the backward, too, begins with micro-batch 0
 
     def _turn(
         self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During
@@ -167,7 +175,10 @@ def check(plan: Plan) -> None:
     for rank, actions in enumerate(plan.ranks):
         found = [action for action in actions if action.kind in COMPUTE]
         if plan.stages > 1 or found != wanted:
-            wrong = next((a for a, b in zip(found, wanted, strict=False) if a != b), found[0] if found else "nothing")
+            wrong = next(
+                (a for a, b in zip(found, wanted, strict=False) if a != b),
+                found[0] if found else "nothing",
+            )
             raise ValueError(
                 f"plan {plan.name}: rank {rank}: {wrong}: layer by layer runs the plan of one stage that does all"
                 " forwards and then all backwards, in the order of micro-batches (gpipe)"

@@ -54,7 +54,11 @@ class ReplicatedInputs:
 
     def _compare(self, x: Tensor) -> bool:
         """Returns whether x has as many elements on all ranks, and the same, which are not constant. Collective."""
-        mine = self.sample(x).double() if x.numel() else torch.zeros(SAMPLED, dtype=torch.float64, device=x.device)
+        mine = (
+            self.sample(x).double()
+            if x.numel()
+            else torch.zeros(SAMPLED, dtype=torch.float64, device=x.device)
+        )
         numel = torch.full((1,), float(x.numel()), dtype=torch.float64, device=x.device)
         rows = collectives.all_gather(torch.cat((numel, mine)), self.axis).view(self.axis.size, -1)
         other_size, samples = (rows[:, 0] != rows[0, 0]).any(), rows[:, 1:]

@@ -27,7 +27,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from threed.layers.recompute import RngState
 from threed.layers.running import OnTape, staged
 from threed.layers.slicing import MicroBatch
-from threed.pipeline.activation_checkpointing import FETCH_AHEAD, GATHER_AHEAD, Recomputed, SavedInput
+from threed.pipeline.activation_checkpointing import (
+    FETCH_AHEAD,
+    GATHER_AHEAD,
+    Recomputed,
+    SavedInput,
+)
 from threed.pipeline.boundary import gradients_of, like, tensors
 from threed.schedules.window import Step, first_units, walk
 
@@ -90,7 +95,9 @@ class Again:
 def _at_several_places(layers: Sequence[nn.Module]) -> frozenset[Tensor]:
     """The parameters that layers or their parts have more than once; without reading those that are not whole."""
     places = [part for layer in layers for _, part in layer.named_modules(remove_duplicate=False)]
-    found = Counter(param for part in places for param in part._parameters.values() if param is not None)
+    found = Counter(
+        param for part in places for param in part._parameters.values() if param is not None
+    )
     return frozenset(param for param, count in found.items() if count > 1)
 
 
@@ -112,12 +119,28 @@ class Stage:
         self.layers, self.gatherer, self.prefetch, self.first = layers, gatherer, prefetch, first
         self.recomputed = recomputed or Recomputed()
         self._units = range(first, first + len(layers))
-        self._again = frozenset() if self.recomputed.store is None else self.recomputed.units & set(self._units)
-        self._trained = {unit for unit in self._again if any(p.requires_grad for p in self._layer(unit).parameters())}
+        self._again = (
+            frozenset()
+            if self.recomputed.store is None
+            else self.recomputed.units & set(self._units)
+        )
+        self._trained = {
+            unit
+            for unit in self._again
+            if any(p.requires_grad for p in self._layer(unit).parameters())
+        }
         reads = [getattr(layer, "backward_reads_weights", True) for layer in layers]
-        reading = [unit for unit, own in zip(self._units, reads, strict=True) if own or unit in self.recomputed.units]
+        reading = [
+            unit
+            for unit, own in zip(self._units, reads, strict=True)
+            if own or unit in self.recomputed.units
+        ]
         self._backward_units = reading[::-1]
-        apart = {unit for unit in self._units if gatherer.comes_and_goes(unit) or unit in self.recomputed.units}
+        apart = {
+            unit
+            for unit in self._units
+            if gatherer.comes_and_goes(unit) or unit in self.recomputed.units
+        }
         # Units whose graph goes on with the next unit's.
         self._joined = {unit for unit in self._units[:-1] if not apart & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
@@ -127,7 +150,10 @@ class Stage:
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
         """The steps of a pass; of gathers and releases only those of parameters that come and go."""
         if (backward, keep) not in self._walks:
-            units, moves = self._backward_units if backward else self._units, self.gatherer.comes_and_goes
+            units, moves = (
+                self._backward_units if backward else self._units,
+                self.gatherer.comes_and_goes,
+            )
             self._walks[backward, keep] = tuple(
                 Step(tuple(filter(moves, step.gather)), step.run, step.release and moves(step.run))
                 for step in walk(units, self.prefetch, keep)
@@ -185,12 +211,16 @@ class Stage:
         `begin`; or its output with the graph, which goes on, and None."""
         if micro.training and unit in self._again:
             return self._run_to_recompute(unit, x, micro)
-        given = [part for part in tensors(x) if part.requires_grad] if unit - 1 in self._joined else []
+        given = (
+            [part for part in tensors(x) if part.requires_grad] if unit - 1 in self._joined else []
+        )
         versions = [part._version for part in given]
         layer = self._layer(unit)
         with self._watch(unit) if micro.training else nullcontext():
             y = self._call(layer, unit, x, micro)
-        if [part._version for part in given] != versions:  # of an input without a neighbour's graph, torch says it
+        if [
+            part._version for part in given
+        ] != versions:  # of an input without a neighbour's graph, torch says it
             raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
         if not micro.training:
@@ -220,7 +250,11 @@ class Stage:
 
     def _watch(self, unit: int) -> AbstractContextManager[None]:
         selective = self.recomputed.selective
-        return nullcontext() if selective is None or unit not in self.recomputed.units else selective.watch()
+        return (
+            nullcontext()
+            if selective is None or unit not in self.recomputed.units
+            else selective.watch()
+        )
 
     def _tensors(self, unit: int, y: Any) -> tuple[Tensor, ...]:
         try:
@@ -246,7 +280,9 @@ class Stage:
                 " computed again: change a copy (x = x * 2, not x.mul_(2)), or set the layer's `recomputable = False`"
             )
         saved = store.save_all(unit, given)
-        outputs = like(y, [part.detach().requires_grad_(part.is_floating_point()) for part in parts])
+        outputs = like(
+            y, [part.detach().requires_grad_(part.is_floating_point()) for part in parts]
+        )
         return outputs, Frame(again=Again(saved, like(x, [None] * len(given)), grads, draws, micro))
 
     # ------------------------------------------------------------------------------------------------------- backward
@@ -271,23 +307,39 @@ class Stage:
         del self._open[microbatch]
         return dy
 
-    def _back(self, unit: int, frame: Frame, before: list[Frame], dy: Any, first: bool, split: bool = False) -> Any:
+    def _back(
+        self,
+        unit: int,
+        frame: Frame,
+        before: list[Frame],
+        dy: Any,
+        first: bool,
+        split: bool = False,
+    ) -> Any:
         """Runs the backward of the graph that ends with a layer. before: frames whose backward comes next. first: of
         the stage's backward, where dy None means that y is a loss; which must have a graph."""
         with self._graph(unit, frame, before, split) as (x, edges):
             grads = gradients_of(dy, len(edges))
             loss = first and dy is None
-            roots = [(e, g) for e, g in zip(edges, grads, strict=True) if e is not None and (loss or g is not None)]
+            roots = [
+                (e, g)
+                for e, g in zip(edges, grads, strict=True)
+                if e is not None and (loss or g is not None)
+            ]
             if loss and not roots:
                 self._refuse_untrained(unit, x)
             if roots:
-                torch.autograd.backward(tuple(e for e, _ in roots), None if loss else tuple(g for _, g in roots))
+                torch.autograd.backward(
+                    tuple(e for e, _ in roots), None if loss else tuple(g for _, g in roots)
+                )
             return like(x, [part.grad for part in tensors(x)])
 
     def _refuse_untrained(self, unit: int, x: Any) -> None:
         """Raises RuntimeError for a loss without a graph, unless there is nothing here that it could have trained."""
         inside = [part for layer in self.layers for part in layer.modules()]
-        params = [param for part in inside for param in part._parameters.values() if param is not None]
+        params = [
+            param for part in inside for param in part._parameters.values() if param is not None
+        ]
         if any(part.requires_grad for part in (*tensors(x), *params)):
             layer = self._layer(unit)
             what = f"{getattr(layer, 'name', f'layer {unit}')} ({type(getattr(layer, 'module', layer)).__name__})"
@@ -306,12 +358,17 @@ class Stage:
             yield frame.x, frame.edges
             return
         try:
-            given = [store.get(one, split).requires_grad_(g) for one, g in zip(again.saved, again.grads, strict=True)]
+            given = [
+                store.get(one, split).requires_grad_(g)
+                for one, g in zip(again.saved, again.grads, strict=True)
+            ]
             x = like(again.structure, given)
             self._prefetch_inputs(before)
             with torch.enable_grad(), staged(self._looked), again.draws.again():
                 y = self._layer(unit)(x, again.micro)
-            edges = tuple(get_gradient_edge(part) if part.requires_grad else None for part in tensors(y))
+            edges = tuple(
+                get_gradient_edge(part) if part.requires_grad else None for part in tensors(y)
+            )
             del y  # frees its memory for the backward
             yield x, edges
         finally:
@@ -323,7 +380,12 @@ class Stage:
         store = self.recomputed.store
         if store is None:
             return
-        coming = (one for frame in reversed(frames) if frame.again is not None for one in frame.again.saved)
+        coming = (
+            one
+            for frame in reversed(frames)
+            if frame.again is not None
+            for one in frame.again.saved
+        )
         saved = list(islice(coming, max(FETCH_AHEAD, GATHER_AHEAD)))
         for one in saved[:FETCH_AHEAD]:
             store.fetch(one)

@@ -90,7 +90,9 @@ class _Timed:
 
     @property
     def times(self) -> LayerTimes:
-        return LayerTimes(*(statistics.quantiles(part, n=4)[0] for part in zip(*self.rows, strict=True)))
+        return LayerTimes(
+            *(statistics.quantiles(part, n=4)[0] for part in zip(*self.rows, strict=True))
+        )
 
 
 class Timer:
@@ -105,7 +107,9 @@ class Timer:
         self.seed, self.prepare = seed, prepare
         self._clock = Clock(device)
 
-    def measure(self, layers: Sequence[nn.Module], recomputed: Recomputed | None = None) -> list[LayerTimes]:
+    def measure(
+        self, layers: Sequence[nn.Module], recomputed: Recomputed | None = None
+    ) -> list[LayerTimes]:
         """The times of every layer of a model, in order; `recomputed` as a stage is told, by the layer's number.
 
         torch's random numbers go on afterwards as if nothing had been run. Raises RuntimeError naming a layer that
@@ -151,7 +155,10 @@ class Timer:
 
     def _run(self, stage: Stage, x: Any, sinks: list[_Sink]) -> tuple[list[Moment], Any]:
         """One forward and one backward: when the forward, the backward and the products began and ended; the output."""
-        now, given = self._clock.now, like(x, [p.detach().requires_grad_(p.requires_grad) for p in tensors(x)])
+        now, given = (
+            self._clock.now,
+            like(x, [p.detach().requires_grad_(p.requires_grad) for p in tensors(x)]),
+        )
         stage.reset()
         moments = [now()]
         y = stage.forward(0, given, self.micro)
@@ -170,7 +177,9 @@ class Timer:
         if isinstance(y, Tensor) and y.dim() == 0:
             return None
         form = Form.of(y)
-        return form.gradients([part.normal_(std=1e-3) for part in form.empty(self.device, gradients=True)])
+        return form.gradients(
+            [part.normal_(std=1e-3) for part in form.empty(self.device, gradients=True)]
+        )
 
     def _materialise(self, layer: nn.Module, timed: nn.Module) -> list[_Sink]:
         """Gives the parameters of a layer's copy their initial values on the device, and sinks; its buffers move there.

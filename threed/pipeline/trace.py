@@ -123,7 +123,9 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (formula := _formula(func._overloadpacket)) is not None:
-            known = [arg for arg in args if not isinstance(arg, torch.dtype)]  # torch's formulas know no `out_dtype`
+            known = [
+                arg for arg in args if not isinstance(arg, torch.dtype)
+            ]  # torch's formulas know no `out_dtype`
             self.flops += formula(*known, **(kwargs or {}), out_val=out)
         self.look_at((args, out))
         return out
@@ -141,7 +143,9 @@ class Watch(TorchDispatchMode):
             if nbytes != self._size[key]:  # new, or freed and allocated again
                 self._bound += max(0, nbytes - self._size[key])
                 self._size[key] = nbytes
-                if self._bound > self.most:  # only then is it worth while to see what has gone meanwhile
+                if (
+                    self._bound > self.most
+                ):  # only then is it worth while to see what has gone meanwhile
                     self.most = max(self.most, self.bytes())
         elif isinstance(values, list | tuple):
             for value in values:
@@ -149,8 +153,13 @@ class Watch(TorchDispatchMode):
 
     def bytes(self) -> int:
         """Bytes that are alive."""
-        found = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self._seen.items()}
-        self._size = {key: storage.nbytes() for key, storage in found.items() if storage is not None}
+        found = {
+            key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            for key, ref in self._seen.items()
+        }
+        self._size = {
+            key: storage.nbytes() for key, storage in found.items() if storage is not None
+        }
         self._seen = {key: self._seen[key] for key in self._size}
         self._bound = sum(self._size.values())
         return self._bound
@@ -166,8 +175,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
-        rows = torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        out = (
+            torch.empty_like(q)
+            if q.shape[-1] == v.shape[-1]
+            else q.new_empty(*q.shape[:-1], v.shape[-1])
+        )
+        rows = torch.empty(
+            q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
+        )
         ctx.save_for_backward(q, k, v, mask, out, rows)
         return out
 
@@ -187,7 +202,9 @@ class _Fused(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        q, k, v, mask = (*args, None)[:4] if len(args) > 2 else (args[0], kwargs["key"], kwargs["value"], None)
+        q, k, v, mask = (
+            (*args, None)[:4] if len(args) > 2 else (args[0], kwargs["key"], kwargs["value"], None)
+        )
         mask = (kwargs or {}).get("attn_mask", mask)
         self.watch.flops += 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
         return _Attention.apply(q, k, v, mask)
@@ -234,7 +251,9 @@ class Tracer:
         self.micro, self.dtype, self.grad_dtype, self.traffic = micro, dtype, grad_dtype, traffic
         self._known: dict[Any, tuple[LayerCost, Form | None]] = {}
 
-    def trace(self, layers: Sequence[nn.Module], recomputed: Recomputed | None = None) -> list[LayerCost]:
+    def trace(
+        self, layers: Sequence[nn.Module], recomputed: Recomputed | None = None
+    ) -> list[LayerCost]:
         """The cost of every layer of a model, in order; `recomputed` as a stage is told, by the layer's number.
 
         Raises TraceError naming a layer that cannot be run on the meta device.
@@ -257,16 +276,29 @@ class Tracer:
             costs.append(cost)
         return costs
 
-    def _run(self, layer: nn.Module, form: Form | None, recomputed: Recomputed | None) -> tuple[LayerCost, Form | None]:
+    def _run(
+        self, layer: nn.Module, form: Form | None, recomputed: Recomputed | None
+    ) -> tuple[LayerCost, Form | None]:
         """Runs a copy of the layer, so that what it remembers of this is forgotten."""
         traced = copy.deepcopy(layer)
-        given = [*self._weights(traced), *vars(self.micro).values(), *(self.micro.inputs or {}).values()]
+        given = [
+            *self._weights(traced),
+            *vars(self.micro).values(),
+            *(self.micro.inputs or {}).values(),
+        ]
         stage = Stage([traced], AlwaysWhole(), recomputed=alone(recomputed, traced))
         before = Counter(self.traffic)
         try:
-            with Watch(value for value in given if isinstance(value, Tensor)) as watch, _Fused(watch):
+            with (
+                Watch(value for value in given if isinstance(value, Tensor)) as watch,
+                _Fused(watch),
+            ):
                 cost, output = _measure(stage, form, self.micro, watch)
-            sent = {label: count - before[label] for label, count in self.traffic.items() if count > before[label]}
+            sent = {
+                label: count - before[label]
+                for label, count in self.traffic.items()
+                if count > before[label]
+            }
             return replace(cost, sent=sent), output
         finally:
             self.traffic.clear()
@@ -278,7 +310,9 @@ class Tracer:
         for module in layer.modules():
             for name, param in module._parameters.items():
                 if param is not None and id(param) not in made:
-                    new = nn.Parameter(torch.empty(param.shape, dtype=self.dtype, device=META), param.requires_grad)
+                    new = nn.Parameter(
+                        torch.empty(param.shape, dtype=self.dtype, device=META), param.requires_grad
+                    )
                     new.sink = _Sink(torch.empty_like(new, dtype=self.grad_dtype))  # type: ignore[attr-defined]
                     if param.requires_grad:
                         new.register_post_accumulate_grad_hook(_drop)
@@ -304,14 +338,18 @@ def alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
     return Recomputed(frozenset({0}), selective=selective)
 
 
-def _measure(stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch) -> tuple[LayerCost, Form | None]:
+def _measure(
+    stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch
+) -> tuple[LayerCost, Form | None]:
     """One forward and one backward."""
     x = None if form is None else form.value(form.empty(META, gradients=False))
     watch.look_at(tensors(x))
     size, came = watch.begin(), [StorageWeakRef(part.untyped_storage()) for part in tensors(x)]
     y = stage.forward(0, x, micro)
     forward, output, flops = watch.most, Form.of(y), watch.flops
-    made = {part.untyped_storage()._cdata: StorageWeakRef(part.untyped_storage()) for part in tensors(y)}
+    made = {
+        part.untyped_storage()._cdata: StorageWeakRef(part.untyped_storage()) for part in tensors(y)
+    }
     nbytes = sum(part.untyped_storage().nbytes() for part in tensors(y))
     last = y.dim() == 0 if isinstance(y, Tensor) else False
     del x, y
@@ -351,7 +389,9 @@ def fingerprint(value: Any, name: str, around: set[int]) -> Any:
     if isinstance(value, set | frozenset):
         return frozenset(fingerprint(item, name, around) for item in value)
     if is_dataclass(value) and type(value).__eq__ is not object.__eq__:
-        return type(value), tuple(fingerprint(getattr(value, part.name), name, around) for part in fields(value))
+        return type(value), tuple(
+            fingerprint(getattr(value, part.name), name, around) for part in fields(value)
+        )
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, str):

@@ -40,8 +40,13 @@ class Cut:
     def of(cls, ranges: Sequence[range], plan: Plan) -> Cut:
         """The ranges placed as a plan places its stages; ValueError where there are not as many."""
         if len(ranges) != plan.total_stages:
-            raise ValueError(f"{len(ranges)} ranges of layers for the {plan.total_stages} stages of plan {plan.name}")
-        placement = [tuple(plan.stage_of(rank, chunk) for chunk in range(plan.chunks)) for rank in range(plan.stages)]
+            raise ValueError(
+                f"{len(ranges)} ranges of layers for the {plan.total_stages} stages of plan {plan.name}"
+            )
+        placement = [
+            tuple(plan.stage_of(rank, chunk) for chunk in range(plan.chunks))
+            for rank in range(plan.stages)
+        ]
         return cls(tuple(ranges), tuple(placement), plan.ways)
 
     def chunks(self, rank: int) -> tuple[range, ...]:
@@ -88,7 +93,10 @@ class Cut:
         ties: dict[str, Tie] = {}
         for name, used in users.items():
             stages = {stage_of[number] for number in used}
-            chunks = [tuple(c for c, stage in enumerate(held) if stage in stages) for held in self.placement]
+            chunks = [
+                tuple(c for c, stage in enumerate(held) if stage in stages)
+                for held in self.placement
+            ]
             ranks = tuple(rank for rank, some in enumerate(chunks) if some)
             if len(ranks) > 1:
                 ties[name] = Tie(len(ties), ranks, tuple(used), tuple(filter(None, chunks)))
@@ -104,4 +112,6 @@ def partition(
     """
     if isinstance(how, tuple):
         return explicit(how, layers, stages)
-    return balanced(costs(), stages) if how == "balanced" and stages > 1 else uniform(layers, stages)
+    return (
+        balanced(costs(), stages) if how == "balanced" and stages > 1 else uniform(layers, stages)
+    )

@@ -61,12 +61,16 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        for unit in () if is_forward else set(range(len(units))).difference(order):  # what stays whole beside it
+        for unit in (
+            () if is_forward else set(range(len(units))).difference(order)
+        ):  # what stays whole beside it
             backward[unit] = max(backward[unit], now)
     return Gathering(times, forward, backward)
 
 
-def _passes(reads: Sequence[bool], actions: Sequence[Action], chunk: int) -> Iterator[tuple[bool, list[int], bool]]:
+def _passes(
+    reads: Sequence[bool], actions: Sequence[Action], chunk: int
+) -> Iterator[tuple[bool, list[int], bool]]:
     """Of each pass over the chunk: whether it is a forward; the units that it gathers, in order; and whether the last
     of them stays whole."""
     forward = list(range(len(reads)))

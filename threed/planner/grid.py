@@ -27,7 +27,9 @@ def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"there is no axis {name!r}: axes are {', '.join(AXES)}, products (dp*cp) and blocks (tp/2)")
+        raise ValueError(
+            f"there is no axis {name!r}: axes are {', '.join(AXES)}, products (dp*cp) and blocks (tp/2)"
+        )
     return tuple(match[1].split("*")), match[2], int(match[3]) if match[3] else None
 
 
@@ -51,14 +53,20 @@ class Grid:
     tp: int = 1
 
     @classmethod
-    def of(cls, world: int, *, pp: int = 1, dp: int | None = None, cp: int = 1, tp: int = 1) -> Grid:
+    def of(
+        cls, world: int, *, pp: int = 1, dp: int | None = None, cp: int = 1, tp: int = 1
+    ) -> Grid:
         """The grid of `world` ranks, dp derived when None; ValueError naming each factor when they do not make it."""
         rest = pp * cp * tp
         if dp is None and world % rest == 0:
             dp = world // rest
         if dp is None or rest * dp != world:
-            need = f"tp {tp} x pp {pp} x cp {cp}" + (f" x dp {dp} = {rest * dp}" if dp else f" = {rest}, times dp")
-            raise ValueError(f"world size {world} is not {need}: start {rest * (dp or 1)} ranks, or change the sizes")
+            need = f"tp {tp} x pp {pp} x cp {cp}" + (
+                f" x dp {dp} = {rest * dp}" if dp else f" = {rest}, times dp"
+            )
+            raise ValueError(
+                f"world size {world} is not {need}: start {rest * (dp or 1)} ranks, or change the sizes"
+            )
         return cls(pp, dp, cp, tp)
 
     @property
@@ -88,7 +96,9 @@ class Grid:
     def label(self, rank: int) -> str:
         """A rank's place as text, such as 'pp0 dp1 tp0'; axes of size 1 are left out."""
         place = self.coordinates(rank)
-        return " ".join(f"{name}{place[name]}" for name in AXES if getattr(self, name) > 1) or "alone"
+        return (
+            " ".join(f"{name}{place[name]}" for name in AXES if getattr(self, name) > 1) or "alone"
+        )
 
     def ranks(self, rank: int, name: str) -> tuple[int, ...]:
         """The ranks that the axis `name` joins with this one, itself among them.
@@ -108,7 +118,9 @@ class Grid:
         if len(line) % width:
             raise ValueError(f"axis {name!r}: {len(line)} ranks are no multiple of {width}")
         index = line.index(rank)
-        return line[index % width :: width] if kind == "%" else line[index // width * width :][:width]
+        return (
+            line[index % width :: width] if kind == "%" else line[index // width * width :][:width]
+        )
 
     def stage_ranks(self, rank: int, stages: Sequence[int]) -> tuple[int, ...]:
         """The ranks at some places of the pipeline, in this rank's column of the grid."""

@@ -82,7 +82,8 @@ class Division:
         """One line for people."""
         counts = ",".join(str(len(part)) for part in self.ranges)
         gains = ", ".join(
-            f"{gain:.2f}x {'faster than' if gain >= 1 else 'the speed of'} {name}" for name, gain in self.gains.items()
+            f"{gain:.2f}x {'faster than' if gain >= 1 else 'the speed of'} {name}"
+            for name, gain in self.gains.items()
         )
         predicted = f"; predicted {gains}" if gains else ""
         return f"measured: {counts} layers; slowest rank {self.imbalance:.2f}x the mean{predicted}"
@@ -90,7 +91,9 @@ class Division:
 
 def stage_costs(times: Sequence[LayerTimes], ranges: Sequence[range]) -> Costs:
     """What the stages of a cut cost a simulation."""
-    forward, back, weights = (tuple(sum(times[n][part] for n in stage) for stage in ranges) for part in range(3))
+    forward, back, weights = (
+        tuple(sum(times[n][part] for n in stage) for stage in ranges) for part in range(3)
+    )
     return Costs(forward, back, weights)
 
 
@@ -100,7 +103,10 @@ def times_by_flops(flops: Sequence[float], again: Sequence[int]) -> list[LayerTi
     flops: forward and backward, which is twice a forward. again: numbers of the layers whose backward runs their
     forward once more.
     """
-    return [LayerTimes(cost / 3, cost / 3 * (1 + (number in again)), cost / 3) for number, cost in enumerate(flops)]
+    return [
+        LayerTimes(cost / 3, cost / 3 * (1 + (number in again)), cost / 3)
+        for number, cost in enumerate(flops)
+    ]
 
 
 def divide(
@@ -127,7 +133,10 @@ def divide(
             " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
         )
     timeline, work = search.simulate(best), search.work(best)
-    gains = {name: search.simulate(tuple(cut)).makespan / timeline.makespan for name, cut in others.items()}
+    gains = {
+        name: search.simulate(tuple(cut)).makespan / timeline.makespan
+        for name, cut in others.items()
+    }
     mean = sum(work) / len(work)
     imbalance = max(work) / mean if mean else 1.0
     return Division(best, plan, tuple(times), timeline.makespan, timeline.bubble, imbalance, gains)
@@ -156,13 +165,19 @@ def divide_and_plan(
             raise ValueError(f"{excess:.0f} bytes above the limit")
         return plan
 
-    with contextlib.suppress(ValueError):  # with two chunks a rank the search may need more than equal times do
+    with contextlib.suppress(
+        ValueError
+    ):  # with two chunks a rank the search may need more than equal times do
         within, plan = _widest(equal, plan_for_times)
         timeline = simulate(plan, found.costs)
         if timeline.makespan <= found.seconds * (1 + _BETTER):
-            found, most = replace(found, plan=plan, seconds=timeline.makespan, bubble=timeline.bubble), within
+            found, most = (
+                replace(found, plan=plan, seconds=timeline.makespan, bubble=timeline.bubble),
+                within,
+            )
     gains = {
-        name: simulate(plan, stage_costs(times, cut)).makespan / found.seconds for name, (cut, plan) in others.items()
+        name: simulate(plan, stage_costs(times, cut)).makespan / found.seconds
+        for name, (cut, plan) in others.items()
     }
     return replace(found, gains=gains, limit=most)
 
@@ -191,11 +206,18 @@ class _Search:
         self, times: Sequence[LayerTimes], plan: Plan, held: Sequence[LayerBytes] | None, limit: float | None
     ) -> None:  # fmt: skip
         if (held is None) != (limit is None):
-            raise ValueError("a memory bound needs both: bytes of the layers, and the limit of a rank")
+            raise ValueError(
+                "a memory bound needs both: bytes of the layers, and the limit of a rank"
+            )
         self.times, self.plan, self.held, self.limit = times, plan, held or (), limit
         self.totals = [sum(layer) for layer in times]
-        self.placement = [[plan.stage_of(rank, chunk) for chunk in range(plan.chunks)] for rank in range(plan.stages)]
-        self.left = max(20, _WORK // max(1, sum(map(len, plan.ranks))))  # cuts that may still be played out
+        self.placement = [
+            [plan.stage_of(rank, chunk) for chunk in range(plan.chunks)]
+            for rank in range(plan.stages)
+        ]
+        self.left = max(
+            20, _WORK // max(1, sum(map(len, plan.ranks)))
+        )  # cuts that may still be played out
         self._prices: dict[Ranges, tuple[float, float]] = {}
 
     def balanced(self) -> Ranges:

@@ -10,7 +10,11 @@ BUCKETS_IN_FLIGHT = 2  # one fills up or is used while the other one travels
 UPDATES_AHEAD = 1  # buckets whose state comes from its drive while one is updated
 
 
-_SLICED = {1: "optimizer state", 2: "gradients and optimizer state", 3: "parameters, gradients and optimizer state"}
+_SLICED = {
+    1: "optimizer state",
+    2: "gradients and optimizer state",
+    3: "parameters, gradients and optimizer state",
+}
 
 
 def optimizer_bytes(param_bytes: int, moments: int = 2, masters: bool = False) -> int:
@@ -41,7 +45,9 @@ def regime(
     whole = param_bytes * (stage < 3) + grad_bytes * (stage < 2)
     amount = f"{whole} + {total - whole}/{shards}" if whole else f"{total}/{shards}"
     copies = f" in each of {replicas} groups" if replicas > 1 else ""
-    small = f"; parameters under {resident} elements stay whole" if stage == 3 and resident > 1 else ""
+    small = (
+        f"; parameters under {resident} elements stay whole" if stage == 3 and resident > 1 else ""
+    )
     how = f"ZeRO-{stage}: {_SLICED[stage]} sliced over {shards} ranks{copies}{small}"
     return f"{amount} bytes per parameter ({kinds}; {how})"
 
@@ -64,7 +70,9 @@ def drive_buffers(gathered: int, buffers: int, state: int, early: int = 0) -> tu
     return busy + idle, idle
 
 
-def update_buffers(optimizer: bool, params: bool, *, narrow: bool, zero_stage: int, moments: int) -> int:
+def update_buffers(
+    optimizer: bool, params: bool, *, narrow: bool, zero_stage: int, moments: int
+) -> int:
     """What an update takes from a drive for one bucket, when the optimizer's state, or parameters, are there.
 
     narrow: parameters have masters beside them.

@@ -70,7 +70,9 @@ def explicit(counts: Sequence[int], n: int, stages: int) -> list[range]:
     _check_stages(n, stages)
     text = ",".join(map(str, counts))
     if len(counts) != stages:
-        raise ValueError(f"partition {text}: {len(counts)} counts for {stages} stages; give one for each")
+        raise ValueError(
+            f"partition {text}: {len(counts)} counts for {stages} stages; give one for each"
+        )
     if min(counts) < 1:
         raise ValueError(f"partition {text}: every stage needs at least one layer")
     if sum(counts) != n:
@@ -85,7 +87,9 @@ def _check_stages(n: int, stages: int) -> None:
     if stages < 1:
         raise ValueError(f"{stages} stages: there must be at least one")
     if n < stages:
-        raise ValueError(f"{n} layers cannot fill {stages} stages: use at most {n}, embedding and head included")
+        raise ValueError(
+            f"{n} layers cannot fill {stages} stages: use at most {n}, embedding and head included"
+        )
 
 
 def _prefix_sums(rows: Sequence[Sequence[float]]) -> tuple[list[list[int]], int]:
@@ -103,13 +107,17 @@ def _sums(rows: Sequence[Sequence[float]]) -> tuple[Held, int]:
     return lambda stage, start, stop: sums[stage][stop] - sums[stage][start], unit
 
 
-def _rows(bytes: Sequence[float] | Sequence[Sequence[float]] | None, n: int, stages: int) -> list[list[float]]:
+def _rows(
+    bytes: Sequence[float] | Sequence[Sequence[float]] | None, n: int, stages: int
+) -> list[list[float]]:
     """Bytes of every layer, for every stage."""
     rows = [list(row) for row in bytes or () if isinstance(row, Sequence)]
     if not rows:
         rows = [[value for value in bytes or [0.0] * n if not isinstance(value, Sequence)]] * stages
     if [len(row) for row in rows] != [n] * stages:
-        raise ValueError(f"bytes must have one value for each of {n} layers, or such a row for each of {stages} stages")
+        raise ValueError(
+            f"bytes must have one value for each of {n} layers, or such a row for each of {stages} stages"
+        )
     return rows
 
 
@@ -126,7 +134,9 @@ def _no_cut(held: Held, unit: int, limit: float, n: int, stages: int) -> ValueEr
     )
 
 
-def _optimum(n: int, stages: int, score: Score, merge: Callable[[int, int], int]) -> tuple[int, list[range]] | None:
+def _optimum(
+    n: int, stages: int, score: Score, merge: Callable[[int, int], int]
+) -> tuple[int, list[range]] | None:
     """The cheapest cut by the merged scores of its stages, of equal ones that with the latest cuts; None: no cut."""
     # best[stop]: of the first `stage` stages over the first `stop` layers, the price and where the last of them starts
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]

@@ -31,7 +31,15 @@ from threed.schedules.lower import lower
 from threed.schedules.one_f_one_b import one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import check_rendezvous, validate
-from threed.schedules.simulate import Costs, Timeline, idle_shares, peak_activations, replay, simulate, span_and_bubble
+from threed.schedules.simulate import (
+    Costs,
+    Timeline,
+    idle_shares,
+    peak_activations,
+    replay,
+    simulate,
+    span_and_bubble,
+)
 from threed.schedules.torch_csv import from_csv, to_csv
 from threed.schedules.two_bw import drain, first, two_bw
 from threed.schedules.v_shape import v_half, v_min, zb_v
@@ -105,7 +113,9 @@ def own_chunks(name: str, stages: int | None = None, microbatches: int | None = 
 
 def _default_chunks(fn: Callable[..., Plan]) -> int | None:
     third = list(inspect.signature(fn).parameters.values())[2:3]
-    return next((parameter.default for parameter in third if isinstance(parameter.default, int)), None)
+    return next(
+        (parameter.default for parameter in third if isinstance(parameter.default, int)), None
+    )
 
 
 def chunks_are_free(name: str) -> bool:
@@ -149,7 +159,9 @@ def _is_again(old: Callable[..., Plan], new: Callable[..., Plan]) -> bool:
     """Whether both are the same function of a file, which was read twice."""
     names = {getattr(fn, "__qualname__", None) for fn in (old, new)}
     files = {getattr(getattr(fn, "__code__", None), "co_filename", None) for fn in (old, new)}
-    return len(names) == len(files) == 1 and None not in names | files and "<lambda>" not in str(names)
+    return (
+        len(names) == len(files) == 1 and None not in names | files and "<lambda>" not in str(names)
+    )
 
 
 def build(
@@ -166,9 +178,13 @@ def build(
     """
     entry = _entry(name)
     if min(stages, microbatches) < 1:
-        raise ValueError(f"schedule {name}: {stages} stages and {microbatches} micro-batches: both must be at least 1")
+        raise ValueError(
+            f"schedule {name}: {stages} stages and {microbatches} micro-batches: both must be at least 1"
+        )
     if chunks is not None and chunks != (entry.chunks or chunks):
-        raise ValueError(f"schedule {name}: chunks is {chunks}; this schedule has {entry.chunks}: leave it out")
+        raise ValueError(
+            f"schedule {name}: chunks is {chunks}; this schedule has {entry.chunks}: leave it out"
+        )
     if (costs, limit) != (None, None) and not entry.by_times:
         raise ValueError(f"schedule {name}: it does not plan by times: leave costs and limit out")
     chosen = () if chunks is None or entry.chunks is not None else (chunks,)
@@ -176,7 +192,9 @@ def build(
     plan = entry.fn(stages, microbatches, *chosen, **times)
     legal(plan)
     if plan.asynchronous and not entry.asynchronous:
-        raise ValueError(f"schedule {name}: its plan leaves micro-batches to the next step, which only 2bw may")
+        raise ValueError(
+            f"schedule {name}: its plan leaves micro-batches to the next step, which only 2bw may"
+        )
     return plan
 
 

@@ -76,7 +76,9 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(first)
         known = match is not None and match[1] in set(Kind) and match[1] != Kind.FB
         if plus or match is None or not known or (match[3] is None) != (match[1] in PER_CHUNK):
-            raise ValueError(f"no action is written {text!r}; examples: F0.3, B0.3, SF0.3, RB1.0, REDUCE0, F0.3+B1.2")
+            raise ValueError(
+                f"no action is written {text!r}; examples: F0.3, B0.3, SF0.3, RB1.0, REDUCE0, F0.3+B1.2"
+            )
         return cls(Kind(match[1]), -1 if match[3] is None else int(match[3]), int(match[2]))
 
 

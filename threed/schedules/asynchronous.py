@@ -21,14 +21,20 @@ def check_open(plan: Plan) -> None:
             continue
         where = f"plan {plan.name}: {name} is {counts}"
         if len(counts) != plan.stages or plan.chunks > 1 or min(counts) < 0:
-            raise ValueError(f"{where}: it has a number for each of {plan.stages} ranks, and a rank has one chunk")
+            raise ValueError(
+                f"{where}: it has a number for each of {plan.stages} ranks, and a rank has one chunk"
+            )
         if name == "left" and max(counts) > plan.microbatches:
             raise ValueError(f"{where}: there are {plan.microbatches} micro-batches")
         along = [plan.locate(stage)[0] for stage in range(plan.stages)]
         for rank, other in pairwise(along):
             if counts[rank] < counts[other]:
-                first = Action(Kind.B, (0 if name == "begun" else plan.microbatches) - counts[other])
-                raise ValueError(f"{where}: rank {rank} has {first} behind it, which comes after that of rank {other}")
+                first = Action(
+                    Kind.B, (0 if name == "begun" else plan.microbatches) - counts[other]
+                )
+                raise ValueError(
+                    f"{where}: rank {rank} has {first} behind it, which comes after that of rank {other}"
+                )
 
 
 def check_updates(plan: Plan) -> None:
@@ -39,7 +45,9 @@ def check_updates(plan: Plan) -> None:
         for wanted in (_NORM, _UPDATE):
             if actions.count(wanted) != bool(plan.begun):
                 wrong = "is missing" if plan.begun and wanted not in actions else "appears twice"
-                raise ValueError(f"{where}: {wanted} {wrong if plan.begun else 'without a step before'}")
+                raise ValueError(
+                    f"{where}: {wanted} {wrong if plan.begun else 'without a step before'}"
+                )
         if not plan.begun:
             continue
         norm, update = actions.index(_NORM), actions.index(_UPDATE)
@@ -48,9 +56,15 @@ def check_updates(plan: Plan) -> None:
         reductions = [at for at, action in enumerate(actions) if action.kind is Kind.REDUCE]
         if plan.begun[rank] and norm < reductions[0]:
             raise ValueError(f"{where}: {_NORM} appears before {actions[reductions[0]]}")
-        own = [at for at, action in enumerate(actions) if action.kind in _BACKWARD and action.microbatch >= 0]
+        own = [
+            at
+            for at, action in enumerate(actions)
+            if action.kind in _BACKWARD and action.microbatch >= 0
+        ]
         if own and not plan.is_left(rank, plan.microbatches - 1) and own[-1] < update:
-            raise ValueError(f"{where}: {_UPDATE} appears after {actions[own[-1]]}, which overwrites gradients")
+            raise ValueError(
+                f"{where}: {_UPDATE} appears after {actions[own[-1]]}, which overwrites gradients"
+            )
 
 
 def norms_begun(plan: Plan, at: list[int]) -> bool:

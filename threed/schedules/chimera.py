@@ -30,12 +30,18 @@ def chimera(stages: int, microbatches: int) -> Plan:
     placement = both_ways("chimera", stages, microbatches)
     ranks = []
     for rank in range(stages):
-        slots = {slot: action for way in (0, 1) for slot, action in _slots(way, rank, stages, microbatches)}
+        slots = {
+            slot: action
+            for way in (0, 1)
+            for slot, action in _slots(way, rank, stages, microbatches)
+        }
         ranks.append(tuple(slots[slot] for slot in sorted(slots)))
     return Plan("chimera", stages, microbatches, 2, tuple(ranks), placement, ways=2)
 
 
-def both_ways(name: str, stages: int, microbatches: int, least: int = 1) -> tuple[tuple[int, int], ...]:
+def both_ways(
+    name: str, stages: int, microbatches: int, least: int = 1
+) -> tuple[tuple[int, int], ...]:
     """The placement of a bidirectional plan: rank r holds stage r, and that of the opposite rank for the other way.
 
     Raises ValueError where stages or micro-batches are odd, or the latter fewer than `least`.

@@ -144,7 +144,10 @@ class _Work:
         """The actions of a plan by their numbers."""
         numbers = []
         for line in ranks:
-            following = {at: iter(self._numbers(at if at >= 0 else self.weights - 1 - at)) for at in set(line)}
+            following = {
+                at: iter(self._numbers(at if at >= 0 else self.weights - 1 - at))
+                for at in set(line)
+            }
             numbers.append([next(following[at]) for at in line])
         return numbers
 
@@ -189,8 +192,14 @@ class _Work:
         """The plan of these actions."""
         begin, time, above = times.begin, self.time, self.weights * self.count
         spans = [begin[line[-1]] + time[line[-1]] - begin[line[0]] for line in ranks]
-        idle = tuple(span - sum(time[action] for action in line) for span, line in zip(spans, ranks, strict=True))
-        lines = [[a // self.count if a < above else -1 - (a - above) // self.count for a in line] for line in ranks]
+        idle = tuple(
+            span - sum(time[action] for action in line)
+            for span, line in zip(spans, ranks, strict=True)
+        )
+        lines = [
+            [a // self.count if a < above else -1 - (a - above) // self.count for a in line]
+            for line in ranks
+        ]
         return Filled(times.makespan, max(spans), idle, tuple(map(tuple, lines)))
 
 
@@ -214,12 +223,20 @@ def _swaps(work: _Work, ranks: list[list[int]], times: _Times, limit: int) -> It
                 and need[second] != first
                 and (held < limit or work.holds[second] < 1)
             ):
-                yield _Swap(_longest(work, times, tail, before, first, second, after[second]), rank, at, first, second)
+                yield _Swap(
+                    _longest(work, times, tail, before, first, second, after[second]),
+                    rank,
+                    at,
+                    first,
+                    second,
+                )
             held += work.holds[first]
             before = first
 
 
-def _longest(work: _Work, times: _Times, tail: list[float], before: int, first: int, second: int, after: int) -> float:
+def _longest(
+    work: _Work, times: _Times, tail: list[float], before: int, first: int, second: int, after: int
+) -> float:
     """The longest path through two neighbours once they have changed places, as Taillard estimates it."""
     time, lag, need, begin = work.time, work.lag, work.need, times.begin
 
@@ -228,7 +245,9 @@ def _longest(work: _Work, times: _Times, tail: list[float], before: int, first: 
         return free if needed < 0 else max(free, begin[needed] + time[needed] + lag[action])
 
     def remaining(action: int, following: float) -> float:
-        return time[action] + max([following, *(tail[other] + lag[other] for other in work.needed_by[action])])
+        return time[action] + max(
+            [following, *(tail[other] + lag[other] for other in work.needed_by[action])]
+        )
 
     now = earliest(second, begin[before] + time[before] if before >= 0 else 0.0)
     later = earliest(first, now + time[second])

@@ -85,7 +85,12 @@ def svg(
     """
     page = _page(spans_per_rank, 12 + 26 * bool(title) + 20 * bool(subtitle), extent)
     body = [*_headings(title, subtitle), *_lanes(page), *_axis(page, unit)]
-    drawn = [(rank, span) for rank, spans in enumerate(spans_per_rank) for span in spans if span[2] > span[1]]
+    drawn = [
+        (rank, span)
+        for rank, spans in enumerate(spans_per_rank)
+        for span in spans
+        if span[2] > span[1]
+    ]
     body += [_EDGES, *(_box(page, *each) for each in drawn), "</g>"]
     body += [_NUMBERS, *(label for each in drawn for label in _labels(page, *each)), "</g>"]
     height = page.bottom + 46
@@ -120,11 +125,19 @@ def _page(spans_per_rank: Sequence[Sequence[Span]], top: int, least: float) -> _
     beside = any(action.kind not in COMPUTE and end > start for action, start, end in spans)
     strip = lane // 4 if beside else 0
     chunks = 1 + max((part.chunk for action, _, _ in spans for part in action.parts), default=0)
-    return _Page(origin, extent if extent > 0 else 1.0, top, lane, len(spans_per_rank), strip, chunks)
+    return _Page(
+        origin, extent if extent > 0 else 1.0, top, lane, len(spans_per_rank), strip, chunks
+    )
 
 
 def _text(
-    x: float, y: float, text: str, size: int = 12, fill: str = _INK, anchor: str = "start", weight: int = 400
+    x: float,
+    y: float,
+    text: str,
+    size: int = 12,
+    fill: str = _INK,
+    anchor: str = "start",
+    weight: int = 400,
 ) -> str:
     bold = "" if weight == 400 else f' font-weight="{weight}"'
     return (
@@ -154,7 +167,9 @@ def _axis(page: _Page, unit: str) -> Iterator[str]:
     for index in range(floor(page.extent * factor / step * (1 + 1e-9)) + 1):
         x = page.x(page.origin + index * step / factor)
         yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{page.top}" y2="{page.bottom + 5}" stroke="{_GRID}"/>'
-        yield _text(x, page.bottom + 18, f"{index * step:.{digits}f}", size=11, fill=_FAINT, anchor="middle")
+        yield _text(
+            x, page.bottom + 18, f"{index * step:.{digits}f}", size=11, fill=_FAINT, anchor="middle"
+        )
     label = f"time ({name})" if name else "time"
     yield _text(_WIDTH - _RIGHT, page.bottom + 34, label, size=11, fill=_FAINT, anchor="end")
 
@@ -171,10 +186,17 @@ def _step(extent: float) -> float:
     return power * next(factor for factor in (1, 2, 5, 10) if ceil(extent / (power * factor)) <= 12)
 
 
-def _places(page: _Page, rank: int, span: Span) -> Iterator[tuple[Action, float, float, float, float]]:
+def _places(
+    page: _Page, rank: int, span: Span
+) -> Iterator[tuple[Action, float, float, float, float]]:
     """Where the parts of an action lie: each with x, y, width and height."""
     action, start, end = span
-    x, y, width, height = page.x(start), float(page.y(rank)), page.x(end) - page.x(start), page.lane - page.strip
+    x, y, width, height = (
+        page.x(start),
+        float(page.y(rank)),
+        page.x(end) - page.x(start),
+        page.lane - page.strip,
+    )
     if action.kind not in COMPUTE:
         y, height = y + height, page.strip
     each = height / len(action.parts)
@@ -217,7 +239,9 @@ def _fill(page: _Page, action: Action) -> str:
 def _shade(fill: str, chunk: int, chunks: int) -> str:
     """The colour of a chunk: the later, the lighter."""
     white = _LIGHTEST * chunk / max(1, chunks - 1)
-    return "#" + "".join(f"{round(value + (255 - value) * white):02x}" for value in bytes.fromhex(fill[1:]))
+    return "#" + "".join(
+        f"{round(value + (255 - value) * white):02x}" for value in bytes.fromhex(fill[1:])
+    )
 
 
 def _ink(fill: str) -> str:
@@ -225,7 +249,9 @@ def _ink(fill: str) -> str:
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else _INK
 
 
-def _entries(spans_per_rank: Sequence[Sequence[Span]], chunks: int, ways: int) -> list[tuple[tuple[str, ...], str]]:
+def _entries(
+    spans_per_rank: Sequence[Sequence[Span]], chunks: int, ways: int
+) -> list[tuple[tuple[str, ...], str]]:
     """What the legend says: colours, one above the other, and their meaning."""
     actions = [action for spans in spans_per_rank for action, _, _ in spans]
     present = {part.kind for action in actions for part in action.parts}
@@ -233,10 +259,15 @@ def _entries(spans_per_rank: Sequence[Sequence[Span]], chunks: int, ways: int) -
         ((fill,), meaning) for kind, (fill, meaning) in _STYLES.items() if kind in present
     ]
     beside = sorted({action.beside.kind for action in actions if action.beside is not None})
-    entries += [((_STYLES[Kind.F][0], _STYLES[kind][0]), f"forward with {_STYLES[kind][1]}") for kind in beside]
+    entries += [
+        ((_STYLES[Kind.F][0], _STYLES[kind][0]), f"forward with {_STYLES[kind][1]}")
+        for kind in beside
+    ]
     if chunks > 1:
         shade = _shade(_STYLES[Kind.F][0], chunks - 1, chunks)
-        entries.append(((shade,), "lighter: the other way" if ways == 2 else "lighter: later chunks"))
+        entries.append(
+            ((shade,), "lighter: the other way" if ways == 2 else "lighter: later chunks")
+        )
     return [*entries, ((_IDLE,), "waiting")]
 
 

@@ -58,7 +58,9 @@ class _Rank:
     there are up to the turn, `count` how many micro-batches each of its chunks has; those of chunk c start at first[c].
     """
 
-    def __init__(self, depth: int, ranks: int, count: int, near: int, first: tuple[int, int]) -> None:
+    def __init__(
+        self, depth: int, ranks: int, count: int, near: int, first: tuple[int, int]
+    ) -> None:
         self.depth, self.ranks, self.count = depth, ranks, count
         self.near, self.far = near, 1 - near
         self._next = {kind: list(first) for kind in (Kind.F, Kind.B)}
@@ -93,7 +95,10 @@ class _Rank:
                 self._run(together(*first))
             self._run(together(self._forward(self.far), self._backward(self.near)))
         for _ in range(self.ranks - self.depth - 1):
-            self._run(self._backward(self.far), together(self._forward(self.far), self._backward(self.near)))
+            self._run(
+                self._backward(self.far),
+                together(self._forward(self.far), self._backward(self.near)),
+            )
 
     def _drain(self) -> None:
         """Phases 6 to 8."""

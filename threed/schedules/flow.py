@@ -78,7 +78,10 @@ class Flow:
             microbatches,
             ranks,
             tuple(chunk for _, chunk in places),
-            tuple(costs.duration(Action(k, 0, c), r, plan) for k, (r, c) in zip(kinds, places, strict=True)),
+            tuple(
+                costs.duration(Action(k, 0, c), r, plan)
+                for k, (r, c) in zip(kinds, places, strict=True)
+            ),
             tuple(
                 costs.duration(Action(Kind.W, 0, c), r, plan) if k is Kind.I else 0.0
                 for k, (r, c) in zip(kinds, places, strict=True)
@@ -152,7 +155,12 @@ def fill(flow: Flow, orders: Orders, limit: int, patience: float = 0.0) -> Fille
 
 
 def _advance(
-    flow: Flow, rank: _Rank, made: list[list[float]], runnable: list[int], limit: int, patience: float
+    flow: Flow,
+    rank: _Rank,
+    made: list[list[float]],
+    runnable: list[int],
+    limit: int,
+    patience: float,
 ) -> None:
     """Runs the rank at the end of `runnable` until its next action has no input yet; adds who can go on then."""
     runnable.pop()

@@ -71,8 +71,14 @@ def load(file: str) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        hint = "; guard what runs with `if __name__ == '__main__':`" if isinstance(error, SystemExit) else ""
-        raise ValueError(f"{file} cannot be imported: {type(error).__name__}: {error}{hint}") from error
+        hint = (
+            "; guard what runs with `if __name__ == '__main__':`"
+            if isinstance(error, SystemExit)
+            else ""
+        )
+        raise ValueError(
+            f"{file} cannot be imported: {type(error).__name__}: {error}{hint}"
+        ) from error
     return module
 
 
@@ -88,7 +94,11 @@ def find(name: str, registered: Callable[[], Mapping[str, Function]]) -> Functio
     value = own.get(wanted, getattr(module, wanted, None))
     if callable(value) and not inspect.isclass(value):
         return cast(Function, value if isinstance(value, Hashable) else value.__call__)
-    functions = {key for key, fn in vars(module).items() if inspect.isfunction(fn) and _comes_from(fn, module)}
+    functions = {
+        key
+        for key, fn in vars(module).items()
+        if inspect.isfunction(fn) and _comes_from(fn, module)
+    }
     names = ", ".join(sorted(own.keys() | {key for key in functions if not key.startswith("_")}))
     what = f"there is no function {wanted!r} in it" if wanted else f"write {file}:FUNCTION"
     raise ValueError(f"{name}: {what}; its functions are {names or 'none'}")
@@ -102,7 +112,9 @@ def _comes_from(fn: Function, module: ModuleType) -> bool:
     return not ours and any(fn is value for value in vars(module).values())
 
 
-def plan_of(name: str, fn: Function | None, stages: int, microbatches: int, chunks: int | None = None) -> Plan:
+def plan_of(
+    name: str, fn: Function | None, stages: int, microbatches: int, chunks: int | None = None
+) -> Plan:
     """The plan of FILE.csv, or that `fn` of FILE.py:NAME gives, for these numbers; chunks None: as it likes.
 
     A function is called once for the same numbers in a process: one that draws at random still has one plan for a run.
@@ -111,15 +123,23 @@ def plan_of(name: str, fn: Function | None, stages: int, microbatches: int, chun
     plan = read_csv(name) if fn is None else _call(name, fn, stages, microbatches, chunks)
     if (plan.stages, plan.microbatches) != (stages, microbatches):
         found = f"{plan.stages} stages and {plan.microbatches} micro-batches"
-        raise ValueError(f"{name}: a plan for {found}, and needed is one for {stages} and {microbatches}")
+        raise ValueError(
+            f"{name}: a plan for {found}, and needed is one for {stages} and {microbatches}"
+        )
     if chunks not in (None, plan.chunks):
-        raise ValueError(f"{name}: a plan of {plan.chunks} chunks, not {chunks}; leave that number out")
+        raise ValueError(
+            f"{name}: a plan of {plan.chunks} chunks, not {chunks}; leave that number out"
+        )
     return plan
 
 
 @functools.lru_cache(maxsize=64)
 def _call(name: str, fn: Function, stages: int, microbatches: int, chunks: int | None) -> Plan:
-    arguments = (stages, microbatches) if chunks is None or not _takes(fn, 3) else (stages, microbatches, chunks)
+    arguments = (
+        (stages, microbatches)
+        if chunks is None or not _takes(fn, 3)
+        else (stages, microbatches, chunks)
+    )
     if not _takes(fn, len(arguments)):
         fix = (
             "it needs a number of chunks: give one, such as --parallel.chunks 2"
@@ -132,10 +152,14 @@ def _call(name: str, fn: Function, stages: int, microbatches: int, chunks: int |
     except (Exception, SystemExit) as error:
         line = traceback.extract_tb(error.__traceback__)[-1]
         place = f"line {line.lineno} of {Path(line.filename).name}"
-        raise ValueError(f"{name}{arguments}: {type(error).__name__} at {place}: {error}") from error
+        raise ValueError(
+            f"{name}{arguments}: {type(error).__name__} at {place}: {error}"
+        ) from error
     try:
         _check(plan)
-    except Exception as error:  # a plan of anything: not all that is wrong with it has a word of its own
+    except (
+        Exception
+    ) as error:  # a plan of anything: not all that is wrong with it has a word of its own
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{name}{arguments}: {kind}{error}") from error
     return plan
@@ -159,7 +183,9 @@ def _check(plan: object) -> None:
         for action in actions:
             if action.kind not in COMPUTE:
                 where = f"plan {plan.name}: rank {rank}: {action}"
-                raise ValueError(f"{where}: give compute actions only, communication is added to them")
+                raise ValueError(
+                    f"{where}: give compute actions only, communication is added to them"
+                )
     if plan.forward_only:
         raise ValueError(f"plan {plan.name} has no backward: nothing would be trained")
     validate(plan)

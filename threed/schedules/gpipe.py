@@ -27,7 +27,9 @@ def forward_only(stages: int, microbatches: int, placement: Sequence[Sequence[in
     micro-batch that has come to it, and of one micro-batch what comes first in the model.
     """
     held = tuple(map(tuple, placement)) or tuple((rank,) for rank in range(stages))
-    home = {stage: (rank, chunk) for rank, mine in enumerate(held) for chunk, stage in enumerate(mine)}
+    home = {
+        stage: (rank, chunk) for rank, mine in enumerate(held) for chunk, stage in enumerate(mine)
+    }
     ranks: list[list[Action]] = [[] for _ in held]
     waiting = [(microbatch, 0) for microbatch in range(microbatches)]
     while waiting:
@@ -37,7 +39,9 @@ def forward_only(stages: int, microbatches: int, placement: Sequence[Sequence[in
         for rank, (microbatch, stage) in taken.items():
             ranks[rank].append(Action(Kind.F, microbatch, home[stage][1]))
         done = set(taken.values())
-        waiting = [(m, s + ((m, s) in done)) for m, s in waiting if s + ((m, s) in done) < len(home)]
+        waiting = [
+            (m, s + ((m, s) in done)) for m, s in waiting if s + ((m, s) in done) < len(home)
+        ]
     return Plan("forward-only", stages, microbatches, len(held[0]), tuple(map(tuple, ranks)), held)
 
 

@@ -52,6 +52,10 @@ def _in_rounds(kind: Kind, sizes: list[int], chunks: range) -> list[Action]:
     actions: list[Action] = []
     first = 0
     for size in sizes:
-        actions += [Action(kind, microbatch, chunk) for chunk in chunks for microbatch in range(first, first + size)]
+        actions += [
+            Action(kind, microbatch, chunk)
+            for chunk in chunks
+            for microbatch in range(first, first + size)
+        ]
         first += size
     return actions

@@ -35,10 +35,17 @@ def legal(plan: Plan) -> None:
     """
     sizes = (plan.stages, plan.microbatches, plan.chunks)
     fewest = (1, 0 if plan.begun else 1, 1)  # what drains a pipeline begins no micro-batch
-    if not all(isinstance(size, Integral) and size >= least for size, least in zip(sizes, fewest, strict=True)):
-        raise ValueError(f"plan {plan.name}: stages, micro-batches and chunks must be whole numbers of at least 1")
+    if not all(
+        isinstance(size, Integral) and size >= least
+        for size, least in zip(sizes, fewest, strict=True)
+    ):
+        raise ValueError(
+            f"plan {plan.name}: stages, micro-batches and chunks must be whole numbers of at least 1"
+        )
     if len(plan.ranks) != plan.stages:
-        raise ValueError(f"plan {plan.name}: {len(plan.ranks)} lists of actions for {plan.stages} ranks")
+        raise ValueError(
+            f"plan {plan.name}: {len(plan.ranks)} lists of actions for {plan.stages} ranks"
+        )
     _check_placement(plan)
     check_actions(plan)
     check_open(plan)
@@ -56,7 +63,9 @@ def check_actions(plan: Plan) -> None:
     """Checks that ranks have actions, and these kinds and whole numbers. Raises ValueError naming rank and action."""
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
-            if type(action) is not Action or not all(map(_is_well_made, (action, action.beside or action))):
+            if type(action) is not Action or not all(
+                map(_is_well_made, (action, action.beside or action))
+            ):
                 shown = tuple(action) if isinstance(action, Action) else action
                 raise ValueError(
                     f"plan {plan.name}: rank {rank}: {shown!r} is no Action; write Action(Kind.F, 3), whole numbers,"
@@ -69,17 +78,26 @@ def _is_well_made(action: Action) -> bool:
     if type(action) is not Action or type(action.kind) is not Kind:
         return False
     _, microbatch, chunk, _ = action
-    return type(microbatch) is type(chunk) is int or (isinstance(microbatch, Integral) and isinstance(chunk, Integral))
+    return type(microbatch) is type(chunk) is int or (
+        isinstance(microbatch, Integral) and isinstance(chunk, Integral)
+    )
 
 
 def _check_placement(plan: Plan) -> None:
     if plan.ways not in (1, 2) or plan.chunks % plan.ways:
-        raise ValueError(f"plan {plan.name}: {plan.ways} ways for {plan.chunks} chunks; there are 1 or 2, alike")
+        raise ValueError(
+            f"plan {plan.name}: {plan.ways} ways for {plan.chunks} chunks; there are 1 or 2, alike"
+        )
     if not plan.placement and plan.ways == 1:
         return
     shape = [len(chunks) for chunks in plan.placement]
     held = [
-        sorted(chunks[at] for chunks in plan.placement for at in range(len(chunks)) if plan.way_of(at) == way)
+        sorted(
+            chunks[at]
+            for chunks in plan.placement
+            for at in range(len(chunks))
+            if plan.way_of(at) == way
+        )
         for way in range(plan.ways)
     ]
     if held != [list(range(plan.total_stages))] * plan.ways or shape != [plan.chunks] * plan.stages:
@@ -93,7 +111,9 @@ def _walk(plan: Plan, rank: int) -> list[int]:
     """What the rank has done at the end, of micro-batch m on chunk c at [c * count + before + m]: of `count`, so many
     are of the step before."""
     chunks, earlier, count = plan.chunks, plan.before, plan.before + plan.microbatches
-    taken_over = [_FORWARD if plan.is_open(rank, microbatch) else _DONE for microbatch in range(-earlier, 0)]
+    taken_over = [
+        _FORWARD if plan.is_open(rank, microbatch) else _DONE for microbatch in range(-earlier, 0)
+    ]
     state = (taken_over + [_NOTHING] * plan.microbatches) * chunks
     for number, action in enumerate(plan.ranks[rank]):
         kind, microbatch, chunk, beside = action
@@ -104,13 +124,19 @@ def _walk(plan: Plan, rank: int) -> list[int]:
             continue
         if kind is Kind.FB or beside is not None:
             _check_pair(plan, rank, action)
-            parts: Sequence[Action] = (action.parts[1], action.parts[0])  # the backward's forward is an earlier one
+            parts: Sequence[Action] = (
+                action.parts[1],
+                action.parts[0],
+            )  # the backward's forward is an earlier one
         else:
             parts = (action,)
         for kind, microbatch, chunk, _ in parts:
             at = chunk * count + earlier + microbatch
             before, after = _STEP[kind]
-            if not (0 <= chunk < chunks and -earlier <= microbatch < plan.microbatches) or state[at] != before:
+            if (
+                not (0 <= chunk < chunks and -earlier <= microbatch < plan.microbatches)
+                or state[at] != before
+            ):
                 raise _wrong(plan, rank, number, Action(kind, microbatch, chunk))
             state[at] = after
     return state
@@ -119,32 +145,53 @@ def _walk(plan: Plan, rank: int) -> list[int]:
 def _check_pair(plan: Plan, rank: int, action: Action) -> None:
     backward = action.beside
     if action.kind is not Kind.FB or backward is None or backward.kind not in (Kind.B, Kind.I):
-        raise ValueError(f"plan {plan.name}: rank {rank}: {action}: a pair is a forward beside a B or an I")
+        raise ValueError(
+            f"plan {plan.name}: rank {rank}: {action}: a pair is a forward beside a B or an I"
+        )
 
 
 def _wrong(plan: Plan, rank: int, number: int, action: Action) -> ValueError:
     """What is wrong with an action that cannot follow those before it."""
-    seen = {part for before in plan.ranks[rank][:number] if before.kind in COMPUTE for part in before.parts}
+    seen = {
+        part
+        for before in plan.ranks[rank][:number]
+        if before.kind in COMPUTE
+        for part in before.parts
+    }
     where = f"plan {plan.name}: rank {rank}: {action}"
-    if not (0 <= action.chunk < plan.chunks and -plan.before <= action.microbatch < plan.microbatches):
-        return ValueError(f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches")
+    if not (
+        0 <= action.chunk < plan.chunks and -plan.before <= action.microbatch < plan.microbatches
+    ):
+        return ValueError(
+            f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches"
+        )
     if action in seen:
         return ValueError(f"{where} appears twice")
-    if action.microbatch < 0 and (action.kind is Kind.F or not plan.is_open(rank, action.microbatch)):
+    if action.microbatch < 0 and (
+        action.kind is Kind.F or not plan.is_open(rank, action.microbatch)
+    ):
         return ValueError(f"{where}: the step before has done this")
     before = _REQUIRED_BEFORE[action.kind]
     if before is not None and action._replace(kind=before) not in seen:
         return ValueError(f"{where} appears before {action._replace(kind=before)}")
-    return ValueError(f"{where}: this micro-batch already had its backward; it is one B, or one I and one W")
+    return ValueError(
+        f"{where}: this micro-batch already had its backward; it is one B, or one I and one W"
+    )
 
 
 def _wrong_communication(plan: Plan, rank: int, action: Action) -> ValueError:
     where = f"plan {plan.name}: rank {rank}: {action}"
     if action.kind not in _COMMUNICATION or action.beside is not None:
-        return ValueError(f"{where}: there is no action of kind {action.kind} with parts {action.parts}")
+        return ValueError(
+            f"{where}: there is no action of kind {action.kind} with parts {action.parts}"
+        )
     if not 0 <= action.chunk < plan.chunks:
-        return ValueError(f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches")
-    return ValueError(f"{where}: its micro-batch is {action.microbatch}; it is -1 of what concerns a whole chunk")
+        return ValueError(
+            f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches"
+        )
+    return ValueError(
+        f"{where}: its micro-batch is {action.microbatch}; it is -1 of what concerns a whole chunk"
+    )
 
 
 def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
@@ -160,10 +207,14 @@ def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
             chunk, microbatch = divmod(at, count)
             if plan.way_of(chunk) == way[microbatch] and reached != whole:
                 kind = Kind.F if reached == _NOTHING else Kind.W if reached == _INPUT else Kind.B
-                raise ValueError(f"plan {plan.name}: rank {rank}: {Action(kind, microbatch, chunk)} is missing")
+                raise ValueError(
+                    f"plan {plan.name}: rank {rank}: {Action(kind, microbatch, chunk)} is missing"
+                )
             if plan.way_of(chunk) != way[microbatch] and reached != _NOTHING:
                 other = Action(Kind.F, microbatch, chunk)
-                raise ValueError(f"plan {plan.name}: rank {rank}: {other}: this micro-batch goes the other way")
+                raise ValueError(
+                    f"plan {plan.name}: rank {rank}: {other}: this micro-batch goes the other way"
+                )
 
 
 def _check_asynchronous(plan: Plan, done: Sequence[Sequence[int]]) -> None:
@@ -173,7 +224,11 @@ def _check_asynchronous(plan: Plan, done: Sequence[Sequence[int]]) -> None:
                 kind = Kind.F if reached == _NOTHING else Kind.W if reached == _INPUT else Kind.B
                 found = f"plan {plan.name}: rank {rank}: {Action(kind, microbatch)}"
                 left = plan.is_left(rank, microbatch)
-                raise ValueError(f"{found} is missing" if not left or kind is Kind.F else f"{found} is the next plan's")
+                raise ValueError(
+                    f"{found} is missing"
+                    if not left or kind is Kind.F
+                    else f"{found} is the next plan's"
+                )
 
 
 def _way(plan: Plan, done: Sequence[Sequence[int]], microbatch: int) -> int:
@@ -189,7 +244,9 @@ def check_reductions(plan: Plan) -> None:
     come. Raises ValueError naming rank and action."""
     for rank, actions in enumerate(plan.ranks):
         parts = [part for action in actions for part in action.parts]
-        left = Counter((part.chunk, part.microbatch >= 0) for part in parts if part.kind in (Kind.B, Kind.W))
+        left = Counter(
+            (part.chunk, part.microbatch >= 0) for part in parts if part.kind in (Kind.B, Kind.W)
+        )
         used = {key for key in left if not (key[1] and plan.is_left(rank, plan.microbatches - 1))}
         for part in parts:
             own = (part.chunk, False) not in used
@@ -204,12 +261,18 @@ def check_reductions(plan: Plan) -> None:
                 continue
             where = f"plan {plan.name}: rank {rank}: {part}"
             if (part.chunk, own) not in used:
-                raise ValueError(f"{where}: this chunk has no gradients, or they were reduced before")
+                raise ValueError(
+                    f"{where}: this chunk has no gradients, or they were reduced before"
+                )
             if left[part.chunk, own]:
-                raise ValueError(f"{where} appears before the last weight gradient of chunk {part.chunk}")
+                raise ValueError(
+                    f"{where} appears before the last weight gradient of chunk {part.chunk}"
+                )
             used.discard((part.chunk, own))
         if used:
-            raise ValueError(f"plan {plan.name}: rank {rank}: {Action(Kind.REDUCE, -1, min(used)[0])} is missing")
+            raise ValueError(
+                f"plan {plan.name}: rank {rank}: {Action(Kind.REDUCE, -1, min(used)[0])} is missing"
+            )
 
 
 def _check_gathers(plan: Plan) -> None:
@@ -228,4 +291,6 @@ def _check_gathers(plan: Plan) -> None:
             begun.clear()
         if begun:
             action = Action(Kind.GATHER, -1, begun[0])
-            raise ValueError(f"plan {plan.name}: rank {rank}: {action}: no compute action comes after it")
+            raise ValueError(
+                f"plan {plan.name}: rank {rank}: {action}: no compute action comes after it"
+            )

@@ -47,7 +47,10 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
     whens, whats = _line(plan, spans, targets, gathers)
     ranks: list[list[Action]] = [[] for _ in plan.ranks]
     for number in sorted(range(len(whens)), key=whens.__getitem__):
-        action, (phase, rank) = whats[number], divmod(whens[number] % (_PHASES * plan.stages), plan.stages)
+        action, (phase, rank) = (
+            whats[number],
+            divmod(whens[number] % (_PHASES * plan.stages), plan.stages),
+        )
         if phase != _MESSAGE:
             ranks[rank].append(action)
             continue
@@ -61,7 +64,11 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
 
 def _targets(plan: Plan) -> Targets:
     """Of every F, B and I of which another rank uses the result: send, receive, and the rank and chunk of that."""
-    kinds = {Kind.F: (Kind.SEND_F, Kind.RECV_F), Kind.B: (Kind.SEND_B, Kind.RECV_B), Kind.I: (Kind.SEND_B, Kind.RECV_B)}
+    kinds = {
+        Kind.F: (Kind.SEND_F, Kind.RECV_F),
+        Kind.B: (Kind.SEND_B, Kind.RECV_B),
+        Kind.I: (Kind.SEND_B, Kind.RECV_B),
+    }
     return {
         (rank, kind, chunk): (*kinds[kind], *to)
         for rank in range(plan.stages)
@@ -71,7 +78,9 @@ def _targets(plan: Plan) -> Targets:
     }
 
 
-def _line(plan: Plan, spans: Spans, targets: Targets, gathers: bool) -> tuple[list[int], list[Action]]:
+def _line(
+    plan: Plan, spans: Spans, targets: Targets, gathers: bool
+) -> tuple[list[int], list[Action]]:
     """When everything stands in the line, and what: of a message the action of which it is the result.
 
     A place in the line is one number, (time, phase, rank) with the time first.
@@ -108,8 +117,15 @@ def _line(plan: Plan, spans: Spans, targets: Targets, gathers: bool) -> tuple[li
 
 def _updates(plan: Plan, spans: Spans) -> Iterator[tuple[float, float]]:
     """When every rank sums the norm of the step before, and when it updates."""
-    norm = max((end for actions in spans for action, _, end in actions if action.microbatch < 0), default=0.0)
+    norm = max(
+        (end for actions in spans for action, _, end in actions if action.microbatch < 0),
+        default=0.0,
+    )
     for rank, actions in enumerate(spans):
-        own = [start for action, start, _ in actions if action.kind is not Kind.F and action.microbatch >= 0]
+        own = [
+            start
+            for action, start, _ in actions
+            if action.kind is not Kind.F and action.microbatch >= 0
+        ]
         ends = plan.is_left(rank, plan.microbatches - 1) or not own
         yield norm, max(norm, actions[-1][2] if actions else 0.0) if ends else own[-1]

@@ -16,7 +16,13 @@ from threed.schedules.plan import Plan
 
 def one_f_one_b(stages: int, microbatches: int) -> Plan:
     """Stage s runs (stages - s - 1) forwards, then forward and backward in turn, then the backwards that are left."""
-    return Plan("1f1b", stages, microbatches, 1, tuple(_rank(stage, stages, microbatches) for stage in range(stages)))
+    return Plan(
+        "1f1b",
+        stages,
+        microbatches,
+        1,
+        tuple(_rank(stage, stages, microbatches) for stage in range(stages)),
+    )
 
 
 def _rank(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:

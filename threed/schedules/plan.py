@@ -48,7 +48,9 @@ class Plan:
         for name in ("ranks", "placement"):  # a plan is hashed: of lists it makes tuples
             rows = getattr(self, name)
             if isinstance(rows, list | tuple):
-                object.__setattr__(self, name, tuple(tuple(row) if isinstance(row, list) else row for row in rows))
+                object.__setattr__(
+                    self, name, tuple(tuple(row) if isinstance(row, list) else row for row in rows)
+                )
 
     @property
     def total_stages(self) -> int:
@@ -96,7 +98,9 @@ class Plan:
         """Returns the (rank, chunk) that holds a stage of the model. Raises ValueError where none does."""
         place = self._places.get((stage, way))
         if place is None:
-            raise ValueError(f"plan {self.name}: no rank holds stage {stage}; it has {self.total_stages}")
+            raise ValueError(
+                f"plan {self.name}: no rank holds stage {stage}; it has {self.total_stages}"
+            )
         return place
 
     def consumer(self, rank: int, action: Action) -> Place | None:
@@ -126,4 +130,6 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        return "\n".join(f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.ranks))
+        return "\n".join(
+            f"rank {rank}: {' '.join(map(str, actions))}" for rank, actions in enumerate(self.ranks)
+        )

@@ -59,7 +59,9 @@ def play(plan: Plan, duration: Callable[[Action, int], float], latency: float = 
         if missing != _NONE:
             waiting[missing] = rank
     if any(len(out) < len(actions) for out, actions in zip(spans, ranks, strict=True)):
-        raise ValueError(f"plan {plan.name} stalls: {'; '.join(_complaints(plan, ranks, spans, made))}")
+        raise ValueError(
+            f"plan {plan.name} stalls: {'; '.join(_complaints(plan, ranks, spans, made))}"
+        )
     return tuple(map(tuple, spans))
 
 
@@ -108,7 +110,11 @@ def _made_before(plan: Plan) -> list[float | None]:
 
 
 def _sorts(
-    plan: Plan, rank: int, actions: list[Action], duration: Callable[[Action, int], float], latency: float
+    plan: Plan,
+    rank: int,
+    actions: list[Action],
+    duration: Callable[[Action, int], float],
+    latency: float,
 ) -> list[_Sort]:
     """Of every action; those of which only the micro-batch differs share theirs."""
     known: dict[tuple[Kind, int, Kind | None, int], _Sort] = {}
@@ -133,7 +139,11 @@ def _exchange(plan: Plan, rank: int, part: Action, latency: float) -> _Exchange:
     source = plan.producer(rank, part)
     if source is None:
         return _Exchange(_NONE, 0.0, makes)
-    return _Exchange((backward + plan.stage_of(*source)) * count + plan.before, latency * (source[0] != rank), makes)
+    return _Exchange(
+        (backward + plan.stage_of(*source)) * count + plan.before,
+        latency * (source[0] != rank),
+        makes,
+    )
 
 
 def _complaints(
@@ -144,5 +154,7 @@ def _complaints(
             exchange = _exchange(plan, rank, part, 0.0)
             source = plan.producer(rank, part)
             if source is not None and made[exchange.needs + part.microbatch] is None:
-                needed = Action(Kind.F if part.kind is Kind.F else Kind.B, part.microbatch, source[1])
+                needed = Action(
+                    Kind.F if part.kind is Kind.F else Kind.B, part.microbatch, source[1]
+                )
                 yield f"rank {rank} waits at {actions[len(out)]} for {needed} of rank {source[0]}"

@@ -40,9 +40,16 @@ def check_rendezvous(plan: Plan) -> None:
                 at[rank] += 1
                 at[peer] += peer != rank
                 progress = True
-    stuck = [(rank, action) for rank in range(plan.stages) if (action := _head(plan, at, rank)) is not None]
+    stuck = [
+        (rank, action)
+        for rank in range(plan.stages)
+        if (action := _head(plan, at, rank)) is not None
+    ]
     if stuck:
-        texts = (f"rank {rank} at {action} with {_waits_for(plan, rank, action)}" for rank, action in stuck)
+        texts = (
+            f"rank {rank} at {action} with {_waits_for(plan, rank, action)}"
+            for rank, action in stuck
+        )
         raise ValueError(f"plan {plan.name} deadlocks: {'; '.join(texts)}")
 
 
@@ -77,7 +84,9 @@ def _waits_for(plan: Plan, rank: int, action: Action) -> str:
 def _peer(plan: Plan, rank: int, action: Action) -> int:
     place = plan.consumer(rank, action) if action.kind in SENDS else plan.producer(rank, action)
     if place is None or place[0] == rank:
-        raise ValueError(f"plan {plan.name}: rank {rank}: {action} has no other rank to exchange with")
+        raise ValueError(
+            f"plan {plan.name}: rank {rank}: {action} has no other rank to exchange with"
+        )
     return place[0]
 
 
@@ -89,7 +98,9 @@ def _check_inputs(plan: Plan) -> None:
             for part in action.parts:
                 needs = _needs(plan, rank, part)
                 if needs and have.isdisjoint(needs) and not _came_before(plan, rank, part):
-                    raise ValueError(f"plan {plan.name}: rank {rank}: {action} comes before {needs[0]}")
+                    raise ValueError(
+                        f"plan {plan.name}: rank {rank}: {action} comes before {needs[0]}"
+                    )
             if action.kind not in COMPUTE and action in have and action.kind is not Kind.GATHER:
                 raise ValueError(f"plan {plan.name}: rank {rank}: {action} appears twice")
             have.update(action.parts)
@@ -115,7 +126,10 @@ def _needs(plan: Plan, rank: int, action: Action) -> list[Action]:
     backward = action.kind is not Kind.F
     if source[0] != rank:
         return [Action(Kind.RECV_B if backward else Kind.RECV_F, action.microbatch, action.chunk)]
-    return [Action(kind, action.microbatch, source[1]) for kind in ((Kind.B, Kind.I) if backward else (Kind.F,))]
+    return [
+        Action(kind, action.microbatch, source[1])
+        for kind in ((Kind.B, Kind.I) if backward else (Kind.F,))
+    ]
 
 
 def validate(plan: Plan) -> None:

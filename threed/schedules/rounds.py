@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from threed.schedules.flow import Flow
 
 
-def round_orders(flow: Flow, limit: int, begin: Sequence[int], eager: bool = True) -> list[list[int]]:
+def round_orders(
+    flow: Flow, limit: int, begin: Sequence[int], eager: bool = True
+) -> list[list[int]]:
     """Returns per rank the order of forwards and backwards, with one chunk a rank.
 
     begin: per rank the forwards before its first backward, no fewer than on the next rank. limit: as of `flow.fill`.
@@ -49,7 +51,10 @@ class _Rounds:
         weight = flow.weight[2 * flow.ranks - 1 - rank]
         while self.waiting[rank]:
             wait = start - self.now[rank]
-            if not ((forward and self.held[rank] >= self.limit) or (wait > 0 and (self.eager or wait >= weight))):
+            if not (
+                (forward and self.held[rank] >= self.limit)
+                or (wait > 0 and (self.eager or wait >= weight))
+            ):
                 break
             self.now[rank] += weight
             self.waiting[rank] -= 1
@@ -64,7 +69,10 @@ class _Rounds:
         """The ranks that run a forward in this round: none before one that does not."""
         ranks = range(self.flow.ranks)
         done = [len(self.made[rank]) for rank in ranks]
-        ready = [done[rank] < self.flow.microbatches and not self._too_early(rank, done) for rank in ranks]
+        ready = [
+            done[rank] < self.flow.microbatches and not self._too_early(rank, done)
+            for rank in ranks
+        ]
         first = next((rank for rank in reversed(ranks) if not ready[rank]), -1) + 1
         return list(ranks)[first:]
 
@@ -74,6 +82,11 @@ class _Rounds:
         if rank + 1 == flow.ranks or done[rank] < done[rank + 1] + 2:
             return False
         backward = 2 * flow.ranks - 2 - rank  # of the next rank
-        comes = self.now[rank + 1] + flow.time[rank + 1] + flow.time[backward] + flow.travel[backward + 1]
+        comes = (
+            self.now[rank + 1]
+            + flow.time[rank + 1]
+            + flow.time[backward]
+            + flow.travel[backward + 1]
+        )
         full = self.held[rank] >= self.limit
         return self.now[rank] + flow.time[rank] + full * flow.weight[backward + 1] > comes

@@ -56,7 +56,9 @@ class Costs:
             Kind.W: (self.backward_weight,),
         }
         return sum(
-            _of_stage(cost, plan.stage_of(rank, part.chunk), plan) for part in action.parts for cost in parts[part.kind]
+            _of_stage(cost, plan.stage_of(rank, part.chunk), plan)
+            for part in action.parts
+            for cost in parts[part.kind]
         )
 
     def _of_pair(self, cost: Cost, pair: Action, rank: int, plan: Plan) -> float:
@@ -71,7 +73,9 @@ def _of_stage(cost: Cost, stage: int, plan: Plan) -> float:
     if not isinstance(cost, tuple):
         return cost * plan.ways / plan.chunks
     if len(cost) != plan.total_stages:
-        raise ValueError(f"costs: {len(cost)} values for the {plan.total_stages} stages of plan {plan.name}")
+        raise ValueError(
+            f"costs: {len(cost)} values for the {plan.total_stages} stages of plan {plan.name}"
+        )
     return cost[stage]
 
 
@@ -132,10 +136,15 @@ def idle_shares(spans: Sequence[Sequence[Span]]) -> list[float]:
     share of time lost, also for unequal stages, for which the bubble of `span_and_bubble` is misleading. The rank with
     the smallest share is the one that the others wait for.
     """
-    rows = [[(start, end) for action, start, end in actions if action.kind in COMPUTE] for actions in spans]
+    rows = [
+        [(start, end) for action, start, end in actions if action.kind in COMPUTE]
+        for actions in spans
+    ]
     times = [time for row in rows for time in row]
     length = max(end for _, end in times) - min(start for start, _ in times) if times else 0.0
-    return [1 - sum(end - start for start, end in row) / length if length > 0 else 0.0 for row in rows]
+    return [
+        1 - sum(end - start for start, end in row) / length if length > 0 else 0.0 for row in rows
+    ]
 
 
 def replay(plan: Plan, measured: Sequence[Sequence[Span]]) -> Spans:

@@ -24,7 +24,9 @@ from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import validate
 
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
-_COMMUNICATION = re.compile(r"([0-9]{1,9})(?:(?:SEND|RECV)_[FB][0-9]{1,9}|(?:UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9})")
+_COMMUNICATION = re.compile(
+    r"([0-9]{1,9})(?:(?:SEND|RECV)_[FB][0-9]{1,9}|(?:UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9})"
+)
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 
@@ -64,13 +66,17 @@ def to_csv(plan: Plan) -> str:
             "it cannot be written as CSV"
         )
     rows = (
-        [_cell_text(plan, rank, a) for a in actions if a.kind in COMPUTE] for rank, actions in enumerate(plan.ranks)
+        [_cell_text(plan, rank, a) for a in actions if a.kind in COMPUTE]
+        for rank, actions in enumerate(plan.ranks)
     )
     return "".join(",".join(row) + "\n" for row in rows)
 
 
 def _cell_text(plan: Plan, rank: int, action: Action) -> str:
-    parts = [str(_Part(plan.stage_of(rank, part.chunk), part.kind, part.microbatch)) for part in action.parts]
+    parts = [
+        str(_Part(plan.stage_of(rank, part.chunk), part.kind, part.microbatch))
+        for part in action.parts
+    ]
     return parts[0] if action.beside is None else f"({';'.join(parts)})OVERLAP_F_B"
 
 
@@ -85,8 +91,12 @@ def from_csv(text: str, name: str = "csv") -> Plan:
         _check_order(row)
     microbatches = _count_microbatches(rows, name)
     chunk_of = {stage: chunk for stages in held for chunk, stage in enumerate(stages)}
-    ranks = tuple(tuple(_action(cell.parts, chunk_of) for cell in row if cell.parts) for row in rows)
-    in_turn = tuple(tuple(range(rank, len(rows) * len(held[0]), len(rows))) for rank in range(len(rows)))
+    ranks = tuple(
+        tuple(_action(cell.parts, chunk_of) for cell in row if cell.parts) for row in rows
+    )
+    in_turn = tuple(
+        tuple(range(rank, len(rows) * len(held[0]), len(rows))) for rank in range(len(rows))
+    )
     plan = Plan(name, len(rows), microbatches, len(held[0]), ranks, () if held == in_turn else held)
     validate(plan)
     return plan
@@ -100,13 +110,20 @@ def _read(text: str, name: str) -> list[list[_Cell]]:
     while table and not "".join(table[-1]).strip():
         table.pop()
     if not table:
-        raise ValueError(f"{name}: there is nothing in it; a row for each rank is needed, such as 0F0,0B0")
+        raise ValueError(
+            f"{name}: there is nothing in it; a row for each rank is needed, such as 0F0,0B0"
+        )
     rows = []
     for number, texts in enumerate(table, 1):
-        cells = ((f"{name}: row {number}, cell {at}: {cell.strip()[:40]!r}", cell) for at, cell in enumerate(texts, 1))
+        cells = (
+            (f"{name}: row {number}, cell {at}: {cell.strip()[:40]!r}", cell)
+            for at, cell in enumerate(texts, 1)
+        )
         rows.append([_parse(cell.strip(), where) for where, cell in cells if cell.strip()])
         if not any(cell.parts for cell in rows[-1]):
-            raise ValueError(f"{name}: row {number} computes nothing; every rank needs a stage of the model")
+            raise ValueError(
+                f"{name}: row {number} computes nothing; every rank needs a stage of the model"
+            )
     return rows
 
 
@@ -131,14 +148,21 @@ def _placement(rows: Sequence[Sequence[_Cell]], name: str) -> tuple[tuple[int, .
         for cell in row:
             for part in cell.parts:
                 if home.setdefault(part.stage, number) != number:
-                    raise ValueError(f"{cell.where}: stage {part.stage} is that of row {home[part.stage]} already")
+                    raise ValueError(
+                        f"{cell.where}: stage {part.stage} is that of row {home[part.stage]} already"
+                    )
     for number, row in enumerate(rows, 1):
         for cell in row:
             if any(home.get(stage) != number for stage in cell.stages):
-                raise ValueError(f"{cell.where}: this row computes nothing of stage {cell.stages[0]}")
+                raise ValueError(
+                    f"{cell.where}: this row computes nothing of stage {cell.stages[0]}"
+                )
     if missing := set(range(len(home))) - home.keys():
         raise ValueError(f"{name}: no row has stage {min(missing)}, and one has stage {max(home)}")
-    held = tuple(tuple(sorted(s for s, row in home.items() if row == number)) for number in range(1, len(rows) + 1))
+    held = tuple(
+        tuple(sorted(s for s, row in home.items() if row == number))
+        for number in range(1, len(rows) + 1)
+    )
     for number, stages in enumerate(held, 1):
         if len(stages) != len(held[0]):
             counts = f"row 1 has {len(held[0])} stages and row {number} has {len(stages)}"
@@ -156,9 +180,13 @@ def _check_order(row: Iterable[_Cell]) -> None:
             if part in seen:
                 raise ValueError(f"{cell.where}: {part} appears twice")
             if before and part._replace(kind=before) not in seen:
-                raise ValueError(f"{cell.where}: {part} appears before {part._replace(kind=before)}")
+                raise ValueError(
+                    f"{cell.where}: {part} appears before {part._replace(kind=before)}"
+                )
             if part.kind in others and part._replace(kind=others[part.kind]) in seen:
-                raise ValueError(f"{cell.where}: this micro-batch had its backward; it is one B, or one I and one W")
+                raise ValueError(
+                    f"{cell.where}: this micro-batch had its backward; it is one B, or one I and one W"
+                )
         seen.update(cell.parts)
 
 
@@ -177,7 +205,9 @@ def _count_microbatches(rows: Iterable[Iterable[_Cell]], name: str) -> int:
             "W": kinds[Kind.B] | kinds[Kind.W],
         }
         for text, found in needed.items():
-            missing = next((microbatch for microbatch in range(count) if microbatch not in found), None)
+            missing = next(
+                (microbatch for microbatch in range(count) if microbatch not in found), None
+            )
             if missing is not None:
                 raise ValueError(
                     f"{name}: stage {stage} has no {text} of micro-batch {missing}; there are {count} micro-batches"

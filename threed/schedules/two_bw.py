@@ -30,7 +30,11 @@ def two_bw(stages: int, microbatches: int) -> Plan:
         )
     behind = tuple(stages - stage - 1 for stage in range(stages))
     ranks = (
-        tuple(action for m in range(microbatches) for action in (Action(Kind.F, m), Action(Kind.B, m - late)))
+        tuple(
+            action
+            for m in range(microbatches)
+            for action in (Action(Kind.F, m), Action(Kind.B, m - late))
+        )
         for late in behind
     )
     return Plan("2bw", stages, microbatches, 1, tuple(ranks), begun=behind, left=behind)

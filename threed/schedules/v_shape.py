@@ -96,7 +96,9 @@ def _first_to_end(unit: Flow, candidates: Iterable[Orders | None], limit: int) -
         if best is not None and (placed >= _EFFORT or not any(best.idle)):
             break
     if best is None:
-        raise ValueError(f"no order of {unit.microbatches} micro-batches on {unit.ranks} ranks keeps to {limit} chunks")
+        raise ValueError(
+            f"no order of {unit.microbatches} micro-batches on {unit.ranks} ranks keeps to {limit} chunks"
+        )
     return best
 
 
@@ -115,7 +117,9 @@ def orders_of(unit: Flow, variant: Variant, limit: int) -> Orders | None:
     if variant.balanced:
         down = [limit - min(rank + 1, limit // 2) for rank in range(ranks)]
         at_first = down + [limit] * ranks
-    return list_orders(unit, Priority(begin, PERIOD, tuple(caps), tuple(at_first), variant.eager), limit)
+    return list_orders(
+        unit, Priority(begin, PERIOD, tuple(caps), tuple(at_first), variant.eager), limit
+    )
 
 
 def phases(unit: Flow) -> Orders:
@@ -173,11 +177,16 @@ class _Tightening:
         self.last = len(begin)  # W of position p is written p + last
         times = {**dict(enumerate(begin)), **self._weights(begin)}
         count = unit.microbatches
-        self.times = {position: [time + PERIOD * mb for mb in range(count)] for position, time in times.items()}
+        self.times = {
+            position: [time + PERIOD * mb for mb in range(count)]
+            for position, time in times.items()
+        }
         self.moving = (begin[-1], begin[0] + PERIOD * (count - 1))
         slots = max(times.values()) + PERIOD * count + 1
         self.taken = [bytearray(slots) for _ in range(unit.ranks)]
-        self.held = [[0] * slots for _ in range(unit.ranks)]  # at first what changes in a slot, then how many there are
+        self.held = [
+            [0] * slots for _ in range(unit.ranks)
+        ]  # at first what changes in a slot, then how many there are
 
     def _weights(self, begin: tuple[int, ...]) -> dict[int, int]:
         """The first slots after I that nothing else has, in any period."""
@@ -186,14 +195,20 @@ class _Tightening:
             positions = self.unit.positions(rank)
             used = {begin[position] % PERIOD for position in positions}
             for position in positions[2:]:
-                slot = next(s for s in range(begin[position] + 1, begin[position] + 9) if s % PERIOD not in used)
+                slot = next(
+                    s
+                    for s in range(begin[position] + 1, begin[position] + 9)
+                    if s % PERIOD not in used
+                )
                 used.add(slot % PERIOD)
                 weights[position + self.last] = slot
         return weights
 
     def orders(self) -> Orders | None:
         """The orders of forwards and backwards; None where actions of the pattern meet."""
-        actions = sorted((time, p, mb) for p, times in self.times.items() for mb, time in enumerate(times))
+        actions = sorted(
+            (time, p, mb) for p, times in self.times.items() for mb, time in enumerate(times)
+        )
         for time, position, _ in actions:
             rank = self.unit.rank[position % self.last]
             if self.taken[rank][time]:
@@ -206,7 +221,10 @@ class _Tightening:
                 self._move(time, position, microbatch)
         by_rank = [self.unit.positions(rank) for rank in range(self.unit.ranks)]
         return [
-            [position for _, position in sorted((time, p) for p in positions for time in self.times[p])]
+            [
+                position
+                for _, position in sorted((time, p) for p in positions for time in self.times[p])
+            ]
             for positions in by_rank
         ]
 
@@ -225,7 +243,8 @@ class _Tightening:
         rank, times = self.unit.rank[position % self.last], self.times[position]
         need = position - (self.last if position >= self.last else 1)
         earliest = max(
-            self.times[need][microbatch] + 1 if position else 0, times[microbatch - 1] + 1 if microbatch else 0
+            self.times[need][microbatch] + 1 if position else 0,
+            times[microbatch - 1] + 1 if microbatch else 0,
         )
         if position < self.unit.forwards:
             slot = time

@@ -35,7 +35,10 @@ def add_validation(plan: Plan) -> Plan:
             if (sent < cut[sender]) != (received < cut[receiver]):
                 cut[sender], cut[receiver] = min(cut[sender], sent), min(cut[receiver], received)
                 moved = True
-    ranks = ((*actions[:place], _VALIDATE, *actions[place:]) for actions, place in zip(plan.ranks, cut, strict=True))
+    ranks = (
+        (*actions[:place], _VALIDATE, *actions[place:])
+        for actions, place in zip(plan.ranks, cut, strict=True)
+    )
     return replace(plan, ranks=tuple(ranks))
 
 
@@ -51,10 +54,14 @@ def check_validation(plan: Plan) -> None:
     for rank, (actions, count) in enumerate(zip(plan.ranks, counts, strict=True)):
         where = f"plan {plan.name}: rank {rank}"
         if count != 1:
-            raise ValueError(f"{where}: {_VALIDATE} {'is missing' if count == 0 else 'appears twice'}")
+            raise ValueError(
+                f"{where}: {_VALIDATE} {'is missing' if count == 0 else 'appears twice'}"
+            )
         first = _first_gradient(actions)
         if first < actions.index(_VALIDATE):
-            raise ValueError(f"{where}: {_VALIDATE} appears after {actions[first]}, which changes gradients")
+            raise ValueError(
+                f"{where}: {_VALIDATE} appears after {actions[first]}, which changes gradients"
+            )
     cut = [actions.index(_VALIDATE) for actions in plan.ranks]
     for sender, sent, receiver, received in _messages(plan):
         if (sent < cut[sender]) != (received < cut[receiver]):
@@ -68,7 +75,12 @@ def _first_gradient(actions: tuple[Action, ...]) -> int:
     """The place of the first action that changes gradients; behind the list where none does."""
     changes = (Kind.B, Kind.I, Kind.W, Kind.REDUCE)
     return next(
-        (n for n, action in enumerate(actions) if any(part.kind in changes for part in action.parts)), len(actions)
+        (
+            n
+            for n, action in enumerate(actions)
+            if any(part.kind in changes for part in action.parts)
+        ),
+        len(actions),
     )
 
 
@@ -80,7 +92,9 @@ def _messages(plan: Plan) -> list[Message]:
         for sent, action in enumerate(plan.ranks[sender]):
             to = plan.consumer(sender, action) if action.kind in SENDS else None
             if to is not None:
-                received = places[to[0]].get(Action(_RECEIVE_OF[action.kind], action.microbatch, to[1]))
+                received = places[to[0]].get(
+                    Action(_RECEIVE_OF[action.kind], action.microbatch, to[1])
+                )
                 if received is not None:  # else `check_rendezvous` says so
                     found.append((sender, sent, to[0], received))
     return found

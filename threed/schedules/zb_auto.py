@@ -32,7 +32,11 @@ STARTS = 4  # how many of the best are shortened
 
 
 def zb_auto(
-    stages: int, microbatches: int, costs: Costs | None = None, limit: float | None = None, chunks: int = 1
+    stages: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    limit: float | None = None,
+    chunks: int = 1,
 ) -> Plan:
     """Returns the plan with the smallest makespan found at these costs, with at most `limit` activations on a rank.
 
@@ -43,7 +47,9 @@ def zb_auto(
     that do not fit.
     """
     if chunks not in (1, 2):
-        raise ValueError(f"schedule zb-auto: chunks is {chunks}; it plans 1, or 2 in the shape of a V")
+        raise ValueError(
+            f"schedule zb-auto: chunks is {chunks}; it plans 1, or 2 in the shape of a V"
+        )
     limit = _own_limit(stages, chunks) if limit is None else limit
     if not limit >= 1:
         raise ValueError(f"schedule zb-auto: limit is {limit}; a rank holds at least 1 micro-batch")
@@ -60,7 +66,11 @@ def zb_auto(
 
 
 def planned(
-    stages: int, microbatches: int, chunks: int = 1, costs: Costs | None = None, limit: float | None = None
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    costs: Costs | None = None,
+    limit: float | None = None,
 ) -> Plan:
     """`zb_auto` at its default limit, or at `limit` where that is less."""
     least = None if limit is None else min(limit, _own_limit(stages, chunks))
@@ -76,8 +86,13 @@ def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
     """The plan that ends first of those within the limit, which the first of them is; of several the one whose ranks
     are through soonest."""
     timelines = [simulate(plan, costs) for plan in plans]
-    fitting = [at for at, timeline in enumerate(timelines) if max(timeline.peak_activations) <= limit]
-    return replace(plans[min(fitting, key=lambda at: (timelines[at].makespan, timelines[at].span))], name="zb-auto")
+    fitting = [
+        at for at, timeline in enumerate(timelines) if max(timeline.peak_activations) <= limit
+    ]
+    return replace(
+        plans[min(fitting, key=lambda at: (timelines[at].makespan, timelines[at].span))],
+        name="zb-auto",
+    )
 
 
 class _Search:
@@ -111,7 +126,9 @@ class _Search:
 
     def keep(self, filled: Filled) -> None:
         """Keeps it if it is one of the best; of those that end together the one with the shortest span."""
-        together = [known for known in self.found if isclose(known.makespan, filled.makespan, rel_tol=1e-9)]
+        together = [
+            known for known in self.found if isclose(known.makespan, filled.makespan, rel_tol=1e-9)
+        ]
         if all(filled.beats(known) for known in together):
             others = [known for known in self.found if known not in together]
             self.found = sorted([*others, filled], key=lambda each: each.makespan)[:STARTS]
@@ -119,7 +136,9 @@ class _Search:
     def shortened(self) -> Filled:
         """The best of what was tried, and of what can be made of the best few."""
         if not self.found:
-            raise ValueError(f"schedule zb-auto: no plan found within {self.limit} chunks of a micro-batch a rank")
+            raise ValueError(
+                f"schedule zb-auto: no plan found within {self.limit} chunks of a micro-batch a rank"
+            )
         left = float(EFFORT)
         for start in list(self.found):
             if left > 0 and not self.reached:
@@ -148,7 +167,10 @@ class _Shape(NamedTuple):
 
     def orders(self, flow: Flow) -> list[list[int]]:
         """Every rank's order."""
-        return [self._order(rank, 2 * flow.ranks - 1 - rank, flow.microbatches) for rank in range(flow.ranks)]
+        return [
+            self._order(rank, 2 * flow.ranks - 1 - rank, flow.microbatches)
+            for rank in range(flow.ranks)
+        ]
 
     def _order(self, rank: int, backward: int, microbatches: int) -> list[int]:
         begin = min(self.begin[rank], microbatches)
@@ -170,14 +192,22 @@ _Played = tuple[Filled, _Shape]
 def _search_one(search: _Search) -> None:
     flow, limit = search.flow, search.limit
     plain = _play(search, [_Shape(begin, begin) for begin in _beginnings(flow, limit)], (0.0, inf))
-    for begin, eager in product(dict.fromkeys(shape.begin for _, shape in _first(16, plain)), (True, False)):
+    for begin, eager in product(
+        dict.fromkeys(shape.begin for _, shape in _first(16, plain)), (True, False)
+    ):
         if not search.over:
             orders = round_orders(flow, limit, begin, eager)
-            search.left -= 6 * flow.ranks * flow.microbatches  # making these takes twice as long as filling
+            search.left -= (
+                6 * flow.ranks * flow.microbatches
+            )  # making these takes twice as long as filling
             for patience in (0.0, inf):
                 search.attempt(orders, patience)
     bent = [
-        _Shape(shape.begin, tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)), bend)
+        _Shape(
+            shape.begin,
+            tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)),
+            bend,
+        )
         for (_, shape), slope, bend in product(_first(6, plain), (1, 1.25, 1.5, 1.75), (0.5, 1))
     ]
     for filled, shape in _first(4, plain + _play(search, bent, (0.0, inf))):
@@ -208,12 +238,26 @@ def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
     f = sum(flow.time[: flow.forwards]) / ranks or 1.0
     b = sum(flow.time[flow.forwards :]) / ranks
     travel = flow.travel[last]
-    slopes = {1, 1.25, 1.5, 1.75, 2, 2.5, 3, 1 + b / f, 1 + (b + travel) / f, 1 + (b + 2 * travel) / f}
+    slopes = {
+        1,
+        1.25,
+        1.5,
+        1.75,
+        2,
+        2.5,
+        3,
+        1 + b / f,
+        1 + (b + travel) / f,
+        1 + (b + 2 * travel) / f,
+    }
     slopes |= {1 + 2 * travel / f, 1 + (b / 2 + travel) / f}
-    for slope, rounded, step, least in product(sorted(slopes), (floor, ceil), (0, 0.5, 1, 2), (1, 2)):
+    for slope, rounded, step, least in product(
+        sorted(slopes), (floor, ceil), (0, 0.5, 1, 2), (1, 2)
+    ):
         room = [max(1, limit - ceil(step * rank)) for rank in range(ranks)]
         wanted = [
-            max(least, 1 + rounded(slope * (ranks - 1 - rank) - 1e-9 * (rounded is ceil))) for rank in range(ranks)
+            max(least, 1 + rounded(slope * (ranks - 1 - rank) - 1e-9 * (rounded is ceil)))
+            for rank in range(ranks)
         ]
         yield tuple(min(pair) for pair in zip(room, wanted, strict=True))
 
@@ -247,8 +291,12 @@ def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
     fitting = 3 * limit / ranks - 1
     hops = sorted((1, 2, 3, 4, 5), key=lambda hop: abs(hop - fitting))
     yield from (orders_of(flows[0], Variant(hop, tight=True), limit) for hop in hops)
-    for hop, flow, extra, eager, balanced in product(hops, flows, (3, 9), (True, False), (False, True)):
+    for hop, flow, extra, eager, balanced in product(
+        hops, flows, (3, 9), (True, False), (False, True)
+    ):
         if search.over:
             return
-        search.left -= 9 * flow.forwards * flow.microbatches  # list scheduling takes three times as long as filling
+        search.left -= (
+            9 * flow.forwards * flow.microbatches
+        )  # list scheduling takes three times as long as filling
         yield orders_of(flow, Variant(hop, extra, 0, balanced, eager), limit)

@@ -34,5 +34,8 @@ def _rank(microbatches: int, warmup: int, delay: int) -> tuple[Action, ...]:
         actions.append(Action(Kind.I, microbatch))
         if microbatch >= delay:
             actions.append(Action(Kind.W, microbatch - delay))
-    actions += [Action(Kind.W, microbatch) for microbatch in range(max(0, microbatches - delay), microbatches)]
+    actions += [
+        Action(Kind.W, microbatch)
+        for microbatch in range(max(0, microbatches - delay), microbatches)
+    ]
     return tuple(actions)

@@ -58,8 +58,12 @@ class Finding:
     values: Tensor | None = None
 
     def __str__(self) -> str:
-        about = f"{self.kind} of {self.parameter} {list(self.box[0])}" if self.parameter else self.kind
-        return f"{about}: {self.what}" + ("" if math.isnan(self.largest) else f", by up to {self.largest:.3g}")
+        about = (
+            f"{self.kind} of {self.parameter} {list(self.box[0])}" if self.parameter else self.kind
+        )
+        return f"{about}: {self.what}" + (
+            "" if math.isnan(self.largest) else f", by up to {self.largest:.3g}"
+        )
 
 
 def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
@@ -69,10 +73,14 @@ def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
     moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
     state, names = engine.full_state_dict(), engine.buffers.shapes()
     buffers = {name: state.pop(name) for name in names if name in state}
-    return Results([m.loss for m in metrics], [m.grad_norm for m in metrics], state, moments, buffers)
+    return Results(
+        [m.loss for m in metrics], [m.grad_norm for m in metrics], state, moments, buffers
+    )
 
 
-def differences(engine: Engine, metrics: Sequence[StepMetrics], truth: Results, tolerance: float) -> list[Finding]:
+def differences(
+    engine: Engine, metrics: Sequence[StepMetrics], truth: Results, tolerance: float
+) -> list[Finding]:
     """Where this rank's part of the results differs from the truth; ends the last step (`Engine.finish`). Collective.
 
     Losses and norms may differ by `tolerance` relative to the truth's, the rest by so much absolutely. Buffers are
@@ -83,19 +91,32 @@ def differences(engine: Engine, metrics: Sequence[StepMetrics], truth: Results, 
     losses = scalars("loss", [m.loss for m in metrics], truth.losses, tolerance)
     norms = scalars("norm", [m.grad_norm for m in metrics], truth.norms, tolerance)
     if set(truth.moments) - {PREVIOUS} != set(engine.optimizer.rule.state_names):
-        raise ValueError(f"{list(engine.optimizer.rule.state_names)} cannot be compared with {list(truth.moments)}")
-    found = [*losses, *norms, *bad_cuts(engine, truth.weights), *unequal(engine, truth.parts, tolerance)]
+        raise ValueError(
+            f"{list(engine.optimizer.rule.state_names)} cannot be compared with {list(truth.moments)}"
+        )
+    found = [
+        *losses,
+        *norms,
+        *bad_cuts(engine, truth.weights),
+        *unequal(engine, truth.parts, tolerance),
+    ]
     return [*found, *unequal_buffers(engine, truth.buffers, tolerance)]
 
 
-def scalars(kind: str, got: Sequence[float], want: Sequence[float], tolerance: float) -> Iterator[Finding]:
+def scalars(
+    kind: str, got: Sequence[float], want: Sequence[float], tolerance: float
+) -> Iterator[Finding]:
     """The steps in which a number differs."""
     for step, (mine, right) in enumerate(zip(got, want, strict=True), start=1):
         if not abs(mine - right) <= tolerance * abs(right):
-            yield Finding(kind, f"{mine:.12g} in step {step}, {right:.12g} on one process", abs(mine - right))
+            yield Finding(
+                kind, f"{mine:.12g} in step {step}, {right:.12g} on one process", abs(mine - right)
+            )
 
 
-def unequal(engine: Engine, truth: Mapping[str, Mapping[str, Tensor]], tolerance: float) -> Iterator[Finding]:
+def unequal(
+    engine: Engine, truth: Mapping[str, Mapping[str, Tensor]], tolerance: float
+) -> Iterator[Finding]:
     """The boxes of weights and moments that this rank holds and that differ; `truth`: by part and global name."""
     for record, values in read(engine.optimizer, records(engine.optimizer)):
         if record.part == PREVIOUS and PREVIOUS not in truth:
@@ -109,17 +130,24 @@ def unequal(engine: Engine, truth: Mapping[str, Mapping[str, Tensor]], tolerance
             yield _finding(record, values, "differs", gap)
 
 
-def unequal_buffers(engine: Engine, truth: Mapping[str, Tensor], tolerance: float) -> Iterator[Finding]:
+def unequal_buffers(
+    engine: Engine, truth: Mapping[str, Tensor], tolerance: float
+) -> Iterator[Finding]:
     """This rank's persistent buffers that differ."""
     for name, place in engine.buffers.persistent().items() if truth else ():
         got, want = place.value, truth.get(name)
         if got is None or want is None or got.shape != want.shape:
             if got is not None or want is not None:
-                yield Finding("buffer", "one process has no such buffer of this shape", parameter=name)
+                yield Finding(
+                    "buffer", "one process has no such buffer of this shape", parameter=name
+                )
             continue
         values = got.detach().cpu().clone()
         same = agree(values, want)  # masks are infinite
-        if not (gap := farthest(values.masked_fill(same, 0), want.masked_fill(same, 0))) <= tolerance:
+        if (
+            not (gap := farthest(values.masked_fill(same, 0), want.masked_fill(same, 0)))
+            <= tolerance
+        ):
             yield Finding("buffer", "differs", gap, name, values=values)
 
 
@@ -147,7 +175,9 @@ def bad_cuts(engine: Engine, weights: Mapping[str, Tensor]) -> Iterator[Finding]
     everyone, mine = engine.topology.axis("world"), records(engine.optimizer, (WEIGHT,))
     boxes = [[r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in mine if r.owned]
     held: dict[str, Tensor] = {}
-    for name, shape, start, size in (box for boxes in collectives.exchange(boxes, everyone) for box in boxes):
+    for name, shape, start, size in (
+        box for boxes in collectives.exchange(boxes, everyone) for box in boxes
+    ):
         if everyone.index == 0:
             held.setdefault(name, torch.zeros(shape, dtype=torch.int16))[slices(start, size)] += 1
     for name in (weights.keys() | held.keys()) if everyone.index == 0 else ():
@@ -155,6 +185,8 @@ def bad_cuts(engine: Engine, weights: Mapping[str, Tensor]) -> Iterator[Finding]
         if count is None:
             yield Finding("cut", "no rank holds it", parameter=name)
         elif (most := int(count.max())) > 1:
-            yield Finding("cut", f"{most} ranks hold the same elements, and not as copies", parameter=name)
+            yield Finding(
+                "cut", f"{most} ranks hold the same elements, and not as copies", parameter=name
+            )
         elif missing := int((count == 0).sum()):
             yield Finding("cut", f"{missing} of its elements are no rank's", parameter=name)

@@ -27,7 +27,9 @@ from threed.zero.records import WEIGHT
 
 MOST = 8  # parameters that are named
 Layers = Sequence[tuple[str, list[str]]]  # of every layer: its name, and those of its parameters
-About = tuple[str | None, str | None, str, float]  # layer, parameter, what, largest difference or NaN
+About = tuple[
+    str | None, str | None, str, float
+]  # layer, parameter, what, largest difference or NaN
 
 
 @dataclass
@@ -48,8 +50,13 @@ def boundaries(
         if want is None:
             continue
         if want.dim() and want.shape != got.shape and want.shape[0] == got.shape[0] * tensor.size:
-            want = want.narrow(0, tensor.index * got.shape[0], got.shape[0])  # a part of the sequence
-        if want.shape == got.shape and not (gap := farthest(got, want)) <= tolerance * largest(want) + 1e-15:
+            want = want.narrow(
+                0, tensor.index * got.shape[0], got.shape[0]
+            )  # a part of the sequence
+        if (
+            want.shape == got.shape
+            and not (gap := farthest(got, want)) <= tolerance * largest(want) + 1e-15
+        ):
             yield key, Finding(key[0], "differs", gap, values=got if got.numel() <= KEPT else None)
 
 
@@ -64,14 +71,23 @@ class Judge:
     def __init__(self, truth: Mapping[str, Any], tensor: int, said: Iterable[str]) -> None:
         self.truth, self.tensor, self.said = truth, tensor, set(said)
         self.layers: Layers = truth["layers"]
-        self._layer_of = {name: n for n, (_, names) in reversed([*enumerate(self.layers)]) for name in names}
+        self._layer_of = {
+            name: n for n, (_, names) in reversed([*enumerate(self.layers)]) for name in names
+        }
 
     def explain(self, ranks: Sequence[Seen]) -> Iterator[About]:
         """What differs, the likely beginnings first; nothing where nothing does."""
         early = any(seen.first for seen in ranks)
-        every = [(rank, f) for rank, seen in enumerate(ranks) for f in (seen.first if early else seen.last)]
+        every = [
+            (rank, f)
+            for rank, seen in enumerate(ranks)
+            for f in (seen.first if early else seen.last)
+        ]
         found = [(rank, f) for rank, f in every if f.kind != "buffer"]
-        cuts = sorted((f for _, f in found if f.kind == "cut"), key=lambda f: self._layer_of.get(f.parameter, -1))
+        cuts = sorted(
+            (f for _, f in found if f.kind == "cut"),
+            key=lambda f: self._layer_of.get(f.parameter, -1),
+        )
         for _, of_layer in groupby(cuts, key=lambda f: self._layer_of.get(f.parameter, -1)):
             first, *others = of_layer
             more = f" (so it is with {len(others)} more of its parameters)" if others else ""
@@ -80,10 +96,21 @@ class Judge:
         if losses and early:
             yield self._forward(ranks, losses[0], found)
         elif any(f.kind not in ("loss", "norm", "cut") for _, f in found):
-            yield from self._backward(ranks if early else (), found, "" if early else "after the first step ")
+            yield from self._backward(
+                ranks if early else (), found, "" if early else "after the first step "
+            )
         elif (rest := [f for _, f in found if f.kind != "cut"]) and not cuts:
-            cause = "some gradient is counted more often, or less, than once" if rest[0].kind == "norm" else ""
-            yield None, None, f"the {rest[0]}; weights agree: {cause}".removesuffix(": "), rest[0].largest
+            cause = (
+                "some gradient is counted more often, or less, than once"
+                if rest[0].kind == "norm"
+                else ""
+            )
+            yield (
+                None,
+                None,
+                f"the {rest[0]}; weights agree: {cause}".removesuffix(": "),
+                rest[0].largest,
+            )
         yield from self._buffers([f for _, f in every if f.kind == "buffer"])
 
     def _buffers(self, found: Sequence[Finding]) -> Iterator[About]:
@@ -91,7 +118,9 @@ class Judge:
         for name in list(dict.fromkeys(f.parameter for f in found))[:MOST]:
             mine = [f for f in found if f.parameter == name]
             values = [f.values for f in mine if f.values is not None]
-            alike = len(values) % self.tensor == 0 and all(torch.equal(values[0], other) for other in values[1:])
+            alike = len(values) % self.tensor == 0 and all(
+                torch.equal(values[0], other) for other in values[1:]
+            )
             what = f"its buffer {mine[0].what}{'' if alike else _NOT_ALIKE}"
             yield self._of(name, what, max(f.largest for f in mine))
 
@@ -101,18 +130,32 @@ class Judge:
 
     # ---------------------------------------------------------------------------------------------------- where first
 
-    def _forward(self, ranks: Sequence[Seen], loss: Finding, found: Sequence[tuple[int, Finding]]) -> About:
+    def _forward(
+        self, ranks: Sequence[Seen], loss: Finding, found: Sequence[tuple[int, Finding]]
+    ) -> About:
         between = _between(ranks, OUTPUT)
         if not between:
-            return None, None, f"the loss differs ({loss.what}), though every layer's output agrees", loss.largest
+            return (
+                None,
+                None,
+                f"the loss differs ({loss.what}), though every layer's output agrees",
+                loss.largest,
+            )
         number = min(key[1] for key in between)
         key, of_ranks = next((key, values) for key, values in between.items() if key[1] == number)
         inside = [f.parameter for _, f in found if self._layer_of.get(f.parameter) == number]
         name = self.layers[number][0] if number < len(self.layers) else None
         cause = self._cause(key, of_ranks, (OUTPUT, number - 1), _NO_SUM)
-        return name, inside[0] if inside else None, f"its output {cause}", max(f.largest for f in of_ranks.values())
+        return (
+            name,
+            inside[0] if inside else None,
+            f"its output {cause}",
+            max(f.largest for f in of_ranks.values()),
+        )
 
-    def _backward(self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], when: str) -> Iterator[About]:
+    def _backward(
+        self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], when: str
+    ) -> Iterator[About]:
         """The parameters whose gradient differs and that lie behind the first layer, in the order of the backward,
         which hands on a wrong gradient; then that layer."""
         between = _between(ranks, INPUT_GRADIENT)
@@ -125,10 +168,16 @@ class Judge:
         behind = [name for name in names if self._layer_of.get(name, 0) > number]
         for name in sorted(behind, key=lambda name: -self._layer_of.get(name, 0))[:MOST]:
             mine = [(rank, f) for rank, f in chosen if f.parameter == name]
-            kind = f"{when}its gradient" if mine[0][1].kind in kinds else f"{when}its {mine[0][1].kind}"
+            kind = (
+                f"{when}its gradient"
+                if mine[0][1].kind in kinds
+                else f"{when}its {mine[0][1].kind}"
+            )
             yield self._of(name, f"{kind} {self._cause_of(mine)}", max(f.largest for _, f in mine))
         if number >= 0:
-            key, of_ranks = next((key, values) for key, values in between.items() if key[1] == number)
+            key, of_ranks = next(
+                (key, values) for key, values in between.items() if key[1] == number
+            )
             cause = self._cause(key, of_ranks, (INPUT_GRADIENT, number + 1), _NO_COPY)
             inside = next((name for name in names if self._layer_of.get(name) == number), None)
             size = max(f.largest for f in of_ranks.values())
@@ -136,7 +185,9 @@ class Judge:
 
     # ------------------------------------------------------------------------------------------------------- causes
 
-    def _cause(self, key: Key, of_ranks: Mapping[int, Finding], beside: tuple[str, int], partial: str) -> str:
+    def _cause(
+        self, key: Key, of_ranks: Mapping[int, Finding], beside: tuple[str, int], partial: str
+    ) -> str:
         """What the values of the tensor ranks say of a difference between layers. beside: what a residual branch adds
         to it on every rank."""
         want, values = self.truth["seen"][key], [f.values for f in of_ranks.values()]
@@ -144,18 +195,26 @@ class Judge:
         if self.tensor > 1 and len(whole) == self.tensor:
             total = torch.stack(whole).sum(0)
             branch = self.truth["seen"].get((beside[0], beside[1], *key[2:]))
-            if _near(total, want) or (branch is not None and _near(total - (self.tensor - 1) * branch, want)):
+            if _near(total, want) or (
+                branch is not None and _near(total - (self.tensor - 1) * branch, want)
+            ):
                 return partial
             if all(torch.equal(whole[0], other) for other in whole[1:]):
-                again = ", or its forward, which runs twice, changes its input" if "recompute" in self.said else ""
+                again = (
+                    ", or its forward, which runs twice, changes its input"
+                    if "recompute" in self.said
+                    else ""
+                )
                 alike = "is the same on all tensor ranks, and not that of one process"
                 return f"{alike}: a sum too many, or a wrong slice{again}"
-            return (
-                "is not the same on all tensor ranks: a sum that was not made, or a slice that the rank has no part in"
-            )
+            return "is not the same on all tensor ranks: a sum that was not made, or a slice that the rank has no part in"
         if "recompute" in self.said:
             return "differs: its forward runs twice, and changes its input in place, or something that it reads"
-        slices = ": a slice that is not the rank's own, or a sum that was not made" if self.tensor > 1 else ""
+        slices = (
+            ": a slice that is not the rank's own, or a sum that was not made"
+            if self.tensor > 1
+            else ""
+        )
         return f"differs, though what it is made from does not{slices}"
 
     def _cause_of(self, found: Sequence[tuple[int, Finding]]) -> str:
@@ -188,7 +247,9 @@ _NO_COPY = (
     " gather_from, where sequences are cut)"
 )
 _PARTIAL = "give its record partial=slicing.partial (where sequences are cut), or partial='tp' if each rank sees a part"
-_TOO_MANY = ": it is summed over ranks that each have all of it (a partial mark, or a sum, too many)"
+_TOO_MANY = (
+    ": it is summed over ranks that each have all of it (a partial mark, or a sum, too many)"
+)
 _NOT_ALIKE = ", and not on all tensor ranks alike: it is made from what each rank has a part of"
 _CUT = (
     ": mark copies replicated=slicing.replicated, cut others by the Slicing's tp axis, and let start and size of the"
@@ -216,15 +277,24 @@ def _near(got: Tensor, want: Tensor) -> bool:
 def named(text: str, layers: Layers) -> tuple[str | None, str | None]:
     """The layer and the parameter that a text speaks of first."""
     layer_of = {name: layer for layer, own in layers for name in own}
-    layer, parameter = _first_named(text, [layer for layer, _ in layers]), _first_named(text, layer_of)
+    layer, parameter = (
+        _first_named(text, [layer for layer, _ in layers]),
+        _first_named(text, layer_of),
+    )
     if layer is not None and parameter is None:  # by its path in the layer, perhaps
-        paths = {name.removeprefix(f"{layer}."): name for name, own in layer_of.items() if own == layer}
+        paths = {
+            name.removeprefix(f"{layer}."): name for name, own in layer_of.items() if own == layer
+        }
         parameter = paths.get(_first_named(text, paths) or "")
     return layer or layer_of.get(parameter or ""), parameter
 
 
 def _first_named(text: str, names: Iterable[str]) -> str | None:
-    found = [(at.start(), name) for name in names if (at := re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text))]
+    found = [
+        (at.start(), name)
+        for name in names
+        if (at := re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text))
+    ]
     return min(found)[1] if found else None
 
 
@@ -232,7 +302,9 @@ def report_of(error: RanksFailed) -> dict[str, Any] | None:
     """What the rank that failed first said of it, or one that says the same of an earlier layer; None where all that is
     said is that another rank is gone, or sends other messages than are awaited."""
     reports = [
-        r for r in error.reports.values() if r and not re.search(r"gloo|[Cc]onnection (closed|reset)", r["text"])
+        r
+        for r in error.reports.values()
+        if r and not re.search(r"gloo|[Cc]onnection (closed|reset)", r["text"])
     ]
     if not reports:
         return None
@@ -243,7 +315,10 @@ def report_of(error: RanksFailed) -> dict[str, Any] | None:
 
 def silence(error: RanksFailed, timeout: float) -> tuple[str | None, str]:
     """Of ranks that died or hang: the layer where the one that is least far was last seen, and what happened."""
-    calls = {rank: re.fullmatch(r"call (\d+), the \w+ of (.*)", text) for rank, text in error.notes.items()}
+    calls = {
+        rank: re.fullmatch(r"call (\d+), the \w+ of (.*)", text)
+        for rank, text in error.notes.items()
+    }
     seen = "; ".join(f"rank {rank} in {text}" for rank, text in sorted(error.notes.items()))
     # gloo aborts where messages do not fit each other; what ends in another way does so by itself
     ended = {rank: code for rank, code in error.died.items() if code not in (-signal.SIGABRT, None)}
@@ -254,7 +329,11 @@ def silence(error: RanksFailed, timeout: float) -> tuple[str | None, str]:
         ]
         what, calls = ", ".join(codes), {rank: calls.get(rank) for rank in ended}
     else:
-        what = _MISMATCH if error.failures else f"the ranks still wait for each other after {timeout:g} seconds"
+        what = (
+            _MISMATCH
+            if error.failures
+            else f"the ranks still wait for each other after {timeout:g} seconds"
+        )
         what += _NOT_ALL
     last = sorted((int(call[1]), call[2]) for call in calls.values() if call)
     return (last[0][1] if last else None), f"{what} (last seen: {seen or 'nowhere'})"

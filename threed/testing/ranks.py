@@ -31,7 +31,12 @@ from threed.topology import Axis, start_from_file
 _context = multiprocessing.get_context("forkserver")
 # Beside torch, what every rank would import for itself at a second of work: backward with a gradient given needs sympy.
 # What torch imports at the first operation on the meta device is imported once, and not by every rank.
-_preloaded = ["threed.engine", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "threed.testing"]
+_preloaded = [
+    "threed.engine",
+    "torch.fx.experimental.symbolic_shapes",
+    "torch._dynamo",
+    "threed.testing",
+]
 _context.set_forkserver_preload(_preloaded)
 _pipe: Connection | None = None  # to the process that started this rank
 
@@ -54,7 +59,9 @@ class RanksFailed(AssertionError):
         last = {rank: self.notes[rank] for rank in self.silent if rank in self.notes}
         seen = f", last seen at {last}" if last else ""
         lines += [f"ranks still running: {self.silent}{seen}"] if self.silent else []
-        super().__init__("\n".join([*lines, *(f"rank {rank}: {text}" for rank, text in self.stacks.items())]))
+        super().__init__(
+            "\n".join([*lines, *(f"rank {rank}: {text}" for rank, text in self.stacks.items())])
+        )
 
 
 @dataclass(eq=False)
@@ -79,7 +86,9 @@ class _World:
         while len(self.results) < len(self.pipes):
             waiting = [self.pipes[rank] for rank in self.silent]
             # After the first failure the others get a moment to report theirs: the first is often not the cause.
-            ready = wait(waiting, timeout=1.0 if self.failures else max(0.0, end - time.monotonic()))
+            ready = wait(
+                waiting, timeout=1.0 if self.failures else max(0.0, end - time.monotonic())
+            )
             if not ready:
                 self._ask_for_stacks(folder)
                 break
@@ -96,7 +105,11 @@ class _World:
         end = time.monotonic() + 5
         while time.monotonic() < end and not all(self.stacks.get(rank) for rank in self.silent):
             time.sleep(0.1)
-            self.stacks = {rank: path.read_text() for rank in self.silent if (path := _stacks(folder, rank)).exists()}
+            self.stacks = {
+                rank: path.read_text()
+                for rank in self.silent
+                if (path := _stacks(folder, rank)).exists()
+            }
 
     def _take(self, rank: int) -> None:
         try:
@@ -104,7 +117,10 @@ class _World:
         except (EOFError, ConnectionResetError):
             self.processes[rank].join(1)
             self.died[rank] = self.processes[rank].exitcode
-            kind, value = "failure", (f"the process died without a word, exit code {self.died[rank]}", None)
+            kind, value = (
+                "failure",
+                (f"the process died without a word, exit code {self.died[rank]}", None),
+            )
         if kind == "note":
             self.notes[rank] = value
             return

@@ -104,11 +104,15 @@ class Report:
         for d in self.differences:
             where = " ".join(filter(None, (d.layer, d.parameter and f"({d.parameter})")))
             size = "" if d.largest is None else f" [largest difference {d.largest:.3g}]"
-            lines.append(f"differs        {d.topology}: {where + ': ' if where else ''}{d.what}{size}")
+            lines.append(
+                f"differs        {d.topology}: {where + ': ' if where else ''}{d.what}{size}"
+            )
         verdict = ("same", "differs", "nothing could be compared")[self.exit_code]
         wrong = {d.topology for d in self.differences}
         equal = [name for name in self.topologies if name not in wrong]
-        return "\n".join([*lines, *([f"equal          {', '.join(equal)}"] if equal else []), verdict])
+        return "\n".join(
+            [*lines, *([f"equal          {', '.join(equal)}"] if equal else []), verdict]
+        )
 
 
 class _Broken(Exception):
@@ -117,8 +121,21 @@ class _Broken(Exception):
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
         text = f"{type(error).__name__}: {error}{_place(error)}"
-        kind = "model" if isinstance(error, ModelError) else "value" if isinstance(error, ValueError) else "other"
-        about = {"phase": phase, "layer": layer, "kind": kind, "text": text, "message": str(error), "layers": layers}
+        kind = (
+            "model"
+            if isinstance(error, ModelError)
+            else "value"
+            if isinstance(error, ValueError)
+            else "other"
+        )
+        about = {
+            "phase": phase,
+            "layer": layer,
+            "kind": kind,
+            "text": text,
+            "message": str(error),
+            "layers": layers,
+        }
         self.report = about
 
 
@@ -126,7 +143,11 @@ def _place(error: Exception) -> str:
     """Where in a user's file an error arose."""
     own = Path(__file__).parents[1]
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if own not in Path(f.filename).parents and "site-packages" not in f.filename]
+    theirs = [
+        f
+        for f in frames
+        if own not in Path(f.filename).parents and "site-packages" not in f.filename
+    ]
     return f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
 
 
@@ -166,7 +187,13 @@ def same_everywhere(
     _check(build, batch, config)
     report = Report()
     with tempfile.TemporaryDirectory() as folder:
-        task = _Task(build, batch or random_tokens, config, folder, tolerance or TOLERANCES[config.precision.dtype])
+        task = _Task(
+            build,
+            batch or random_tokens,
+            config,
+            folder,
+            tolerance or TOLERANCES[config.precision.dtype],
+        )
         try:
             (found,) = run_ranks(1, _find_truth, task, timeout=timeout)
         except RanksFailed as error:
@@ -180,7 +207,12 @@ def same_everywhere(
 
 
 def _compare(
-    report: Report, name: str, said: dict[str, int], task: _Task, truth: Mapping[str, Any], timeout: float
+    report: Report,
+    name: str,
+    said: dict[str, int],
+    task: _Task,
+    truth: Mapping[str, Any],
+    timeout: float,
 ) -> None:
     """Trains in one topology, and adds what there is to say to the report."""
     try:
@@ -201,24 +233,44 @@ def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: flo
         return
     lines = broken["message"].splitlines() or [broken["text"]]
     if broken["kind"] == "model":
-        report.add(name, [(*diagnose.named(line, broken["layers"]), line, math.nan) for line in lines])
+        report.add(
+            name, [(*diagnose.named(line, broken["layers"]), line, math.nan) for line in lines]
+        )
     elif broken["phase"] != "step" and (broken["kind"] == "value" or name == ALONE):
-        report.refused.append(Refused(name, lines[0] if broken["kind"] == "value" else broken["text"]))
+        report.refused.append(
+            Refused(name, lines[0] if broken["kind"] == "value" else broken["text"])
+        )
     else:
-        hint = "; change a copy: x = x * 2, not x.mul_(2)" if "in-place" in broken["message"] else ""
+        hint = (
+            "; change a copy: x = x * 2, not x.mul_(2)" if "in-place" in broken["message"] else ""
+        )
         what = f"ends with {broken['text']}{hint}"
-        said = diagnose.named(lines[0], broken["layers"]) if broken["kind"] == "value" else (None, None)
+        said = (
+            diagnose.named(lines[0], broken["layers"])
+            if broken["kind"] == "value"
+            else (None, None)
+        )
         report.add(name, [(said[0] or broken["layer"] or None, said[1], what, math.nan)])
 
 
 def _check(build: Build, batch: BatchOf | None, config: Config) -> None:
     p = config.parallel
     if (p.tp, p.pp, p.cp, p.ep) != (1, 1, 1, 1) or p.dp or p.sequence:
-        raise ConfigError(["--parallel.tp, pp, dp and sequence: the topologies say them; use --topologies tp2,pp2"])
+        raise ConfigError(
+            [
+                "--parallel.tp, pp, dp and sequence: the topologies say them; use --topologies tp2,pp2"
+            ]
+        )
     if config.precision.dtype not in TOLERANCES:
-        raise ConfigError([f"--precision.dtype {config.precision.dtype}: rounding hides what differs; use fp64"])
+        raise ConfigError(
+            [f"--precision.dtype {config.precision.dtype}: rounding hides what differs; use fp64"]
+        )
     if config.run.compile:
-        raise ConfigError(["--run.compile true: layers are compared as they run, and nobody sees into compiled ones"])
+        raise ConfigError(
+            [
+                "--run.compile true: layers are compared as they run, and nobody sees into compiled ones"
+            ]
+        )
     try:
         pickle.dumps((build, batch))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -238,7 +290,9 @@ def random_tokens(config: Config, step: int) -> dict[str, Tensor]:
 
 def share(batch: Mapping[str, Tensor], topology: Topology) -> dict[str, Tensor]:
     """This data rank's rows of a global batch."""
-    return {key: value.chunk(topology.dp)[topology.axis("dp").index] for key, value in batch.items()}
+    return {
+        key: value.chunk(topology.dp)[topology.axis("dp").index] for key, value in batch.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- on the ranks
@@ -255,7 +309,9 @@ def _train(
     try:
         config = resolve(configured(task.config, said), VOCAB, ranks_of(said))
         topology = Topology(pp=config.parallel.pp, tp=config.parallel.tp)
-        slicing = Slicing(topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile)
+        slicing = Slicing(
+            topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
+        )
         _seed(config.train.seed)
         model = task.build(config.model, slicing)
         layers += _layers(model)
@@ -263,7 +319,9 @@ def _train(
         watch = Watch(engine, truth.get("seen", {}))
         _seed(seed)
         phase, at = "batch", lambda: watch.at
-        batches = [_batch(task, config, step, truth.get("batches")) for step in range(config.train.steps)]
+        batches = [
+            _batch(task, config, step, truth.get("batches")) for step in range(config.train.steps)
+        ]
         phase = "step"
         metrics = [engine.step(share(batches[0], topology))]
         _check_number(metrics[0].loss)
@@ -283,23 +341,35 @@ def _check_number(loss: float) -> None:
         raise DataError("step 1 gave a loss that is no number (NaN)")
 
 
-def _batch(task: _Task, config: Config, step: int, before: Sequence[Mapping[str, Tensor]] | None) -> dict[str, Tensor]:
+def _batch(
+    task: _Task, config: Config, step: int, before: Sequence[Mapping[str, Tensor]] | None
+) -> dict[str, Tensor]:
     """The global batch of a step. Raises ValueError for what is none, and where it was another `before`."""
     batch, rows = task.batch(config, step), config.train.global_batch
-    gave = {key: _shape(value) for key, value in batch.items()} if isinstance(batch, Mapping) else {}
+    gave = (
+        {key: _shape(value) for key, value in batch.items()} if isinstance(batch, Mapping) else {}
+    )
     if not gave or any(shape is None or shape[:1] != [rows] for shape in gave.values()):
-        said = ", ".join(f"{key} {shape or 'without rows'}" for key, shape in gave.items()) or type(batch).__name__
+        said = (
+            ", ".join(f"{key} {shape or 'without rows'}" for key, shape in gave.items())
+            or type(batch).__name__
+        )
         raise ValueError(
             f"batch(config, {step}) gave {said}: it gives tensors by name, of {rows} rows (--train.global-batch)"
         )
     if "tokens" in batch and batch["tokens"].is_floating_point():
-        raise ValueError(f"batch(config, {step}) gave tokens of {batch['tokens'].dtype}: ids are integers")
+        raise ValueError(
+            f"batch(config, {step}) gave tokens of {batch['tokens'].dtype}: ids are integers"
+        )
     old = before[step] if before else task.batch(config, step)
     if old.keys() != batch.keys() or not all(
-        value.shape == old[key].shape and agree(value, old[key]).all() for key, value in batch.items()
+        value.shape == old[key].shape and agree(value, old[key]).all()
+        for key, value in batch.items()
     ):
         again = "when it was called again, perhaps on another rank"
-        raise ValueError(f"batch(config, {step}) gave other values {again}: seed what it draws by the step")
+        raise ValueError(
+            f"batch(config, {step}) gave other values {again}: seed what it draws by the step"
+        )
     return dict(batch)
 
 
@@ -319,11 +389,17 @@ def _layers(model: Any) -> Layers:
     """The layers of a model, and the global names in each; a module is one layer, named by the engine. None of what is
     no model, which the engine says."""
     if isinstance(model, nn.Module) and not hasattr(model, "slicing"):
-        return [("module", [name for name, _ in (*model.named_parameters(), *model.named_buffers())])]
+        return [
+            ("module", [name for name, _ in (*model.named_parameters(), *model.named_buffers())])
+        ]
     found = []
     for number, layer in enumerate(model.layers() if hasattr(model, "layers") else ()):
-        names = [piece.name for p in layer.parameters() if hasattr(p, "spec") for piece in p.spec.pieces]
-        names += [place.name for place in find([(str(getattr(layer, "name", f"layers.{number}")), layer)])]
+        names = [
+            piece.name for p in layer.parameters() if hasattr(p, "spec") for piece in p.spec.pieces
+        ]
+        names += [
+            place.name for place in find([(str(getattr(layer, "name", f"layers.{number}")), layer)])
+        ]
         found.append((label(layer, number), names))
     return found
 
@@ -331,7 +407,9 @@ def _layers(model: Any) -> Layers:
 def _find_truth(task: _Task) -> Seen:
     """On one process: writes what training gives, and finds where one with other random numbers differs."""
     task = replace(task, config=plain(task.config))
-    truth, watch = _train(task, {}, 0, lambda when, engine, metrics: vars(results_of(engine, metrics)), {})
+    truth, watch = _train(
+        task, {}, 0, lambda when, engine, metrics: vars(results_of(engine, metrics)), {}
+    )
     torch.save({**truth, "seen": watch.seen}, task.file)
     return _train_and_compare(task, {})
 
@@ -339,11 +417,15 @@ def _find_truth(task: _Task) -> Seen:
 def _train_and_compare(task: _Task, said: dict[str, int]) -> Seen:
     """On every rank: trains, and says what differs from the truth."""
     truth, usual = torch.load(task.file, mmap=True), task.config.train.micro_batch
-    cut = said.get("dp", 1) > 1 or said.get("micro", usual) != usual  # what buffers gather depends on that
+    cut = (
+        said.get("dp", 1) > 1 or said.get("micro", usual) != usual
+    )  # what buffers gather depends on that
 
     def look(when: str, engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:
         want = Results(**truth[when])
-        return differences(engine, metrics, replace(want, buffers={}) if cut else want, task.tolerance)
+        return differences(
+            engine, metrics, replace(want, buffers={}) if cut else want, task.tolerance
+        )
 
     found, watch = _train(task, said, 1 + int(os.environ["RANK"]), look, truth)
     between = diagnose.boundaries(watch.seen, truth["seen"], watch.tensor, task.tolerance)

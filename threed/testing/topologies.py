@@ -59,20 +59,34 @@ def configured(config: Config, said: dict[str, int]) -> Config:
     """The configuration in a topology. Raises ConfigError where it makes no sense."""
     stage = said.get("zero", 0)
     if "offload" in said and not stage:
-        raise ConfigError(["offload: states of the optimizer live elsewhere from ZeRO's stage 1 on; add zero1 or more"])
+        raise ConfigError(
+            [
+                "offload: states of the optimizer live elsewhere from ZeRO's stage 1 on; add zero1 or more"
+            ]
+        )
     if "seq" in said and said.get("tp", 1) == 1:
         raise ConfigError(["seq: sequences are cut over tensor ranks; add tp2 or more"])
     if "seq" in said and config.model.seq % said["tp"]:
-        raise ConfigError([f"--model.seq {config.model.seq} cannot be cut over {said['tp']} tensor ranks"])
+        raise ConfigError(
+            [f"--model.seq {config.model.seq} cannot be cut over {said['tp']} tensor ranks"]
+        )
     sizes = {axis: said.get(axis, 1) for axis in ("tp", "pp", "dp")}
     place = "cpu" if "offload" in said else "none"
-    zero = {"stage": stage, "offload_optimizer": place, "offload_params": place if stage == 3 else "none"}
-    recompute = config.recompute.model_copy(update={"mode": "full"} if "recompute" in said else {"mode": "none"})
+    zero = {
+        "stage": stage,
+        "offload_optimizer": place,
+        "offload_params": place if stage == 3 else "none",
+    }
+    recompute = config.recompute.model_copy(
+        update={"mode": "full"} if "recompute" in said else {"mode": "none"}
+    )
     micro = said.get("micro", config.train.micro_batch)
     share, rest = divmod(config.train.global_batch, sizes["dp"])
     if rest or share % micro:
         rows = f"--train.global-batch {config.train.global_batch}"
-        raise ConfigError([f"{rows} cannot be cut into micro-batches of {micro} on {sizes['dp']} data ranks"])
+        raise ConfigError(
+            [f"{rows} cannot be cut into micro-batches of {micro} on {sizes['dp']} data ranks"]
+        )
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={**sizes, "sequence": "seq" in said}),

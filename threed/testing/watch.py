@@ -48,7 +48,11 @@ class Watch:
 
     def first_not_finite(self) -> str:
         """The first layer of this rank whose output was no number, "" if none was."""
-        wrong = [key[1] for key, values in self.seen.items() if key[0] == OUTPUT and not values.isfinite().all()]
+        wrong = [
+            key[1]
+            for key, values in self.seen.items()
+            if key[0] == OUTPUT and not values.isfinite().all()
+        ]
         return self.names[min(wrong)] if wrong else ""
 
     def _follow(self, number: int, layer: nn.Module) -> None:
@@ -69,7 +73,9 @@ class Watch:
         layer.register_forward_hook(after)
 
     def _note(self, what: str, number: int) -> None:
-        if self._recording:  # tensor ranks that do not call the same collectives do not get beyond the layer
+        if (
+            self._recording
+        ):  # tensor ranks that do not call the same collectives do not get beyond the layer
             collectives.all_gather(torch.zeros(1), self.tensor)
         self.at = self.names[number]
         note(f"call {next(self._serial)}, the {what} of {self.at}")
@@ -81,7 +87,9 @@ class Watch:
             for mine, whole in zip(got.shape, want.shape, strict=False)
         ]
         if got.dim() != want.dim() or not all(cut):
-            raise RuntimeError(f"its output has shape {list(got.shape)}, on one process {list(want.shape)}")
+            raise RuntimeError(
+                f"its output has shape {list(got.shape)}, on one process {list(want.shape)}"
+            )
 
     def _keys(self, kind: str, number: int, value: Any, micro: Any) -> Iterator[tuple[Key, Tensor]]:
         """The tensors in a value, and what each is kept by; none while nothing is kept."""
@@ -93,7 +101,9 @@ class Watch:
 
     def _recorder(self, key: Key) -> Any:
         def keep(values: Tensor) -> None:
-            self.seen.setdefault(key, values.detach().to("cpu", copy=True))  # recompute runs a layer again
+            self.seen.setdefault(
+                key, values.detach().to("cpu", copy=True)
+            )  # recompute runs a layer again
 
         return keep
 

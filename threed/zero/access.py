@@ -89,7 +89,9 @@ class Access:
         values in memory."""
         self.absent = on
         kind = AbsentParameter if on else GuardedParameter if self.guards_views else None
-        self.slot.param.__class__ = self.own_class if kind is None else _guarded_class(kind, self.own_class)
+        self.slot.param.__class__ = (
+            self.own_class if kind is None else _guarded_class(kind, self.own_class)
+        )
 
     def guard_views(self, on: bool) -> None:
         """Starts or stops guarding the gathered parameter and the views that are taken of it."""
@@ -124,7 +126,11 @@ class Access:
 
     def share(self, out: Any) -> Any:
         """Makes `out` a `GuardedView` if it is a tensor that shares memory with the parameter; returns it."""
-        if self.guards_views and type(out) is Tensor and storage_of(out) == storage_of(self.group.params):
+        if (
+            self.guards_views
+            and type(out) is Tensor
+            and storage_of(out) == storage_of(self.group.params)
+        ):
             out.__class__ = GuardedView
             out.access, out.buffer, out.version = self, self.group.params, self.gatherer.version  # type: ignore[attr-defined]
         return out
@@ -155,14 +161,19 @@ _EXPORTS: set[Any] = {
     Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,  # type: ignore[attr-defined]
     Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_, Tensor.as_subclass,
 }  # fmt: skip
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_IN_PLACE = {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
 
 
 def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
     """Returns whether a torch function writes to a tensor."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in (*_IN_PLACE, "__setitem__", "__set__") or kwargs.get("out") is not None
+    return (
+        in_place or name in (*_IN_PLACE, "__setitem__", "__set__") or kwargs.get("out") is not None
+    )
 
 
 def _guarded_in(args: Iterable[Any]) -> Iterator[Any]:
@@ -322,7 +333,10 @@ def _new(func: Any) -> Callable[..., Any]:
     return make
 
 
-_LIKE = [getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")]
+_LIKE = [
+    getattr(torch, f"{name}_like")
+    for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+]
 _NEW = [getattr(Tensor, f"new_{name}") for name in ("empty", "zeros", "ones", "full", "tensor")]
 _METADATA_OF_SHARDED: dict[Any, Callable[..., Any]] = {
     Tensor.stride: lambda param, dim=None: _strides(param) if dim is None else _strides(param)[dim],

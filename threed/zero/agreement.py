@@ -15,12 +15,16 @@ from threed.zero.layout import Layout
 def check_configuration(config: Config, world: Axis) -> None:
     """Checks that all ranks have the same configuration: a rank that makes other groups or sends other shapes hangs
     gloo, or aborts the process without a message. Raises ValueError naming the rank. Collective."""
-    text = config.model_dump_json(exclude={"zero": {"nvme_path"}})  # each machine has drives of its own
+    text = config.model_dump_json(
+        exclude={"zero": {"nvme_path"}}
+    )  # each machine has drives of its own
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
     everyone = collectives.exchange(fingerprint, world)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
-            raise ValueError(f"rank {rank} runs another configuration than rank 0: start all ranks with the same flags")
+            raise ValueError(
+                f"rank {rank} runs another configuration than rank 0: start all ranks with the same flags"
+            )
 
 
 def check_plan(plan: Plan, world: Axis) -> None:
@@ -30,8 +34,12 @@ def check_plan(plan: Plan, world: Axis) -> None:
     everyone = collectives.exchange(mine, world)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
-            fix = "its file or function, or the machines' arithmetic, must give the same on all ranks"
-            raise ValueError(f"rank {rank} has another plan of schedule {plan.name} than rank 0: {fix}")
+            fix = (
+                "its file or function, or the machines' arithmetic, must give the same on all ranks"
+            )
+            raise ValueError(
+                f"rank {rank} has another plan of schedule {plan.name} than rank 0: {fix}"
+            )
 
 
 def check_buckets(layout: Layout, topology: Topology) -> None:
@@ -40,8 +48,13 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
     """
     for axis in topology.shared_axes():
         data = axis is topology.axis("dp")
-        everything = [*layout.buckets, *layout.frozen]  # in the order of completion, the same on data ranks
-        summed = [bucket for group in layout.groups if axis in group.sums for bucket in group.buckets]
+        everything = [
+            *layout.buckets,
+            *layout.frozen,
+        ]  # in the order of completion, the same on data ranks
+        summed = [
+            bucket for group in layout.groups if axis in group.sums for bucket in group.buckets
+        ]
         buckets = everything if data else summed
         cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in buckets]
         mine = hashlib.sha256(repr(cuts).encode()).hexdigest()

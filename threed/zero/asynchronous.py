@@ -43,13 +43,22 @@ class Asynchronous:
     plan's reductions, and of its update.
     """
 
-    def __init__(self, lowered: Callable[..., Plan], reducer: Reducer, optimizer: Optimizer) -> None:
+    def __init__(
+        self, lowered: Callable[..., Plan], reducer: Reducer, optimizer: Optimizer
+    ) -> None:
         assert optimizer.versions is not None
-        self.lowered, self.reducer, self.optimizer, self.versions = lowered, reducer, optimizer, optimizer.versions
+        self.lowered, self.reducer, self.optimizer, self.versions = (
+            lowered,
+            reducer,
+            optimizer,
+            optimizer.versions,
+        )
         self.open = 0
         self.seconds = [0.0, 0.0]
         self._running = 0  # micro-batches of the step that runs
-        self._updated = True  # the newest weights are newer than those that this step's batch runs with
+        self._updated = (
+            True  # the newest weights are newer than those that this step's batch runs with
+        )
         self._gradients: Callable[[], list[Gradient]] = list
         self._end: Callable[[], Update]
         zero, one = torch.zeros_like(optimizer.updates), torch.ones_like(optimizer.updates)
@@ -63,10 +72,15 @@ class Asynchronous:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores norm and rate of the newest update for the next metrics; 0 for a state without them."""
-        numbers = [math.nan if number is None else float(number) for number in state.get("last_update", (0.0, 0.0))]
+        numbers = [
+            math.nan if number is None else float(number)
+            for number in state.get("last_update", (0.0, 0.0))
+        ]
         norm, rate = (torch.full_like(self.optimizer.updates, number) for number in numbers)
         self._last = replace(self._none, grad_norm=norm, lr=rate)
-        self._carry = torch.zeros_like(norm)[None]  # this rank's numbers of the last step, not summed yet
+        self._carry = torch.zeros_like(norm)[
+            None
+        ]  # this rank's numbers of the last step, not summed yet
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs a step: what the last one has left, and the micro-batches as far as they are not left to the next.
@@ -121,7 +135,10 @@ class Asynchronous:
     def norm(self) -> None:
         """Begins the sum of the gradients' norm."""
         with self._timed(1):
-            gradients, self._gradients = self._gradients, list  # else their sums would stay in memory
+            gradients, self._gradients = (
+                self._gradients,
+                list,
+            )  # else their sums would stay in memory
             self._end = self.optimizer.begin(gradients(), self._carry)
 
     def update(self) -> None:

@@ -34,7 +34,9 @@ class BadSteps:
     def __init__(self, device: torch.device, max_spike: float, rule: LossScale) -> None:
         self.max_spike = max_spike
         self.counts_from = rule.minimum if rule.dynamic else math.inf
-        self.skips, self.in_a_row, self.mean, self.norms = torch.zeros(4, dtype=torch.float64, device=device).unbind()
+        self.skips, self.in_a_row, self.mean, self.norms = torch.zeros(
+            4, dtype=torch.float64, device=device
+        ).unbind()
 
     def before(self, lr: Tensor, loss_scale: Tensor, grad_clip: float) -> Before:
         """Returns what an update begins with."""

@@ -24,12 +24,16 @@ from threed.zero.state import WEIGHT, State, store_all
 class Changes:
     """Tracks changes of a wrapped module's parameters, and copies them to slices and master weights."""
 
-    def __init__(self, module: nn.Module, layout: Layout, optimizer: Optimizer, gatherer: Gatherer) -> None:
+    def __init__(
+        self, module: nn.Module, layout: Layout, optimizer: Optimizer, gatherer: Gatherer
+    ) -> None:
         self.module = module
         self.layout, self.optimizer, self.gatherer = layout, optimizer, gatherer
         self._versions: dict[Slot, int] = {}
         self._apart = {state.bucket: state for state in optimizer.states if not state.shared}
-        self._to_masters: dict[State, Slot] = {}  # states whose parameters are newer, with one of these
+        self._to_masters: dict[
+            State, Slot
+        ] = {}  # states whose parameters are newer, with one of these
         for slot in layout.slots:
             self._note(slot)
         gatherer.leaving = self._leaving
@@ -42,7 +46,11 @@ class Changes:
         """Returns the group's changed parameters, after copying their values into its buffer."""
         with torch._C.DisableTorchFunctionSubclass():
             accesses = self.gatherer.accesses
-            found = [s for s in group.slots if accesses[s].touched or s.param._version != self._versions[s]]
+            found = [
+                s
+                for s in group.slots
+                if accesses[s].touched or s.param._version != self._versions[s]
+            ]
             for slot in found:
                 self._settle(group, slot)
                 self._note(slot)
@@ -101,19 +109,27 @@ class Changes:
             state, _ = self._to_masters.popitem()
             buffers, storage = state.fetch((WEIGHT,)), state.bucket.storage.fetch()
             master, param = buffers[WEIGHT].wait(), storage.wait().to(buffers[WEIGHT].values.device)
-            master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
+            master.copy_(
+                torch.where(master.to(param.dtype) == param, master, param.to(master.dtype))
+            )
             storage.drop()
             store_all(buffers)
 
 
 def _check_structure(module: nn.Module, layout: Layout) -> None:
     """Raises RuntimeError naming a parameter that the module has lost or got since the engine was made."""
-    managed = {id(slot.param): slot.spec.name for slot in layout.slots if "access" in vars(slot.param)}
+    managed = {
+        id(slot.param): slot.spec.name for slot in layout.slots if "access" in vars(slot.param)
+    }
     found = {id(param) for param in _parameters(module)}
     if found == managed.keys():
         return
     lost = [name for key, name in managed.items() if key not in found]
-    new = [name for name, param in module.named_parameters(remove_duplicate=False) if id(param) not in managed]
+    new = [
+        name
+        for name, param in module.named_parameters(remove_duplicate=False)
+        if id(param) not in managed
+    ]
     if lost:
         raise RuntimeError(
             f"{lost[0]} was replaced by another parameter, or removed, after the engine was made: change"

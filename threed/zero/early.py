@@ -40,7 +40,9 @@ class Updater(Protocol):
     def guess(self) -> StepScalars:
         """Returns the next update's scalars on the host, if nothing is clipped and nothing skipped."""
 
-    def apply_rule(self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None) -> None:
+    def apply_rule(
+        self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None
+    ) -> None:
         """Updates weights, gradient (used up) and moments, all [n]; out [n] gets the new weights."""
 
 
@@ -97,7 +99,9 @@ class Early:
         """Ends a step whose scalars are these. Returns the states that are updated; all others, and all of them where
         the guess was wrong, are as they were."""
         guess, taken = self._guess, bool(self._waiting or self._done)
-        right = guess is not None and all(bool(a == b) for a, b in zip(_scalars(guess), _scalars(now), strict=True))
+        right = guess is not None and all(
+            bool(a == b) for a, b in zip(_scalars(guess), _scalars(now), strict=True)
+        )
         if taken and not (right or bool(now.skip) or self.optimizer.grad_clip):
             raise RuntimeError("the learning rate, or the loss scale, was changed while a step ran")
         while right and self._waiting:

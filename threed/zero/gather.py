@@ -110,7 +110,11 @@ class Gatherer:
 
     def __init__(self, layout: Layout, axis: Axis, wrapped: bool = False) -> None:
         self.layout, self.axis, self.wrapped = layout, axis, wrapped
-        self.accesses = {slot: Access(self, group, slot, wrapped) for group in layout.groups for slot in group.slots}
+        self.accesses = {
+            slot: Access(self, group, slot, wrapped)
+            for group in layout.groups
+            for slot in group.slots
+        }
         self.by_storage: dict[int, tuple[Group, Slot | None]] = {}
         for group in layout.groups:
             for slot in group.slots if group.sliced else ():
@@ -120,7 +124,9 @@ class Gatherer:
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
-        self._reading: dict[Group, list[tuple[Bucket, StagedBuffer]]] = {}  # slices being read, in the order requested
+        self._reading: dict[
+            Group, list[tuple[Bucket, StagedBuffer]]
+        ] = {}  # slices being read, in the order requested
         self._gathering: dict[Group, list[Pending]] = {}
         self._holders: dict[Group, set[int]] = {}
         for drive in layout.policy.drives:
@@ -155,20 +161,28 @@ class Gatherer:
 
         The order is that of groups, which ranks share, from its end: what the model begins with is needed first.
         """
-        shared = [bucket for group in reversed(self.layout.groups) for bucket in reversed(group.buckets)]
-        begun = [(bucket, self._complete(bucket)) for bucket in shared if bucket.group.holders.size > 1]
+        shared = [
+            bucket for group in reversed(self.layout.groups) for bucket in reversed(group.buckets)
+        ]
+        begun = [
+            (bucket, self._complete(bucket)) for bucket in shared if bucket.group.holders.size > 1
+        ]
         for bucket, pending in begun:
             pending.wait()
             self._publish(bucket)
 
     def _complete(self, bucket: Bucket) -> Pending:
-        return collectives.start_all_gather(bucket.portion.fetch().wait(), bucket.group.holders, out=bucket.own)
+        return collectives.start_all_gather(
+            bucket.portion.fetch().wait(), bucket.group.holders, out=bucket.own
+        )
 
     def _publish(self, bucket: Bucket) -> None:
         group = bucket.group
         if not group.sliced and group.shard.size > 1 and bucket.own is not None:
             window = group.params[bucket.first : bucket.last]
-            self._published[bucket] = collectives.start_all_gather(bucket.own, self.axis, out=window)
+            self._published[bucket] = collectives.start_all_gather(
+                bucket.own, self.axis, out=window
+            )
             for slot in bucket.slots():
                 self.accesses[slot].guard(True)
             if self.wrapped and compiles():  # what is in flight cannot be traced
@@ -221,7 +235,9 @@ class Gatherer:
         for group in list(self._holders):
             try:
                 self._free(group)
-            except RuntimeError as error:  # the program set a parameter to values of another shape or dtype
+            except (
+                RuntimeError
+            ) as error:  # the program set a parameter to values of another shape or dtype
                 errors.append(error)
         if errors:
             raise errors[0]
@@ -295,7 +311,9 @@ class Gatherer:
     @functools.cached_property
     def saving(self) -> saved_tensors_hooks:
         """The hooks with which autograd saves positions in buffers."""
-        return saved_tensors_hooks(torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack))
+        return saved_tensors_hooks(
+            torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
+        )
 
     def _pack(self, tensor: Tensor) -> Any:
         owner = self.by_storage.get(storage_of(tensor))
@@ -320,7 +338,9 @@ class Gatherer:
             with without_transforms():
                 group.allocate()
                 self.by_storage[storage_of(group.params)] = (group, None)
-                self._gathering[group] = [self._gather(bucket, staged) for bucket, staged in self._reading.pop(group)]
+                self._gathering[group] = [
+                    self._gather(bucket, staged) for bucket, staged in self._reading.pop(group)
+                ]
 
     def _gather(self, bucket: Bucket, staged: StagedBuffer) -> Pending:
         window, own = bucket.group.params[bucket.first : bucket.last], staged.wait()

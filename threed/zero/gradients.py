@@ -69,7 +69,9 @@ class FullGradients:
 
     def __init__(self, layout: Layout) -> None:
         groups = [group for group in layout.groups if group.key.trainable]
-        self._views = {slot: group.view(slot, group.grads) for group in groups for slot in group.slots}
+        self._views = {
+            slot: group.view(slot, group.grads) for group in groups for slot in group.slots
+        }
 
     def view(self, slot: Slot) -> Tensor:
         return self._views[slot]
@@ -107,13 +109,17 @@ class BucketGradients:
             for slot in bucket.slots():
                 self._buckets_of.setdefault(slot, []).append(bucket)
         self._gaps = {bucket: _gaps(bucket) for bucket in layout.buckets}
-        self._cut_slots = {b: [s for s in b.slots() if len(self._buckets_of[s]) > 1] for b in layout.buckets}
+        self._cut_slots = {
+            b: [s for s in b.slots() if len(self._buckets_of[s]) > 1] for b in layout.buckets
+        }
         self._open: dict[Bucket, Tensor] = {}
         self._cut: dict[Slot, Tensor] = {}
         self._to_leave: dict[Slot, int] = {}  # of a cut gradient: buckets not sent yet
         self._free: list[Tensor] = []
         self._temporary: set[int] = set()  # buffers that are not reused
-        self._users: dict[int, int] = {}  # of a buffer: who fills it, and its windows not released yet
+        self._users: dict[
+            int, int
+        ] = {}  # of a buffer: who fills it, and its windows not released yet
 
     def view(self, slot: Slot) -> Tensor:
         buckets = self._buckets_of.get(slot, [])
@@ -121,7 +127,9 @@ class BucketGradients:
             at = slot.first - buckets[0].first
             return self._window(buckets[0])[at : at + slot.param.numel()].view(slot.param.shape)
         if slot not in self._cut:
-            self._cut[slot] = self._take(slot.param.numel(), slot.param.device, temporary=not self.arena)
+            self._cut[slot] = self._take(
+                slot.param.numel(), slot.param.device, temporary=not self.arena
+            )
             self._to_leave[slot] = len(buckets)
         return self._cut[slot][: slot.param.numel()].view(slot.param.shape)
 
@@ -180,7 +188,9 @@ class BucketGradients:
 
     def _take(self, size: int, device: torch.device, temporary: bool = False) -> Tensor:
         """Returns the smallest free buffer that is large enough, or a new one."""
-        fitting = [n for n, buffer in enumerate(self._free) if len(buffer) >= size and not temporary]
+        fitting = [
+            n for n, buffer in enumerate(self._free) if len(buffer) >= size and not temporary
+        ]
         if fitting:
             buffer = self._free.pop(min(fitting, key=lambda n: len(self._free[n])))
         else:
@@ -239,10 +249,16 @@ def sum_over(tensor: Tensor, axes: Sequence[Axis], wire: torch.dtype | None) -> 
     """Begins to sum a tensor over the axes, one after the other; wire: its format on the way."""
     for axis in axes[:-1]:
         tensor = collectives.start_all_reduce(tensor, axis, wire=wire).wait()
-    return collectives.start_all_reduce(tensor, axes[-1], wire=wire) if axes else collectives.done(tensor)
+    return (
+        collectives.start_all_reduce(tensor, axes[-1], wire=wire)
+        if axes
+        else collectives.done(tensor)
+    )
 
 
-def sum_portion(bucket: Bucket, portion: Tensor, axes: Sequence[Axis], wire: torch.dtype | None) -> Pending:
+def sum_portion(
+    bucket: Bucket, portion: Tensor, axes: Sequence[Axis], wire: torch.dtype | None
+) -> Pending:
     """Begins to sum what this rank updates of a bucket over the axes."""
     holders = bucket.group.holders
     if holders.size == 1:

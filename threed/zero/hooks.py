@@ -30,7 +30,9 @@ from threed.zero.reducer import Reducer
 
 # Holders of groups other than calls, which are their depth >= 1: the backward, and gathers ahead of use.
 BACKWARD, AHEAD = -1, -2
-RECENT = 3  # groups used last in a backward, which stay gathered until all their gradients are there
+RECENT = (
+    3  # groups used last in a backward, which stay gathered until all their gradients are there
+)
 
 
 class Trace:
@@ -151,7 +153,9 @@ class Hooks:
 
     def runs_compiled(self, module: nn.Module) -> bool:
         """Returns whether the module, or a part of it, is compiled."""
-        self._compiles = self._compiles or compiles()  # `torch._dynamo.reset` forgets, compiled modules stay
+        self._compiles = (
+            self._compiles or compiles()
+        )  # `torch._dynamo.reset` forgets, compiled modules stay
         return self._compiles and any(
             part._compiled_call_impl or "_orig_mod" in part._modules for part in module.modules()
         )
@@ -177,7 +181,9 @@ class Hooks:
                 if group not in self._calls[-1]:
                     self._calls[-1].append(group)
                     self.gatherer.open(group, depth - 1)
-            elif stays or group in returned:  # a recompute, whose backward follows; or where the backward begins
+            elif (
+                stays or group in returned
+            ):  # a recompute, whose backward follows; or where the backward begins
                 self.gatherer.open(group, BACKWARD)
             self.gatherer.close(group, depth)
         if not self._calls and not in_backward():
@@ -186,7 +192,9 @@ class Hooks:
     def _groups_in(self, output: Any) -> set[Group]:
         """Returns the groups whose parameters, or views of them, are in a module's output."""
         owners = (
-            self.gatherer.by_storage.get(storage_of(leaf)) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
+            self.gatherer.by_storage.get(storage_of(leaf))
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, Tensor)
         )
         return {owner[0] for owner in owners if owner is not None}
 

@@ -34,7 +34,10 @@ from threed.zero.policy import GroupOptions as GroupOptions
 from threed.zero.policy import Policy as Policy
 
 ALIGN = 32  # elements: every parameter starts on a 64-byte line or better
-PIECES, SMALLEST = 8, 2**18  # a group has at least PIECES buckets, unless they had fewer than SMALLEST elements
+PIECES, SMALLEST = (
+    8,
+    2**18,
+)  # a group has at least PIECES buckets, unless they had fewer than SMALLEST elements
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,13 @@ class GroupKey:
     tied: tuple[int, ...]  # the pipeline stages that hold a copy, if several do
     units: tuple[int, ...] | None  # the units that gather it, where it is kept as slices
     layers: tuple[int, ...] = ()  # of a tied and sliced one: all layers of the model that use it
-    tile: str | None = None  # the name of a tile, which is gathered by itself while its layer uses it
+    tile: str | None = (
+        None  # the name of a tile, which is gathered by itself while its layer uses it
+    )
     chunks: tuple[int, ...] = (0,)  # this rank's chunks of the model that use it
-    tied_chunks: tuple[tuple[int, ...], ...] = ()  # of a tied one: the chunks of each of these stages that use it
+    tied_chunks: tuple[
+        tuple[int, ...], ...
+    ] = ()  # of a tied one: the chunks of each of these stages that use it
 
 
 @dataclass(eq=False)
@@ -148,7 +155,9 @@ class Bucket:
 
     def slots(self) -> list[Slot]:
         """Returns the parameters that lie in this bucket, wholly or in part."""
-        return [slot for slot in self.group.slots if slot.first < self.last and slot.last > self.first]
+        return [
+            slot for slot in self.group.slots if slot.first < self.last and slot.last > self.first
+        ]
 
 
 @dataclass(eq=False)
@@ -269,7 +278,9 @@ def collect(units: Sequence[HasModules]) -> list[Slot]:
     found: dict[str, Slot] = {}
     for number, unit in enumerate(units):
         for module in unit.modules():
-            for attribute, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            for attribute, param in list(
+                module.named_parameters(recurse=False, remove_duplicate=False)
+            ):
                 spec = spec_of(param)
                 slot = found.setdefault(spec.name, Slot(param, spec))
                 slot.places.append((module, attribute))
@@ -291,7 +302,11 @@ def build(
     """
     keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
-        spec, trainable, sliced = slot.spec, slot.param.requires_grad, policy.slices_parameter(slot.param)
+        spec, trainable, sliced = (
+            slot.spec,
+            slot.param.requires_grad,
+            policy.slices_parameter(slot.param),
+        )
         tie = tied.get(spec.name)
         key = GroupKey(
             policy.options(spec) if trainable else GroupOptions(), trainable, spec.replicated,
@@ -304,7 +319,9 @@ def build(
         keys.setdefault(key, []).append(slot)
     groups = [_group(key, slots, topology, policy) for key, slots in keys.items()]
     for group in groups:
-        group.buckets = list(_windows(group, max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)))
+        group.buckets = list(
+            _windows(group, max(1, policy.bucket_bytes // policy.grad_dtype.itemsize))
+        )
         _allocate(group, topology.device, policy)
     buckets = _completion_order([group for group in groups if group.key.trainable])
     frozen = [bucket for group in groups if not group.key.trainable for bucket in group.buckets]
@@ -340,10 +357,14 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
 
 
 def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
-    group.params = torch.zeros(0 if group.sliced else group.numel, dtype=policy.param_dtype, device=device)
+    group.params = torch.zeros(
+        0 if group.sliced else group.numel, dtype=policy.param_dtype, device=device
+    )
     for slot in group.slots:
         slot.placeholder = _placeholder(slot, policy.param_dtype, device) if group.sliced else None
-        slot.settle(group.view(slot, group.params) if slot.placeholder is None else slot.placeholder)
+        slot.settle(
+            group.view(slot, group.params) if slot.placeholder is None else slot.placeholder
+        )
     twice = group.key.trainable and policy.versions > 1
     group.previous = torch.zeros_like(group.params) if twice else group.params
     slices = group.key.trainable and policy.slices_gradients
@@ -353,10 +374,19 @@ def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     for bucket in group.buckets:
         own = slice(bucket.own_first, bucket.own_last)
-        bucket.storage = params(bucket.share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
+        bucket.storage = (
+            params(bucket.share, policy.param_dtype)
+            if group.sliced
+            else InMemory(group.params[own])
+        )
         apart = slices or twice
-        bucket.grad = optimizer(bucket.share, policy.grad_dtype) if apart else InMemory(group.grads[own])
-        bucket.portion, bucket.portion_grad = _portion(bucket, bucket.storage), _portion(bucket, bucket.grad)
+        bucket.grad = (
+            optimizer(bucket.share, policy.grad_dtype) if apart else InMemory(group.grads[own])
+        )
+        bucket.portion, bucket.portion_grad = (
+            _portion(bucket, bucket.storage),
+            _portion(bucket, bucket.grad),
+        )
 
 
 def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:

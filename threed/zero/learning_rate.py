@@ -15,11 +15,15 @@ SHAPES: dict[str, Shape] = {
     "constant": torch.ones_like,
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + torch.cos(math.pi * done)),
-    "wsd": lambda done: ((1 - done) / 0.2).clamp(max=1.0),  # warm-up, stable, decay over the last fifth
+    "wsd": lambda done: ((1 - done) / 0.2).clamp(
+        max=1.0
+    ),  # warm-up, stable, decay over the last fifth
 }
 
 
-def schedule(name: str, lr: float, min_lr: float, warmup: int, steps: int) -> Callable[[Tensor], Tensor]:
+def schedule(
+    name: str, lr: float, min_lr: float, warmup: int, steps: int
+) -> Callable[[Tensor], Tensor]:
     """Returns a function from the updates done so far (a scalar tensor, fp64) to the learning rate of the next one.
 
     The rate rises linearly over `warmup` updates to `lr`, then follows the named shape down to `min_lr` at `steps`.

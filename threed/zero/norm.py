@@ -20,7 +20,9 @@ def squares(part: Tensor) -> Tensor:
     return torch.linalg.vector_norm(_rows(part), dim=1, dtype=_wide(part)).double().square().sum()
 
 
-def sum_of_squares(parts: Sequence[Tensor], buckets: Sequence[Bucket], device: torch.device) -> Tensor:
+def sum_of_squares(
+    parts: Sequence[Tensor], buckets: Sequence[Bucket], device: torch.device
+) -> Tensor:
     """Returns this rank's share of the squared norm, and whether any gradient it holds is not finite (1.0): fp64 [2].
 
     parts: the squares of each bucket's slice. A bucket counts on its owner: the first of the ranks that replicate it,

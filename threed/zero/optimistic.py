@@ -99,15 +99,24 @@ class Optimistic:
         attempt = self._begin(gradients, before, guess, mine)
         if guessed:
             self._copy()
-            optimizer.apply([Gradient(Unspent(g.storage.fetch().wait()), g.squares) for g in gradients], guess, True)
+            optimizer.apply(
+                [Gradient(Unspent(g.storage.fetch().wait()), g.squares) for g in gradients],
+                guess,
+                True,
+            )
         else:
             optimizer.apply(gradients, attempt.results())
         self._attempt = attempt
         return attempt.results
 
-    def _begin(self, gradients: Sequence[Gradient], before: Before, guess: Update, mine: Tensor) -> Attempt:
+    def _begin(
+        self, gradients: Sequence[Gradient], before: Before, guess: Update, mine: Tensor
+    ) -> Attempt:
         """Begins the sum; on a GPU what it says goes to the host as soon as it is there, beside the update."""
-        pending, device = collectives.start_sum_of_scalars(mine, self.optimizer.everyone), mine.device
+        pending, device = (
+            collectives.start_sum_of_scalars(mine, self.optimizer.everyone),
+            mine.device,
+        )
 
         def is_wrong() -> Tensor:
             found = before.with_sums(pending.wait())
@@ -175,4 +184,8 @@ class Optimistic:
 
 def copied_bytes(states: Sequence[State]) -> int:
     """The bytes of the copies of what an update changes, counters aside."""
-    return sum(state.bucket.updates * storage.dtype.itemsize for state in states for storage in state.changed)
+    return sum(
+        state.bucket.updates * storage.dtype.itemsize
+        for state in states
+        for storage in state.changed
+    )

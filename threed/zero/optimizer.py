@@ -73,18 +73,26 @@ class Optimizer:
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
-        self.states = [new_state(bucket, rule.state_names, layout.policy) for bucket in layout.buckets]
+        self.states = [
+            new_state(bucket, rule.state_names, layout.policy) for bucket in layout.buckets
+        ]
         self.frozen = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
         self._keep = most_kept(self.states, layout.policy)
         self._turn = update_order(self.states, middle=self._keep > 0)
-        self.on_host = not (layout.policy.optimizer_tier is None and layout.policy.params_tier is None)
+        self.on_host = not (
+            layout.policy.optimizer_tier is None and layout.policy.params_tier is None
+        )
         self.delayed = ThreadPoolExecutor(1, "delayed-update") if layout.policy.delayed else None
         self._under_way: Future[None] | None = None
-        self._unpublished = False  # the weights of a delayed update were not copied to the parameters yet
+        self._unpublished = (
+            False  # the weights of a delayed update were not copied to the parameters yet
+        )
         self.torn = False  # a change of states began and did not end
         # What gives the initial weights, while all states are as they were initialised and it can do so again.
         self.initial: Callable[[str, Piece, Box], Tensor] | None = None
-        self.updates = torch.zeros((), dtype=torch.float64, device=device)  # done so far; a skipped step is none
+        self.updates = torch.zeros(
+            (), dtype=torch.float64, device=device
+        )  # done so far; a skipped step is none
         self.scaler = Scaler(loss_scale, device)
         self.bad = BadSteps(device, max_spike, loss_scale)
         self.optimistic = Optimistic(self) if optimistic else None
@@ -94,7 +102,9 @@ class Optimizer:
         if layout.policy.delayed:
             self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
         self.unused: Unused | None = None  # set for a wrapped module
-        self.before_change: Callable[[State], None] = lambda state: None  # a save may still read what it is called with
+        self.before_change: Callable[[State], None] = lambda state: (
+            None
+        )  # a save may still read what it is called with
         self._stretches: dict[Bucket, list[Stretch]] = {}
 
     def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
@@ -133,7 +143,9 @@ class Optimizer:
 
     def before(self) -> Before:
         """Returns what an update begins with."""
-        return self.bad.before(self.learning_rate(self.updates), self.scaler.scale.clone(), self.grad_clip)
+        return self.bad.before(
+            self.learning_rate(self.updates), self.scaler.scale.clone(), self.grad_clip
+        )
 
     def apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
         """Counts an update, and begins to do it. guessed: its norm is not known yet; call `bad.observe` when it is."""
@@ -150,7 +162,9 @@ class Optimizer:
 
     def guess(self) -> StepScalars:
         """Returns the next update's scalars on the host, if nothing is clipped and nothing skipped."""
-        update = self.before().with_sums(torch.zeros(3, dtype=torch.float64, device=self.updates.device))
+        update = self.before().with_sums(
+            torch.zeros(3, dtype=torch.float64, device=self.updates.device)
+        )
         return _on_host(_scalars(update, self.updates + 1))
 
     @property
@@ -194,13 +208,21 @@ class Optimizer:
                 self._update_in_turn(gradients, now, True, done)
 
     def _update_in_turn(
-        self, gradients: Sequence[Gradient], now: StepScalars, publish: bool, done: Set[State] = frozenset()
+        self,
+        gradients: Sequence[Gradient],
+        now: StepScalars,
+        publish: bool,
+        done: Set[State] = frozenset(),
     ) -> None:
-        turn = self._turn[::-1] if self._keep and int(now.step) % 2 else self._turn  # alike on all ranks
+        turn = (
+            self._turn[::-1] if self._keep and int(now.step) % 2 else self._turn
+        )  # alike on all ranks
         work = [(self.states[n], gradients[n].storage) for n in turn if self.states[n] not in done]
         last = {state for state, _ in work[len(work) - self._keep :]}
         with self.changing():
-            for state, buffers in fetched_in_turn((state, state.fetch_for_update(storage)) for state, storage in work):
+            for state, buffers in fetched_in_turn(
+                (state, state.fetch_for_update(storage)) for state, storage in work
+            ):
                 try:
                     self._update(state, buffers, now, publish, keep=state in last)
                 except BaseException:
@@ -210,7 +232,12 @@ class Optimizer:
                 self.gatherer.complete()
 
     def _update(
-        self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool, keep: bool
+        self,
+        state: State,
+        buffers: dict[str, StagedBuffer],
+        now: StepScalars,
+        publish: bool,
+        keep: bool,
     ) -> None:
         """Updates one bucket; parameters on the same device are written in the same pass."""
         self.before_change(state)
@@ -229,7 +256,9 @@ class Optimizer:
             self._publish(state, weight)
         state.put_back(buffers, keep)
 
-    def apply_rule(self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None) -> None:
+    def apply_rule(
+        self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None
+    ) -> None:
         """Updates weights, gradient (used up) and moments, all [n]; out [n] gets the new weights. In parts if some
         parameters are unused so far, or count their updates apart."""
         options = state.bucket.group.key.options
@@ -243,7 +272,14 @@ class Optimizer:
             new = None if out is None else out[first:last]
             if since is not None:
                 step = (now.step - since.to(now.step.device)).clamp(min=1)
-                self.rule.update(weight, gradient, moments, StepScalars(now.lr, step, now.scale, now.skip), decay, new)
+                self.rule.update(
+                    weight,
+                    gradient,
+                    moments,
+                    StepScalars(now.lr, step, now.scale, now.skip),
+                    decay,
+                    new,
+                )
             elif new is not None:
                 new.copy_(weight)
 
@@ -253,7 +289,9 @@ class Optimizer:
             params = state.bucket.portion
             parameter = params.empty()
             stay = isinstance(state.weight, InMemory) and isinstance(params, InMemory)
-            parameter.values.copy_(weight, non_blocking=stay)  # else one of the buffers is reused, or written, at once
+            parameter.values.copy_(
+                weight, non_blocking=stay
+            )  # else one of the buffers is reused, or written, at once
             parameter.store()
         self.gatherer.publish(state.bucket)
 
@@ -380,5 +418,11 @@ def _on_host(now: StepScalars) -> StepScalars:
 def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
     """Returns gradients that the next step does not overwrite; from a device they are copied all at once."""
     values = [gradient.storage.fetch().wait() for gradient in gradients]
-    copies = [start_copy(v, HOST) if is_accelerator(v.device) else done(v.to(HOST, copy=True)) for v in values]
-    return [Gradient(InMemory(copy.wait()), g.squares) for copy, g in zip(copies, gradients, strict=True)]
+    copies = [
+        start_copy(v, HOST) if is_accelerator(v.device) else done(v.to(HOST, copy=True))
+        for v in values
+    ]
+    return [
+        Gradient(InMemory(copy.wait()), g.squares)
+        for copy, g in zip(copies, gradients, strict=True)
+    ]

@@ -23,7 +23,9 @@ class Owner(Protocol):
     def give_up(self) -> None: ...
 
 
-_running: list[object] = []  # owners of the running backwards, the innermost last; global, as autograd's engine is
+_running: list[
+    object
+] = []  # owners of the running backwards, the innermost last; global, as autograd's engine is
 
 
 @contextmanager

@@ -93,15 +93,22 @@ def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[R
     wanted = [part for part in state.storages if parts is None or part in parts]
     for run in state.bucket.runs():
         for box in boxes(run.piece, run.first, run.last):
-            yield from (Record(part, run.piece, box, state, run.offset + box.offset) for part in wanted)
+            yield from (
+                Record(part, run.piece, box, state, run.offset + box.offset) for part in wanted
+            )
 
 
 def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]]:
     """Yields records with their values [*box.size], or extents with theirs [numel]: views of this rank's state, valid
     until the next iteration."""
     optimizer.flush()
-    by_state = [(state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)]
-    fetched = ((state, state.fetch(dict.fromkeys(record.part for record in some))) for state, some in by_state)
+    by_state = [
+        (state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)
+    ]
+    fetched = (
+        (state, state.fetch(dict.fromkeys(record.part for record in some)))
+        for state, some in by_state
+    )
     for (_, buffers), (_, some) in zip(fetched_in_turn(fetched), by_state, strict=True):
         try:
             for record in some:
@@ -111,7 +118,9 @@ def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]
 
 
 def fill(
-    optimizer: Optimizer, source: Callable[[str, Piece, Box], Tensor], parts: tuple[str, ...] | None = None
+    optimizer: Optimizer,
+    source: Callable[[str, Piece, Box], Tensor],
+    parts: tuple[str, ...] | None = None,
 ) -> None:
     """Sets every box this rank holds from `source(part, piece, box)` [*box.size], as `fill_in_place` does."""
 
@@ -158,7 +167,9 @@ def fill_in_place(
             optimizer.versions.restore(whole=parts is None)
 
 
-def initialise(optimizer: Optimizer, initial: Callable[[str, Piece, Box], Tensor], again: bool) -> None:
+def initialise(
+    optimizer: Optimizer, initial: Callable[[str, Piece, Box], Tensor], again: bool
+) -> None:
     """Sets the weights to their initial values, the other states being zero. again: `initial` can give them again."""
     fill(optimizer, initial, (WEIGHT,))
     optimizer.initial = initial if again else None

@@ -32,7 +32,15 @@ from threed.zero import gradients as sums
 from threed.zero.agreement import check_gathers
 from threed.zero.deferral import Deferral
 from threed.zero.early import Early
-from threed.zero.gradients import BucketGradients, FullGradients, Gradient, Gradients, InFlight, early_sum, later_sums
+from threed.zero.gradients import (
+    BucketGradients,
+    FullGradients,
+    Gradient,
+    Gradients,
+    InFlight,
+    early_sum,
+    later_sums,
+)
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.norm import squares
 from threed.zero.others import left
@@ -50,7 +58,11 @@ class Reducer:
     """
 
     def __init__(
-        self, layout: Layout, wire: torch.dtype | None = None, dynamic: bool = False, whole_step: bool = False
+        self,
+        layout: Layout,
+        wire: torch.dtype | None = None,
+        dynamic: bool = False,
+        whole_step: bool = False,
     ) -> None:
         self.layout, self.wire, self.dynamic = layout, wire, dynamic
         self._learning = True  # until the first step is over
@@ -67,11 +79,15 @@ class Reducer:
                 sink = Sink(self, slot, self._expected(slot, group))
                 queue.sinks.append(sink)
                 slot.param.sink = sink  # type: ignore[attr-defined]
-                sink.hook = slot.param.register_post_accumulate_grad_hook(taken_by(weakref.ref(sink)))
+                sink.hook = slot.param.register_post_accumulate_grad_hook(
+                    taken_by(weakref.ref(sink))
+                )
                 self._sinks[slot] = sink
         self.sinks = list(self._sinks.values())
         self._slots = [bucket.slots() for bucket in layout.buckets]
-        self._earliest = [min((min(slot.units) for slot in slots), default=-1) for slots in self._slots]
+        self._earliest = [
+            min((min(slot.units) for slot in slots), default=-1) for slots in self._slots
+        ]
         self._queue_of = [self._queues[bucket.group.key.chunks] for bucket in layout.buckets]
         for number, slots in enumerate(self._slots):
             self._queue_of[number].buckets.append(number)
@@ -79,19 +95,27 @@ class Reducer:
                 self._buckets_of.setdefault(slot, []).append(number)
         self._passes = 1  # of a round
         self._ended = 0  # passes of this step
-        self._unfinished = self._given_up = False  # a step has begun and not ended; it is to be discarded
+        self._unfinished = self._given_up = (
+            False  # a step has begun and not ended; it is to be discarded
+        )
         self._missing = [0] * len(layout.buckets)
         self._sent: set[int] = set()  # buckets sent in this round
         self._summed: set[int] = set()  # and in this step
         self._in_flight: deque[InFlight] = deque()
-        self._returning: deque[tuple[InFlight, Pending]] = deque()  # summed, being copied to the host
+        self._returning: deque[tuple[InFlight, Pending]] = (
+            deque()
+        )  # summed, being copied to the host
         self._squares: dict[Bucket, Tensor] = {}  # of complete slices
         self._aside: dict[Slot, Tensor] = {}
-        self.gather_order: Callable[[], int] = lambda: 0  # a hash of what a step gathered, where ranks must agree
+        self.gather_order: Callable[[], int] = lambda: (
+            0
+        )  # a hash of what a step gathered, where ranks must agree
         self.deferral = Deferral()
         self.early: Early | None = None  # takes complete gradients
         self.unused: Unused | None = None  # tracks which parameters were used
-        self.listener: Callable[[Slot], None] | None = None  # called with every parameter whose gradient is complete
+        self.listener: Callable[[Slot], None] | None = (
+            None  # called with every parameter whose gradient is complete
+        )
 
     def sink_of(self, slot: Slot) -> Sink:
         """Returns the sink of a trainable parameter."""
@@ -99,13 +123,21 @@ class Reducer:
 
     def learnt(self) -> dict[str, int]:
         """Returns how often parameters are used in a micro-batch, if not once for each module that has them."""
-        return {s.slot.spec.name: s.uses for s in self.sinks if s.uses not in (EVER, self._places(s.slot))}
+        return {
+            s.slot.spec.name: s.uses
+            for s in self.sinks
+            if s.uses not in (EVER, self._places(s.slot))
+        }
 
     def restore(self, learnt: Mapping[str, int]) -> None:
         """Restores the numbers of uses that a checkpoint's run had learnt, so that this run sums in the same order.
         `Unused` restores which parameters were used so far."""
         for sink in self.sinks:
-            sink.uses = sink.uses if sink.uses == EVER else learnt.get(sink.slot.spec.name, self._places(sink.slot))
+            sink.uses = (
+                sink.uses
+                if sink.uses == EVER
+                else learnt.get(sink.slot.spec.name, self._places(sink.slot))
+            )
             sink.used = False
 
     def _expected(self, slot: Slot, group: Group) -> int:
@@ -217,7 +249,9 @@ class Reducer:
         elif into.device != window.device:
             pending = collectives.start_reduce_scatter(window, shard, wire=self.wire)
         else:
-            pending = collectives.start_reduce_scatter(window, shard, wire=self.wire, into=into, add=add)
+            pending = collectives.start_reduce_scatter(
+                window, shard, wire=self.wire, into=into, add=add
+            )
         complete = (queue.passes <= 1 or not self.rounds) and not later_sums(bucket)
         self._in_flight.append(InFlight(bucket, window, pending, staged, add, complete))
         at_hand = not add or isinstance(bucket.grad, InMemory)
@@ -240,7 +274,9 @@ class Reducer:
         t.staged.wait()  # may hold the sum of earlier rounds
         total = t.pending.wait()
         self._returning.append((t, start_copy(total, t.staged.values.device)))
-        while len(self._returning) > (BUCKETS_IN_FLIGHT if total.device != t.staged.values.device else 0):
+        while len(self._returning) > (
+            BUCKETS_IN_FLIGHT if total.device != t.staged.values.device else 0
+        ):
             self._store_oldest()
 
     def _complete_all(self) -> None:
@@ -279,7 +315,10 @@ class Reducer:
     def unit_ended(self, unit: int) -> None:
         """Ends all backwards of a unit, and so of those behind it: sends their remaining buckets."""
         for queue in self._queues.values():
-            while queue.begun < len(queue.buckets) and self._earliest[queue.buckets[queue.begun]] >= unit:
+            while (
+                queue.begun < len(queue.buckets)
+                and self._earliest[queue.buckets[queue.begun]] >= unit
+            ):
                 self._start(queue)
 
     def _flush(self, queue: Queue) -> None:
@@ -317,7 +356,9 @@ class Reducer:
         self._end_passes()
         squares, self._squares = self._squares, {}
         order = sums.in_order(self.layout)
-        rest = [self._in_flight_over(bucket, axes) for bucket in order if (axes := later_sums(bucket))]
+        rest = [
+            self._in_flight_over(bucket, axes) for bucket in order if (axes := later_sums(bucket))
+        ]
 
         def gradients() -> list[Gradient]:
             self._in_flight.extend(rest)
@@ -340,7 +381,9 @@ class Reducer:
         if self.unused is not None:
             self.unused.agree({sink.slot for sink in self.sinks if sink.used})
         elif self._learning:
-            warn_of_unused(self.layout, {sink.slot for sink in self.sinks if not sink.used}, self.warns)
+            warn_of_unused(
+                self.layout, {sink.slot for sink in self.sinks if not sink.used}, self.warns
+            )
         self._ended, self._learning, self._unfinished = 0, False, False
 
     def _in_flight_over(self, bucket: Bucket, axes: tuple[Axis, ...]) -> InFlight:
@@ -385,14 +428,22 @@ class Reducer:
         answers = collectives.exchange([self.gather_order(), mine], policy.shard)
         check_gathers([order for order, _ in answers])
         late = {number for _, numbers in answers for number in numbers}
-        if any(early_sum(bucket) for bucket in self.layout.buckets):  # stage 0, whose sums are over the replicas
-            late.update(number for numbers in collectives.exchange(mine, policy.replicas) for number in numbers)
+        if any(
+            early_sum(bucket) for bucket in self.layout.buckets
+        ):  # stage 0, whose sums are over the replicas
+            late.update(
+                number
+                for numbers in collectives.exchange(mine, policy.replicas)
+                for number in numbers
+            )
         for number in sorted(late):
             bucket = self.layout.buckets[number]
             window = sums.window_of(bucket, self._aside, policy.grad_dtype)
             total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
             staged = bucket.grad.fetch()
             own = staged.wait()
-            own.add_(sums.sum_over(total.wait(), early_sum(bucket), self.wire).wait().to(own.device))
+            own.add_(
+                sums.sum_over(total.wait(), early_sum(bucket), self.wire).wait().to(own.device)
+            )
             self._store(bucket, staged, complete=not later_sums(bucket))
         self._aside.clear()

@@ -29,7 +29,10 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT, State, drop_all, fetched_in_turn
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PIECE, FACTOR = 2**20, 6364136223846793005  # elements at once; an odd number, by which nothing is lost modulo 2^64
+PIECE, FACTOR = (
+    2**20,
+    6364136223846793005,
+)  # elements at once; an odd number, by which nothing is lost modulo 2^64
 PARAMETERS, BEFORE = "parameters", "parameters of the version before"
 
 
@@ -37,7 +40,9 @@ class ReplicaError(RuntimeError):
     """Ranks that should hold the same values do not; the same on every rank."""
 
 
-Difference = tuple[str, list[int], list[int]]  # what it is of, the ranks in the minority, all that hold it
+Difference = tuple[
+    str, list[int], list[int]
+]  # what it is of, the ranks in the minority, all that hold it
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,11 @@ def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
     optimizer.settle()
     optimizer.flush()
     held = list(_held(optimizer, topology))
-    found = [text for axis in topology.shared_axes() for text in _differences(held, axis, topology.device)]
+    found = [
+        text
+        for axis in topology.shared_axes()
+        for text in _differences(held, axis, topology.device)
+    ]
     everyone = collectives.exchange([found, socket.gethostname()], topology.axis("world"))
     problems = [problem for some, _ in everyone for problem in some]
     if problems:
@@ -100,9 +109,13 @@ def _held(optimizer: Optimizer, topology: Topology) -> Iterator[Copied]:
     for group in optimizer.layout.groups:
         axes = _axes(group, topology, optimizer)
         if not group.sliced:
-            yield _whole(group, PARAMETERS, group.params, (*axes, *_more_axes(group, topology, optimizer)))
+            yield _whole(
+                group, PARAMETERS, group.params, (*axes, *_more_axes(group, topology, optimizer))
+            )
             if group.previous is not group.params:
-                yield _whole(group, BEFORE, group.previous, (*axes, *_more_axes(group, topology, optimizer)))
+                yield _whole(
+                    group, BEFORE, group.previous, (*axes, *_more_axes(group, topology, optimizer))
+                )
         yield from _slices(group, states.get(group, []), axes)
 
 
@@ -129,7 +142,9 @@ def _whole(group: Group, part: str, buffer: Tensor, axes: tuple[Axis, ...]) -> C
 def _slices(group: Group, states: Sequence[State], axes: tuple[Axis, ...]) -> Iterator[Copied]:
     """Yields the parts of the state of a group that are not its parameters themselves, or are sliced."""
     parts = list(states[0].storages) if states else []
-    found: dict[str, tuple[list[str], list[Tensor], list[int]]] = {part: ([], [], []) for part in parts}
+    found: dict[str, tuple[list[str], list[Tensor], list[int]]] = {
+        part: ([], [], []) for part in parts
+    }
     fetched = ((state, state.fetch(parts)) for state in states)
     for state, buffers in fetched_in_turn(fetched):
         for part in parts:
@@ -159,7 +174,13 @@ def _differences(held: Sequence[Copied], axis: Axis, device: torch.device) -> li
             each = _of_all(one.hashes, axis, device)
             column = next(n for n in range(len(one.names)) if len({row[n] for row in each}) > 1)
             odd = _odd_ones([row[column] for row in each])
-            return [(f"{one.names[column]} ({one.part})", [axis.ranks[n] for n in odd], list(axis.ranks))]
+            return [
+                (
+                    f"{one.names[column]} ({one.part})",
+                    [axis.ranks[n] for n in odd],
+                    list(axis.ranks),
+                )
+            ]
     return []
 
 
@@ -179,7 +200,10 @@ def _told(problems: Sequence[Difference], hosts: Sequence[str]) -> str:
     """The message. Where a value has copies along several axes, the ranks that every one of them suspects."""
     what = problems[0][0]
     same = [(set(odd), set(ranks)) for name, odd, ranks in problems if name == what]
-    suspects, ranks = set.intersection(*(odd for odd, _ in same)), set.union(*(ranks for _, ranks in same))
+    suspects, ranks = (
+        set.intersection(*(odd for odd, _ in same)),
+        set.union(*(ranks for _, ranks in same)),
+    )
     suspects = suspects or set.union(*(odd for odd, _ in same))
     others = ", ".join(str(rank) for rank in sorted(ranks - suspects))
     named = ", ".join(f"{rank} ({hosts[rank]})" for rank in sorted(suspects))

@@ -57,7 +57,9 @@ def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
 def policy(config: Config, topology: Topology, ways: int = 1) -> Policy:
     """Returns how parameters are laid out. ways: 2 where two pipeline ranks hold every stage."""
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
-    shard, replicas, _ = (topology.axis(name) if name else alone for name in shard_axes(config, topology))
+    shard, replicas, _ = (
+        topology.axis(name) if name else alone for name in shard_axes(config, topology)
+    )
     host = topology.device if topology.on_paper else torch.device("cpu")
     params, optimizer = _tiers(config, host, topology.on_paper)
     return Policy(
@@ -76,7 +78,9 @@ def _tiers(config: Config, host: torch.device, on_paper: bool) -> tuple[Tier | N
     zero = config.zero
     places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(host)}
     if "nvme" in (zero.offload_params, zero.offload_optimizer):
-        places["nvme"] = DriveOnPaper(host) if on_paper else Drive(Disk(str(zero.nvme_path), "zero"))
+        places["nvme"] = (
+            DriveOnPaper(host) if on_paper else Drive(Disk(str(zero.nvme_path), "zero"))
+        )
     return places[zero.offload_params], places[zero.offload_optimizer]
 
 
@@ -88,18 +92,30 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         for unit in (group.key.units or ()) if group.key.tile is None else ():
             slices[unit] += len(group.buckets)
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
-    ahead = range(zero.prefetch + 1)  # consecutive units: an embedding is larger than the blocks after it
-    gathered = max((sum(slices[unit + n] for n in ahead) for unit in list(slices)), default=0) + 2 * tiles
+    ahead = range(
+        zero.prefetch + 1
+    )  # consecutive units: an embedding is larger than the blocks after it
+    gathered = (
+        max((sum(slices[unit + n] for n in ahead) for unit in list(slices)), default=0) + 2 * tiles
+    )
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
     narrow, swapped = policy.param_dtype.itemsize < 4, zero.offload_optimizer == "nvme"
     buffers = update_buffers(
-        swapped, zero.offload_params == "nvme", narrow=narrow, zero_stage=policy.stage, moments=moments
+        swapped,
+        zero.offload_params == "nvme",
+        narrow=narrow,
+        zero_stage=policy.stage,
+        moments=moments,
     )
     waiting = most_waiting(layout) if policy.early else 0
     for drive in policy.drives:
         mine = gathered if drive is policy.params_tier else 0
-        drive.count, drive.idle = drive_buffers(mine, buffers, swapped * (moments + narrow), waiting)
-        drive.nbytes = max((b.share for group in layout.groups for b in group.buckets), default=1) * width
+        drive.count, drive.idle = drive_buffers(
+            mine, buffers, swapped * (moments + narrow), waiting
+        )
+        drive.nbytes = (
+            max((b.share for group in layout.groups for b in group.buckets), default=1) * width
+        )
 
 
 def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
@@ -111,13 +127,19 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
         own = next((group for group in groups if fnmatchcase(name, group.match)), None)
         factor = 1.0 if own is None or own.lr is None else own.lr / optim.lr
         decay = optim.weight_decay if decays else 0.0
-        return GroupOptions(factor, decay if own is None or own.weight_decay is None else own.weight_decay)
+        return GroupOptions(
+            factor, decay if own is None or own.weight_decay is None else own.weight_decay
+        )
 
     def of(spec: ShardSpec) -> GroupOptions:
         found = {of_name(piece.name, spec.decay) for piece in spec.pieces}
         if len(found) > 1:
             names = ", ".join(piece.name for piece in spec.pieces)
-            raise ConfigError([f"--optim.groups gives {names} different rates, but they are one matrix: match all"])
+            raise ConfigError(
+                [
+                    f"--optim.groups gives {names} different rates, but they are one matrix: match all"
+                ]
+            )
         return found.pop()
 
     return of
@@ -134,7 +156,9 @@ def check_groups(optim: OptimConfig, units: Iterable[HasModules]) -> None:
     idle = [g.match for g in optim.groups if not any(fnmatchcase(name, g.match) for name in names)]
     if idle:
         some = ", ".join((*names[:3], "...", *names[-2:]) if len(names) > 6 else names)
-        raise ConfigError([f"--optim.groups {match!r} matches no parameter: names are {some}" for match in idle])
+        raise ConfigError(
+            [f"--optim.groups {match!r} matches no parameter: names are {some}" for match in idle]
+        )
 
 
 def wire(precision: PrecisionConfig) -> torch.dtype:
@@ -164,7 +188,9 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
         or {zero.offload_optimizer, zero.offload_params} != {"none"}
     ):
         return False
-    return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6  # rounding of parts of chunks is no gain
+    return (
+        time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6
+    )  # rounding of parts of chunks is no gain
 
 
 def is_early(config: Config) -> bool:
@@ -184,7 +210,9 @@ def describe_rate(optim: OptimConfig, steps: int) -> str:
     """Returns a description of the learning-rate schedule for the log."""
     end, warmup = _end_and_warmup(optim, steps)
     warm = f"warm-up over {warmup} of {steps} steps to {optim.lr:g}" if warmup else f"{optim.lr:g}"
-    return f"{warm}, then {optim.schedule}" + ("" if optim.schedule == "constant" else f" to {end:g}")
+    return f"{warm}, then {optim.schedule}" + (
+        "" if optim.schedule == "constant" else f" to {end:g}"
+    )
 
 
 def _end_and_warmup(optim: OptimConfig, steps: int) -> tuple[float, int]:

@@ -43,9 +43,13 @@ class Sink:
 
     def __init__(self, reducer: Collector, slot: Slot, uses: int) -> None:
         self.reducer, self.slot, self.uses = reducer, slot, uses
-        self.expected = self.received = self.late = 0  # contributions: outstanding, in memory, set aside
+        self.expected = self.received = self.late = (
+            0  # contributions: outstanding, in memory, set aside
+        )
         self.used = False  # in any step
-        self.hook: RemovableHandle | None = None  # the parameter's post-accumulate hook that calls `take`
+        self.hook: RemovableHandle | None = (
+            None  # the parameter's post-accumulate hook that calls `take`
+        )
         self._dtype = reducer.layout.policy.grad_dtype
 
     def begin(self, passes: int) -> None:
@@ -135,7 +139,9 @@ class Sink:
     def _takes_products(self, a: Tensor, b: Tensor) -> bool:
         if self.reducer.deferral.waiting is not None:
             return False
-        return not self.reducer.is_late(self) and (a.dtype == self._dtype or matmul.widens(a, b, self._dtype))
+        return not self.reducer.is_late(self) and (
+            a.dtype == self._dtype or matmul.widens(a, b, self._dtype)
+        )
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""

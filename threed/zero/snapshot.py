@@ -61,7 +61,9 @@ def _places(state: State, ranges: Mapping[str, tuple[int, int]]) -> dict[str, Te
     found = {}
     for part, (first, last) in ranges.items():
         storage = state.storages[part]
-        found[part] = storage if isinstance(storage, OnDrive) else storage.fetch().wait()[first:last]
+        found[part] = (
+            storage if isinstance(storage, OnDrive) else storage.fetch().wait()[first:last]
+        )
     return found
 
 
@@ -164,7 +166,9 @@ class _Item:
     buffer: Tensor | None = None
     copies: dict[str, Tensor] | None = None
     copied: torch.Event | None = None
-    before: dict[str, Transfer | None] = field(default_factory=dict)  # writes to a drive that come first
+    before: dict[str, Transfer | None] = field(
+        default_factory=dict
+    )  # writes to a drive that come first
 
 
 class Snapshot:
@@ -174,18 +178,28 @@ class Snapshot:
     """
 
     def __init__(self, wanted: Sequence[Extent], optimizer: Optimizer, room: Room) -> None:
-        self._room, self._policy, self._device = room, optimizer.layout.policy, optimizer.updates.device
+        self._room, self._policy, self._device = (
+            room,
+            optimizer.layout.policy,
+            optimizer.updates.device,
+        )
         self.waited_s = 0.0
         self._changed = threading.Condition()
         self._over = False
         self._reading: Tensor | None = None  # a buffer for a drive's values
-        self._items = [self._item(state, list(some)) for state, some in groupby(wanted, lambda one: one.state)]
+        self._items = [
+            self._item(state, list(some)) for state, some in groupby(wanted, lambda one: one.state)
+        ]
         self._of: dict[State, list[_Item]] = {}
         for item in self._items:
             self._of.setdefault(item.state, []).append(item)
         room.begin(self._items)
-        turn = [item for state in reversed(optimizer.states) for item in self._of.get(state, ())]  # as updates come
-        self._eager = [i for i in turn if i.eager] + [i for i in self._items if i.eager and i not in turn]
+        turn = [
+            item for state in reversed(optimizer.states) for item in self._of.get(state, ())
+        ]  # as updates come
+        self._eager = [i for i in turn if i.eager] + [
+            i for i in self._items if i.eager and i not in turn
+        ]
         # Through a window the copies of a GPU come in the order in which they are written: else it would fill up with
         # what is written last, and nothing could be written.
         self._queue = [item for item in (self._eager if room.whole else self._items) if item.on_gpu]
@@ -194,9 +208,16 @@ class Snapshot:
     def _item(self, state: State, some: list[Extent]) -> _Item:
         ranges = _ranges(some)
         parts = _places(state, ranges)
-        first = {part: 0 if isinstance(parts[part], OnDrive) else begin for part, (begin, _) in ranges.items()}
-        before = {part: place.writing for part, place in parts.items() if isinstance(place, OnDrive)}
-        on_gpu = any(isinstance(place, Tensor) and is_accelerator(place.device) for place in parts.values())
+        first = {
+            part: 0 if isinstance(parts[part], OnDrive) else begin
+            for part, (begin, _) in ranges.items()
+        }
+        before = {
+            part: place.writing for part, place in parts.items() if isinstance(place, OnDrive)
+        }
+        on_gpu = any(
+            isinstance(place, Tensor) and is_accelerator(place.device) for place in parts.values()
+        )
         eager = on_gpu or (self._room.whole and is_copied(state, self._policy, gpu=False))
         return _Item(state, some, parts, first, _size(parts.values()), eager, on_gpu, before=before)
 

@@ -113,7 +113,9 @@ def store_all(buffers: dict[str, StagedBuffer]) -> None:
         buffers.popitem()[1].store()
 
 
-def _fetch_all(storages: Mapping[str, Storage], buffers: dict[str, StagedBuffer]) -> dict[str, StagedBuffer]:
+def _fetch_all(
+    storages: Mapping[str, Storage], buffers: dict[str, StagedBuffer]
+) -> dict[str, StagedBuffer]:
     """Fetches every storage that has no buffer yet, and returns all buffers; on an error it releases them all."""
     try:
         for part, storage in storages.items():
@@ -145,7 +147,11 @@ def early_storages(state: State) -> list[OnDrive]:
     """What an update in the backward changes of a bucket; nothing where it cannot begin there: its parameters stay
     whole, its gradient is summed at the end of a step, or not all of this is on a drive."""
     group, found = state.bucket.group, [s for s in state.changed if isinstance(s, OnDrive)]
-    return found if group.sliced and not later_sums(state.bucket) and len(found) == len(state.changed) else []
+    return (
+        found
+        if group.sliced and not later_sums(state.bucket) and len(found) == len(state.changed)
+        else []
+    )
 
 
 def most_kept(states: Sequence[State], policy: Policy) -> int:
@@ -169,7 +175,9 @@ def update_order(states: Sequence[State], middle: bool) -> list[int]:
     return large[: len(large) // 2] + small + large[len(large) // 2 :]
 
 
-def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Tensor | OnDrive, bool]]:
+def _places(
+    layout: Layout, states: Sequence[State]
+) -> Iterator[tuple[str, Tensor | OnDrive, bool]]:
     """Where parameters, gradients and the optimizer's states are: each by what it is, and whether a tier has it."""
     policy = layout.policy
     for group in layout.groups:
@@ -179,7 +187,11 @@ def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Tens
     buckets = [bucket for group in layout.groups for bucket in group.buckets]
     found = [("parameters", bucket.storage, policy.params_tier) for bucket in buckets]
     found += [("gradients", bucket.grad, policy.optimizer_tier) for bucket in buckets]
-    found += [("optimizer", own, policy.optimizer_tier) for state in states for own in state.storages.values()]
+    found += [
+        ("optimizer", own, policy.optimizer_tier)
+        for state in states
+        for own in state.storages.values()
+    ]
     for what, storage, tier in found:
         if isinstance(storage, InMemory):
             yield what, storage.tensor, tier is not None

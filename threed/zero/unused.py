@@ -24,18 +24,29 @@ FROZEN = (
     "{} {} (requires_grad) after the engine was made, and {}: set requires_grad back before the update, or save, and"
     " load into a new engine"
 )
-Stretch = tuple[int, int, Tensor | None]  # elements [first, last) of a slice; updates before first use
+Stretch = tuple[
+    int, int, Tensor | None
+]  # elements [first, last) of a slice; updates before first use
 
 
 def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
     """Warns of the parameters that no rank used in the first step, if this rank `warns`. Collective."""
     policy = layout.policy
-    never = {s.spec.name for group in layout.groups if not group.key.tied for s in group.slots if s in unused}
+    never = {
+        s.spec.name
+        for group in layout.groups
+        if not group.key.tied
+        for s in group.slots
+        if s in unused
+    }
     for axis in (policy.shard, policy.replicas):
         never.intersection_update(*collectives.exchange(sorted(never), axis))
     if never and warns and policy.shard.index == policy.replicas.index == 0:
         names = ", ".join(sorted(never))
-        warnings.warn(f"no gradient came to {names} in the first step: they change by weight decay only", stacklevel=3)
+        warnings.warn(
+            f"no gradient came to {names} in the first step: they change by weight decay only",
+            stacklevel=3,
+        )
 
 
 class Unused:
@@ -44,7 +55,9 @@ class Unused:
     def __init__(self, layout: Layout, updates: Tensor) -> None:
         self.layout, self.updates = layout, updates
         self.stretches: dict[Bucket, list[Stretch]] = {}
-        self._slots = [slot for group in layout.groups if group.key.trainable for slot in group.slots]
+        self._slots = [
+            slot for group in layout.groups if group.key.trainable for slot in group.slots
+        ]
         self._never = set(range(len(self._slots)))  # the same on all ranks
         self._since: dict[Slot, Tensor] = {}  # for parameters first used after the first step
         self._first = True
@@ -55,12 +68,18 @@ class Unused:
         never = {self._slots[number] for number in self._never}
         with torch._C.DisableTorchFunctionSubclass():
             frozen = [s for s in self._slots if not s.param.requires_grad and s not in never]
-            others = [s for group in self.layout.groups if not group.key.trainable for s in group.slots]
+            others = [
+                s for group in self.layout.groups if not group.key.trainable for s in group.slots
+            ]
             trained = [s for s in others if s.param.requires_grad]
         for slot in frozen:
-            raise RuntimeError(FROZEN.format(slot.spec.name, "was frozen", "its moments would move it"))
+            raise RuntimeError(
+                FROZEN.format(slot.spec.name, "was frozen", "its moments would move it")
+            )
         for slot in trained:
-            raise RuntimeError(FROZEN.format(slot.spec.name, "was unfrozen", "it would not be trained"))
+            raise RuntimeError(
+                FROZEN.format(slot.spec.name, "was unfrozen", "it would not be trained")
+            )
 
     def agree(self, used: Set[Slot]) -> None:
         """Updates the record from what this rank and the others have used so far. Collective while any parameter is
@@ -72,9 +91,16 @@ class Unused:
         for axis in (self.layout.policy.shard, self.layout.policy.replicas):
             never.intersection_update(*collectives.exchange(sorted(never), axis))
         came, self._never = self._never - never, never
-        if self._first and never and self.layout.policy.shard.index == self.layout.policy.replicas.index == 0:
+        if (
+            self._first
+            and never
+            and self.layout.policy.shard.index == self.layout.policy.replicas.index == 0
+        ):
             names = ", ".join(self._slots[number].spec.name for number in sorted(never))
-            warnings.warn(f"not used in the first step, and left as they are until they are: {names}", stacklevel=2)
+            warnings.warn(
+                f"not used in the first step, and left as they are until they are: {names}",
+                stacklevel=2,
+            )
         self._since |= {} if self._first else {self._slots[n]: self.updates.clone() for n in came}
         if came or self._first:
             self._lay_out()
@@ -82,7 +108,9 @@ class Unused:
 
     def _lay_out(self) -> None:
         never = {self._slots[number] for number in self._never}
-        special = {b for b in self.layout.buckets if any(s in never or s in self._since for s in b.slots())}
+        special = {
+            b for b in self.layout.buckets if any(s in never or s in self._since for s in b.slots())
+        }
         self.stretches = {bucket: list(self._stretches_of(bucket, never)) for bucket in special}
 
     def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
@@ -112,7 +140,9 @@ class Unused:
         never, since = set(state["never"]), state["since"]
         self._never = {number for number, slot in enumerate(self._slots) if slot.spec.name in never}
         named = {slot.spec.name: slot for slot in self._slots}
-        self._since = {named[n]: torch.full_like(self.updates, u) for n, u in since.items() if n in named}
+        self._since = {
+            named[n]: torch.full_like(self.updates, u) for n, u in since.items() if n in named
+        }
         self._first = bool(state["first"])
         if self._first:
             self.stretches = {}

@@ -59,5 +59,11 @@ class Before:
         skip, overflow = (~finite | spike | invalid).double(), (~finite & ~invalid).double()
         counts = spike | invalid | (~finite & (self.loss_scale <= self.counts_from))
         row = torch.where(skip == 0, 0.0, self.in_a_row + counts)
-        clip = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0) if self.grad_clip else torch.ones_like(norm)
-        return Update(norm, clip, self.lr, self.loss_scale, skip, self.skips + skip, sums[2:], overflow, row)
+        clip = (
+            (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)
+            if self.grad_clip
+            else torch.ones_like(norm)
+        )
+        return Update(
+            norm, clip, self.lr, self.loss_scale, skip, self.skips + skip, sums[2:], overflow, row
+        )

@@ -33,7 +33,9 @@ class Versions:
             for slot in group.slots
         ]
         self._before = {b: InMemory(_own(b, g.previous)) for g in self._groups for b in g.buckets}
-        self.earlier = [State(bucket, {PREVIOUS: storage}) for bucket, storage in self._before.items()]
+        self.earlier = [
+            State(bucket, {PREVIOUS: storage}) for bucket, storage in self._before.items()
+        ]
 
     def turn(self) -> None:
         """Makes the older version the newest, with the values of this rank's slices of the newest so far; the slices of
