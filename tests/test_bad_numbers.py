@@ -29,7 +29,7 @@ from threed.engine import Engine
 from threed.metrics import BadStepsError
 from threed.monitor import metrics as records
 from threed.precision import LossScale
-from threed.recheck import NondeterministicError, Recheck, culprits
+from threed.reliability.recheck import NondeterministicError, Recheck, culprits
 from threed.training import Run, final_report
 from threed.zero import replicas
 

@@ -28,13 +28,13 @@ from tests.harness import free_port, run_ranks
 from tests.runs import open_text, run
 from threed import collectives
 from threed.checkpoint import copies, node_memory
-from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.run_folder import RunFolderError, process_space
+from threed.checkpoint.files import CheckpointError, RunFolderError
 from threed.checks import find_problems
 from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import metrics, process
+from threed.monitor.process import process_space
 from threed.resolution import resolve
 from threed.save_checks import check_sizes
 from threed.topology import Topology, _meet

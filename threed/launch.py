@@ -21,14 +21,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from threed import collectives, device, models, pretrained, recheck
+from threed import collectives, device, models, pretrained
 from threed.arguments import Options, format_problems, help_text, load, load_checked
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, check_space
+from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
 from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.resuming import compare, resuming_flags
 from threed.checkpoint.retention import after_restart, candidates
-from threed.checkpoint.run_folder import RunFolderError
 from threed.checks import find_problems
 from threed.config import Config, ConfigError
 from threed.data import Data, open_data
@@ -41,9 +40,10 @@ from threed.layers import Slicing
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
 from threed.monitor import process
-from threed.monitor.failure import LostContact, write_error_file
-from threed.preemption import PREEMPTED, Preempted
 from threed.pretrained import Pretrained
+from threed.reliability import recheck
+from threed.reliability.failure import LostContact, write_error_file
+from threed.reliability.preemption import PREEMPTED, Preempted
 from threed.resolution import resolve
 from threed.save_checks import check_sizes
 from threed.topology import TIMEOUT, Topology

@@ -15,21 +15,22 @@ from typing import Any
 
 from torch import Tensor
 
-from threed import collectives, preemption
+from threed import collectives
 from threed.arguments import to_toml
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
-from threed.checkpoint.run_folder import Owner, owned, probe
 from threed.data import Data, Prefetcher
-from threed.elastic import Memory, resume
 from threed.engine import Engine, StepMetrics
 from threed.forecast import Forecast
 from threed.monitor import Monitor
-from threed.preemption import Preempted, Stop
 from threed.provenance import provenance, tags
-from threed.supervision import Supervision
+from threed.reliability import preemption
+from threed.reliability.elastic import Memory, resume
+from threed.reliability.ownership import Owner, owned, probe
+from threed.reliability.preemption import Preempted, Stop
+from threed.reliability.supervision import Supervision
 from threed.training import final_report
 from threed.training.bad_steps import BadSteps
 from threed.training.callback import Callback, Run, Start

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from threed.batches import Batch
 from threed.engine import StepMetrics
-from threed.recheck import Recheck
+from threed.reliability.recheck import Recheck
 from threed.training.callback import Callback, Run
 from threed.zero import replicas
 

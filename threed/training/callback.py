@@ -11,8 +11,8 @@ from threed.data import Data
 from threed.engine import Engine, StepMetrics
 from threed.forecast import Forecast
 from threed.monitor import Monitor
-from threed.preemption import Stop
-from threed.supervision import Supervision
+from threed.reliability.preemption import Stop
+from threed.reliability.supervision import Supervision
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 from threed.checkpoint.beside import Save
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.retention import Retention, job_name
-from threed.checkpoint.run_folder import Owner
-from threed.elastic import Memory
 from threed.engine import StepMetrics
+from threed.reliability.elastic import Memory
+from threed.reliability.ownership import Owner
 from threed.training.bad_steps import BadSteps
 from threed.training.callback import Callback, Run
 

@@ -23,7 +23,7 @@ from typing import Any
 from threed import collectives
 from threed.checkpoint import native, resuming
 from threed.checkpoint.copies import Copies
-from threed.checkpoint.files import CheckpointError, in_units
+from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
 from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.node_memory import (
     FOLDER,
@@ -36,7 +36,6 @@ from threed.checkpoint.node_memory import (
     too_small,
 )
 from threed.checkpoint.retention import Retention, after_restart, candidates
-from threed.checkpoint.run_folder import RunFolderError
 from threed.checkpoint.union import Found, Loading, look
 from threed.disk import why
 from threed.engine import Engine
