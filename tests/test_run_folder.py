@@ -20,6 +20,7 @@ from tests.runs import open_text, run
 from threed import collectives
 from threed.checkpoint.files import RunFolderError
 from threed.config import TrainConfig
+from threed.monitor.process import started
 from threed.reliability import ownership
 from threed.reliability.ownership import Run, owned, probe
 from threed.reliability.ownership import _newest as newest
