@@ -309,7 +309,7 @@ def test_ranks_that_hold_the_same_are_told_of_once_and_every_stage_is_there(
     """In GiB. Of an MLP of odd width one of two tensor ranks holds more."""
     config = resolve(Config.model_validate({
         "parallel": {**parallel, "sequence": False},
-        "model": {"layers": 6, "hidden": 512, "heads": 4, "seq": 16, "ffn": 2049 if parallel == {"tp": 2} else 2048},
+        "model": {"layers": 40, "hidden": 512, "heads": 4, "seq": 16, "ffn": 2049 if parallel == {"tp": 2} else 2048},
         "train": {"global_batch": world, "micro_batch": 1, "steps": 10},
     }), 64, world)  # fmt: skip
     found = Forecast.of(config, world)
