@@ -336,3 +336,18 @@ def test_tied_stages_meet_in_their_own_column() -> None:
     run_ranks(8, check_ties, 4, 2, [(0, 3), (1, 2), (0, 1, 3)])
     run_ranks(3, check_ties, 3, 1, [(0, 2)])
     run_ranks(2, check_ties, 2, 1, [(0, 1)])
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_data_axis_has_the_ranks_that_hold_copies(cp: int) -> None:
+    grid = Grid(pp=2, dp=4 // cp, cp=cp, tp=2)
+    for rank in range(grid.world):
+        data = Topology.drawn(grid, rank).data
+        same = [r for r in range(grid.world) if place_of(grid, r) == place_of(grid, rank)]
+        assert (list(data.ranks), data.ranks[data.index], data.label) == (same, rank, "dp")
+
+
+def place_of(grid: Grid, rank: int) -> tuple[int, int]:
+    """The coordinates that decide which parameters a rank has."""
+    place = grid.coordinates(rank)
+    return place["pp"], place["tp"]

@@ -115,7 +115,7 @@ class Buffers:
         twice: bool = False,
     ) -> None:
         self.topology, self._again, self._twice = topology, frozenset(again), twice
-        self._stage, self._data = topology.axis("pp").index, topology.axis("dp")
+        self._stage, self._data = topology.axis("pp").index, topology.data
         self._roots = stages[self._stage]
         self._first: dict[str, int] = {}
         counts: Counter[str] = Counter()

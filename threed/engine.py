@@ -120,7 +120,7 @@ class Engine:
             self.asynchronous = Asynchronous(blueprint.lowered, self.reducer, self.optimizer)
         agreement.check_buckets(self.layout, topology)
         if self.wrapped is not None:
-            self.wrapped.agree(topology.axis("dp"), topology.device)
+            self.wrapped.agree(topology.data, topology.device)
         records.initialise(
             self.optimizer, self._initial_value, again=self.wrapped is None
         )  # a module has them once

@@ -185,6 +185,9 @@ class Topology:
         self._ties: dict[tuple[int, ...], Axis] = {}
         self._axes = {name: self._line(name, grid.ranks(rank, name)) for name in AXES}
         everyone = dist.group.WORLD if groups and self.world > 1 else None
+        self.data_name = "dp" if grid.cp == 1 else "dp*cp"
+        if grid.cp > 1:
+            self._axes[self.data_name] = self._line("dp", grid.ranks(rank, self.data_name))
         self._axes["world"] = Axis("world", tuple(range(self.world)), rank, everyone, self.traffic)
         self._links: dict[tuple[int, int], Link] = {}
         self._linked: set[tuple[int, int]] = set()
@@ -250,6 +253,14 @@ class Topology:
         ]
         ties = [self._ties[stages] for stages in sorted(self._ties)]
         return [axis for axis in (*lines, *ties) if axis.size > 1 and axis.index >= 0]
+
+    @property
+    def data(self) -> Axis:
+        """The axis of ranks that hold copies of the same parameters and sum their gradients: dp × cp.
+
+        The axis "dp" has only the ranks with different samples.
+        """
+        return self._axes[self.data_name]
 
     @property
     def pp(self) -> int:

@@ -48,7 +48,7 @@ class Extras:
         self.buffers.agree()
         names = set(self.buffers.different()) - self._told
         self._told |= names
-        if names and self.topology.axis("dp").index == self.topology.axis("tp").index == 0:
+        if names and self.topology.data.index == self.topology.axis("tp").index == 0:
             warnings.warn(
                 f"buffers differ between tensor ranks, and the first one's are saved: {listed(names)}; make them alike,"
                 " or register what each rank can compute with persistent=False",

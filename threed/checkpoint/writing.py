@@ -81,7 +81,7 @@ def prepare(
     problem, token = collectives.exchange([problem, token], everyone)[0]
     about = head(optimizer, topology, config, state)
     limit = _share(config.checkpoint.write_limit_mib, sizes, everyone.index)
-    described = mine if topology.axis("dp").index == 0 else []
+    described = mine if topology.data.index == 0 else []
     mine = [h for h in mine if h.number is not None]
     saving = Saving(
         path, everyone, token, mine, described, said, beside, about, problem, limit, hurries

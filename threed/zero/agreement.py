@@ -47,7 +47,7 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
     another order has buckets of the same sizes with other parameters. Raises ValueError naming the rank. Collective.
     """
     for axis in topology.shared_axes():
-        data = axis is topology.axis("dp")
+        data = axis is topology.data
         everything = [
             *layout.buckets,
             *layout.frozen,

@@ -32,14 +32,14 @@ from threed.zero.learning_rate import schedule
 def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
     """Returns the names of the axes S (slices), R (ranks with the same slice), and S with a communicator of its own for
     gathers; an empty name is an axis of this rank alone. `Topology.prepare` makes them."""
-    size, dp = config.zero.shard_size, topology.dp
-    n = 1 if config.zero.stage == 0 else dp if size == "all" else int(size)
-    if dp % n:
-        raise ConfigError([f"--zero.shard-size {n} does not divide dp {dp}"])
+    size, data, copies = config.zero.shard_size, topology.data_name, topology.data.size
+    n = 1 if config.zero.stage == 0 else copies if size == "all" else int(size)
+    if copies % n:
+        raise ConfigError([f"--zero.shard-size {n} does not divide {data} {copies}"])
     if n == 1:
-        return "", "dp", ""
-    base = "dp" if n == dp else f"dp/{n}"
-    return base, "" if n == dp else f"dp%{n}", f"{base}@gather" if config.zero.stage == 3 else base
+        return "", data, ""
+    base = data if n == copies else f"{data}/{n}"
+    return base, "" if n == copies else f"{data}%{n}", f"{base}@gather" if config.zero.stage == 3 else base
 
 
 def gather_axis(config: Config, topology: Topology, policy: Policy) -> Axis:
