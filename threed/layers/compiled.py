@@ -73,10 +73,8 @@ def _product_backward(
     bias = layer.bias if need[2] else None  # the parameter itself, which has the sink
     sinks = map(sink_of, tiles)
     if any(sink is not None and sink.defers() for sink in sinks):
-        dy, whole = (
-            dy.clone(),
-            whole.clone(),
-        )  # the compiler may reuse their memory before they are read
+        # They are read later, and the compiler may reuse their memory as soon as this returns.
+        dy, whole = dy.clone(), whole.clone()
     if len(tiles) == 1:
         dx, *rest = linear.gradients(dy, whole, weight, (tiles[0], bias), f, need[0])
     else:
