@@ -76,7 +76,7 @@ LONGEST = (
     "test_scale", "test_own_models", "test_boundary", "test_wrapped_elsewhere", "test_zero_resume", "test_data_samples",
     "test_users_probes", "test_zero_tile", "test_chunks", "test_deepspeed_offload_run", "test_precision_wire",
     "test_layers", "test_zero_offload_memory", "test_loss_chunks", "test_checkpoint_retention",
-    "test_zero_wrapped_edges", "test_vocabulary_padding", "test_checkpoint_native", "test_tape",
+    "test_zero_wrapped_edges", "test_vocabulary_padding", "test_checkpoint_native",
     "test_partition_measured",
 )  # fmt: skip
 

@@ -103,6 +103,9 @@ class ListSink:
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         raise AssertionError("no linear layer adds rows")
 
+    def in_forward(self) -> bool:
+        return False
+
 
 def fill(layer: nn.Module, dtype: torch.dtype, round_to: float | None = None) -> None:
     """Gives the layer the weights that its global names decide, each parameter in memory of its own."""

@@ -342,6 +342,9 @@ def test_weights_keep_their_sinks_under_saved_tensor_hooks() -> None:
         def add_product(self, a: Tensor, b: Tensor) -> None:
             self.products += 1
 
+        def in_forward(self) -> bool:
+            return False
+
     mlp, selective = (
         MLP("m", 4, 8, Slicing(alone())).to_empty(device="cpu"),
         Selective(["activation"]),

@@ -216,7 +216,9 @@ class Blueprint:
         )
         for chunk in self.chunks:
             layers, own = mine[first : first + len(chunk)], AlwaysWhole() if wrapped else gatherer
-            stages.append(make(layers, own, self.config.zero.prefetch, first, recomputed))
+            stages.append(
+                make(layers, own, self.config.zero.prefetch, first, recomputed, reducer.scope)
+            )
             first += len(chunk)
         return stages
 

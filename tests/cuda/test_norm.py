@@ -17,7 +17,10 @@ from tests.cuda.cases import (
     normal,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.layers import LayerNorm, RMSNorm, Slicing
+from threed.layers.norm import sum_and_norm
 from threed.ops import norm
+from threed.topology import alone
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 # every shape of the kernel, each with rows that fill it and rows that do not
@@ -159,3 +162,28 @@ def test_no_rows_are_no_launch() -> None:
     with emulated() as machine:
         assert norm.forward(bf16(0, 16), bf16(16), None, EPS, False).y.shape == (0, 16)
     assert not machine.launches
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+@pytest.mark.parametrize("hook", [False, True])
+def test_a_frozen_norm_gives_the_gradient_of_its_input(
+    kind: type[LayerNorm] | type[RMSNorm], hook: bool
+) -> None:
+    """Also behind a residual sum, and with a backward hook, which is called."""
+    module, calls = kind("norm", 64, Slicing(alone())), list[int]()
+    module.weight = torch.nn.Parameter(1 + bf16(64, seed=8, scale=0.2), requires_grad=False)
+    if module.bias is not None:
+        module.bias = torch.nn.Parameter(bf16(64, seed=9), requires_grad=False)
+    if hook:
+        module.register_full_backward_hook(lambda *_: calls.append(1))
+    x, residual, dy = (bf16(9, 64, seed=seed) for seed in range(3))
+    x.requires_grad_()
+    with emulated(torch_writes=True) as machine:
+        total, y = sum_and_norm(module, x, residual)
+        (got,) = torch.autograd.grad(y, x, dy)
+    assert len(calls) == hook
+    assert [ran.name for ran in machine.launches][:2] == ["norm", "norm_backward"]
+    wide = total.detach().double().requires_grad_()
+    bias = None if module.bias is None else module.bias.double()
+    truth = norm.reference(wide, module.weight.double(), bias, module.eps, kind is LayerNorm)
+    assert_close_in_bf16(got, torch.autograd.grad(truth, wide, dy.double())[0], 2e-6)

@@ -16,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from threed.layers.linear import ColumnLinear, Product, RowLinear
+from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.norm import RMSNorm
 from threed.layers.recompute import Recompute
-from threed.layers.running import may_run, runs
 from threed.layers.slicing import Slicing
-from threed.ops import fused_cpu, rotary
+from threed.ops import attention as ops
+from threed.ops import rotary
 from threed.ops.frequencies import Theta, scale_of, turned_of
-from threed.ops.tape import Tape
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -112,34 +111,6 @@ def _check_fused(
     _looked_at.add(kind)
 
 
-@functools.lru_cache(maxsize=64)
-def _flash_on_cpu(s: int, b: int, d: int, dtype: torch.dtype, enabled: bool) -> bool:
-    """Whether torch takes its fused kernel for such heads on a CPU."""
-    q = torch.empty(b, 1, s, d, dtype=dtype)
-    return bool(
-        torch._fused_sdp_choice(q, q, q, None, 0.0, True) == SDPBackend.FLASH_ATTENTION.value
-    )
-
-
-def _back_of_flash(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logarithms: Tensor
-) -> Tensor:
-    dy = dy.view(*dy.shape[:2], *(q.shape[i] for i in (1, 3))).permute(1, 2, 0, 3)
-    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return torch.cat(
-        [
-            part.permute(2, 0, 1, 3).flatten(2)
-            for part in back(dy, q, k, v, y, logarithms, 0.0, True)
-        ],
-        -1,
-    )
-
-
-def _back_of_short(d: int, dy: Tensor, qkv: Tensor, logarithms: Tensor) -> Tensor:
-    return fused_cpu.attention_backward(qkv, dy, logarithms, d)
-
-
-@runs
 class Attention(nn.Module):
     """x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
 
@@ -203,14 +174,6 @@ class Attention(nn.Module):
         states = None if isinstance(self.core, nn.Module) else getattr(self.core, "flops", None)
         return None if states is None else states(tokens, seq, self.heads, self.d)
 
-    def can_run(self) -> bool:
-        """Whether its linear layers can run by themselves, before and after `heads_attend`, with nothing recomputed."""
-        return (
-            type(self.recompute) is Recompute
-            and may_run(self.qkv, Product)
-            and may_run(self.out, Product)
-        )
-
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.recompute.run("attention", self.heads_attend, *self._project(x)))
 
@@ -222,31 +185,6 @@ class Attention(nn.Module):
         again = self.slicing.sequence_parallel and not torch.compiler.is_compiling()
         x = self.recompute.run("norm", self.slicing.gather, x) if again else self.slicing.gather(x)
         return self.query(x), self.key_value(x)
-
-    def runs_on(self, x: Tensor) -> bool:
-        """Whether `run_heads` takes projections of x: causal attention alone, by torch's fused kernel for CPUs."""
-        plain = self.core is attend and self.rotary is None and self.query_norm is None
-        if not plain or self.heads != self.kv_heads or x.device.type != "cpu":
-            return False
-        length = x.shape[0] * (self.slicing.tp.size if self.slicing.sequence_parallel else 1)
-        return _flash_on_cpu(
-            length, x.shape[1], self.d, x.dtype, torch.backends.cuda.flash_sdp_enabled()
-        )
-
-    def run_heads(self, qkv: Tensor, tape: Tape) -> Tensor:
-        """`heads_attend` of one projection [s b 3ad] on a tape."""
-        s, b, _ = qkv.shape
-        q, k, v = (
-            part.view(s, b, self.heads, self.d).permute(1, 2, 0, 3) for part in qkv.chunk(3, -1)
-        )
-        y, logarithms = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, True
-        )
-        if fused_cpu.attends_backward(qkv, self.d):
-            tape.note(functools.partial(_back_of_short, self.d), qkv, logarithms)
-        else:
-            tape.note(_back_of_flash, q, k, v, y, logarithms)
-        return y.permute(2, 0, 1, 3).flatten(2)
 
     def heads_attend(self, *projected: Tensor) -> Tensor:
         """Heads' norms, rotary positions and the core -> [s b (a/t d)]."""
@@ -261,6 +199,8 @@ class Attention(nn.Module):
                 self.rotary,
             )
             return self.core(q, k, v).flatten(2)
+        if not rest and self._is_short(first):
+            return ops.short_attention(first, self.d)
         q, k, v = self._heads(*projected)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
@@ -278,6 +218,12 @@ class Attention(nn.Module):
             and type(self.recompute) is Recompute
         )
         return plain and rotary.fits(qkv, self.d, self.rotary or 0.0)
+
+    def _is_short(self, qkv: Tensor) -> bool:
+        """Returns whether causal attention alone is computed of qkv [s b 3ad], by the kernels for short sequences."""
+        plain = self.core is attend and self.rotary is None and self.query_norm is None
+        plain = plain and self.heads == self.kv_heads and type(self.recompute) is Recompute
+        return plain and torch.is_grad_enabled() and ops.fits(qkv, self.d)
 
     def _heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [s b a/t d], key and value [s b k/t d]."""

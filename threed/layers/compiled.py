@@ -25,8 +25,7 @@ from torch._opaque_base import OpaqueBase
 from threed import collectives
 from threed.layers import linear, tiled
 from threed.layers.dropout import Dropout
-from threed.layers.running import lent
-from threed.layers.slicing import Slicing, has_gradient_hooks
+from threed.layers.slicing import Slicing, has_gradient_hooks, sink_of
 from threed.ops import matmul
 from threed.sharding import spec_of
 
@@ -72,11 +71,14 @@ def _product_backward(
     """need: the gradients of x, weight and bias; the latter two go to their sinks, which may not keep dy and whole."""
     layer, tiles, f = of.value, tiled.tiles_of(of.value), (of.value.axis, of.value.gather)
     bias = layer.bias if need[2] else None  # the parameter itself, which has the sink
-    with lent():  # once this has returned, the compiler may reuse their memory
-        if len(tiles) == 1:
-            dx, *rest = linear.gradients(dy, whole, weight, (tiles[0], bias), f, need[0])
-        else:
-            dx, *rest = tiled.gradients(dy, whole, tiles, (tiles, bias), f, (need[0], need[2]))
+    sinks = map(sink_of, tiles)
+    if any(sink is not None and sink.defers() for sink in sinks):
+        # They are read later, and the compiler may reuse their memory as soon as this returns.
+        dy, whole = dy.clone(), whole.clone()
+    if len(tiles) == 1:
+        dx, *rest = linear.gradients(dy, whole, weight, (tiles[0], bias), f, need[0])
+    else:
+        dx, *rest = tiled.gradients(dy, whole, tiles, (tiles, bias), f, (need[0], need[2]))
     if any(gradient is not None for gradient in rest):
         hooked = [
             spec_of(param).name

@@ -7,13 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threed.layers.running import runs
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.ops import dropout as ops
-from threed.ops.tape import Tape
 
 
-@runs
 class Dropout(nn.Module):
     """Zeroes elements of an activation between blocks with probability p and scales the rest by 1 / (1 - p).
 
@@ -25,17 +22,6 @@ class Dropout(nn.Module):
     def __init__(self, name: str, p: float, slicing: Slicing) -> None:
         super().__init__()
         self.name, self.p, self.slicing = name, p, slicing
-
-    def run(self, x: Tensor, tape: Tape, micro: MicroBatch) -> Tensor:
-        """The layer on a tape."""
-        if self.p == 0 or not micro.training:
-            return x
-        draw = self._draw(x, self._samples(micro), micro.step)
-        if ops.fits(x):
-            return ops.run(x, tape, draw)
-        keep, scale = draw.mask(x), draw.scale
-        tape.note(lambda dy, keep: dy * scale * keep, keep)
-        return x * keep * scale
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if self.p == 0 or not micro.training:

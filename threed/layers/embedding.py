@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threed.collectives import split
-from threed.layers.running import held, runs
 from threed.layers.slicing import Flag, Slicing, sink_of
-from threed.ops.tape import Tape, as_one
 from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
 
 PAD_FROM, PAD_TO = 1024, 128  # rows: below, padding would be a tenth of the table and more
@@ -30,29 +30,31 @@ def vocab_table(
     return parameter(ShardSpec((piece,), padding=(rows - (last - first)) * hidden), (rows, hidden))
 
 
-def _look_up(table: Tensor, tape: Tape, ids: Tensor, held: Tensor | None) -> Tensor:
-    """Rows of a table, zero where it does not have them (`held`, by default it has all): on a tape."""
+class _LookUp(torch.autograd.Function):
+    """Returns rows of a table, zero for ids that it does not hold. held: bool, like ids; None if it holds all."""
 
-    def back(dy: Tensor, ids: Tensor, *held: Tensor) -> Tensor | None:
-        if not table.requires_grad:
-            return None
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor, held: Tensor | None) -> Tensor:
+        ctx.save_for_backward(ids, held)
+        ctx.table = table
+        if table.shape[0] == 0:
+            return table.new_zeros(*ids.shape, table.shape[1])
+        rows = F.embedding(ids, table)
+        return rows if held is None else rows.mul_(held.unsqueeze(-1))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
+        (ids, held), table = ctx.saved_tensors, ctx.table
         # Off-shard ids add zero to row 0: cheaper than selecting, and free of a size that depends on the data.
-        rows = (dy * held[0].unsqueeze(-1) if held else dy).flatten(0, -2)
+        rows = (dy if held is None else dy * held.unsqueeze(-1)).flatten(0, -2)
         sink = sink_of(table)
         if sink is not None:
             sink.add_rows(ids.flatten(), rows)
-            return None
+            return None, None, None
         grad = torch.zeros_like(table)
-        return grad.index_add_(0, ids.flatten(), rows) if table.shape[0] else grad
-
-    tape.note(back, ids, *([] if held is None else [held]))
-    if table.shape[0] == 0:
-        return table.new_zeros(*ids.shape, table.shape[1])
-    rows = F.embedding(ids, table)
-    return rows if held is None else rows.mul_(held.unsqueeze(-1))
+        return (grad.index_add_(0, ids.flatten(), rows) if len(table) else grad), None, None
 
 
-@runs
 class VocabEmbedding(nn.Module):
     """Token ids [b s] -> word vectors [s b h] (or [s/t b h] when sequences are cut)."""
 
@@ -69,20 +71,9 @@ class VocabEmbedding(nn.Module):
         """None that count."""
         return 0
 
-    def can_run(self) -> bool:
-        """Whether the table, of which `run` is a function, is trained."""
-        table = held(self, "weight")
-        return table is not None and table.requires_grad
-
-    def run(self, table: Tensor, tape: Tape, tokens: Tensor) -> Tensor:
-        """The layer, as a function of its table, on a tape."""
-        return self.slicing.run_reduce(_look_up(table, tape, *self._find(tokens)), tape)
-
     def forward(self, tokens: Tensor) -> Tensor:
         ids, held = self._find(tokens)
-        return self.slicing.reduce(
-            as_one(self.weight, lambda table, tape: _look_up(table, tape, ids, held))
-        )
+        return self.slicing.reduce(_LookUp.apply(self.weight, ids, held))
 
     def _find(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Rows [s b] of this rank's part of the table, and which of them it holds; None where it holds all."""
@@ -95,7 +86,6 @@ class VocabEmbedding(nn.Module):
         return (ids - self.first).masked_fill(~held, 0), held
 
 
-@runs
 class PositionEmbedding(nn.Module):
     """Learned positions, added to x [s b h] (or to this rank's part [s/t b h])."""
 
@@ -113,43 +103,11 @@ class PositionEmbedding(nn.Module):
         """None that count."""
         return 0
 
-    def run(self, x: Tensor, tape: Tape) -> Tensor:
-        """The layer on a tape."""
-        weight = self.weight
-        first, last = self._span(x, weight)
-        tape.note(lambda dy: _back_of_positions(dy, weight, first, last))
-        return x + weight[first:last].unsqueeze(1)
-
     def forward(self, x: Tensor) -> Tensor:
-        first, last = self._span(x, self.weight)
-        return x + self.weight[first:last].unsqueeze(1)
-
-    def _span(self, x: Tensor, weight: Tensor) -> tuple[int, int]:
         parts = self.slicing.tp.size if self.slicing.sequence_parallel else 1
         first, last = self.slicing.sequence_range(x.shape[0] * parts)
-        if last > weight.shape[0]:
+        if last > len(self.weight):
             raise ValueError(
-                f"position {last - 1} is beyond the {weight.shape[0]} learned positions"
+                f"position {last - 1} is beyond the {len(self.weight)} learned positions"
             )
-        return first, last
-
-
-def _back_of_positions(dy: Tensor, weight: Tensor, first: int, last: int) -> Tensor:
-    sink = sink_of(weight)
-    if not weight.requires_grad or sink is None:
-        return dy
-    rows, found = dy.sum(1), sink.memory()
-    if found is None:
-        whole = torch.zeros_like(weight)
-        whole[first:last] = rows
-        sink.add(whole)
-        return dy
-    target, add = found
-    if add:
-        target[first:last].add_(rows)
-    else:
-        target[:first].zero_()
-        target[first:last].copy_(rows)
-        target[last:].zero_()
-    sink.arrived()
-    return dy
+        return x + self.weight[first:last].unsqueeze(1)

@@ -13,7 +13,6 @@ With `Slicing.tile` this rank's matrix is cut by rows again, into tiles that are
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,18 +22,25 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
-from threed.layers.running import goes_to_sink, in_forward, runs
-from threed.layers.slicing import Slicing, bias_gradient, for_autograd, weight_gradient
+from threed.layers.slicing import (
+    Slicing,
+    bias_gradient,
+    for_autograd,
+    goes_to_sink,
+    sink_of,
+    weight_gradient,
+)
 from threed.layers.tiled import LOCAL, add_weight, tiled_linear, tiles_of
 from threed.ops import launch, matmul
-from threed.ops.tape import Tape, apply
 from threed.sharding import ShardSpec, matrix, parameter, vector
 from threed.topology import Axis
 
 
 class _Linear(torch.autograd.Function):
-    """y = f(x) w^T + b, where f belongs to `axis` (one rank: nothing) and gathers when `gather`. w and b are `params`;
-    beside, autograd gets them where it is to know of them."""
+    """y = f(x) w^T + b, where f belongs to `axis` (one rank: nothing) and gathers if `gather`.
+
+    w and b are `params`. Autograd gets them as `weight` and `bias` if their gradients pass through it.
+    """
 
     @staticmethod
     def forward(
@@ -71,18 +77,34 @@ def gradients(
     of_f: tuple[Axis, bool],
     need_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x before f, weight and bias for y = x weight^T + bias; those of params go to their sinks, and
-    None is returned, where they have one. of_f: the axis, and whether it gathered."""
+    """Computes the gradients of x before f, weight and bias for y = x weight^T + bias.
+
+    Gradients of `params` (weight and bias) that have a sink go there, and None is returned in their place. In a forward
+    (`torch.autograd.grad` in a layer) only the gradient of x is computed, and it is differentiable.
+
+    Args:
+        of_f: the axis, and whether f gathered over it.
+        need_dx: whether the gradient of x is needed.
+
+    Raises:
+        RuntimeError: a differentiable gradient would have to be summed over tensor ranks.
+    """
     dy, (axis, gather), dx, pending = dy.contiguous(), of_f, None, None
-    if in_forward():
-        return _of_input(dy, weight, axis), None, None
+    in_forward, differentiable = _in_forward(params), torch.is_grad_enabled()
+    if axis.size > 1 and (in_forward or differentiable):
+        raise RuntimeError(
+            "torch.autograd.grad in a layer's forward, through a layer that is cut over tensor ranks"
+        )
+    if in_forward:
+        return dy @ weight, None, None
     rows = dy.flatten(0, -2)
-    if need_dx:
+    if need_dx and differentiable:
+        dx = dy @ weight
+    elif need_dx:
         dx = matmul.input_gradient(rows, weight).view(*dy.shape[:-1], weight.shape[1])
         if axis.size > 1:
-            pending = (
-                collectives.start_reduce_scatter if gather else collectives.start_all_reduce
-            )(dx, axis)
+            reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce
+            pending = reduce(dx, axis)
     dw = weight_gradient(params[0], rows, x)
     db = (
         bias_gradient(params[1], rows)
@@ -92,37 +114,21 @@ def gradients(
     return dx if pending is None else pending.wait(), dw, db
 
 
-def _of_input(dy: Tensor, weight: Tensor, axis: Axis) -> Tensor:
-    """The gradient of x where a layer calls torch.autograd.grad in its forward: differentiable, and nothing for sinks,
-    for it is no part of the loss's gradient. RuntimeError where tensor ranks would have to sum it."""
-    if axis.size > 1:
-        raise RuntimeError(
-            "torch.autograd.grad in a layer's forward, through a layer that is cut over tensor ranks"
-        )
-    return dy @ weight
-
-
-def run(
-    x: Tensor, tape: Tape, weight: Tensor, bias: Tensor | None, axis: Axis, gather: bool
-) -> Tensor:
-    """The same on a tape; the parameters have sinks."""
-
-    def back(dy: Tensor, x: Tensor, shown: Tensor) -> Tensor:
-        dx = gradients(dy, x, shown, (weight, bias), (axis, gather), True)[0]
-        assert dx is not None
-        return dx
-
-    if gather and axis.size > 1:
-        x = collectives.all_gather(x, axis)
-    tape.note(back, x, weight)
-    return matmul.linear(x, weight, bias)
+def _in_forward(params: tuple[Tensor, Tensor | None]) -> bool:
+    """Returns whether a stage is running a forward; False if no parameter has a sink."""
+    for param in params:
+        sink = None if param is None else sink_of(param)
+        if sink is not None:
+            return sink.in_forward()
+    return False
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False
 ) -> Tensor:
     """x [... in] -> [... out], with this layer's f on `axis`; weight [out in] may be a slice of a larger one."""
-    out: Tensor = apply(_Linear, x, *for_autograd(x, weight, bias), axis, gather, (weight, bias))
+    shown = for_autograd(x, weight, bias)
+    out: Tensor = _Linear.apply(x, *shown, axis, gather, (weight, bias))
     return out
 
 
@@ -139,12 +145,6 @@ class _AddBias(torch.autograd.Function):
         return dy, bias_gradient(ctx.bias, dy.contiguous().flatten(0, -2)) if ctx.needs_input_grad[
             1
         ] else None
-
-
-def _back_of_bias(bias: Tensor, dy: Tensor) -> Tensor:
-    if bias.requires_grad:
-        bias_gradient(bias, dy.contiguous().flatten(0, -2))
-    return dy
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,15 +180,6 @@ class Product(nn.Module):
             return linear(x, weight, bias, self.axis, self.gather)
         return tiled_linear(x, tiles_of(self), bias, self.axis, self.gather)
 
-    def can_run(self) -> bool:
-        """Whether the weight is one, not tiles."""
-        return "weight" in self._parameters
-
-    def run(self, x: Tensor, tape: Tape) -> Tensor:
-        """The layer on a tape."""
-        params: Any = self._parameters  # past nn.Module's search for names
-        return run(x, tape, params["weight"], params.get("bias"), self.axis, self.gather)
-
     def _traced_product(self, by: Traced, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = self.axis.size if self.gather else 1
         whole = torch.ops.threed.gather_from(x.detach(), parts, by.axis) if self.gather else x
@@ -197,7 +188,6 @@ class Product(nn.Module):
         return out
 
 
-@runs
 class ColumnLinear(Product):
     """A linear layer cut by outputs: x [s b h] (or [s/t b h] when sequences are cut) -> [s b out/t].
 
@@ -233,7 +223,6 @@ class ColumnLinear(Product):
         return self.product(x, self.bias)
 
 
-@runs
 class RowLinear(Product):
     """A linear layer cut by inputs: x [s b in/t] -> [s b out] (or [s/t b out] when sequences are cut).
 
@@ -254,20 +243,6 @@ class RowLinear(Product):
             parameter(slicing.shared(vector(f"{name}.bias", outputs)), (outputs,)) if bias else None
         )
 
-    def run(self, x: Tensor, tape: Tape) -> Tensor:
-        """The layer on a tape."""
-        if self.slicing.tp.size == 1:
-            return super().run(x, tape)
-        weight: Any = self.weight
-        y, bias = (
-            self.slicing.run_reduce(run(x, tape, weight, None, self.axis, self.gather), tape),
-            self.bias,
-        )
-        if bias is None:
-            return y
-        tape.note(functools.partial(_back_of_bias, bias))
-        return y + bias
-
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias
         if self.slicing.tp.size == 1:
@@ -279,7 +254,6 @@ class RowLinear(Product):
         return added
 
 
-@runs
 class ReplicatedLinear(Product):
     """A linear layer that every tensor rank holds whole, without communication: x [... in] -> [... out].
 

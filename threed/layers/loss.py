@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +12,10 @@ from torch import Tensor, nn
 from threed import collectives
 from threed.collectives import split
 from threed.layers.embedding import vocab_table
-from threed.layers.linear import linear, run
-from threed.layers.norm import Norm
-from threed.layers.running import OnTape, goes_to_sink, held, may_run, shares, wanted, watched
+from threed.layers.linear import linear
 from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sum_of_products
 from threed.ops import matmul
-from threed.ops.cross_entropy import run_weighted, weighted_loss
-from threed.ops.tape import Tape, as_one
+from threed.ops.cross_entropy import weighted_loss
 from threed.topology import Axis
 
 
@@ -89,7 +85,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return reduce(dx, of.axis).wait(), dw, None, None
 
 
-class LanguageModelHead(OnTape):
+class LanguageModelHead(nn.Module):
     """x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss (a scalar), or logits [s b v/t] without labels.
 
     weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.
@@ -98,7 +94,6 @@ class LanguageModelHead(OnTape):
     """
 
     loss_chunks = 1
-    _on_tape = False
     recomputable = False  # on the last stage its backward follows at once
 
     def __init__(
@@ -145,25 +140,4 @@ class LanguageModelHead(OnTape):
                 y, *for_autograd(y, table), of, min(self.loss_chunks, y.shape[0])
             )
             return loss
-        norm: Any = self.norm
-        if self._on_tape and wanted(x) and norm.takes(x):
-            return as_one(x, functools.partial(self._run, norm=norm, of=of))
         return of.loss(linear(self.norm(x), table, None, *f), slice(None))
-
-    def look(self, shared: Set[Tensor]) -> None:
-        """Sees whether its parts run on a tape in the step that begins."""
-        table = held(self, "weight")
-        alone = (
-            not self.softcap
-            and table is not None
-            and goes_to_sink(table)
-            and not watched()
-            and not shares(shared, self.norm)
-        )
-        self._on_tape = alone and may_run(self.norm, Norm)
-
-    def _run(self, x: Tensor, tape: Tape, norm: Norm, of: _Projection) -> Tensor:
-        logits = run(norm.run(x, tape), tape, of.weight, None, of.axis, of.gather)
-        return run_weighted(
-            logits, tape, of.targets, of.scale, of.axis, of.first, of.columns, of.vocabulary
-        )

@@ -11,12 +11,10 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed.layers.linear import ColumnLinear, Product, RowLinear
+from threed.layers.linear import ColumnLinear, RowLinear
 from threed.layers.recompute import Recompute
-from threed.layers.running import may_run, runs
 from threed.layers.slicing import Slicing
 from threed.ops import activation as activation_ops
-from threed.ops.tape import Tape
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -32,7 +30,6 @@ def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
     return activation(gate) * up
 
 
-@runs
 class MLP(nn.Module):
     """down(activation(up(x))): x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
 
@@ -50,22 +47,12 @@ class MLP(nn.Module):
         self.up = ColumnLinear(name, hidden, [("up", ffn)], slicing, std=std, bias=bias)
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
-    def can_run(self) -> bool:
-        """Whether its activation is GELU, and saved as all else."""
-        known = self.activation is gelu and type(self.recompute) is Recompute
-        return known and may_run(self.up, Product) and may_run(self.down, Product)
-
-    def run(self, x: Tensor, tape: Tape) -> Tensor:
-        """The layer on a tape."""
-        return self.down.run(activation_ops.run("gelu", self.up.run(x, tape), tape), tape)
-
     def forward(self, x: Tensor) -> Tensor:
         return self.down(
             self.recompute.run("activation", self.activation, self.recompute.column(self.up, x))
         )
 
 
-@runs
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202): x [s b h] -> [s b h]; gate and up are one matmul.
 
@@ -84,15 +71,6 @@ class GatedMLP(nn.Module):
             name, hidden, [("gate", ffn), ("up", ffn)], slicing, std=std, bias=bias
         )
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
-
-    def can_run(self) -> bool:
-        """Whether its activation is SiLU, and saved as all else."""
-        known = self.activation is F.silu and type(self.recompute) is Recompute
-        return known and may_run(self.gate_up, Product) and may_run(self.down, Product)
-
-    def run(self, x: Tensor, tape: Tape) -> Tensor:
-        """The layer on a tape."""
-        return self.down.run(activation_ops.run("swiglu", self.gate_up.run(x, tape), tape), tape)
 
     def forward(self, x: Tensor) -> Tensor:
         product = functools.partial(gated, self.activation)

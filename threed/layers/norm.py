@@ -5,100 +5,63 @@ partial, of both: as in `Slicing.shared`; True for a norm over heads, of which a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed.layers.running import runs
-from threed.layers.slicing import Slicing, VectorGradient, for_autograd, sink_of
+from threed.layers.slicing import Slicing, VectorGradient, for_autograd
 from threed.ops import launch, norm
-from threed.ops.tape import Tape
 from threed.sharding import parameter, vector
 
 
 class _Fused(torch.autograd.Function):
-    """norm(s) by our kernel, s = x + residual or x itself; if `both`, s as well: then the gradients that come by way of
-    the norm and past it meet in its backward."""
+    """norm(s) by our kernel, s = x + residual, or x without one; if `both`, s as well.
+
+    With `both`, the backward sums the gradient that comes through the norm and the one that comes past it. weight and
+    bias are `params`; autograd gets them as `shown_weight` and `shown_bias` if their gradients pass through it.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, shown_weight: Tensor | None, shown_bias: Tensor | None,
         params: tuple[Tensor, Tensor | None], eps: float, layer: bool, both: bool,
     ) -> Any:  # fmt: skip
-        total, y, saved = _forward(x, residual, params, eps, layer)
-        ctx.save_for_backward(*saved)
-        ctx.params, ctx.added = params, residual is not None
-        return (total, y) if both else y
+        rows, added = x.view(-1, x.shape[-1]), residual
+        done = norm.forward(
+            rows, *params, eps, layer, None if added is None else added.view_as(rows)
+        )
+        ctx.save_for_backward(done.sum, params[0], done.scales, done.means)
+        ctx.params, ctx.added = params, added is not None
+        y = done.y.view_as(x)
+        return (done.sum.view_as(x), y) if both else y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        *dsum, dy = gradients
-        dx, *of_params = _backward(ctx.params, dy, dsum[0] if dsum else None, *ctx.saved_tensors)
-        return dx, dx if ctx.added else None, *of_params, None, None, None, None
-
-
-def _forward(
-    x: Tensor,
-    residual: Tensor | None,
-    params: tuple[Tensor, Tensor | None],
-    eps: float,
-    layer: bool,
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """x + residual, its norm, and what the backward needs."""
-    rows, (weight, bias) = x.view(-1, x.shape[-1]), params
-    done = norm.forward(
-        rows, weight, bias, eps, layer, None if residual is None else residual.view_as(rows)
-    )
-    means = () if done.means is None else (done.means,)
-    return done.sum.view_as(x), done.y.view_as(x), (done.sum, weight, done.scales, *means)
-
-
-def _backward(
-    params: tuple[Tensor, Tensor | None], dy: Tensor, dsum: Tensor | None, total: Tensor, weight: Tensor,
-    scales: Tensor, *means: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of the sum, where dsum comes past the norm, and of weight and bias where they have no sink."""
-    rows, residual = (
-        dy.contiguous().view_as(total),
-        None if dsum is None else dsum.contiguous().view_as(total),
-    )
-    done = norm.Normalised(total, total, means[0] if means else None, scales)
-    dweight, dbias = (
-        VectorGradient(params[0]),
-        None if params[1] is None else VectorGradient(params[1]),
-    )
-    dx = norm.backward(
-        rows, done, weight, dweight.out, dbias.out if dbias else None, add=dweight.add,
-        add_bias=dbias is not None and dbias.add, residual=residual,
-    )  # fmt: skip
-    return dx.view_as(dy), dweight.done(), None if dbias is None else dbias.done()
-
-
-def _back_of_layer_norm(
-    params: tuple[Tensor, Tensor | None], dy: Tensor, dsum: Tensor | None, x: Tensor, means: Tensor, scales: Tensor,
-    weight: Tensor, bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    wanted = [param is not None and param.requires_grad for param in params]
-    dx, *found = torch.ops.aten.native_layer_norm_backward(
-        dy, x, weight.shape, means, scales, weight, bias, [True, *wanted]
-    )
-    for param, gradient in zip(params, found, strict=True):
-        if param is not None and param.requires_grad and (sink := sink_of(param)) is not None:
-            sink.add(gradient)
-    return dx if dsum is None else dx.add_(dsum)
+        (*dsum, dy), (total, weight, scales, means) = gradients, ctx.saved_tensors
+        dweight = VectorGradient(ctx.params[0])
+        dbias = None if ctx.params[1] is None else VectorGradient(ctx.params[1])
+        dx = norm.backward(
+            dy.contiguous().view_as(total), norm.Normalised(total, total, means, scales), weight, dweight.out,
+            dbias.out if dbias else None, add=dweight.add,
+            add_bias=dbias is not None and dbias.add,
+            residual=dsum[0].contiguous().view_as(total) if dsum else None,
+        ).view_as(dy)  # fmt: skip
+        ended = (dweight.done(), dbias.done() if dbias else None)
+        # Of a frozen parameter autograd was given None, and takes no gradient.
+        shown = [ended[i] if ctx.needs_input_grad[2 + i] else None for i in range(2)]
+        return dx, dx if ctx.added else None, *shown, None, None, None, None
 
 
 def sum_and_norm(
     module: nn.Module, x: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x + residual (x itself without one), and what a norm, any module, makes of that."""
+    """Returns x + residual (x without one) and its norm by `module`, in one kernel if that is possible."""
     ours = type(module) in (LayerNorm, RMSNorm) and not (
         module._forward_hooks or module._forward_pre_hooks
-    )
+        or module._backward_hooks or module._backward_pre_hooks
+    )  # fmt: skip
     if ours and module.fits(x) and (residual is None or launch.packed(residual)):  # type: ignore[operator]
         both: tuple[Tensor, Tensor] = module.fused(x, residual, both=True)  # type: ignore[operator]
         return both
@@ -130,50 +93,10 @@ class Norm(nn.Module):
             x, residual, *for_autograd(x, *params), params, self.eps, self.layer, both
         )
 
-    def can_run(self) -> bool:
-        """Whether its weight is a parameter; see `takes`."""
-        return "weight" in self._parameters
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether `run` and `run_sum` take x: our kernel must, or torch's norm be one operation of autograd's."""
-        return self.layer or self.fits(x)
-
-    def run(self, x: Tensor, tape: Tape) -> Tensor:
-        """The layer on a tape."""
-        y, back, saved = self._run(x, None)
-        tape.note(lambda dy, *saved: back(dy, None, *saved), *saved)
-        return y
-
-    def run_sum(
-        self, x: Tensor, tape: Tape, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """x + residual and its norm, on a tape: a step of two gradients, the norm's and the sum's."""
-        y, back, saved = self._run(x, residual)
-        tape.note(back, *saved)
-        return saved[0].view_as(x), y
-
-    def _run(
-        self, x: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Callable[..., Tensor], tuple[Tensor, ...]]:
-        """The norm, its backward, and what that needs; of this the sum comes first."""
-        params = self._params()
-        if self.fits(x) and (residual is None or launch.packed(residual)):
-            _, y, saved = _forward(x, residual, params, self.eps, self.layer)
-            return y, lambda *given: _backward(params, *given)[0], saved
-        if not self.layer:
-            raise RuntimeError(
-                f"RMSNorm on a tape: our kernel does not take {x.dtype} {list(x.shape)}"
-            )
-        total = x if residual is None else x + residual
-        y, means, scales = torch.native_layer_norm(total, params[0].shape, *params, self.eps)
-        shown = params[:1] if params[1] is None else params
-        return y, functools.partial(_back_of_layer_norm, params), (total, means, scales, *shown)
-
     def _params(self) -> tuple[Tensor, Tensor | None]:
         return self.weight, self.bias
 
 
-@runs
 class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension: [... h] -> [... h]."""
 
@@ -197,7 +120,6 @@ class LayerNorm(Norm):
         return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
 
 
-@runs
 class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension (arXiv 1910.07467): [... h] -> [... h].
 

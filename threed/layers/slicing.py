@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from threed import collectives
 from threed.ops import launch, sums
-from threed.ops.tape import Tape
 from threed.sharding import Piece, ShardSpec
 from threed.topology import Axis, alone
 
@@ -108,15 +108,6 @@ class Slicing:
             collectives.scatter_to if self.sequence_parallel else collectives.reduce_from, x
         )
 
-    def run_reduce(self, x: Tensor, tape: Tape) -> Tensor:
-        """g on a tape."""
-        if self.tp.size == 1:
-            return x
-        if not self.sequence_parallel:
-            return collectives.all_reduce(x, self.tp)  # its gradient passes unchanged
-        tape.note(lambda dy: collectives.all_gather(dy, self.tp))
-        return collectives.reduce_scatter(x, self.tp)
-
     def _conjugate(self, function: Callable[[Tensor, Axis], Tensor], x: Tensor) -> Tensor:
         if self.tp.size == 1:
             return x
@@ -180,6 +171,26 @@ class Flag:
         return found
 
 
+class ForwardScope:
+    """Records whether a pipeline stage is running a forward.
+
+    A gradient that is computed during a forward comes from `torch.autograd.grad` in a layer, and is not part of the
+    loss's gradient. The stages of a rank and its gradient sinks share one scope.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Marks the block as a forward."""
+        before, self.active = self.active, True
+        try:
+            yield
+        finally:
+            self.active = before
+
+
 class GradSink(Protocol):
     """Collects a parameter's gradient, contribution by contribution.
 
@@ -205,6 +216,12 @@ class GradSink(Protocol):
     def arrived(self) -> None:
         """Ends what `memory` began: a contribution was written."""
 
+    def in_forward(self) -> bool:
+        """Returns whether a stage is running a forward, during which the sink takes no gradients."""
+
+    def defers(self) -> bool:
+        """Returns whether contributions are kept and added later, as in a split backward."""
+
 
 def sink_of(weight: Tensor) -> GradSink | None:
     """Returns the sink that takes a parameter's gradient.
@@ -220,12 +237,18 @@ def has_gradient_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
+def goes_to_sink(param: Tensor | None) -> bool:
+    """Returns whether no gradient of a parameter (or None) passes through autograd: it is frozen, or has a sink."""
+    return param is None or not param.requires_grad or sink_of(param) is not None
+
+
 def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The parameters of a function of x that autograd is to know of. None of them where x has a gradient and they have
-    sinks: their gradients do not pass through it, and visiting them costs the host as much as a small kernel."""
-    known = x.requires_grad and all(
-        p is None or not p.requires_grad or sink_of(p) is not None for p in params
-    )
+    """Returns the parameters to pass to an autograd function of x.
+
+    None for each of them if x requires a gradient and theirs go to sinks: autograd would visit them for nothing, which
+    costs the host as much as a small kernel.
+    """
+    known = x.requires_grad and all(map(goes_to_sink, params))
     return (None,) * len(params) if known else params
 
 

@@ -6,16 +6,15 @@ the output for SwiGLU, 4 and 6 for GELU.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from threed.ops import fused_cpu, launch, sums
-from threed.ops.tape import Tape, as_one
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -161,22 +160,12 @@ def _of_rows(
     return Pair(whole, gradient)
 
 
-def _swiglu_gradient(dy: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.cat((torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)), -1)
-
-
 _GPU = {"swiglu": _of_rows(swiglu, swiglu_backward), "gelu": _of_rows(gelu, gelu_backward)}
 _CPU = {
     "swiglu": Pair(fused_cpu.swiglu, lambda dy, x: fused_cpu.swiglu(x, dy.contiguous())),
     "gelu": Pair(fused_cpu.gelu, lambda dy, x: fused_cpu.gelu(x, dy.contiguous())),
 }
-_TORCH = {
-    "swiglu": Pair(swiglu_reference, _swiglu_gradient),
-    "gelu": Pair(
-        gelu_reference, functools.partial(torch.ops.aten.gelu_backward, approximate="tanh")
-    ),
-}
+_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu_reference, "gelu": gelu_reference}
 
 
 def _fused(name: str, x: Tensor) -> Pair | None:
@@ -186,15 +175,23 @@ def _fused(name: str, x: Tensor) -> Pair | None:
     return _GPU[name] if fits(x, x.shape[-1] // (2 if name == "swiglu" else 1)) else None
 
 
-def run(name: str, x: Tensor, tape: Tape) -> Tensor:
-    """GELU in its tanh form [... f] -> [... f], or SwiGLU, silu(gate) * up: [... 2f] -> [... f]; on a tape."""
-    by = _fused(name, x) or _TORCH[name]
-    tape.note(by.backward, x)
-    return by.forward(x)
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: Pair) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.by = by
+        return by.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.by.backward(dy, x), None
 
 
 def apply(name: str, x: Tensor) -> Tensor:
-    """The same, for autograd."""
-    if _fused(name, x) is None:
-        return _TORCH[name].forward(x)
-    return as_one(x, functools.partial(run, name))
+    """Computes "gelu" (in its tanh form, [... f] -> [... f]) or "swiglu" (silu(gate) * up, [... 2f] -> [... f])."""
+    by = _fused(name, x)
+    if by is None:
+        return _PLAIN[name](x)
+    y: Tensor = _Fused.apply(x, by)
+    return y

@@ -7,13 +7,14 @@ first). The logits' memory becomes the exponentials and then the gradient.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from threed import collectives, device
 from threed.ops import fused_cpu, launch
-from threed.ops.tape import Tape, as_one
 from threed.topology import Axis
 
 
@@ -26,50 +27,54 @@ def reference(logits: Tensor, targets: Tensor) -> Tensor:
     return flat.view_as(targets)
 
 
-def run(
-    logits: Tensor, tape: Tape, targets: Tensor, axis: Axis, first: int, columns: int
-) -> Tensor:
-    """The loss of every token, on a tape. Where csrc/cpu/fused.cpp takes the logits, it leaves them as they are until
-    the backward; else their memory holds the exponentials meanwhile, in fp32 at least."""
-    fused, whole, dtype = (
-        columns > 0 and fused_cpu.fits(logits),
-        axis.size == 1 and columns > 0,
-        logits.dtype,
-    )
-    wide = logits if fused or dtype in (torch.float32, torch.float64) else logits.float()
-    counted = held = targets >= 0
-    if whole:
-        local = targets.clamp(0, columns - 1)
-    else:
-        local = targets - first
-        held = counted & (local >= 0) & (local < columns)
-        local = local.masked_fill(~held, 0)
-    local = local.unsqueeze(-1)
-    hit = wide.gather(-1, local).squeeze(-1) if columns else wide.new_zeros(targets.shape)
-    if fused:
-        top, total = fused_cpu.row_numbers(logits, columns)
-    else:
-        top, total = _shard_numbers(wide if columns == wide.shape[-1] else wide[..., :columns])
-    logarithm, scale, hit = _over_shards(top, total, hit if whole else hit * held, axis)
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of every token.
 
-    def back(
-        dloss: Tensor, wide: Tensor, local: Tensor, held: Tensor, counted: Tensor, number: Tensor
+    csrc/cpu/fused.cpp, where it takes the logits, leaves them as they are until the backward. Otherwise their memory
+    holds the exponentials meanwhile, in fp32 at least.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, first: int, columns: int
     ) -> Tensor:
-        dloss = dloss.where(counted, 0.0)
+        fused = columns > 0 and fused_cpu.fits(logits)
+        whole = axis.size == 1 and columns > 0
+        narrow = not fused and logits.dtype not in (torch.float32, torch.float64)
+        wide = logits.float() if narrow else logits
+        counted = held = targets >= 0
+        if whole:
+            local = targets.clamp(0, columns - 1)
+        else:
+            local = targets - first
+            held = counted & (local >= 0) & (local < columns)
+            local = local.masked_fill(~held, 0)
+        local = local.unsqueeze(-1)
+        hit = wide.gather(-1, local).squeeze(-1) if columns else wide.new_zeros(targets.shape)
         if fused:
+            top, total = fused_cpu.row_numbers(logits, columns)
+        else:
+            top, total = _shard_numbers(wide if columns == wide.shape[-1] else wide[..., :columns])
+        logarithm, scale, hit = _over_shards(top, total, hit if whole else hit * held, axis)
+        ctx.save_for_backward(wide, local, held, counted, logarithm if fused else scale)
+        ctx.fused, ctx.whole, ctx.columns, ctx.dtype = fused, whole, columns, logits.dtype
+        return (logarithm - hit).where(counted, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
+        wide, local, held, counted, number = ctx.saved_tensors
+        dloss, columns = dloss.where(counted, 0.0), ctx.columns
+        if ctx.fused:
             own = local.squeeze(-1).masked_fill(~held, -1)
             fused_cpu.softmax_gradient_(wide, columns, number, dloss, own)
-            return wide
+            return wide, None, None, None, None
         grad = wide if columns == wide.shape[-1] else wide[..., :columns]
         grad.mul_((number * dloss).unsqueeze(-1))  # exponentials -> softmax, times dloss
         if columns:
-            grad.scatter_add_(-1, local, -(dloss if whole else dloss * held).unsqueeze(-1))
+            grad.scatter_add_(-1, local, -(dloss if ctx.whole else dloss * held).unsqueeze(-1))
         if columns < wide.shape[-1]:
             wide[..., columns:].zero_()
-        return wide.to(dtype)
-
-    tape.note(back, wide, local, held, counted, logarithm if fused else scale)
-    return (logarithm - hit).where(counted, 0.0)
+        return wide.to(ctx.dtype), None, None, None, None
 
 
 def _shard_numbers(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +111,8 @@ def vocab_parallel_cross_entropy(
     there is padding behind them, whose gradient is zero.
     """
     width = logits.shape[-1] if columns is None else columns
-    return as_one(logits, lambda x, tape: run(x, tape, targets, axis, first, width))
+    losses: Tensor = _CrossEntropy.apply(logits, targets, axis, first, width)
+    return losses
 
 
 # ------------------------------------------------------------------------------------------ csrc/cuda/cross_entropy.cu
@@ -277,43 +283,31 @@ _SCALE = launch.define(
 )
 
 
-def run_weighted(
-    logits: Tensor,
-    tape: Tape,
-    targets: Tensor,
-    weight: Tensor,
-    axis: Axis,
-    first: int,
-    columns: int,
-    vocabulary: int,
-) -> Tensor:
-    """The sum of the losses times `weight`, on a tape; by our kernels its gradient is made in the forward, in the
-    logits' memory."""
-    if not fits(logits):
-        losses = run(logits, tape, targets, axis, first, columns)
-        weight, shape = weight.to(losses.dtype), losses.shape
-        tape.note(lambda dloss, weight: (dloss * weight).expand(shape), weight)
+class _Weighted(torch.autograd.Function):
+    """The sum of the losses times `weight` by our kernels, which make the gradient in the forward, in the logits'
+    memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, weight: Tensor, axis: Axis, first: int, columns: int,
+        vocabulary: int,
+    ) -> Tensor:  # fmt: skip
+        rows, ids, weight = logits.view(-1, logits.shape[-1]), targets.flatten(), weight.float()
+        if axis.size == 1 and row_fits(columns, logits):
+            losses = whole(rows, ids, weight, columns)
+        else:
+            numbers = shard_numbers(rows, ids, columns, first).unsqueeze(0)
+            numbers = collectives.all_gather(numbers, axis)
+            losses = from_numbers(rows, ids, weight, numbers, columns, first, vocabulary)
+        ctx.save_for_backward(rows.detach())
+        ctx.shape = logits.shape
         return losses.sum() * weight
-    rows, ids, weight, shape = (
-        logits.view(-1, logits.shape[-1]),
-        targets.flatten(),
-        weight.float(),
-        logits.shape,
-    )
-    if axis.size == 1 and row_fits(columns, logits):
-        losses = whole(rows, ids, weight, columns)
-    else:
-        numbers = collectives.all_gather(
-            shard_numbers(rows, ids, columns, first).unsqueeze(0), axis
-        )
-        losses = from_numbers(rows, ids, weight, numbers, columns, first, vocabulary)
 
-    def back(dloss: Tensor, gradient: Tensor) -> Tensor:
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
         _SCALE(gradient, dloss.float())  # at the root of a backward 1, and then it only looks
-        return gradient.view(shape)
-
-    tape.note(back, rows.detach())
-    return losses.sum() * weight
+        return gradient.view(ctx.shape), *(None,) * 6
 
 
 def weighted_loss(
@@ -331,8 +325,9 @@ def weighted_loss(
     Arguments as in `vocab_parallel_cross_entropy`, and: weight, a scalar tensor; vocabulary: the columns of all ranks.
     By our kernels it makes the gradient in the forward, and can be differentiated once.
     """
-    if logits.requires_grad and not weight.requires_grad and torch.is_grad_enabled():
-        rest = (targets, weight, axis, first, columns, vocabulary)
-        return as_one(logits, lambda x, tape: run_weighted(x, tape, *rest))
+    trained = logits.requires_grad and not weight.requires_grad and torch.is_grad_enabled()
+    if trained and fits(logits):
+        loss: Tensor = _Weighted.apply(logits, targets, weight, axis, first, columns, vocabulary)
+        return loss
     losses = vocab_parallel_cross_entropy(logits, targets, axis, first, columns)
     return losses.sum() * weight.to(losses.dtype)

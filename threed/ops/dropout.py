@@ -5,15 +5,14 @@ out = residual + (x + bias) keep / (1 - p)     6 bytes an element of bf16; backw
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed import rng
 from threed.ops import launch
-from threed.ops.tape import Tape, as_one
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,12 +100,20 @@ _DROPOUT = launch.define(
 )  # fmt: skip
 
 
-def run(x: Tensor, tape: Tape, draw: Draw) -> Tensor:
-    """dropout(x) by our kernel on a tape; saves nothing, the mask is drawn again."""
-    tape.note(lambda dy: dropout(dy.contiguous(), draw))
-    return dropout(x, draw)
+class _Fused(torch.autograd.Function):
+    """Dropout by the kernel. Saves nothing: the backward draws the mask again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, draw: Draw) -> Tensor:
+        ctx.draw = draw
+        return dropout(x, draw)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dropout(dy.contiguous(), ctx.draw), None
 
 
 def fused(x: Tensor, draw: Draw) -> Tensor:
-    """The same, for autograd."""
-    return as_one(x, functools.partial(run, draw=draw))
+    """As `dropout` without bias and residual, differentiable."""
+    y: Tensor = _Fused.apply(x, draw)
+    return y

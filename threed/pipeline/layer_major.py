@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threed.layers.running import staged
-from threed.layers.slicing import MicroBatch
+from threed.layers.slicing import ForwardScope, MicroBatch
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.executor import Executor
 from threed.pipeline.stage import Frame, ParameterGatherer, Stage
@@ -44,16 +43,16 @@ class LayerMajorStage(Stage):
 
     def __init__(
         self, layers: Sequence[nn.Module], gatherer: ParameterGatherer, prefetch: int = 1, first: int = 0,
-        recomputed: Recomputed | None = None, *, unit_ended: Callable[[int], None] | None = None,
-        between: Callable[[], None] | None = None,
+        recomputed: Recomputed | None = None, scope: ForwardScope | None = None, *,
+        unit_ended: Callable[[int], None] | None = None, between: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(layers, gatherer, prefetch, first, recomputed)
+        super().__init__(layers, gatherer, prefetch, first, recomputed, scope)
         self.unit_ended, self.between = unit_ended, between
         self._joined = set()  # a graph of two layers would run both of them for one micro-batch
         self._frames: list[Frame] = []  # the backward takes them from the end
 
     def reset(self, ended: int | None = None) -> None:
-        """Begins a step: drops what is left of an aborted one; layers look at their parts."""
+        """Begins a step: drops the frames of an aborted one."""
         super().reset(ended)
         self._drop(self._frames)
         self._frames.clear()
@@ -89,7 +88,7 @@ class LayerMajorStage(Stage):
     ) -> None:
         """Runs a layer on all micro-batches: replaces each one's input by the output."""
         first = len(self._frames)
-        with torch.enable_grad(), staged(self._looked):
+        with torch.enable_grad(), self.scope.enter():
             for number, micro in enumerate(micros):
                 with during(Kind.F, number):
                     values[number], frame = self._run(unit, values[number], micro, values[number])
@@ -108,7 +107,7 @@ class LayerMajorStage(Stage):
         self._gather_for_backward(unit)
         self._prefetch_inputs(self._frames)
         for number, micro in enumerate(micros):
-            with during(Kind.F, number), torch.enable_grad(), staged(self._looked):
+            with during(Kind.F, number), torch.enable_grad(), self.scope.enter():
                 loss, frame = self._run(unit, values[number], micro, values[number])
             assert frame is not None
             self._frames.append(frame)

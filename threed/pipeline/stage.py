@@ -13,7 +13,6 @@ Layers pass on a tensor, or a tuple or dict of tensors, of any shape and dtype (
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,8 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from threed.layers.recompute import RngState
-from threed.layers.running import OnTape, staged
-from threed.layers.slicing import MicroBatch
+from threed.layers.slicing import ForwardScope, MicroBatch
 from threed.pipeline.activation_checkpointing import (
     FETCH_AHEAD,
     GATHER_AHEAD,
@@ -92,15 +90,6 @@ class Again:
     micro: MicroBatch
 
 
-def _at_several_places(layers: Sequence[nn.Module]) -> frozenset[Tensor]:
-    """The parameters that layers or their parts have more than once; without reading those that are not whole."""
-    places = [part for layer in layers for _, part in layer.named_modules(remove_duplicate=False)]
-    found = Counter(
-        param for part in places for param in part._parameters.values() if param is not None
-    )
-    return frozenset(param for param, count in found.items() if count > 1)
-
-
 class Stage:
     """The layers [first, first + len(layers)) among those that this rank holds, as one function of a micro-batch.
 
@@ -114,10 +103,10 @@ class Stage:
 
     def __init__(
         self, layers: Sequence[nn.Module], gatherer: ParameterGatherer, prefetch: int = 1, first: int = 0,
-        recomputed: Recomputed | None = None,
+        recomputed: Recomputed | None = None, scope: ForwardScope | None = None,
     ) -> None:  # fmt: skip
         self.layers, self.gatherer, self.prefetch, self.first = layers, gatherer, prefetch, first
-        self.recomputed = recomputed or Recomputed()
+        self.recomputed, self.scope = recomputed or Recomputed(), scope or ForwardScope()
         self._units = range(first, first + len(layers))
         self._again = (
             frozenset()
@@ -144,7 +133,6 @@ class Stage:
         # Units whose graph goes on with the next unit's.
         self._joined = {unit for unit in self._units[:-1] if not apart & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
-        self._shared, self._looked = _at_several_places(layers), False
         self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
 
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
@@ -164,12 +152,11 @@ class Stage:
         return self.layers[unit - self.first]
 
     def reset(self, ended: int | None = None) -> None:
-        """Begins a step: layers look at their parts. Micro-batches without a backward are dropped, as those of an
-        aborted step; or stay, where a step of `ended` micro-batches has left them, and count back from -1."""
-        for layer in self.layers:
-            if isinstance(layer, OnTape):
-                layer.look(self._shared)
-        self._looked = True
+        """Begins a step.
+
+        Micro-batches without a backward are dropped, as those of an aborted step. With `ended` they stay instead, where
+        a step of so many micro-batches left them, and are counted back from -1.
+        """
         if ended is not None:
             self._open = {microbatch - ended: frames for microbatch, frames in self._open.items()}
             return
@@ -191,7 +178,7 @@ class Stage:
             self._open[microbatch] = frames
         keep = keep and self._backward_units[:1] == [self._units[-1]]
         y = begin = x
-        with torch.set_grad_enabled(micro.training), staged(self._looked):
+        with torch.set_grad_enabled(micro.training), self.scope.enter():
             for step in self._walk(False, keep):
                 for unit in step.gather:
                     self.gatherer.start(unit)
@@ -364,7 +351,7 @@ class Stage:
             ]
             x = like(again.structure, given)
             self._prefetch_inputs(before)
-            with torch.enable_grad(), staged(self._looked), again.draws.again():
+            with torch.enable_grad(), self.scope.enter(), again.draws.again():
                 y = self._layer(unit)(x, again.micro)
             edges = tuple(
                 get_gradient_edge(part) if part.requires_grad else None for part in tensors(y)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from threed.device import Clock, Moment, rng_states, set_rng_states
-from threed.layers.slicing import MicroBatch
+from threed.layers.slicing import ForwardScope, MicroBatch
 from threed.ops import matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, like, tensors
@@ -39,8 +39,8 @@ ROUNDS, WARM, REPEATS = 3, 2, 5
 class _Sink:
     """Takes a parameter's gradient as ZeRO's sinks do; matrix products wait until they are asked for."""
 
-    def __init__(self, target: Tensor) -> None:
-        self.target = target
+    def __init__(self, target: Tensor, scope: ForwardScope) -> None:
+        self.target, self.scope = target, scope
         self.waiting: list[tuple[Tensor, Tensor]] = []
 
     def add(self, grad: Tensor) -> None:
@@ -60,6 +60,12 @@ class _Sink:
 
     def arrived(self) -> None:
         """Counts nothing."""
+
+    def in_forward(self) -> bool:
+        return self.scope.active
+
+    def defers(self) -> bool:
+        return False
 
     def take(self, param: Tensor) -> None:
         """Takes what autograd has put into `param.grad`."""
@@ -105,6 +111,7 @@ class Timer:
     ) -> None:  # fmt: skip
         self.micro, self.dtype, self.grad_dtype, self.device = micro, dtype, grad_dtype, device
         self.seed, self.prepare = seed, prepare
+        self._scope = ForwardScope()
         self._clock = Clock(device)
 
     def measure(
@@ -141,7 +148,8 @@ class Timer:
         layer = copy.deepcopy(timed.layer)
         sinks = self._materialise(timed.layer, layer)
         self.prepare(layer)
-        stage = Stage([layer], AlwaysWhole(), recomputed=alone(timed.recomputed, layer))
+        recomputed = alone(timed.recomputed, layer)
+        stage = Stage([layer], AlwaysWhole(), recomputed=recomputed, scope=self._scope)
         try:
             passes = [self._run(stage, timed.input, sinks) for _ in range(WARM + REPEATS)]
         except Exception as error:  # whatever a layer of others may raise
@@ -201,7 +209,8 @@ class Timer:
                 at = piece.offset + box.offset
                 values[at : at + box.numel].copy_(initial(piece, box, self.seed).view(-1))
         new = attach(nn.Parameter(values.view(param.shape), param.requires_grad), spec_of(param))
-        new.sink = sink = _Sink(torch.zeros_like(new, dtype=self.grad_dtype))  # type: ignore[attr-defined]
+        sink = _Sink(torch.zeros_like(new, dtype=self.grad_dtype), self._scope)
+        new.sink = sink  # type: ignore[attr-defined]
         if param.requires_grad:
             new.register_post_accumulate_grad_hook(sink.take)
         return new

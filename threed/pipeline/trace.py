@@ -236,6 +236,12 @@ class _Sink:
     def arrived(self) -> None:
         """Counts nothing."""
 
+    def in_forward(self) -> bool:
+        return False
+
+    def defers(self) -> bool:
+        return False
+
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Makes rows of the buffer's dtype."""
         rows.to(self.target.dtype)

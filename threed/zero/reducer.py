@@ -24,6 +24,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
+from threed.layers.slicing import ForwardScope
 from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
@@ -112,6 +113,7 @@ class Reducer:
             0
         )  # a hash of what a step gathered, where ranks must agree
         self.deferral = Deferral()
+        self.scope = ForwardScope()  # shared with the stages
         self.early: Early | None = None  # takes complete gradients
         self.unused: Unused | None = None  # tracks which parameters were used
         self.listener: Callable[[Slot], None] | None = (

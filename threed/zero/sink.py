@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from threed.layers.running import in_forward, is_lent
+from threed.layers.slicing import ForwardScope
 from threed.ops import matmul
 from threed.zero.deferral import Deferral
 from threed.zero.gradients import Gradients
@@ -30,6 +30,7 @@ class Collector(Protocol):
     dynamic: bool
     listener: Callable[[Slot], None] | None
     deferral: Deferral
+    scope: ForwardScope
 
     def is_late(self, sink: Sink) -> bool: ...
 
@@ -106,7 +107,7 @@ class Sink:
         self._check_loss()
         total, fresh, direct = None, not self.received, False
         pairs = iter(pairs)
-        if self.reducer.deferral.waiting is not None:
+        if self.defers():
             first, second = next(pairs, None), next(pairs, None)
             if first is not None and second is None:
                 return self.add_product(*first)
@@ -121,8 +122,8 @@ class Sink:
         self.arrived() if total is None else self.add(total)
 
     def _check_loss(self) -> None:
-        """Raises RuntimeError where what comes is no gradient of the loss, but of a layer's own autograd.grad."""
-        if in_forward():
+        """Raises RuntimeError for a gradient that a layer's own torch.autograd.grad computes in its forward."""
+        if self.in_forward():
             raise RuntimeError(
                 f"{self.slot.spec.name}: a gradient came while a layer ran its forward: torch.autograd.grad there must"
                 " not go through a layer of threed.layers, which adds to the loss's gradient; use torch's own modules"
@@ -133,11 +134,11 @@ class Sink:
         waiting = self.reducer.deferral.waiting
         if waiting is None:
             return False
-        waiting.append((add, tuple(tensor.clone() for tensor in tensors) if is_lent() else tensors))
+        waiting.append((add, tensors))
         return True
 
     def _takes_products(self, a: Tensor, b: Tensor) -> bool:
-        if self.reducer.deferral.waiting is not None:
+        if self.defers():
             return False
         return not self.reducer.is_late(self) and (
             a.dtype == self._dtype or matmul.widens(a, b, self._dtype)
@@ -162,7 +163,7 @@ class Sink:
         """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; `arrived` is
         due when that was done. None where a gradient cannot be written there now: `add` it."""
         self._check_loss()
-        if self.reducer.deferral.waiting is not None or self.reducer.is_late(self):
+        if self.defers() or self.reducer.is_late(self):
             return None
         return self._target(), self.received > 0
 
@@ -173,6 +174,14 @@ class Sink:
         self.expected -= 1
         if self.expected == 0:
             self.reducer.arrived(self.slot)
+
+    def in_forward(self) -> bool:
+        """Returns whether a stage is running a forward, during which the sink takes no gradients."""
+        return self.reducer.scope.active
+
+    def defers(self) -> bool:
+        """Returns whether contributions are kept and added later, as in a split backward."""
+        return self.reducer.deferral.waiting is not None
 
     def take(self, param: Tensor) -> None:
         """Moves `param.grad` into the sink, when autograd calls its hook. In another engine's backward the gradient
