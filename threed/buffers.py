@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from threed import collectives
+from threed.layers.contract import contract
 from threed.planner.cut import Cut
 from threed.sharding import check_dense, few
 from threed.topology import Topology
@@ -353,8 +354,7 @@ def build(
     if wrapped is not None:
         return Buffers([[("", wrapped)]], topology)
     roots = [
-        (str(getattr(layer, "name", f"layers.{number}")), layer)
-        for number, layer in enumerate(layers)
+        (contract(layer).name or f"layers.{number}", layer) for number, layer in enumerate(layers)
     ]
     empty = [place.name for place in find(roots) if place.value is not None and place.value.is_meta]
     if empty:

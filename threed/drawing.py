@@ -11,7 +11,7 @@ from threed.blueprint import Blueprint, Pipeline
 from threed.config import Config, ConfigError
 from threed.footprint import decide_order, flops
 from threed.layer_times import cut_by_times
-from threed.models import Model
+from threed.models import Model, options_of
 from threed.models.check import check
 from threed.topology import Topology
 
@@ -51,7 +51,7 @@ def _costs(
     model: Model, layers: list[nn.Module], topology: Topology, config: Config
 ) -> Sequence[float]:
     """What stages are balanced by: FLOPs of all tensor ranks, so that each of them cuts alike. Collective."""
-    own = getattr(model, "costs", None)
+    own = options_of(model).costs
     if own is not None:
         return list(own(config.train.micro_batch))
     everyone = collectives.exchange(flops(model, layers, config, topology), topology.axis("tp"))

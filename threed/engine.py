@@ -35,7 +35,7 @@ from threed.layers import MicroBatch
 from threed.layers.linear import use_sinks
 from threed.metrics import Faults, Later, Numbers, loss_of
 from threed.metrics import StepMetrics as StepMetrics
-from threed.models import Model, Wrapped, as_model
+from threed.models import Model, Wrapped, as_model, options_of
 from threed.pipeline import activation_checkpointing, compiling
 from threed.pipeline.executor import Executor, Outdated, Span
 from threed.pipeline.layer_major import LayerMajorExecutor
@@ -134,7 +134,7 @@ class Engine:
             blueprint.stages(self.gatherer, self.reducer), transport or links(self.model, topology),
             topology.axis("pp").index, (self.asynchronous or self.reducer).all_passes_ended, self._pass_ended,
             weight_gradients=self.reducer.deferral, overlap=self._overlap(mine), device=topology.device,
-            varying=getattr(self.model, "boundaries_vary", False), on_validate=self.optimizer.validate,
+            varying=options_of(self.model).boundaries_vary, on_validate=self.optimizer.validate,
             updates=self.asynchronous,
         )  # fmt: skip
 

@@ -27,7 +27,8 @@ from threed.codecs import EXACT
 from threed.config import Config, ConfigError
 from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch
-from threed.models import Model, Wrapped
+from threed.layers.contract import contract
+from threed.models import Model, Wrapped, options_of
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import recomputed_layers
 from threed.pipeline.trace import META, LayerCost, Pass, TraceError, Tracer, Watch, stated_flops
@@ -110,7 +111,7 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
     rows, seq, precision = config.train.micro_batch, config.model.seq, config.precision
     ids = torch.arange(rows * seq, device=device).remainder(config.model.vocab or 1).view(rows, seq)
     batch = {"tokens": ids, "labels": ids.clone(), "samples": torch.arange(rows, device=device)}
-    if (own := getattr(model, "example", None)) is not None:
+    if (own := options_of(model).example) is not None:
         casts = precision.cast_inputs
         batch = {"samples": batch["samples"]} | {
             name: _on(
@@ -361,7 +362,7 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
     for number, chunk in enumerate(blueprint.chunks):
         units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
         reads = [
-            getattr(blueprint.layers[n], "backward_reads_weights", True) or n in blueprint.again
+            contract(blueprint.layers[n]).backward_reads_weights or n in blueprint.again
             for n in chunk
         ]
         found = gathering(

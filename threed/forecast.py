@@ -19,7 +19,7 @@ from threed.footprint import footprint, order_facts, trace, with_order
 from threed.layer_times import division as divided
 from threed.layer_times import fullest, held_by, known_times, layer_times
 from threed.layers import Slicing
-from threed.models import Model
+from threed.models import Model, options_of
 from threed.pipeline.activation_checkpointing import recomputed_layers
 from threed.pipeline.trace import LayerCost
 from threed.planner.grid import AXES, Grid
@@ -238,7 +238,7 @@ class _Column:
     @property
     def flops(self) -> list[float]:
         """Of every layer, forward and backward: a backward is twice a forward."""
-        own = getattr(self.model, "costs", None)
+        own = options_of(self.model).costs
         return (
             [3.0 * cost.flops for cost in self.costs]
             if own is None

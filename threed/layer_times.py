@@ -33,6 +33,7 @@ from threed.config import Config
 from threed.device import is_accelerator, memory_bytes, processor
 from threed.footprint import example, trace
 from threed.layers import Slicing
+from threed.layers.contract import contract
 from threed.models import Model
 from threed.parse import parse_json
 from threed.pipeline import activation_checkpointing, compiling
@@ -204,7 +205,7 @@ def _listed(made_by: object) -> str:
 def _described(layer: nn.Module) -> bytes:
     """What a layer's times depend on, in any process: classes and their source, shapes, plain settings."""
     sources: dict[str, str] = {}
-    text = repr(_describe(layer, str(getattr(layer, "name", "")), sources, ()))
+    text = repr(_describe(layer, contract(layer).name, sources, ()))
     return f"{text}\n{sorted(sources.items())}".encode()
 
 

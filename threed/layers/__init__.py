@@ -8,6 +8,7 @@ pipeline stage is built.
 from threed.layers.attention import Attention, attend, rotate
 from threed.layers.block import Block, Embedding
 from threed.layers.causal import Causal
+from threed.layers.contract import PipelineLayer
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
 from threed.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, TiledLinear
@@ -29,6 +30,7 @@ __all__ = [
     "LanguageModelHead",
     "LayerNorm",
     "MicroBatch",
+    "PipelineLayer",
     "PositionEmbedding",
     "RMSNorm",
     "Recompute",

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from threed.layers.contract import PipelineLayer
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
 from threed.layers.norm import sum_and_norm
@@ -14,7 +15,7 @@ from threed.layers.recompute import Recompute
 from threed.layers.slicing import MicroBatch, Slicing
 
 
-class Embedding(nn.Module):
+class Embedding(PipelineLayer):
     """Token ids -> x [s b h] (or [s/t b h]): word vectors, learned positions if any, dropout.
 
     scale: of word vectors, rounded to fp32 and then to their dtype.
@@ -52,7 +53,7 @@ def rounded(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=torch.float32, device="cpu").to(dtype))
 
 
-class Block(nn.Module):
+class Block(PipelineLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches: [s b h] -> [s b h] (or [s/t b h]).
 
     post_norms: norms of what the branches give, before it is added.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
+from threed.layers.contract import PipelineLayer
 from threed.layers.embedding import vocab_table
 from threed.layers.linear import linear
 from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sum_of_products
@@ -85,7 +86,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return reduce(dx, of.axis).wait(), dw, None, None
 
 
-class LanguageModelHead(nn.Module):
+class LanguageModelHead(PipelineLayer):
     """x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss (a scalar), or logits [s b v/t] without labels.
 
     weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.

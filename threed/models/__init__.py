@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Protocol, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from threed import collectives
 from threed.config import ConfigError, ModelConfig
@@ -17,12 +19,8 @@ from threed.topology import Topology
 class Model(Protocol):
     """What an engine needs of a model: its pipeline layers, the width of what passes between them, and the slicing.
 
-    A layer maps (x, micro) to x; the first gets None, the last returns the micro-batch's weighted loss, or logits when
-    the micro-batch has no labels. What stages are balanced by, the forward FLOPs of each layer, is found by running
-    the layers on the meta device. A model whose layers cannot be run there has a method `costs(micro_batch)`, which
-    gives each layer's cost in any unit; one that reads more of a batch than 'tokens' and 'labels' has a method
-    `example(micro_batch)`, which gives a batch of so many rows. `boundaries_replicated = True` says that without
-    sequence parallelism all tensor ranks hand on the same tensors: then each sends a slice of them to the next stage.
+    Layers are `layers.PipelineLayer`s, or modules with such a forward. A model may have the attributes of
+    `ModelOptions`, too.
     """
 
     hidden: int
@@ -30,6 +28,32 @@ class Model(Protocol):
 
     def layers(self) -> list[nn.Module]:
         """The pipeline layers in order, on the meta device, each with a global `name`."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Optional attributes of a model, with their defaults.
+
+    Attributes:
+        boundaries_replicated: without sequence parallelism all tensor ranks pass on the same tensors. Then each sends a
+            slice of them to the next stage.
+        boundaries_vary: the shapes of what layers pass on differ from micro-batch to micro-batch.
+        costs: `costs(micro_batch)` returns the cost of each layer, in any unit, by which stages are balanced. None: the
+            FLOPs of the forward, found by running the layers on the meta device.
+        example: `example(micro_batch)` returns a batch of so many rows; for models that read more of a batch than
+            'tokens' and 'labels'.
+    """
+
+    boundaries_replicated: bool = False
+    boundaries_vary: bool = False
+    costs: Callable[[int], Sequence[float]] | None = None
+    example: Callable[[int], Mapping[str, Tensor]] | None = None
+
+
+def options_of(model: Model) -> ModelOptions:
+    """Returns the optional attributes of a model."""
+    given = {f.name: getattr(model, f.name) for f in fields(ModelOptions) if hasattr(model, f.name)}
+    return ModelOptions(**given)
 
 
 def as_model(model: Model | nn.Module, topology: Topology) -> Model:

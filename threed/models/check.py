@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from threed import collectives
+from threed.layers.contract import title
 from threed.layers.slicing import Slicing
 from threed.planner.grid import same_place
 from threed.sharding import ModelError, ShardSpec, check_dense, intersect, is_managed
@@ -50,11 +51,6 @@ class Use:
         }  # fmt: skip
 
 
-def label(layer: nn.Module, number: int) -> str:
-    """A layer as messages name it."""
-    return f"{getattr(layer, 'name', f'layer {number}')} ({type(layer).__name__})"
-
-
 def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Axis) -> None:
     """Raises ModelError on every rank when any rank finds a fault in the model's records. Collective."""
     uses, problems = list[Use](), list[str]()
@@ -64,7 +60,7 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
             " with Slicing(topology.axis('tp'), ...)"
         )
     for number, layer in enumerate(layers):
-        name = label(layer, number)
+        name = title(layer, number)
         check_dense((f"{name}: buffer {path}", buffer) for path, buffer in layer.named_buffers())
         for path, param in layer.named_parameters(remove_duplicate=False):
             spec = getattr(param, "spec", None)

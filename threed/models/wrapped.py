@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from threed import collectives
+from threed.layers.contract import PipelineLayer
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.models.counting import Inputs, Items
 from threed.sharding import Box, Piece, ShardSpec, attach, check_dense, few, is_managed
@@ -82,7 +83,7 @@ class Unit:
         return iter(self.members)
 
 
-class Wrapped(nn.Module):
+class Wrapped(PipelineLayer):
     """`module` as a model of one layer; see `threed.models.Model`.
 
     The batch's tensors are its keyword arguments. loss: from what the module returns to the scalar mean loss. count:

@@ -26,6 +26,7 @@ from threed import collectives
 from threed.collectives import Pending
 from threed.config import Config, ConfigError
 from threed.device import beside, copy_stream, current_stream, is_accelerator
+from threed.layers.contract import contract
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Flag, Slicing
 from threed.memory.arena import Arena
@@ -257,7 +258,7 @@ def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
 
     It counts over the whole model, so that the choice does not depend on how the model is cut into stages.
     """
-    return [n for n, layer in enumerate(layers) if getattr(layer, "recomputable", True)][::every]
+    return [n for n, layer in enumerate(layers) if contract(layer).recomputable][::every]
 
 
 def recomputed_layers(config: Config, layers: Sequence[nn.Module]) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from threed.config import ConfigError, RunConfig
+from threed.layers.contract import contract
 
 
 def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run: RunConfig) -> None:
@@ -16,7 +17,7 @@ def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run:
     """
     if not run.compile:
         return
-    if not any(_compilable(layer) for layer in model):
+    if not any(contract(layer).compilable for layer in model):
         fix = "give them the attribute `compilable = True`, or leave it out (docs/own_models.md)"
         raise ConfigError(
             [f"--run.compile: no layer of this model says that torch.compile can read it; {fix}"]
@@ -28,9 +29,5 @@ def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run:
             [f"--run.compile needs torch 2.13, or a later one that is like it: {error}"]
         ) from None
     for layer in layers:
-        if _compilable(layer):
+        if contract(layer).compilable:
             compile_layer(layer, run.compile_backend)
-
-
-def _compilable(layer: nn.Module) -> bool:
-    return bool(getattr(layer, "compilable", False))

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from threed.collectives import Pending
 from threed.device import Clock, Moment, start_copy_in
+from threed.layers.contract import title
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors
 from threed.pipeline.overlap import Overlap
@@ -392,9 +393,9 @@ class Executor:
         """Stores and returns the form of a chunk's input or output; RuntimeError if it had another one before."""
         known = self._forms.setdefault(self._key(side, action), form)
         if known != form:
-            layer = self.stages[action.chunk].layers[-1]
+            layers = self.stages[action.chunk].layers
             raise RuntimeError(
-                f"{getattr(layer, 'name', 'a layer')} ({type(layer).__name__}) returned {form} where it returned"
+                f"{title(layers[-1], len(layers) - 1)} returned {form} where it returned"
                 f" {known} before, for micro-batches of the same shape; the next stage cannot know: give the model the"
                 " attribute `boundaries_vary = True`"
             )

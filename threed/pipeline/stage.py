@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from threed.layers.contract import contract, title
 from threed.layers.recompute import RngState
 from threed.layers.slicing import ForwardScope, MicroBatch
+from threed.models.wrapped import Wrapped
 from threed.pipeline.activation_checkpointing import (
     FETCH_AHEAD,
     GATHER_AHEAD,
@@ -118,7 +120,7 @@ class Stage:
             for unit in self._again
             if any(p.requires_grad for p in self._layer(unit).parameters())
         }
-        reads = [getattr(layer, "backward_reads_weights", True) for layer in layers]
+        reads = [contract(layer).backward_reads_weights for layer in layers]
         reading = [
             unit
             for unit, own in zip(self._units, reads, strict=True)
@@ -232,8 +234,7 @@ class Stage:
             ) from error
 
     def _name(self, unit: int) -> str:
-        layer = self._layer(unit)
-        return f"{getattr(layer, 'name', f'layer {unit}')} ({type(layer).__name__})"
+        return title(self._layer(unit), unit)
 
     def _watch(self, unit: int) -> AbstractContextManager[None]:
         selective = self.recomputed.selective
@@ -329,7 +330,8 @@ class Stage:
         ]
         if any(part.requires_grad for part in (*tensors(x), *params)):
             layer = self._layer(unit)
-            what = f"{getattr(layer, 'name', f'layer {unit}')} ({type(getattr(layer, 'module', layer)).__name__})"
+            wrapped = isinstance(layer, Wrapped)
+            what = f"module ({type(layer.module).__name__})" if wrapped else title(layer, unit)
             raise RuntimeError(
                 f"the loss that {what} returned has no gradient: nothing of it would be trained; was it detached, or"
                 " computed under no_grad?"

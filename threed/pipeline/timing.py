@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from threed.device import Clock, Moment, rng_states, set_rng_states
+from threed.layers.contract import contract
 from threed.layers.slicing import ForwardScope, MicroBatch
 from threed.ops import matmul
 from threed.pipeline.activation_checkpointing import Recomputed
@@ -128,11 +129,15 @@ class Timer:
         try:
             for number, layer in enumerate(layers):
                 again = recomputed if number in recomputed.units else None
-                name = str(getattr(layer, "name", ""))
                 form = None if x is None else Form.of(x)
-                key = (fingerprint(layer, name, set()), form, again is None, layer is layers[-1])
+                key = (
+                    fingerprint(layer, contract(layer).name, set()),
+                    form,
+                    again is None,
+                    layer is layers[-1],
+                )
                 if key not in known:
-                    known[key] = _Timed(layer, getattr(layer, "name", f"layer {number}"), x, again)
+                    known[key] = _Timed(layer, contract(layer).name or f"layer {number}", x, again)
                     self._time(known[key])
                 rows.append(known[key])
                 x = known[key].output

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
 from threed.ops import matmul
@@ -267,14 +268,18 @@ class Tracer:
         costs, form, recomputed = [], None, recomputed or Recomputed()
         for number, layer in enumerate(layers):
             again = number in recomputed.units
-            name = str(getattr(layer, "name", ""))
-            key = (fingerprint(layer, name, set()), form, again, layer is layers[-1])
+            key = (
+                fingerprint(layer, contract(layer).name, set()),
+                form,
+                again,
+                layer is layers[-1],
+            )
             if key not in self._known:
                 try:
                     self._known[key] = self._run(layer, form, recomputed if again else None)
                 except Exception as error:  # whatever a layer of others may raise
                     raise TraceError(
-                        f"{getattr(layer, 'name', f'layer {number}')} ({type(layer).__name__}) could not be run on the"
+                        f"{title(layer, number)} could not be run on the"
                         f" meta device, to find out what it costs: {error}; its memory cannot be forecast; to balance"
                         " its stages give the model a method costs(micro_batch), or choose --parallel.partition uniform"
                     ) from error

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.collectives import Pending
-from threed.models import Model
+from threed.models import Model, options_of
 from threed.topology import Axis, Topology
 
 
@@ -87,5 +87,5 @@ class SlicedLinks(Links):
 def links(model: Model, topology: Topology) -> Links:
     """The transport of a model's stages. One that says `boundaries_replicated` hands on the same tensors on all tensor
     ranks where sequences are not cut."""
-    same = getattr(model, "boundaries_replicated", False) and not model.slicing.sequence_parallel
+    same = options_of(model).boundaries_replicated and not model.slicing.sequence_parallel
     return SlicedLinks(topology) if same and topology.tp > 1 else Links(topology)

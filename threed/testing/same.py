@@ -26,6 +26,7 @@ from threed.buffers import find
 from threed.config import Config, ConfigError
 from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
+from threed.layers.contract import contract
 from threed.metrics import DataError
 from threed.resolution import resolve
 from threed.sharding import ModelError
@@ -398,7 +399,7 @@ def _layers(model: Any) -> Layers:
             piece.name for p in layer.parameters() if hasattr(p, "spec") for piece in p.spec.pieces
         ]
         names += [
-            place.name for place in find([(str(getattr(layer, "name", f"layers.{number}")), layer)])
+            place.name for place in find([(contract(layer).name or f"layers.{number}", layer)])
         ]
         found.append((label(layer, number), names))
     return found

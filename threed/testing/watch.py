@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from threed import collectives
 from threed.engine import Engine
+from threed.layers.contract import contract
 from threed.testing.ranks import note
 
 OUTPUT, INPUT_GRADIENT = "output", "gradient of the input"
@@ -110,4 +111,4 @@ class Watch:
 
 def label(layer: nn.Module, number: int) -> str:
     """A layer as reports name it."""
-    return str(getattr(layer, "name", "")) or f"layer {number} ({type(layer).__name__})"
+    return contract(layer).name or f"layer {number} ({type(layer).__name__})"

@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from threed.layers.contract import contract
 from threed.memory.tiers import InMemory, Storage, memory_tier
 from threed.planner.cut import Tie
 from threed.sharding import Piece, ShardSpec, attach, spec_of
@@ -285,7 +286,7 @@ def collect(units: Sequence[HasModules]) -> list[Slot]:
                 slot = found.setdefault(spec.name, Slot(param, spec))
                 slot.places.append((module, attribute))
                 slot.units.append(number)
-                slot.varies |= getattr(unit, "runs_vary", False)
+                slot.varies |= isinstance(unit, nn.Module) and contract(unit).runs_vary
     return list(found.values())
 
 

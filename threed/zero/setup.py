@@ -39,7 +39,11 @@ def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
     if n == 1:
         return "", data, ""
     base = data if n == copies else f"{data}/{n}"
-    return base, "" if n == copies else f"{data}%{n}", f"{base}@gather" if config.zero.stage == 3 else base
+    return (
+        base,
+        "" if n == copies else f"{data}%{n}",
+        f"{base}@gather" if config.zero.stage == 3 else base,
+    )
 
 
 def gather_axis(config: Config, topology: Topology, policy: Policy) -> Axis:
