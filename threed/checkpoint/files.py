@@ -10,7 +10,6 @@ that values go straight to where they belong, by plain reads, whose errors are e
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -218,12 +217,6 @@ def _understood(
     return metadata, {
         name: (dtype, shape, first) for name, (dtype, shape, first, _) in found.items()
     }
-
-
-def sha256(path: Path) -> str:
-    """Returns the hash of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:

@@ -67,8 +67,8 @@ def load(
     assert checked is not None
     manifest, reader = checked
     share = _share(manifest, everyone, hashed)
-    here, old = fit.expected(optimizer, extras.buffers, topology), manifest["version"] == 1
-    other = "; ".join(_differences(reader, here, old))
+    here = fit.expected(optimizer, extras.buffers, topology)
+    other = "; ".join(_differences(reader, here))
     fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
     _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
@@ -88,7 +88,7 @@ def load(
     if any(collectives.exchange(bool(unreadable), everyone)):
         _refuse(_attempt(path, lambda: verify(path, share)), everyone)  # says more
         _refuse(unreadable, everyone)
-    _overwrite(path, share, manifest["version"] < 3, placing, optimizer, everyone)
+    _overwrite(path, share, placing, optimizer, everyone)
 
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
@@ -107,10 +107,7 @@ def load(
 def _checked(
     path: Path, optimizer: Optimizer, config: Config, everyone: Axis, hashed: Collection[str] | None
 ) -> tuple[tuple[dict[str, Any], Reader] | None, list[str]]:
-    """Returns manifest and reader of a checkpoint, or what is wrong with it, as this rank sees it.
-
-    Of version 3 its files are there; those of others, whose reader opens them all, are hashed too.
-    """
+    """Returns manifest and reader of a checkpoint whose files exist, or the problems that this rank found."""
     found: list[tuple[dict[str, Any], Reader]] = []
 
     def check() -> list[str]:
@@ -120,7 +117,7 @@ def _checked(
             manifest, config, parts
         )
         mine = _share(manifest, everyone, hashed)
-        problems = problems or (missing if manifest["version"] == 3 else verify)(path, mine)
+        problems = problems or missing(path, mine)
         if not problems:
             found.append((manifest, Reader(path, manifest)))
         return problems
@@ -168,13 +165,12 @@ def _planned(
 def _overwrite(
     path: Path,
     share: Mapping[str, Any],
-    known: bool,
     placing: Placing,
     optimizer: Optimizer,
     everyone: Axis,
 ) -> None:
-    """Hashes this rank's share of the files unless they are `known` to be whole, and sets all states. CheckpointError
-    on every rank: then all is as it was, or, where values are not finite or not to be read, marked as torn."""
+    """Hashes this rank's share of the files, and sets all states. CheckpointError on every rank: then all is as it was,
+    or, where values are not finite or not to be read, marked as torn."""
     reader, initial = placing.reader, optimizer.initial
     check = partial(verify, path, share)
     alone = placing.reads_only([entry["file"] for entry in share["files"]])
@@ -182,9 +178,9 @@ def _overwrite(
     nobody_would_miss_it, nobody_reads_them_again = (
         all(flags) for flags in zip(*found, strict=True)
     )
-    if not (known or nobody_would_miss_it):
+    known = not nobody_would_miss_it
+    if known:
         _refuse(_attempt(path, check), everyone)  # before anything is overwritten
-        known = True
 
     def set_first() -> None:
         placing.begin()
@@ -233,11 +229,11 @@ def _unusable(path: Path, problems: Sequence[str]) -> list[str]:
     return [f"{path}: {problem}, so training cannot go on from it" for problem in problems]
 
 
-def _differences(reader: Reader, here: fit.Expected, old: bool) -> list[str]:
-    """Returns what of a checkpoint does not fit the model; old: its version has no buffers."""
+def _differences(reader: Reader, here: fit.Expected) -> list[str]:
+    """Returns a line for each mismatch between a checkpoint and the model."""
     found = {name: shape for name, (*_, shape) in reader.buffers.items()}
     problems = fit.differences(reader.shapes, here.weights, "weights")
-    return problems + ([] if old else fit.differences(found, here.buffers, "buffers"))
+    return problems + fit.differences(found, here.buffers, "buffers")
 
 
 def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> None:
@@ -245,13 +241,9 @@ def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> Non
     left = {
         name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}
     } - here.trained
-    kept = {name for name, shape in here.buffers.items() if shape is not None} - set(reader.buffers)
     some = "of {}, which were frozen" if fresh < here.trained else "at all, only weights"
     fit.tell(rank, f"the checkpoint has no moments {some}: they begin at zero", fresh)
     fit.tell(rank, "moments of {} are left out: they are not trained any more", left)
-    fit.tell(
-        rank, "the checkpoint is of a version without buffers: {} keep the values they have", kept
-    )
 
 
 def _refuse(problems: list[str], everyone: Axis) -> None:
