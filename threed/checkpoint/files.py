@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -147,12 +148,13 @@ class TensorFile:
         starts = range(0, len(rest), BLOCK)
         try:
             if len(starts) > 1:
-                list(
-                    threads().map(
-                        lambda start: fill(self._handle, rest[start : start + BLOCK], at + start),
-                        starts,
-                    )
-                )
+                blocks = [(rest[start : start + BLOCK], at + start) for start in starts]
+                work = [threads().submit(fill, self._handle, *block) for block in blocks]
+                wait(
+                    work
+                )  # after an error too: no thread may still write into `out` after the return
+                for one in work:
+                    one.result()
             else:
                 fill(self._handle, rest, at)
         except OSError as error:

@@ -14,8 +14,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -280,21 +279,14 @@ def _text(file: Path) -> str:
         os.close(handle)
 
 
-Look = Callable[[str, int, memoryview], None]  # file, first byte in it, bytes
-
-
 def verify(
-    path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1, thorough: bool = False,
-    look: Look | None = None, direct: bool = False,
-) -> list[str]:  # fmt: skip
+    path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1, thorough: bool = False
+) -> list[str]:
     """Returns a line for each file that is missing or damaged; checks every `of`-th file, from `index` on.
 
-    thorough: by their sha256 also where there is a sum, which is enough to find damage. look: called by threads with
-    all bytes of files, before it is known whether these are right. direct: these go past the page cache.
+    thorough: by their sha256 also where there is a sum, which is enough to find damage.
     """
-    problems = (
-        _file_problem(path, entry, thorough, look, direct) for entry in manifest["files"][index::of]
-    )
+    problems = (_file_problem(path, entry, thorough) for entry in manifest["files"][index::of])
     return [problem for problem in problems if problem]
 
 
@@ -304,15 +296,10 @@ def missing(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1
     return [problem for problem in problems if problem]
 
 
-def _is_intact(
-    file: Path, entry: Mapping[str, Any], thorough: bool, look: Look | None, direct: bool
-) -> bool:
-    pieces = None if look is None else partial(look, entry["file"])
+def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool) -> bool:
     light = entry["sum"] is not None and not (thorough and entry["tree"] is not None)
-    found = checksum(file, pieces, direct) if light else None
-    return (
-        tree_hash(file, pieces, direct) == entry["tree"] if found is None else found == entry["sum"]
-    )
+    found = checksum(file) if light else None
+    return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
 
 
 def _outside_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
@@ -331,13 +318,11 @@ def _outside_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _file_problem(
-    path: Path, entry: Mapping[str, Any], thorough: bool, look: Look | None, direct: bool
-) -> str | None:
+def _file_problem(path: Path, entry: Mapping[str, Any], thorough: bool) -> str | None:
     file = path / entry["file"]
     try:
         intact = (problem := _outside_problem(path, entry)) is None and _is_intact(
-            file, entry, thorough, look, direct
+            file, entry, thorough
         )
     except FileNotFoundError:
         return f"{file} is missing, or not a plain file of its folder"

@@ -45,15 +45,6 @@ class Range(NamedTuple):
     numel: int
 
 
-class Place(NamedTuple):
-    """Elements [first, first + numel) of a box, and where they are: in a file, from byte `at` on."""
-
-    file: str
-    at: int
-    first: int
-    numel: int
-
-
 @dataclass(frozen=True)
 class Stored:
     """A saved box of a tensor: a piece of line number `line` of a section, from element `at` of the line on.
@@ -203,31 +194,6 @@ class Reader:
         for stored, common in self._meeting(part, name, start, size):
             for _ in self._ranges(stored, part, *_elements(stored, *common)):
                 pass
-
-    def places(
-        self, part: str, name: str, start: Sequence[int], size: Sequence[int]
-    ) -> list[Place] | None:
-        """Returns where a box's elements are; None unless they lie there in the order that they have in the box.
-
-        Raises CheckpointError as `check` does.
-        """
-        if problem := self.gap(part, name, start, size):
-            raise CheckpointError(problem)
-        found, width = list[Place](), self.dtype(part, name).itemsize
-        for stored, (first, extent) in self._meeting(part, name, start, size):
-            inside, here = (
-                [a - o for a, o in zip(first, at, strict=True)] for at in (stored.start, start)
-            )
-            n = math.prod(extent)
-            if n != _span(extent, stored.size) or n != _span(extent, size):
-                return None
-            lo, to = _flat(inside, stored.size), _flat(here, size)
-            for file, key, begin, count in self._ranges(stored, part, lo, lo + n):
-                found.append(
-                    Place(file, self._file(file).tensors[key][2] + begin * width, to, count)
-                )
-                to += count
-        return found
 
     def files_of(self, part: str, name: str, start: Sequence[int], size: Sequence[int]) -> set[str]:
         """Returns the names of the files that a box is in; they need not be there."""
