@@ -1,6 +1,6 @@
 """The hashes of a file of tensors: a sha256 that anybody can rely on, and a checksum that is as fast as memory.
 
-    hashing = Hashing(); hashing.update(data); hashing.settle(); hashing.result()      while a file is written
+    hashing = Hashing(); hashing.add(block); hashing.result()                          while a file is written
     tree_hash(path), checksum(path)                                                    of a file on the disk
 
 `tree`: the sha256 of the sha256 of each 8 MiB, so that threads share the work. `sum`: the sha256 of two 64-bit sums of
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -24,7 +23,6 @@ import numpy as np
 from threed.native import function
 
 BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes per thread, per read, and per sum
-AHEAD = 4  # blocks that are hashed while more are written
 
 
 class Hashes(NamedTuple):
@@ -65,61 +63,18 @@ def _both(data: memoryview) -> tuple[bytes, bytes]:
 
 
 class Hashing:
-    """The hashes of a stream, whose blocks are hashed by threads: what was given must stay until `settle`."""
+    """The hashes of a stream, computed by threads block by block."""
 
     def __init__(self) -> None:
         self._blocks: list[Future[tuple[bytes, bytes]]] = []
-        self._borrowed: list[Future[tuple[bytes, bytes]]] = []
-        self._copies: deque[tuple[Future[tuple[bytes, bytes]], memoryview]] = (
-            deque()
-        )  # of what came in parts
-        self._open, self._filled = memoryview(b""), 0
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Adds bytes."""
-        rest = memoryview(data)
-        while len(rest):
-            if not self._filled and len(rest) >= BLOCK:
-                self._borrowed.append(self._begin(rest[:BLOCK]))
-                rest = rest[BLOCK:]
-                continue
-            if not self._filled:
-                self._open = self._buffer()
-            some, rest = rest[: BLOCK - self._filled], rest[BLOCK - self._filled :]
-            self._open[self._filled : self._filled + len(some)] = some
-            self._filled += len(some)
-            if self._filled == BLOCK:
-                self._close()
-
-    def _buffer(self) -> memoryview:
-        """Returns memory for a block; that of an earlier one where enough are on their way."""
-        if len(self._copies) < AHEAD:
-            return memoryview(bytearray(BLOCK))
-        future, buffer = self._copies.popleft()
-        future.result()
-        return buffer
-
-    def _close(self) -> None:
-        self._copies.append((self._begin(self._open[: self._filled]), self._open))
-        self._filled = 0
-
-    def _begin(self, data: memoryview) -> Future[tuple[bytes, bytes]]:
-        self._blocks.append(threads().submit(_both, data))
-        return self._blocks[-1]
 
     def add(self, block: memoryview) -> Future[tuple[bytes, bytes]]:
-        """Adds a whole block, or the last one, instead of `update`: it must stay until what this returns is done."""
-        return self._begin(block)
-
-    def settle(self) -> None:
-        """Waits until nothing of what was given is needed any more."""
-        while self._borrowed:
-            self._borrowed.pop().result()
+        """Starts to hash the next BLOCK bytes, or fewer at the end; they must not change until the future is done."""
+        self._blocks.append(threads().submit(_both, block))
+        return self._blocks[-1]
 
     def result(self) -> Hashes:
-        """Returns the hashes of all that was given."""
-        if self._filled:
-            self._close()
+        """Returns the hashes of all blocks."""
         pairs = [block.result() for block in self._blocks]
         tree, total = (
             hashlib.sha256(b"".join(some)).hexdigest() for some in zip(*pairs, strict=True)
