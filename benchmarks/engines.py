@@ -121,14 +121,6 @@ class ThreeD:
         """Bytes this rank has sent so far, by axis, as threed counts them."""
         return dict(self.trainer.topology.traffic)
 
-    @property
-    def kept_mib(self) -> float:
-        """State that the last update left in the drive's buffers: it was not written, and the next does not read it."""
-        buffers = [
-            staged for state in self.trainer.optimizer.states for staged in state.kept.values()
-        ]
-        return sum(staged.wait().nbytes for staged in buffers) / 2**20
-
 
 class Zero0(ThreeD):
     """Plain data parallelism."""

@@ -90,10 +90,6 @@ class ThreedThreads(Threed):
     backend = "threads"
 
 
-class ThreedPython(Threed):
-    backend = "python"
-
-
 class Direct(Contender):
     """One thread of Python, O_DIRECT, 8 MiB a call, from memory on huge pages."""
 
@@ -167,7 +163,7 @@ class Fio(Contender):
 
 
 CONTENDERS: dict[str, type[Contender]] = {
-    "threed": Threed, "threed_threads": ThreedThreads, "threed_python": ThreedPython,
+    "threed": Threed, "threed_threads": ThreedThreads,
     "o_direct_hugepages_1thread_8MiB": Direct, "fio_libaio": Fio, "fio_io_uring": Fio, "fio_psync": Fio,
     "deepspeed_pinned_1thread_1MiB": DeepSpeed, "deepspeed_pinned_4threads_8MiB": DeepSpeed4,
 }  # fmt: skip

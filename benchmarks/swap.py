@@ -96,9 +96,7 @@ def main() -> None:
     rule = swapped.optimizer.rule
     ways = {"pipelined": (swapped, rule), "io": (swapped, Nothing()), "compute": (resident, rule)}
     times: dict[str, list[float]] = {name: [] for name in ways}
-    numbers = {
-        engine: itertools.count(2) for engine in (swapped, resident)
-    }  # updates alternate in their direction
+    numbers = {engine: itertools.count(2) for engine in (swapped, resident)}
     moved = 0
     for _ in range(args.rounds):
         for name, (engine, way) in ways.items():

@@ -118,20 +118,15 @@ def run_one(args: argparse.Namespace, config: reference.GPTConfig) -> dict[str, 
         axis: (now - counted.get(axis, 0)) / len(steps)
         for axis, now in getattr(engine, "traffic", {}).items()
     }
-    kept = [getattr(engine, "kept_mib", 0.0)]
     peak, traffic = host.peak_mib() - base, gather(mine)
     live = memory.live_mib()
     live_peak = memory.peak_mib(lambda: (engine.step(*batches[-1]), engine.finish()))
-    kept.append(
-        getattr(engine, "kept_mib", 0.0)
-    )  # another figure: updates alternate between two directions
     return {
         "losses": losses, "step_ms": median_ms(steps), "cpu_ms": median_ms(steps, 2), "loopback_mib": per_step / 2**20,
         "counted_mib": {axis: sum(row.get(axis, 0) for row in traffic) / 2**20 for axis in traffic[0]},
         "base_rss_mib": gather(base), "build_mib": gather(built), "peak_mib": gather(peak),
         "live_mib": gather(live), "live_peak_mib": gather(live_peak),
         "drive_mib": [sum(ranks) for ranks in zip(*gather(swapped), strict=True)],  # read, written
-        "kept_mib": sum(gather(statistics.mean(kept))),  # neither read nor written: in buffers between steps
     }  # fmt: skip
 
 

@@ -22,11 +22,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from threed import collectives, launch
-from threed.checkpoint import hf, sink, writing
+from threed.checkpoint import files, hf, writing
 from threed.checkpoint.retention import Retention
 from threed.data import Prefetcher
 from threed.engine import Engine
@@ -55,13 +56,13 @@ PLACES: dict[str, tuple[Any, str]] = {
     "load": (Engine, "load"),
     "build": (build, "_compile"),
 }
-# Of a save, in order. The second one of `copy`, and of `piece`: in the middle.
+# Of a save, in order. The second one of `copy`: in the middle.
 SAVE: dict[str, tuple[Any, str]] = {
     "prepare": (writing, "prepare"),
     "copy": (Snapshot, "_into"),
     "write": (writing.Saving, "write"),
-    "piece": (sink.Sink, "write"),
-    "flush": (sink.Sink, "__exit__"),
+    "block": (files, "_write_block"),
+    "flush": (files, "_flush"),
     "entry": (writing.Saving, "_leave"),
     "commit": (writing.Saving, "commit"),
     "manifest": (writing, "write_text"),
@@ -69,7 +70,7 @@ SAVE: dict[str, tuple[Any, str]] = {
     "published": (Retention, "trust"),
     "prune": (Retention, "_delete"),
 }
-LATER = ("copy", "piece")
+LATER = ("copy",)
 BALLAST = Path("runs/ballast")
 
 
@@ -187,7 +188,7 @@ def act(do: str, args: tuple[Any, ...]) -> None:
 def saved_step(args: tuple[Any, ...]) -> int | None:
     """The step of the checkpoint that a call of a save is about."""
     for value in args:
-        value = getattr(value, "path", value)
+        value = Path(value.name) if isinstance(value, FileIO) else getattr(value, "path", value)
         value = value[0] if isinstance(value, list) and value else value
         if isinstance(value, Path) and (found := re.search(r"step-(\d+)", str(value))):
             return int(found[1])

@@ -169,13 +169,10 @@ def test_engines_of_the_offload_suites_train_the_same_thing(name: str) -> None:
 @pytest.mark.usefixtures("warm")
 def test_what_swaps_reads_and_writes_the_state(tmp_path: Path) -> None:
     chosen = options(only=["wrapped_zero3_nvme"], quick=False, folder=tmp_path, preset="small")
-    chosen.steps = 4  # as many in one direction of the updates as in the other
+    chosen.steps = 4
     (record,) = run.run_suite("offload-nvme-3-dp1", chosen)
     slices = record["parameters"] * 4 / 2**20
-    moved = (
-        3 * slices - record["kept_mib"]
-    )  # gradients and two moments; in fp32 parameters are the weights
-    assert 0 < record["kept_mib"] <= slices  # not more than half of the moments
+    moved = 3 * slices  # gradients and two moments; in fp32 parameters are the weights
     read, written = record["drive_mib"]
     assert read == pytest.approx(moved, rel=0.1) or read == 0  # 0 where the folder is in memory
     assert written == pytest.approx(moved, rel=0.1) or written == 0

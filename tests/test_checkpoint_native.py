@@ -220,6 +220,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no text": (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe\x00"), "manifest.json cannot be read"),
     "a list": (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json is not that of"),
     "of the future": (lambda p: sealed(p, lambda body: body.update(version=99)), "is of version 99 of the format"),
+    "of the past": (
+        lambda p: sealed(p, lambda body: body.update(version=2)), "this program reads version 3: use the"
+    ),
     "of no version": (lambda p: sealed(p, lambda body: body.update(version=True)), "manifest.json is not that of"),
     "bit of a counter": (lambda p: replace_text(p, '"steps": 2', '"steps": 3'), "manifest.json is damaged"),
     "a piece too few": (lambda p: sealed(p, drop_a_piece), "values of weight of"),

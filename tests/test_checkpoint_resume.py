@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoints import distance, rewrite, state_of, train
+from tests.checkpoints import distance, state_of, train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
-from threed import collectives
 
 RESUMED = [
     Case(*shape, model=model, zero=zero, dtype=dtype, dropout=0.1, sequence=shape[2] > 1, bucket_mib=mib, layers=2,
@@ -179,31 +178,3 @@ def test_any_topology_goes_on_from_any_other(tmp_path: Path) -> None:
                 atol=one.tolerance,
                 msg=lambda m, n=name, o=one: f"{o} {n}: {m}",
             )
-
-
-def load_older(folder: Path) -> list[str]:
-    """What differs after loading a checkpoint as versions 2 and 1 wrote it, in two topologies."""
-    wrong, case = [], Case(1, 2, 1, model="llama", zero=3, layers=2, bucket_mib=0.02)
-    engine = engine_of(config_of(case))
-    train(engine, 2)
-    for version in (2, 1):
-        path = engine.save(folder / str(version), {"note": version})
-        if engine.topology.rank == 0:
-            rewrite(path, version, 3)
-        collectives.barrier(engine.topology.axis("world"))
-        for other in (case, Case(1, 1, 2, model="llama", zero=0, layers=2, sequence=True)):
-            again = engine_of(config_of(other))
-            extra = again.load(path)
-            one, two = engine.full_state_dict(), again.full_state_dict()
-            same = one.keys() == two.keys() and all(
-                torch.equal(value, two[name]) for name, value in one.items()
-            )
-            facts = (extra == {"note": version}, again.steps == 2, same)
-            if other is case:
-                facts += (distance(state_of(engine), state_of(again)) == 0.0,)
-            wrong += [] if all(facts) else [f"version {version}, {other}: {facts}"]
-    return wrong
-
-
-def test_older_versions_load(tmp_path: Path) -> None:
-    assert run_ranks(2, load_older, tmp_path) == [[], []]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import threed
-from tests.checkpoints import rewrite
 from tests.configs import Case, batch, config_of, share, topology_of
 from tests.harness import run_ranks
 from threed import layers
@@ -532,19 +530,3 @@ def test_more_or_less_may_be_frozen_on_resume(tmp_path: Path) -> None:
     after = other.full_state_dict()
     moved = {name for name, value in weights.items() if not torch.equal(after[name], value)}
     assert moved == {"emb.weight", "out.weight", "out.bias", "blocks.0.weight", "blocks.0.bias"}
-
-
-def test_a_checkpoint_without_buffers_still_loads(tmp_path: Path) -> None:
-    engine = adam(Toy(50, 8, 2, buffer="extra"))
-    engine.step(tokens())
-    rewrite(engine.save(tmp_path / "old"), 1, 3)
-    assert "buffers" not in json.loads((tmp_path / "old" / "manifest.json").read_text())["files"][0]
-    other = adam(Toy(50, 8, 2, buffer="extra"))
-    other.module.extra.fill_(3.0)
-    said = said_by(lambda: other.load(tmp_path / "old"))
-    assert "a version without buffers: extra keep the values they have" in said[0]
-    weights = other.full_state_dict()
-    assert weights.pop("extra").tolist() == [3.0, 3.0]
-    assert all(
-        torch.equal(value, engine.full_state_dict()[name]) for name, value in weights.items()
-    )

@@ -104,16 +104,16 @@ def on(
 
 
 CASES = [
-    on(memory, "full-in-a-save", f"rank=1 step=8 at=piece do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12]),
-    on(drive, "full-in-a-save-ext4", f"rank=1 step=8 at=piece do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12]),
-    on(drive, "full-beside-training", f"rank=1 step=8 at=piece do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12],
+    on(memory, "full-in-a-save", f"rank=1 step=8 at=block do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12]),
+    on(drive, "full-in-a-save-ext4", f"rank=1 step=8 at=block do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12]),
+    on(drive, "full-beside-training", f"rank=1 step=8 at=block do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12],
        flags=BESIDE, always=True),
-    on(memory, "full-beside-training-tmpfs", f"rank=1 step=8 at=piece do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12],
+    on(memory, "full-beside-training-tmpfs", f"rank=1 step=8 at=block do=fill;{FREED}", FULL + GOES_ON, 0, [4, 12],
        flags=BESIDE),
-    on(memory, "full-from-a-save-on", "rank=1 step=8 at=piece do=fill", FULL + GOES_ON, 1, [4],
+    on(memory, "full-from-a-save-on", "rank=1 step=8 at=block do=fill", FULL + GOES_ON, 1, [4],
        (STAYS_FULL,),
        rank_code=2),
-    on(drive, "full-from-a-save-beside-on", "rank=1 step=8 at=piece do=fill", FULL + GOES_ON, 1, [4],
+    on(drive, "full-from-a-save-beside-on", "rank=1 step=8 at=block do=fill", FULL + GOES_ON, 1, [4],
        (STAYS_FULL,),
        flags=BESIDE, rank_code=2),
     on(drive, "full-at-the-manifest", f"rank=0 step=8 at=manifest do=fill;{FREED}",
@@ -129,10 +129,10 @@ CASES = [
     on(memory, "full-in-the-export", "rank=0 step=12 at=file do=fill",
        rf"threed: could not write \S+/hf: No space left on device: {BYTES}", 1, [4, 8, 12], flags=EXPORT, rank_code=2),
     on(memory, "full-at-the-start", "", rf"disk full: a checkpoint {BYTES}", 1, [], before=fill, rank_code=2),
-    on(drive, "read-only-in-a-save", "rank=1 step=8 at=piece do=break", rf"no checkpoint of step 8: .*{READ_ONLY}"
+    on(drive, "read-only-in-a-save", "rank=1 step=8 at=block do=break", rf"no checkpoint of step 8: .*{READ_ONLY}"
        + GOES_ON, 1, [4], (rf"threed: could not begin \S+step-12: {READ_ONLY}.*earlier checkpoints are intact",),
        rank_code=2),
-    on(drive, "read-only-beside-training", "rank=1 step=8 at=piece do=break", rf"no checkpoint of step 8: .*{READ_ONLY}"
+    on(drive, "read-only-beside-training", "rank=1 step=8 at=block do=break", rf"no checkpoint of step 8: .*{READ_ONLY}"
        + GOES_ON, 1, [4], (rf"threed: could not begin \S+step-12: {READ_ONLY}.*earlier checkpoints are intact",),
        flags=BESIDE, rank_code=2),
     on(drive, "read-only-and-SIGTERM", "rank=1 step=6 at=forward do=break;rank=1 step=7 at=forward do=SIGTERM",

@@ -68,8 +68,8 @@ CASES = [
     killed("prepare", 1, BEFORE),
     killed("write", 0, BEFORE),
     killed("write", 1, BEFORE),
-    killed("piece", 0, BEFORE),
-    killed("piece", 1, BEFORE),
+    killed("block", 0, BEFORE),
+    killed("block", 1, BEFORE),
     killed("flush", 0, BEFORE),
     killed("flush", 1, BEFORE),
     killed("entry", 0, BEFORE),
@@ -80,12 +80,12 @@ CASES = [
     killed("publish", 0, BEFORE),
     killed("published", 0, AFTER),
     killed("prune", 0, AFTER),
-    killed("piece", 1, (12, 12), restarts=1, code=0),
+    killed("block", 1, (12, 12), restarts=1, code=0),
     killed("publish", 0, (12, 12), restarts=1, code=0),
     # Seven of one that is written beside training.
     killed("copy", 1, BEFORE, beside=True),
-    killed("piece", 0, BEFORE, beside=True),
-    killed("piece", 1, BEFORE, beside=True),
+    killed("block", 0, BEFORE, beside=True),
+    killed("block", 1, BEFORE, beside=True),
     killed("entry", 1, BEFORE, beside=True),
     killed("commit", 0, BEFORE, beside=True),
     killed("commit", 1, EITHER, beside=True),
@@ -100,15 +100,15 @@ CASES = [
          "rank=0 step=8 at=publish do=wait;rank=1 step=8 at=commit do=SIGKILL",
          r"rank 1 on \S+ \(stage 1, dp 0, tp 0\) was killed", saved=EITHER, flags=BESIDE),
     # Saves that fail, and the next one works.
-    Case("ENOSPC-beside", "rank=1 step=8 at=piece do=ENOSPC", r"no checkpoint of step 8: rank 1 could not write \S+: "
+    Case("ENOSPC-beside", "rank=1 step=8 at=block do=ENOSPC", r"no checkpoint of step 8: rank 1 could not write \S+: "
          r"No space left on device: needs .* training goes on", 0, (12, 12), flags=BESIDE),
-    Case("EIO-beside", "rank=0 step=8 at=piece do=EIO", r"no checkpoint of step 8: rank 0 could not write \S+: "
+    Case("EIO-beside", "rank=0 step=8 at=block do=EIO", r"no checkpoint of step 8: rank 0 could not write \S+: "
          r".*Input/output error.*training goes on", 0, (12, 12), flags=BESIDE),
     Case("EIO-in-a-save", "rank=1 step=8 at=flush do=EIO", r"no checkpoint of step 8: rank 1 could not write \S+: "
          r".*Input/output error.*training goes on", 0, (12, 12)),
     # Signals while a save is written beside training, and while a checkpoint is loaded.
-    asked("SIGTERM", "piece", 8),
-    asked("launcher-SIGTERM", "piece", 8),
+    asked("SIGTERM", "block", 8),
+    asked("launcher-SIGTERM", "block", 8),
     asked("SIGTERM", "commit", 8),
     Case("SIGTERM-load", "rank=1 step=0 at=load do=SIGTERM", PREEMPTED, saved=(6, 6), first=LOADED, rank_code=75,
          preempted=True),

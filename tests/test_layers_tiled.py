@@ -27,7 +27,7 @@ from threed import collectives, layers, models
 from threed.blueprint import blocks
 from threed.checkpoint.layouts import state_dict_to_hf
 from threed.engine import Engine
-from threed.layers import Slicing, TiledLinear
+from threed.layers import ReplicatedLinear, Slicing
 from threed.layers.tiled import GRANULE, cut_rows, spans
 from threed.ops import matmul
 from threed.sharding import Box, attach, initial, matrix, spec_of
@@ -39,7 +39,7 @@ NAMES = (
     "attention, 1 kv head, bias, normed", "mlp", "gated mlp", "gated mlp with bias", "block",
 )  # fmt: skip
 TILED = LayerCase(
-    lambda slicing: TiledLinear("t", H, 37, slicing), lambda w, x: x
+    lambda slicing: ReplicatedLinear("t", H, 37, slicing), lambda w, x: x
 )  # its twin is below
 
 # ------------------------------------------------------------------------------------------------- gates and gradients
@@ -238,7 +238,7 @@ def check_exact(tiles: int) -> None:
     for build in (
         lambda slicing: layers.ColumnLinear("c", 48, [("one", 37), ("two", 150)], slicing),
         lambda slicing: layers.RowLinear("r", 48, 187, slicing),
-        lambda slicing: TiledLinear("t", 48, 187, slicing),
+        lambda slicing: ReplicatedLinear("t", 48, 187, slicing),
     ):
         whole, tiled = pair(build, Slicing(), tiles)
         for layer in (whole, tiled):
@@ -374,7 +374,7 @@ def test_initial_values_and_names_do_not_depend_on_tiles() -> None:
     def build(slicing: Slicing) -> nn.Module:
         return nn.ModuleList([
             layers.Attention("a", H, 4, slicing, kv_heads=1), layers.GatedMLP("m", H, 22, slicing, bias=True),
-            layers.MLP("n", H, 23, slicing), TiledLinear("t", H, 11, slicing),
+            layers.MLP("n", H, 23, slicing), ReplicatedLinear("t", H, 11, slicing),
         ])  # fmt: skip
 
     def values(tp: int, tiles: int) -> dict[str, Tensor]:
@@ -435,12 +435,12 @@ def test_rows_of_packed_matrices() -> None:
     ]
 
 
-# --------------------------------------------------------------------------------------------------------- TiledLinear
+# ----------------------------------------------------------------------------------------------------- ReplicatedLinear
 
 
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_a_tiled_linear_layer_is_a_linear_layer(tiles: int) -> None:
-    layer = TiledLinear("t", 5, 37, Slicing(), tiles=tiles)
+    layer = ReplicatedLinear("t", 5, 37, Slicing(), tiles=tiles)
     fill(layer, torch.float64)
     weight, bias = torch.cat([tile for tile in layer.parameters() if tile.dim() == 2]), layer.bias
     x = torch.randn(
@@ -460,7 +460,7 @@ def test_a_tiled_linear_layer_is_a_linear_layer(tiles: int) -> None:
 def test_the_product_is_written_where_it_belongs() -> None:
     """Forward is bit for bit what the tiles give one by one: nothing is rounded on the way into the output."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        layer = TiledLinear("t", 40, 203, Slicing(), tiles=3)
+        layer = ReplicatedLinear("t", 40, 203, Slicing(), tiles=3)
         fill(layer, dtype)
         x = torch.randn(9, 2, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
         assert layer.bias is not None

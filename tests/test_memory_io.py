@@ -33,10 +33,8 @@ from threed.memory.pool import host_buffer
 Maker = Callable[..., Disk]
 
 
-@pytest.fixture(params=["io_uring", "threads", "python"])
+@pytest.fixture(params=["io_uring", "threads"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "threads" and native.library("cpu") is None:
-        pytest.skip(f"the native library is not built: {native.status()['cpu']}")
     if request.param == "io_uring":
         try:
             Disk(tmp_path, "probe", backend="io_uring").close()
@@ -488,7 +486,7 @@ def test_a_drive_that_fills_up_later_fails_the_write(make: Maker, small_drive: P
 
 @pytest.mark.parametrize("small_drive", [("ramfs",)], indirect=True)
 def test_a_file_system_without_direct_io_is_used_through_the_page_cache(small_drive: Path) -> None:
-    for backend in ("auto", "python"):
+    for backend in ("auto", "threads"):
         disk = Disk(small_drive, "states", backend=backend)
         assert not disk.direct
         assert disk.backend != "io_uring"
@@ -514,7 +512,7 @@ def test_a_folder_that_cannot_be_used_is_named(
         Disk(tmp_path / "file", "x")
     with pytest.raises(SwapError, match=r"cannot make /proc/nowhere/x"):
         Disk("/proc/nowhere", "x")
-    with pytest.raises(ValueError, match="'magic' is none of auto, io_uring, threads, python"):
+    with pytest.raises(ValueError, match="'magic' is none of auto, io_uring, threads"):
         Disk(tmp_path, "x", backend="magic")
 
 
@@ -568,25 +566,25 @@ def test_the_benchmark_measures_every_way_that_needs_nothing_installed(
     options = ["--dir", str(tmp_path), "--rounds", "2", "--tensors", "2", "--mib", "1", "--fresh"]
     nvme.main([*options, "--only", "threed", "o_direct"])
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    ours = ["threed", "threed_threads", "threed_python"]
-    assert [r["contender"] for r in records[:4]] == [*ours, "o_direct_hugepages_1thread_8MiB"]
-    assert [(r["operation"], r["contender"]) for r in records[4:]] == [
+    ours = ["threed", "threed_threads"]
+    assert [r["contender"] for r in records[:3]] == [*ours, "o_direct_hugepages_1thread_8MiB"]
+    assert [(r["operation"], r["contender"]) for r in records[3:]] == [
         (o, c) for o in ("write", "read") for c in ours
     ]
-    for record in records[4:]:
+    for record in records[3:]:
         assert record["best_peer"]
         assert 0 < record["interval"][0] <= record["ratio"] <= record["interval"][1]
     assert os.listdir(tmp_path) == []
 
 
-def test_auto_takes_the_best_that_runs_and_python_needs_no_library(
+def test_auto_takes_the_best_that_runs_and_threads_need_no_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(tmp_path, "states")
-    assert disk.backend == ("python" if native.library("cpu") is None else disk.backend)
+    assert disk.backend == ("threads" if native.library("cpu") is None else disk.backend)
     monkeypatch.setattr(native, "library", lambda name: None)
     for backend in ("auto", "threads"):
-        assert Disk(tmp_path, "states", backend=backend).backend == "python"
+        assert Disk(tmp_path, "states", backend=backend).backend == "threads"
     with pytest.raises(
         SwapError, match=r"'io_uring' .* the native library is not built.*; use backend 'auto'"
     ):

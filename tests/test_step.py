@@ -38,12 +38,8 @@ def state(engine: Engine) -> list[Tensor]:
     engine.optimizer.publish_delayed()
     engine.optimizer.settle()
     held = [group.params.clone() for group in engine.layout.groups if not group.sliced]
-    for s in engine.optimizer.states:  # what is kept in buffers stays there
-        held += [staged.wait().clone() for staged in s.kept.values()]
-        for storage in (
-            s.bucket.storage,
-            *(storage for part, storage in s.storages.items() if part not in s.kept),
-        ):
+    for s in engine.optimizer.states:
+        for storage in (s.bucket.storage, *s.storages.values()):
             staged = storage.fetch()
             held.append(staged.wait().clone())
             staged.drop()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.memory.io import Disk, SwapError
 from threed.memory.tiers import Drive, StagedBuffer
+from threed.zero import optimizer
 from threed.zero.reducer import Gradient
-from threed.zero.state import State
 
 CASE = Case(
     dp=2,
@@ -186,8 +187,7 @@ def test_a_skipped_step_writes_nothing(tmp_path: Path) -> None:
 
 
 def in_use(engine: Engine) -> int:
-    kept = sum(len(state.kept) for state in engine.optimizer.states)
-    return drive_of(engine).in_use - len(drive_of(engine)._writing) - kept
+    return drive_of(engine).in_use - len(drive_of(engine)._writing)
 
 
 def fail_to_save(folder: Path) -> None:
@@ -292,11 +292,11 @@ def test_engines_that_are_dropped_leave_no_file_open(tmp_path: Path) -> None:
     run_ranks(1, make_many, tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------- kept between updates
+# ------------------------------------------------------------------------------------------------ looked at and changed
 
 
-def keep_and_look(folder: Path, dtype: str) -> None:
-    """What an update leaves in buffers is newer than the file: whoever looks at it, saves it or sets it sees that."""
+def look_save_and_load(folder: Path, dtype: str) -> None:
+    """States on a drive are those in memory, when they are looked at between steps, saved, and loaded."""
     case = Case(
         zero=3,
         layers=3,
@@ -310,9 +310,7 @@ def keep_and_look(folder: Path, dtype: str) -> None:
     for number in range(3):
         for each in (engine, twin):
             steps(each, 1)
-        assert any(state.kept for state in engine.optimizer.states)
-        assert all(not state.kept for state in twin.optimizer.states)
-        if number:  # not after the first: then the second begins with what the first has kept
+        if number:  # not after the first step, so that the second follows it directly
             assert distance(state_of(engine), state_of(twin)) == 0.0
         assert all(
             torch.equal(value, twin.full_state_dict()[name])
@@ -322,7 +320,7 @@ def keep_and_look(folder: Path, dtype: str) -> None:
     engine.save(folder / "saved")
     saved = state_of(engine)
     steps(engine, 2)
-    engine.load(folder / "saved")  # over kept states, which count no more
+    engine.load(folder / "saved")
     assert distance(state_of(engine), saved) == 0.0
     steps(engine, 1)
     steps(twin, 2)
@@ -330,19 +328,19 @@ def keep_and_look(folder: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_states_kept_in_buffers_are_the_ones_that_count(tmp_path: Path, dtype: str) -> None:
-    run_ranks(1, keep_and_look, tmp_path, dtype)
+def test_states_on_a_drive_are_those_in_memory(tmp_path: Path, dtype: str) -> None:
+    run_ranks(1, look_save_and_load, tmp_path, dtype)
 
 
-KEPT = Case(zero=3, layers=3, offload_optimizer="nvme", dtype="bf16", bucket_mib=0.01)
+ON_DRIVE = Case(zero=3, layers=3, offload_optimizer="nvme", dtype="bf16", bucket_mib=0.01)
 
 
 def fail_while_values_move(folder: Path) -> None:
-    """A load that breaks off, and a drive that takes nothing while a save writes what was kept: neither is saved nor
-    trained on, until a load comes through."""
+    """A load that breaks off, and an update whose drive takes nothing: neither is saved nor trained on, until a load
+    comes through."""
     engine, twin = (
-        engine_of(config_in(folder / "swap", KEPT)),
-        engine_of(config_of(replace(KEPT, offload_optimizer="cpu"))),
+        engine_of(config_in(folder / "swap", ON_DRIVE)),
+        engine_of(config_of(replace(ON_DRIVE, offload_optimizer="cpu"))),
     )
     for each in (engine, twin):
         steps(each, 1)
@@ -354,10 +352,9 @@ def fail_while_values_move(folder: Path) -> None:
 
     for owner, name, attempt in (
         (Reader, "into", lambda: engine.load(folder / "good")),
-        (Disk, "write", lambda: engine.save(folder / "bad")),
+        (Disk, "write", lambda: steps(engine, 1)),
     ):
         steps(engine, 1)
-        assert any(state.kept for state in engine.optimizer.states)
         inner = getattr(owner, name)
         setattr(owner, name, fails)
         with pytest.raises((OSError, CheckpointError), match="Input/output"):
@@ -374,32 +371,33 @@ def fail_while_values_move(folder: Path) -> None:
     assert in_use(engine) == 0
 
 
-def test_a_load_or_a_save_that_fails_halfway_leaves_nothing_mixed(tmp_path: Path) -> None:
+def test_a_load_or_an_update_that_fails_halfway_leaves_nothing_mixed(tmp_path: Path) -> None:
     run_ranks(1, fail_while_values_move, tmp_path)
 
 
 def break_one_rank_at_the_end(folder: Path) -> None:
-    """The last bucket's state does not come storage on one rank; after a load all ranks go on in the same order."""
-    case = replace(KEPT, dp=2, zero=2, microbatches=1)
+    """The last bucket's state is not stored on one rank; after a load all ranks go on in the same order."""
+    case = replace(ON_DRIVE, dp=2, zero=2, microbatches=1)
     engine, twin = (engine_of(config_in(folder / name, case)) for name in ("one", "other"))
     for each, name in ((engine, "a"), (twin, "b")):
         steps(each, 1)
         each.save(folder / name)
-    inner, calls = State.put_back, 0
+    inner, calls = optimizer.store_all, 0
 
-    def put_back(self: State, buffers: dict[str, StagedBuffer], keep: bool) -> None:
+    def store_all(buffers: dict[str, StagedBuffer]) -> None:
         nonlocal calls
         calls += 1
         if calls == len(engine.optimizer.states) and engine.topology.rank == 1:
             raise OSError(5, "Input/output error")
-        inner(self, buffers, keep)
+        inner(buffers)
 
-    State.put_back = put_back  # type: ignore[method-assign]
     with (
-        pytest.raises(OSError, match="Input/output") if engine.topology.rank == 1 else nullcontext()
+        mock.patch.object(optimizer, "store_all", store_all),
+        pytest.raises(OSError, match="Input/output")
+        if engine.topology.rank == 1
+        else nullcontext(),
     ):
         steps(engine, 1)
-    State.put_back = inner  # type: ignore[method-assign]
     engine.load(folder / "a")
     twin.load(folder / "b")
     assert steps(engine, 3) == steps(twin, 3)

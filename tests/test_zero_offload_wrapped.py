@@ -242,7 +242,7 @@ def test_it_is_what_plain_pytorch_computes(world: int) -> None:
 # ------------------------------------------------------------------------------------------------------ a slow drive
 
 
-class SlowDrive(io.PythonThreads):
+class SlowDrive(io.Threads):
     """Transfers take their time, and what is read is not a number until they are done."""
 
     def submit(

@@ -1,11 +1,9 @@
-// io_uring by raw system calls, and memory aligned for direct I/O; see io.cpp.
+// io_uring by raw system calls; see io.cpp.
 #pragma once
 
 #include <cerrno>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <unistd.h>
 
 #if defined(__linux__) && __has_include(<linux/io_uring.h>)
@@ -20,20 +18,6 @@
 namespace {
 
 constexpr int64_t kPage = 4096;
-
-struct Free {
-    void operator()(char* memory) const { std::free(memory); }
-};
-using Aligned = std::unique_ptr<char, Free>;
-
-Aligned aligned(int64_t length) {
-    void* memory = nullptr;
-    if (posix_memalign(&memory, length < (2 << 20) ? kPage : 2 << 20, length)) return nullptr;
-#ifdef THREED_RING
-    madvise(memory, length, MADV_HUGEPAGE);
-#endif
-    return Aligned(static_cast<char*>(memory));
-}
 
 #ifdef THREED_RING
 
@@ -96,10 +80,9 @@ public:
 
     // Whether it moves bytes: a NOP, then a read of the file's first page. 0 or -errno.
     int probe(int file) {
-        Aligned page = aligned(kPage);
-        if (!page) return -ENOMEM;
+        alignas(kPage) char page[kPage];
         for (bool read : {false, true}) {
-            put(read ? IORING_OP_READ : IORING_OP_NOP, read ? file : -1, read ? page.get() : nullptr, read ? kPage : 0, 0, 0);
+            put(read ? IORING_OP_READ : IORING_OP_NOP, read ? file : -1, read ? page : nullptr, read ? kPage : 0, 0, 0);
             int said = 0, result = 1;
             while (said == 0 && result == 1) {
                 said = enter();

@@ -27,8 +27,8 @@ from typing import Any
 from threed import collectives
 from threed.checkpoint import writing
 from threed.checkpoint.extras import Extras
+from threed.checkpoint.files import never
 from threed.checkpoint.sections import Held, held
-from threed.checkpoint.sink import never
 from threed.config import CheckpointConfig, Config
 from threed.device import is_accelerator
 from threed.memory.pool import free_bytes

@@ -14,7 +14,7 @@ Corner = tuple[int, ...]
 
 
 def of_sections(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with the sections of a manifest of version 3, which has the structure of one.
+    """Yields what is wrong with the sections of a manifest, which has the structure of one.
 
     Files have each number of each section once, lines are cut evenly, their pieces do not overlap there, and are a
     partition of the tensors.
@@ -66,7 +66,7 @@ def _line_problem(line: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
 
 
 def of_boxes(files: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields what is wrong with the boxes of each tensor, of the files of a manifest of version 1 or 2."""
+    """Yields what is wrong with boxes (part, name, global shape, start, size) that files list."""
     found: dict[tuple[str, str], list[tuple[Corner, Corner]]] = defaultdict(list)
     shapes: dict[str, list[int]] = {}
     for entry in files:

@@ -10,12 +10,14 @@ that values go straight to where they belong, by plain reads, whose errors are e
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import wait
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,8 +26,7 @@ import torch
 from torch import Tensor
 
 from threed.atomic import building_place
-from threed.checkpoint.checksum import BLOCK, Hashes, threads
-from threed.checkpoint.sink import Sink, never
+from threed.checkpoint.checksum import BLOCK, Hashes, Hashing, threads
 from threed.disk import in_units as in_units
 from threed.parse import plain as plain
 
@@ -35,6 +36,12 @@ NAMES = {
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER = 10**8  # bytes, as the library has it
+POLL_S = 0.125  # between calls of `hurries`
+
+
+def never() -> bool:
+    """Returns False."""
+    return False
 
 
 class CheckpointError(RuntimeError):
@@ -55,15 +62,74 @@ def stream_tensors(
 ) -> Hashes:
     """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its hashes.
 
-    about: dtype and shape of each, by name; one may come in several parts, some of its rows at a time. limit: bytes
-    written in a second, at most, unless it `hurries`. OSError when it cannot be written, ValueError for other tensors
-    than those.
+    about: dtype and shape of each, by name; one may come in several parts, some of its rows at a time. limit, hurries:
+    see `write_hashed`. OSError when it cannot be written, ValueError for other tensors than those.
     """
-    nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in about.values())
-    with Sink(path, nbytes, limit, hurries) as sink:
-        for part in parts(about, tensors, metadata or {}):
-            sink.write(part)
-    return sink.hashes
+    return write_hashed(path, parts(about, tensors, metadata or {}), limit, hurries)
+
+
+def write_hashed(
+    path: Path,
+    parts: Iterable[bytes | Tensor],
+    limit: float | None = None,
+    hurries: Callable[[], bool] = never,
+) -> Hashes:
+    """Writes a new file, flushed to the disk, and returns its hashes. OSError if it cannot be written.
+
+    Args:
+        path: the file; an existing one is overwritten.
+        parts: bytes, and uint8 tensors [n] on the CPU, one after the other.
+        limit: bytes per second, at most; None for no limit.
+        hurries: returns whether the limit has ended, because a run that is to stop waits for this file.
+    """
+    hashing, began, written = Hashing(), time.monotonic(), 0
+    with path.open("wb", buffering=0) as file:
+        for block in _blocks(parts):
+            hashed = hashing.add(block)
+            _write_block(file, block)
+            hashed.result()  # the memory of a block is used again
+            written += len(block)
+            if limit is not None:
+                os.fdatasync(file.fileno())
+                _wait_until(began + written / limit, hurries)
+            if hasattr(os, "posix_fadvise"):  # starts to write them back, and frees clean pages
+                os.posix_fadvise(file.fileno(), 0, written, os.POSIX_FADV_DONTNEED)
+        _flush(file)
+    return hashing.result()
+
+
+def _blocks(parts: Iterable[bytes | Tensor]) -> Iterator[memoryview]:
+    """Yields the bytes of all parts in blocks, each of which is valid until the next one."""
+    buffer, filled = torch.empty(BLOCK, dtype=torch.uint8), 0
+    for part in parts:
+        rest = (
+            part
+            if isinstance(part, Tensor)
+            else torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        )
+        while rest.numel():
+            count = min(rest.numel(), BLOCK - filled)
+            buffer[filled : filled + count].copy_(rest[:count])  # releases the interpreter's lock
+            filled, rest = filled + count, rest[count:]
+            if filled == BLOCK:
+                yield buffer.numpy().data
+                filled = 0
+    if filled:
+        yield buffer.numpy().data[:filled]
+
+
+def _write_block(file: FileIO, block: memoryview) -> None:
+    while block:
+        block = block[file.write(block) :]
+
+
+def _flush(file: FileIO) -> None:
+    os.fsync(file.fileno())
+
+
+def _wait_until(end: float, hurries: Callable[[], bool]) -> None:
+    while not hurries() and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, POLL_S))
 
 
 def parts(
@@ -152,12 +218,13 @@ class TensorFile:
         starts = range(0, len(rest), BLOCK)
         try:
             if len(starts) > 1:
-                list(
-                    threads().map(
-                        lambda start: fill(self._handle, rest[start : start + BLOCK], at + start),
-                        starts,
-                    )
-                )
+                blocks = [(rest[start : start + BLOCK], at + start) for start in starts]
+                work = [threads().submit(fill, self._handle, *block) for block in blocks]
+                wait(
+                    work
+                )  # after an error too: no thread may still write into `out` after the return
+                for one in work:
+                    one.result()
             else:
                 fill(self._handle, rest, at)
         except OSError as error:
@@ -222,12 +289,6 @@ def _understood(
     return metadata, {
         name: (dtype, shape, first) for name, (dtype, shape, first, _) in found.items()
     }
-
-
-def sha256(path: Path) -> str:
-    """Returns the hash of a file, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:

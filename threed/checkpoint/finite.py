@@ -15,9 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
@@ -25,10 +23,6 @@ from threed.sharding import Box, Piece
 from threed.zero.records import Extent
 
 Write = Callable[[str, Piece, Box, Tensor], None]
-_EXPONENTS = {
-    torch.bfloat16: np.uint16(0x7F80),
-    torch.float16: np.uint16(0x7C00),
-}  # all of its bits: infinite, or NaN
 
 
 class NotFiniteError(CheckpointError):
@@ -40,14 +34,6 @@ def is_finite(values: Tensor) -> bool:
     if not values.numel() or not values.is_floating_point():
         return True
     return bool(torch.isfinite(torch.stack(values.detach().aminmax())).all())  # both pass NaN on
-
-
-def are_finite(data: NDArray[np.uint8], dtype: torch.dtype) -> bool:
-    """Whether all values of some bytes are finite. For threads of this package: it starts none."""
-    if (exponent := _EXPONENTS.get(dtype)) is not None:
-        bits = data.view(np.uint16)
-        return not bool(((bits & exponent) == exponent).any())
-    return bool(np.isfinite(data.view(np.float64 if dtype == torch.float64 else np.float32)).all())
 
 
 def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,9 +6,6 @@
 Its hash finds damage, but is no signature: somebody who changes a manifest can change its hash too. So its structure is
 checked against a schema: counters are finite and in range, names printable, files plain files of the folder, and the
 files of every tensor hold each of its elements exactly once (`coverage`).
-
-Version 3 says where values are by sections (`sections`), of which a file has a number; versions 1 and 2 list the boxes
-of every file.
 """
 
 from __future__ import annotations
@@ -17,14 +14,13 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from threed.checkpoint import coverage
 from threed.checkpoint.checksum import checksum, tree_hash
-from threed.checkpoint.files import CheckpointError, plain, sha256
+from threed.checkpoint.files import CheckpointError, plain
 from threed.schema import (
     AfterValidator,
     BaseModel,
@@ -35,7 +31,7 @@ from threed.schema import (
 )
 
 FORMAT = "threed-checkpoint"
-VERSION = 3  # 1 had neither buffers nor generators; 2 listed the boxes of every file
+VERSION = 3
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**30  # of a manifest
 
@@ -65,9 +61,6 @@ Length = Annotated[int, Field(ge=1, le=2**53)]
 Dimensions = Annotated[list[Counter], Field(max_length=64)]
 Lengths = Annotated[list[Length], Field(max_length=64)]
 Row = Field(strict=False)  # JSON has lists for tuples
-TensorBox = Annotated[
-    tuple[Name, Name, Lengths, Dimensions, Lengths], Row
-]  # part, name, global shape, start, size
 Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # name, dtype, shape
 Number = Annotated[tuple[Counter, Counter], Row]
 Piece = Annotated[
@@ -77,31 +70,21 @@ Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _File(_Strict):
-    """A file of the checkpoint, and what is in it."""
+    """A file of the checkpoint, and what is in it.
+
+    holds: the (section, number) pairs in the file. tree, sum: see `checksum`; a copy in memory may have a sum only.
+    """
 
     file: Annotated[Name, Field(max_length=100)]
     size: Counter
-    buffers: list[Buffer] = Field(default_factory=list)
-    generators: list[Name] = Field(default_factory=list)
-
-
-class _Boxes(_File):
-    """A file of version 1 or 2."""
-
-    sha256: Hash
-    boxes: list[TensorBox]
-
-
-class _Numbers(_File):
-    """A file of version 3. holds: (section, number) of each that it has a number of. tree, sum: see `checksum`; in a
-    machine's memory there may be a sum alone."""
-
     tree: Hash | None
     sum: Hash | None
     holds: list[Number]
+    buffers: list[Buffer] = Field(default_factory=list)
+    generators: list[Name] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _has_a_hash(self) -> _Numbers:
+    def _has_a_hash(self) -> _File:
         if self.tree is None and self.sum is None:
             raise ValueError("a file needs a hash")
         return self
@@ -182,32 +165,22 @@ class _Config(_Strict):
 
 
 class _Manifest(_Strict):
+    """A manifest. shapes: of the global tensors."""
+
     format: Literal["threed-checkpoint"]
-    version: Literal[1, 2, 3]
+    version: Literal[3]
     config: _Config
     topology: dict[Name, Length]
     state: _State
-
-
-class _Listed(_Manifest):
-    """Of version 1 or 2."""
-
-    files: list[_Boxes]
-
-
-class _Sectioned(_Manifest):
-    """Of version 3. shapes: of the global tensors."""
-
     shapes: dict[Name, Lengths]
     sections: list[_Section]
-    files: list[_Numbers]
+    files: list[_File]
 
 
 def check_structure(manifest: Mapping[str, Any]) -> None:
     """Raises CheckpointError unless a manifest has the structure, the values in range, and the files that it must."""
-    sectioned = manifest.get("version") == 3
     try:
-        (_Sectioned if sectioned else _Listed).model_validate(manifest)
+        _Manifest.model_validate(manifest)
     except ValidationError as error:
         some = [
             f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
@@ -217,17 +190,13 @@ def check_structure(manifest: Mapping[str, Any]) -> None:
     names = [entry["file"] for entry in manifest["files"]]
     if len(set(names)) < len(names):
         raise CheckpointError("it names a file twice")
-    for problem in (
-        coverage.of_sections(manifest) if sectioned else coverage.of_boxes(manifest["files"])
-    ):
+    for problem in coverage.of_sections(manifest):
         raise CheckpointError(problem)
 
 
 def parts_of(manifest: Mapping[str, Any]) -> set[str]:
     """Returns the parts that are saved of some tensors: weight, exp_avg, ..."""
-    if manifest["version"] == 3:
-        return {part for section in manifest["sections"] for part in section["parts"]}
-    return {part for entry in manifest["files"] for part, *_ in entry["boxes"]}
+    return {part for section in manifest["sections"] for part in section["parts"]}
 
 
 # ---------------------------------------------------------------------------------------------------------- reading
@@ -260,9 +229,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     version = manifest.get("version") if stated and manifest.get("format") == FORMAT else None
     if type(version) is not int or version < 1:
         raise CheckpointError(f"{file} is not that of a {FORMAT}")
-    if version > VERSION:
-        known = f"this program knows versions 1 to {VERSION}: take the threed that saved it, or a later one"
-        raise CheckpointError(f"{file} is of version {plain(version)} of the format, and {known}")
+    if version != VERSION:
+        fix = f"this program reads version {VERSION}: use the version of threed that saved it"
+        later = ", or a later one" if version > VERSION else ""
+        raise CheckpointError(
+            f"{file} is of version {plain(version)} of the format, and {fix}{later}"
+        )
     if manifest.get("sha256") != stated:
         raise CheckpointError(f"{file} is damaged: its sha256 is not the one it states")
     try:
@@ -307,21 +279,14 @@ def _text(file: Path) -> str:
         os.close(handle)
 
 
-Look = Callable[[str, int, memoryview], None]  # file, first byte in it, bytes
-
-
 def verify(
-    path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1, thorough: bool = False,
-    look: Look | None = None, direct: bool = False,
-) -> list[str]:  # fmt: skip
+    path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1, thorough: bool = False
+) -> list[str]:
     """Returns a line for each file that is missing or damaged; checks every `of`-th file, from `index` on.
 
-    thorough: by their sha256 also where there is a sum, which is enough to find damage. look: called by threads with
-    all bytes of files of version 3, before it is known whether these are right. direct: these go past the page cache.
+    thorough: by their sha256 also where there is a sum, which is enough to find damage.
     """
-    problems = (
-        _file_problem(path, entry, thorough, look, direct) for entry in manifest["files"][index::of]
-    )
+    problems = (_file_problem(path, entry, thorough) for entry in manifest["files"][index::of])
     return [problem for problem in problems if problem]
 
 
@@ -331,17 +296,10 @@ def missing(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1
     return [problem for problem in problems if problem]
 
 
-def _is_intact(
-    file: Path, entry: Mapping[str, Any], thorough: bool, look: Look | None, direct: bool
-) -> bool:
-    if "tree" not in entry:
-        return sha256(file) == entry["sha256"]
-    pieces = None if look is None else partial(look, entry["file"])
+def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool) -> bool:
     light = entry["sum"] is not None and not (thorough and entry["tree"] is not None)
-    found = checksum(file, pieces, direct) if light else None
-    return (
-        tree_hash(file, pieces, direct) == entry["tree"] if found is None else found == entry["sum"]
-    )
+    found = checksum(file) if light else None
+    return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
 
 
 def _outside_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
@@ -360,13 +318,11 @@ def _outside_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _file_problem(
-    path: Path, entry: Mapping[str, Any], thorough: bool, look: Look | None, direct: bool
-) -> str | None:
+def _file_problem(path: Path, entry: Mapping[str, Any], thorough: bool) -> str | None:
     file = path / entry["file"]
     try:
         intact = (problem := _outside_problem(path, entry)) is None and _is_intact(
-            file, entry, thorough, look, direct
+            file, entry, thorough
         )
     except FileNotFoundError:
         return f"{file} is missing, or not a plain file of its folder"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from threed.checkpoint.manifest import did_you_mean as did_you_mean
 from threed.checkpoint.manifest import missing
 from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verify as verify
-from threed.checkpoint.placing import Placing
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.resuming import model_differences, optimizer_differences
 from threed.config import Config
@@ -39,6 +38,7 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.records import (
     PREVIOUS,
     WEIGHT,
+    Record,
     begin_anew,
     fill_in_place,
     read,
@@ -56,10 +56,13 @@ def load(
 ) -> dict[str, Any]:  # fmt: skip
     """Fills the optimizer and the buffers from a checkpoint of any topology; returns its counters. Collective.
 
-    Every rank hashes a share of the files, or those named `hashed` where not all of them are on its machine;
-    CheckpointError on all of them when one is damaged or another model's. Then everything is as it was: files are
-    hashed before anything is overwritten, or, where only initial values are, while they are read (`placing`), and what
-    they overwrote is initialised again.
+    Every rank hashes a share of the files, or the files named in `hashed` if a machine does not have all of them. The
+    hashes are checked before anything is overwritten.
+
+    Raises:
+        CheckpointError: on every rank, if a file is damaged or the checkpoint is another model's; nothing has changed.
+            Values that are not finite are found while they are read: a new engine is initialised again, and one that
+            has trained is marked as torn.
     """
     everyone = topology.axis("world")
     checked, problems = _checked(path, optimizer, config, everyone, hashed)
@@ -67,8 +70,8 @@ def load(
     assert checked is not None
     manifest, reader = checked
     share = _share(manifest, everyone, hashed)
-    here, old = fit.expected(optimizer, extras.buffers, topology), manifest["version"] == 1
-    other = "; ".join(_differences(reader, here, old))
+    here = fit.expected(optimizer, extras.buffers, topology)
+    other = "; ".join(_differences(reader, here))
     fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
     _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
@@ -79,16 +82,15 @@ def load(
     )
     same = manifest["topology"] == topology.sizes
 
-    placing = Placing(
-        reader, here.trained, lambda part, name: part not in (WEIGHT, PREVIOUS) and name in fresh
-    )
+    source = _Source(reader, fresh)
     unreadable = _attempt(
-        path, lambda: _planned(path, placing, optimizer, extras, everyone.index if same else None)
+        path, lambda: _unreadable(path, source, optimizer, extras, everyone.index if same else None)
     )
     if any(collectives.exchange(bool(unreadable), everyone)):
         _refuse(_attempt(path, lambda: verify(path, share)), everyone)  # says more
         _refuse(unreadable, everyone)
-    _overwrite(path, share, manifest["version"] < 3, placing, optimizer, everyone)
+    _refuse(_attempt(path, lambda: verify(path, share)), everyone)
+    _overwrite(path, source, here.trained, optimizer, everyone)
 
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
@@ -107,10 +109,7 @@ def load(
 def _checked(
     path: Path, optimizer: Optimizer, config: Config, everyone: Axis, hashed: Collection[str] | None
 ) -> tuple[tuple[dict[str, Any], Reader] | None, list[str]]:
-    """Returns manifest and reader of a checkpoint, or what is wrong with it, as this rank sees it.
-
-    Of version 3 its files are there; those of others, whose reader opens them all, are hashed too.
-    """
+    """Returns manifest and reader of a checkpoint whose files exist, or the problems that this rank found."""
     found: list[tuple[dict[str, Any], Reader]] = []
 
     def check() -> list[str]:
@@ -120,7 +119,7 @@ def _checked(
             manifest, config, parts
         )
         mine = _share(manifest, everyone, hashed)
-        problems = problems or (missing if manifest["version"] == 3 else verify)(path, mine)
+        problems = problems or missing(path, mine)
         if not problems:
             found.append((manifest, Reader(path, manifest)))
         return problems
@@ -150,57 +149,55 @@ def _attempt(path: Path, look: Callable[[], list[str]]) -> list[str]:
         return [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
 
 
-def _planned(
-    path: Path, placing: Placing, optimizer: Optimizer, extras: Extras, mine: int | None
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint's values for the boxes of an optimizer. fresh: tensors whose moments begin at zero."""
+
+    reader: Reader
+    fresh: Collection[str]
+
+    def check(self, record: Record) -> None:
+        """Raises CheckpointError if the files do not have all values of a box."""
+        name, box = record.piece.name, record.box
+        if not self._is_fresh(record.part, name):
+            part = self.reader.stands_for(record.part, name)
+            self.reader.check(part, name, box.start, box.size)
+
+    def write(self, part: str, piece: Piece, box: Box, out: Tensor) -> None:
+        """Sets `out` [*box.size] to the values of a box."""
+        if self._is_fresh(part, piece.name):
+            out.zero_()
+        else:
+            part = self.reader.stands_for(part, piece.name)
+            self.reader.into(part, piece.name, box.start, box.size, out)
+
+    def _is_fresh(self, part: str, name: str) -> bool:
+        return part not in (WEIGHT, PREVIOUS) and name in self.fresh
+
+
+def _unreadable(
+    path: Path, source: _Source, optimizer: Optimizer, extras: Extras, rank: int | None
 ) -> list[str]:
-    """Plans what is to be read. Returns why some of it, buffers, or the generators of rank `mine`, cannot be."""
-    reader = placing.reader
+    """Returns the reasons why states, buffers, or the generators of `rank` cannot be read."""
+    reader = source.reader
     try:
-        for state in states(optimizer):
-            placing.add(state, list(records_of(state)))
+        for record in records(optimizer):
+            source.check(record)
         reader.check_buffers(extras.buffers.persistent())
-        problems = extras.problems(reader.buffers, {} if mine is None else reader.generators(mine))
+        problems = extras.problems(reader.buffers, {} if rank is None else reader.generators(rank))
     except CheckpointError as error:
         return [str(error) if str(path) in str(error) else f"{path}: {error}"]
     return [f"{path}: {problem}" for problem in problems]
 
 
 def _overwrite(
-    path: Path,
-    share: Mapping[str, Any],
-    known: bool,
-    placing: Placing,
-    optimizer: Optimizer,
-    everyone: Axis,
+    path: Path, source: _Source, trained: Collection[str], optimizer: Optimizer, everyone: Axis
 ) -> None:
-    """Hashes this rank's share of the files unless they are `known` to be whole, and sets all states. CheckpointError
-    on every rank: then all is as it was, or, where values are not finite or not to be read, marked as torn."""
-    reader, initial = placing.reader, optimizer.initial
-    check = partial(verify, path, share)
-    alone = placing.reads_only([entry["file"] for entry in share["files"]])
-    found = collectives.exchange([optimizer.torn or initial is not None, alone], everyone)
-    nobody_would_miss_it, nobody_reads_them_again = (
-        all(flags) for flags in zip(*found, strict=True)
-    )
-    if not (known or nobody_would_miss_it):
-        _refuse(_attempt(path, check), everyone)  # before anything is overwritten
-        known = True
-
-    def set_first() -> None:
-        placing.begin()
-        once = partial(check, look=placing.look, direct=nobody_reads_them_again)
-        problems = [] if known else _attempt(path, once)
-        _refuse(problems or _unusable(path, _attempt(path, placing.finish)), everyone)
-
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        if placing.is_fresh(part, piece.name):
-            out.zero_()
-        else:
-            reader.into(reader.stands_for(part, piece.name), piece.name, box.start, box.size, out)
-
-    watch = finite.Watch(write, placing.trained)
+    """Sets all states. CheckpointError on every rank if values of `trained` are not finite, or cannot be read: a new
+    optimizer is then initialised again, another one is marked as torn."""
+    initial, watch = optimizer.initial, finite.Watch(source.write, trained)
     try:
-        fill_in_place(optimizer, watch, set_first=set_first, those=placing.states)
+        fill_in_place(optimizer, watch)
         optimizer.tear()  # until all ranks have found nothing
         _refuse(_unusable(path, watch.problems), everyone)
         if (
@@ -233,11 +230,11 @@ def _unusable(path: Path, problems: Sequence[str]) -> list[str]:
     return [f"{path}: {problem}, so training cannot go on from it" for problem in problems]
 
 
-def _differences(reader: Reader, here: fit.Expected, old: bool) -> list[str]:
-    """Returns what of a checkpoint does not fit the model; old: its version has no buffers."""
+def _differences(reader: Reader, here: fit.Expected) -> list[str]:
+    """Returns a line for each mismatch between a checkpoint and the model."""
     found = {name: shape for name, (*_, shape) in reader.buffers.items()}
     problems = fit.differences(reader.shapes, here.weights, "weights")
-    return problems + ([] if old else fit.differences(found, here.buffers, "buffers"))
+    return problems + fit.differences(found, here.buffers, "buffers")
 
 
 def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> None:
@@ -245,13 +242,9 @@ def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> Non
     left = {
         name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}
     } - here.trained
-    kept = {name for name, shape in here.buffers.items() if shape is not None} - set(reader.buffers)
     some = "of {}, which were frozen" if fresh < here.trained else "at all, only weights"
     fit.tell(rank, f"the checkpoint has no moments {some}: they begin at zero", fresh)
     fit.tell(rank, "moments of {} are left out: they are not trained any more", left)
-    fit.tell(
-        rank, "the checkpoint is of a version without buffers: {} keep the values they have", kept
-    )
 
 
 def _refuse(problems: list[str], everyone: Axis) -> None:

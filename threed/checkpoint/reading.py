@@ -5,14 +5,14 @@
         reader.check("weight", name, start, size)         before anything is overwritten: the files are as they should
         reader.into("weight", name, start, size, out)     straight to where the values belong
 
-Files are opened when something of them is read; those of versions 1 and 2 all at once, to be checked.
+A file is opened, and compared with the manifest, when something in it is first read.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,6 @@ from threed.checkpoint.sections import Section
 from threed.sharding import intersect, slices
 from threed.zero.records import PREVIOUS, WEIGHT
 
-FLOATS = ("F64", "F32", "BF16", "F16")  # of weights and moments
 MOST_OPEN = 64  # files at a time
 MOST_BYTES = 2**25  # read at a time
 SHORT_BYTES = (
@@ -46,24 +45,24 @@ class Range(NamedTuple):
     numel: int
 
 
-class Place(NamedTuple):
-    """Elements [first, first + numel) of a box, and where they are: in a file, from byte `at` on."""
-
-    file: str
-    at: int
-    first: int
-    numel: int
-
-
 @dataclass(frozen=True)
 class Stored:
-    """A box of a tensor as it was saved. ranges(part, first, last): where elements of it are, in row-major order.
-    files(first, last): the names of the files that have them; they need not be there."""
+    """A saved box of a tensor: a piece of line number `line` of a section, from element `at` of the line on.
+
+    holders: the file and the tensor in it, by the numbers of the section.
+    """
 
     start: Sequence[int]
     size: Sequence[int]
-    ranges: Callable[[str, int, int], Iterator[Range]]
-    files: Callable[[int, int], set[str]]
+    section: Section
+    line: int
+    at: int
+    holders: Mapping[int, tuple[str, str]]
+
+    def files(self, first: int, last: int) -> set[str]:
+        """Returns the names of the files with these elements; the files need not exist."""
+        between = self.section.between(self.line, self.at + first, self.at + last)
+        return {self.holders[number][0] for number, *_ in between}
 
 
 class Reader:
@@ -80,36 +79,14 @@ class Reader:
         self._index: dict[tuple[str, str], list[Stored]] = {}
         self._sections = [Section(about) for about in manifest.get("sections", ())]
         self._dtypes: dict[tuple[str, str], str] = {}
-        self.shapes: dict[str, Shape] = {}
         self.parts: dict[str, set[str]] = {}
         self.buffers: dict[str, tuple[str, str, Shape]] = {
             name: (entry["file"], dtype, tuple(shape))
             for entry in manifest["files"]
             for name, dtype, shape in entry.get("buffers", ())
         }
-        if manifest["version"] < 3:
-            self._index_boxes(manifest["files"])
-        else:
-            self.shapes = {name: tuple(shape) for name, shape in manifest["shapes"].items()}
-            self._index_sections(manifest["files"])
-
-    def _index_boxes(self, files: Sequence[Mapping[str, Any]]) -> None:
-        """Of version 1 or 2, whose files are all checked here."""
-        for entry in files:
-            for number, (part, name, shape, start, size) in enumerate(entry["boxes"]):
-                self._add(part, name, Stored(start, size, *_in_one(entry["file"], str(number))))
-                self.shapes[name] = tuple(shape)
-        for entry in files:
-            inside = self._file(entry["file"]).tensors
-            for number, (part, name, _, _, size) in enumerate(entry["boxes"]):
-                dtype, shape, _ = inside.get(str(number), ("", None, 0))
-                if (
-                    shape != size
-                    or dtype not in FLOATS
-                    or self._dtypes.setdefault((part, name), dtype) != dtype
-                ):
-                    what = f"box {number} of {entry['file']} is not the {part} of {name} that the manifest says"
-                    raise CheckpointError(f"{self.path}: {what}")
+        self.shapes = {name: tuple(shape) for name, shape in manifest["shapes"].items()}
+        self._index_sections(manifest["files"])
 
     def _index_sections(self, files: Sequence[Mapping[str, Any]]) -> None:
         holders: list[dict[int, tuple[str, str]]] = [{} for _ in self._sections]
@@ -119,7 +96,7 @@ class Reader:
         for section, some in zip(self._sections, holders, strict=True):
             for number, line in enumerate(section.lines):
                 for name, start, size, at in line.pieces:
-                    stored = Stored(start, size, *self._in_line(section, number, at, some))
+                    stored = Stored(start, size, section, number, at, some)
                     for part in section.parts:
                         self._add(part, name, stored)
                         if self._dtypes.setdefault((part, name), section.dtype) != section.dtype:
@@ -130,22 +107,6 @@ class Reader:
     def _add(self, part: str, name: str, stored: Stored) -> None:
         self._index.setdefault((part, name), []).append(stored)
         self.parts.setdefault(name, set()).add(part)
-
-    def _in_line(
-        self, section: Section, line: int, at: int, holders: Mapping[int, tuple[str, str]]
-    ) -> tuple[Callable[[str, int, int], Iterator[Range]], Callable[[int, int], set[str]]]:
-        def ranges(part: str, first: int, last: int) -> Iterator[Range]:
-            for number, lo, hi in section.between(line, at + first, at + last):
-                file, key = holders[number]
-                self._file(file)  # checked, before the arithmetic of a section is believed
-                yield Range(file, key, section.offset(number, line, part, lo), hi - lo)
-
-        def files(first: int, last: int) -> set[str]:
-            return {
-                holders[number][0] for number, *_ in section.between(line, at + first, at + last)
-            }
-
-        return ranges, files
 
     # --------------------------------------------------------------------------------------------------------- files
 
@@ -231,33 +192,8 @@ class Reader:
         if problem := self.gap(part, name, start, size):
             raise CheckpointError(problem)
         for stored, common in self._meeting(part, name, start, size):
-            for _ in stored.ranges(part, *_elements(stored, *common)):
+            for _ in self._ranges(stored, part, *_elements(stored, *common)):
                 pass
-
-    def places(
-        self, part: str, name: str, start: Sequence[int], size: Sequence[int]
-    ) -> list[Place] | None:
-        """Returns where a box's elements are; None unless they lie there in the order that they have in the box.
-
-        Raises CheckpointError as `check` does.
-        """
-        if problem := self.gap(part, name, start, size):
-            raise CheckpointError(problem)
-        found, width = list[Place](), self.dtype(part, name).itemsize
-        for stored, (first, extent) in self._meeting(part, name, start, size):
-            inside, here = (
-                [a - o for a, o in zip(first, at, strict=True)] for at in (stored.start, start)
-            )
-            n = math.prod(extent)
-            if n != _span(extent, stored.size) or n != _span(extent, size):
-                return None
-            lo, to = _flat(inside, stored.size), _flat(here, size)
-            for file, key, begin, count in stored.ranges(part, lo, lo + n):
-                found.append(
-                    Place(file, self._file(file).tensors[key][2] + begin * width, to, count)
-                )
-                to += count
-        return found
 
     def files_of(self, part: str, name: str, start: Sequence[int], size: Sequence[int]) -> set[str]:
         """Returns the names of the files that a box is in; they need not be there."""
@@ -277,6 +213,16 @@ class Reader:
         for stored, common in self._meeting(part, name, start, size):
             self._copy(stored, part, common, out[slices(*common, start)], self.dtype(part, name))
 
+    def _ranges(self, stored: Stored, part: str, first: int, last: int) -> Iterator[Range]:
+        """Yields the locations of elements [first, last) of a saved box, in row-major order."""
+        section, line, at = stored.section, stored.line, stored.at
+        for number, lo, hi in section.between(line, at + first, at + last):
+            file, key = stored.holders[number]
+            self._file(
+                file
+            )  # checks the file before it is read at offsets computed from the section
+            yield Range(file, key, section.offset(number, line, part, lo), hi - lo)
+
     def _copy(
         self,
         stored: Stored,
@@ -287,7 +233,7 @@ class Reader:
     ) -> None:
         """Copies the box `common` of a stored one: rows along one dimension, as many at a time as are read at once."""
         if not stored.size:
-            self._fetch(stored.ranges(part, 0, 1), out.view(1))
+            self._fetch(self._ranges(stored, part, 0, 1), out.view(1))
             return
         inside = [a - o for a, o in zip(common[0], stored.start, strict=True)]
         size, strides = common[1], _strides(stored.size)
@@ -315,10 +261,10 @@ class Reader:
                     and target.dtype == dtype
                     and target.is_cpu
                 ):
-                    self._fetch(stored.ranges(part, lo, lo + n), target.view(-1))
+                    self._fetch(self._ranges(stored, part, lo, lo + n), target.view(-1))
                     continue
                 read = torch.empty(n, dtype=dtype)
-                self._fetch(stored.ranges(part, lo, lo + n), read)
+                self._fetch(self._ranges(stored, part, lo, lo + n), read)
                 target.copy_(read.as_strided(target.shape, strides[along:]))
 
     def _fetch(self, ranges: Iterator[Range], out: Tensor) -> None:
@@ -357,15 +303,6 @@ class Reader:
         file = file_of(rank)
         names = self._entries.get(file, {}).get("generators", ())
         return {name: self._file(file).tensor(f"generator/{name}") for name in names}
-
-
-def _in_one(
-    file: str, key: str
-) -> tuple[Callable[[str, int, int], Iterator[Range]], Callable[[int, int], set[str]]]:
-    def ranges(part: str, first: int, last: int) -> Iterator[Range]:
-        yield Range(file, key, first, last - first)
-
-    return ranges, lambda first, last: {file}
 
 
 def _elements(stored: Stored, start: Shape, size: Shape) -> tuple[int, int]:

@@ -32,10 +32,9 @@ from threed import collectives
 from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import finite
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.files import DTYPES, CheckpointError, begin, plain, stream_tensors
+from threed.checkpoint.files import DTYPES, CheckpointError, begin, never, plain, stream_tensors
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, check_structure, digest, file_of
 from threed.checkpoint.sections import Held, Section, held
-from threed.checkpoint.sink import never
 from threed.config import Config
 from threed.disk import why
 from threed.topology import Axis, Topology

@@ -11,7 +11,7 @@ from threed.layers.causal import Causal
 from threed.layers.contract import PipelineLayer
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
-from threed.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear, TiledLinear
+from threed.layers.linear import ColumnLinear, ReplicatedLinear, RowLinear
 from threed.layers.loss import LanguageModelHead
 from threed.layers.mlp import MLP, GatedMLP, gelu
 from threed.layers.norm import LayerNorm, RMSNorm
@@ -37,7 +37,6 @@ __all__ = [
     "ReplicatedLinear",
     "RowLinear",
     "Slicing",
-    "TiledLinear",
     "VocabEmbedding",
     "attend",
     "gelu",

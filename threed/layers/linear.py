@@ -278,9 +278,6 @@ class ReplicatedLinear(Product):
         return self.product(x, self.bias)
 
 
-TiledLinear = ReplicatedLinear  # its name when tiles were all that it was for
-
-
 class SinkLinear(nn.Linear):
     """torch's linear layer, whose weight's gradient goes to its sink without passing through autograd, if it may."""
 

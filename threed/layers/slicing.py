@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,19 +50,6 @@ class Slicing:
             )
         part = length // self.tp.size
         return self.tp.index * part, (self.tp.index + 1) * part
-
-    @property
-    def scattered(self) -> bool:
-        """The former name of `sequence_parallel`."""
-        warnings.warn(
-            "Slicing.scattered is called sequence_parallel now", DeprecationWarning, stacklevel=2
-        )
-        return self.sequence_parallel
-
-    def rows(self, length: int) -> tuple[int, int]:
-        """Returns the former name of `sequence_range`."""
-        warnings.warn("Slicing.rows is called sequence_range now", DeprecationWarning, stacklevel=2)
-        return self.sequence_range(length)
 
     @property
     def replicated(self) -> str | None:

@@ -6,10 +6,10 @@
     disk.read(offset, into=values).wait()         # SwapError unless every byte arrived
     disk.close()
 
-A transfer of any length, from any memory, is cut into pieces that run concurrently: by io_uring where the kernel
-allows it, else by a few threads; in C++ where the library is built, else in Python. Memory that starts on a page
-(`threed.memory.pool`) goes straight to the drive; other memory, and the bytes beyond the last multiple of 4096, through
-an aligned copy. Transfers have no order among themselves: wait for a write before reading or writing the same place.
+A transfer of any length, from any memory, is cut into pieces that run concurrently: by io_uring if the kernel allows it
+and the native library is built, else by a few threads. Memory that starts on a page (`threed.memory.pool`) goes straight
+to the drive; other memory, and the bytes beyond the last multiple of 4096, pass through an aligned copy in a thread.
+Transfers have no order among themselves: wait for a write before reading or writing the same place.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PIECE = 8 * 2**20  # bytes in one request to the kernel
 WORKERS = 4  # threads that move pieces
 DEPTH = 16  # pieces in io_uring at once
 SHORT = -5000  # the result of a read past the end of the file; below every -errno
-BACKENDS = ("auto", "io_uring", "threads", "python")
+BACKENDS = ("auto", "io_uring", "threads")
 
 _FIXES = {
     errno.ENOSPC: "free space there, or name a folder on a larger drive",
@@ -120,8 +120,8 @@ class Disk:
     """One file in `folder` for the tensors of this process; space in it is reserved region by region.
 
     The file has no name once it is open: its space returns to the drive when the process ends, however it ends.
-    `backend`: auto, or one of io_uring, threads (C++, else Python) and python; `disk.backend` is the one chosen, and
-    `disk.direct` tells if transfers bypass the page cache. Threads may share a Disk, a forked child not its parent's.
+    `backend`: auto, io_uring or threads; `disk.backend` is the one chosen, and `disk.direct` says if transfers bypass
+    the page cache. Threads may share a Disk; a forked child may not use its parent's.
 
     Raises:
         SwapError: the folder cannot be made or written; io_uring is requested and the kernel refuses it.
@@ -320,57 +320,76 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
 
 def _engine(backend: str, fd: int, direct: bool) -> Backend:
     """Returns the requested engine, or the best that runs here."""
-    library = None if backend == "python" else native.library("cpu")
-    if library is None and backend == "io_uring":
-        raise OSError(errno.ENOSYS, "the native library is not built (see threed.native.status)")
-    return PythonThreads() if library is None else Native(backend, fd, direct)
+    # Buffered reads are copies, which one ring would run one after another: threads are faster for them.
+    if backend == "threads" or (backend == "auto" and not direct):
+        return Threads()
+    try:
+        return IoUring(fd)
+    except OSError:
+        if backend == "io_uring":
+            raise
+        return Threads()
 
 
-class Native:
-    """The engine of csrc/cpu/io.cpp."""
+class IoUring:
+    """The ring of csrc/cpu/io.cpp for whole aligned blocks, and threads for the rest. OSError if it does not run here."""
 
-    def __init__(self, backend: str, fd: int, direct: bool) -> None:
-        types = {
-            "open": "PiiiiqP",
-            "has_ring": "iP",
-            "submit": "qPiiPqqq",
-            "wait": "qPq",
-            "done": "iPq",
-            "close": "vP",
-        }
+    name = "io_uring"
+
+    def __init__(self, fd: int) -> None:
+        if native.library("cpu") is None:
+            what = "the native library is not built (see threed.native.status)"
+            raise OSError(errno.ENOSYS, what)
+        types = {"open": "PiiqP", "submit": "qPiiPqqq", "wait": "qPq", "done": "iPq", "close": "vP"}
         self._call = {
             name: native.function(f"threed_io_{name}", letters) for name, letters in types.items()
         }
-        # Buffered reads are copies, which one ring would run one after another: threads are faster for them.
-        kind, error = (
-            {"auto": 0 if direct else 2, "io_uring": 1, "threads": 2}[backend],
-            ctypes.c_int(0),
-        )
-        self._engine = self._call["open"](kind, fd, WORKERS, DEPTH, PIECE, ctypes.byref(error))
-        if not self._engine:
+        error = ctypes.c_int(0)
+        self._ring = self._call["open"](fd, DEPTH, PIECE, ctypes.byref(error))
+        if not self._ring:
             raise OSError(-error.value, os.strerror(-error.value))
-        self.name = "io_uring" if self._call["has_ring"](self._engine) else "threads"
+        self._threads = Threads()
+        self._parts: dict[int, tuple[int, int]] = {}  # ids in the ring and of the threads; 0: none
+        self._numbers = itertools.count(1)
 
     def submit(
         self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int
     ) -> int:
-        return int(self._call["submit"](self._engine, write, fd, address, nbytes, offset, block))
+        whole = nbytes // block * block if address % block == 0 else 0
+        place = (address + whole, nbytes - whole, offset + whole)
+        rest = self._threads.submit(write, fd, *place, block) if whole < nbytes else 0
+        call = self._call["submit"]
+        ring = call(self._ring, write, fd, address, whole, offset, block) if whole else 0
+        if ring < 0:
+            if rest:
+                self._threads.wait(rest)
+            return int(ring)
+        number = next(self._numbers)
+        self._parts[number] = ring, rest
+        return number
 
     def wait(self, number: int) -> int:
-        return int(self._call["wait"](self._engine, number))
+        ring, rest = self._parts[number]
+        results = [int(self._call["wait"](self._ring, ring))] if ring else []
+        results += [self._threads.wait(rest)] if rest else []
+        del self._parts[number]
+        return min(results) if min(results) < 0 else sum(results)
 
     def done(self, number: int) -> bool:
-        return self._engine is None or bool(self._call["done"](self._engine, number))
+        ring, rest = self._parts.get(number, (0, 0))
+        ring_done = not ring or self._ring is None or bool(self._call["done"](self._ring, ring))
+        return ring_done and (not rest or self._threads.done(rest))
 
     def close(self) -> None:
-        engine, self._engine = self._engine, None
-        self._call["close"](engine)
+        ring, self._ring = self._ring, None
+        self._call["close"](ring)
+        self._threads.close()
 
 
-class PythonThreads:
-    """The engine without the library: threads that move pieces; reads and writes release the interpreter's lock."""
+class Threads:
+    """Threads that move pieces; reads and writes release the interpreter's lock."""
 
-    name = "python"
+    name = "threads"
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="threed-io")

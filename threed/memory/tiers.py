@@ -156,11 +156,11 @@ class Copied:
 class Drive:
     """The tier of a swap file: storages in it, and `count` buffers of `nbytes` for staged values.
 
-    Size and number may be set until the first buffer is taken. idle: buffers that are not needed between updates.
+    Size and number may be set until the first buffer is taken.
     """
 
     def __init__(self, disk: Disk, nbytes: int = 0, count: int = 1) -> None:
-        self.disk, self.nbytes, self.count, self.idle = disk, nbytes, count, 0
+        self.disk, self.nbytes, self.count = disk, nbytes, count
         self.device = torch.device("cpu")  # of the buffers
         self.make_room: Callable[[], None] = lambda: (
             None

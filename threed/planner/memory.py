@@ -52,22 +52,22 @@ def regime(
     return f"{amount} bytes per parameter ({kinds}; {how})"
 
 
-def drive_buffers(gathered: int, buffers: int, state: int, early: int = 0) -> tuple[int, int]:
-    """How many buffers of a slice's size pass between memory and a drive; how many of them are idle between updates.
+def drive_buffers(gathered: int, buffers: int, early: int = 0) -> int:
+    """Returns how many buffers of a slice's size pass between memory and a drive, whatever the number of layers.
 
-    That does not grow with the layers. gathered: slices of parameters that come from the drive at once. buffers: see
-    `update_buffers`. state: parts of a bucket's state there, which fill the idle ones. In a step's forward and backward
-    there are what is gathered, and gradients: on their way, being added to, and being written. In its update what the
-    buckets that come need, the one at work, and the one that goes. early: where updates begin in the backward, buckets
-    of a layer, whose gradients wait for theirs; then no buffer is idle, for an update and a backward use them together.
+    Forward and backward need buffers for gathered slices, and for gradients: on their way, being added to, and being
+    written. An update needs them for the buckets being read, the one being updated, and the one being written.
+
+    Args:
+        gathered: slices of parameters that come from the drive at once.
+        buffers: buffers per bucket in an update, see `update_buffers`.
+        early: if updates begin in the backward, the buckets of a layer, whose gradients wait for their update; the
+            update and the backward then use buffers at once.
     """
     busy = gathered + BUCKETS_IN_FLIGHT + 2
     if early:
-        beside = early + (UPDATES_AHEAD + 1) * (buffers - 1)
-        return max(busy + beside, (UPDATES_AHEAD + 2) * buffers), 0
-    idle = max(0, (UPDATES_AHEAD + 2) * buffers - busy)
-    idle += -idle % max(1, state)
-    return busy + idle, idle
+        busy += early + (UPDATES_AHEAD + 1) * (buffers - 1)
+    return max(busy, (UPDATES_AHEAD + 2) * buffers)
 
 
 def update_buffers(

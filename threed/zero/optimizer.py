@@ -5,8 +5,7 @@
                               (of some the update is done by then: `early.py`)
     validate()             :  of an optimistic update, which did not wait for the global norm (`optimistic.py`)
 
-Slices are staged from their storages: while one bucket is updated, the next is read and the previous one written. With
-state on a drive, every second update runs in reverse order and begins with what the previous one left in idle buffers.
+Slices are staged from their storages: while one bucket is updated, the next is read and the previous one written.
 While the state is on the device, nothing here reads a tensor's value on the host: norm, clip factor, skip flag, loss
 scale and learning rate stay tensors. Offloaded state is updated by the host, which has to read them.
 """
@@ -43,10 +42,8 @@ from threed.zero.state import (
     State,
     drop_all,
     fetched_in_turn,
-    most_kept,
     new_state,
     store_all,
-    update_order,
 )
 from threed.zero.unused import Stretch, Unused
 from threed.zero.update import Before, Update
@@ -77,8 +74,6 @@ class Optimizer:
             new_state(bucket, rule.state_names, layout.policy) for bucket in layout.buckets
         ]
         self.frozen = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
-        self._keep = most_kept(self.states, layout.policy)
-        self._turn = update_order(self.states, middle=self._keep > 0)
         self.on_host = not (
             layout.policy.optimizer_tier is None and layout.policy.params_tier is None
         )
@@ -214,17 +209,15 @@ class Optimizer:
         publish: bool,
         done: Set[State] = frozenset(),
     ) -> None:
-        turn = (
-            self._turn[::-1] if self._keep and int(now.step) % 2 else self._turn
-        )  # alike on all ranks
-        work = [(self.states[n], gradients[n].storage) for n in turn if self.states[n] not in done]
-        last = {state for state, _ in work[len(work) - self._keep :]}
+        """Updates all states but those `done`, from the last layers to the first."""
+        pairs = zip(reversed(self.states), reversed(gradients), strict=True)
+        work = [(state, gradient.storage) for state, gradient in pairs if state not in done]
         with self.changing():
             for state, buffers in fetched_in_turn(
                 (state, state.fetch_for_update(storage)) for state, storage in work
             ):
                 try:
-                    self._update(state, buffers, now, publish, keep=state in last)
+                    self._update(state, buffers, now, publish)
                 except BaseException:
                     drop_all(buffers)
                     raise
@@ -237,7 +230,6 @@ class Optimizer:
         buffers: dict[str, StagedBuffer],
         now: StepScalars,
         publish: bool,
-        keep: bool,
     ) -> None:
         """Updates one bucket; parameters on the same device are written in the same pass."""
         self.before_change(state)
@@ -254,7 +246,7 @@ class Optimizer:
             self.gatherer.publish(state.bucket)
         elif publish:
             self._publish(state, weight)
-        state.put_back(buffers, keep)
+        store_all(buffers)
 
     def apply_rule(
         self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None
@@ -323,15 +315,10 @@ class Optimizer:
         self.check_whole()
 
     def flush(self) -> None:
-        """Writes the states that were kept in buffers to their storages, and releases the buffers."""
+        """Waits for a delayed update, and drops the buffers of early updates: the storages have the states."""
         if self.early is not None:
             self.early.drop()
         self.finish_delayed()
-        if not any(state.kept for state in self.states):
-            return
-        with self.changing():
-            for state in self.states:
-                store_all(state.kept)
 
     def publish_delayed(self) -> None:
         """Waits for a delayed update, if there is one, and copies its weights to the parameters.
@@ -379,7 +366,7 @@ class Optimizer:
             )
 
     def discard(self) -> None:
-        """Drops a delayed update and the states kept in buffers, before everything is overwritten."""
+        """Drops a delayed update, before everything is overwritten."""
         if self.early is not None:
             self.early.drop()
         if self.optimistic is not None:
@@ -388,8 +375,6 @@ class Optimizer:
             wait((self._under_way,))
         self._under_way, self._unpublished = None, False
         self.let_device_read()
-        for state in self.states:
-            drop_all(state.kept)
 
     def let_device_read(self) -> None:
         """Waits until the GPU has finished its reads of host memory, which is about to change."""

@@ -6,7 +6,7 @@ box of one part (the weight, or a tensor of the optimizer's rule) lies; `read` y
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -131,15 +131,13 @@ def fill(
 
 
 def fill_in_place(
-    optimizer: Optimizer, write: Callable[[str, Piece, Box, Tensor], None], parts: tuple[str, ...] | None = None,
-    set_first: Callable[[], None] | None = None, those: Collection[State] = (),
-) -> None:  # fmt: skip
+    optimizer: Optimizer,
+    write: Callable[[str, Piece, Box, Tensor], None],
+    parts: tuple[str, ...] | None = None,
+) -> None:
     """Calls `write(part, piece, box, out)` for every box this rank holds, to set out [*box.size], and gathers the
-    parameters. Where there are two versions of them and one is set, the other becomes the same.
-
-    set_first: called once memory may change, to set all of `those` states, which `write` is then not asked for.
-    """
-    done, late = frozenset(those), parts is None and optimizer.layout.policy.delayed
+    parameters. Where there are two versions of them and one is set, the other becomes the same."""
+    late = parts is None and optimizer.layout.policy.delayed
     if parts is None:
         optimizer.discard()
     else:
@@ -149,15 +147,11 @@ def fill_in_place(
     with optimizer.changing():
         optimizer.gatherer.settle()  # a gather in flight may still read what is written here
         optimizer.gatherer.release_all()  # what is gathered now would be stale
-        for state in those:
-            optimizer.before_change(state)
-        if set_first is not None:
-            set_first()
         for state in states(optimizer):
             wanted = [part for part in state.storages if parts is None or part in parts]
             publish = not (late and state.bucket.group.key.trainable)
             with optimizer.held(state, wanted, write=True, publish=publish) as held:
-                for record in records_of(state, parts) if state not in done else ():
+                for record in records_of(state, parts):
                     write(record.part, record.piece, record.box, record.of(held[record.part]))
         if late:
             optimizer.restore_delayed()

@@ -116,9 +116,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     waiting = most_waiting(layout) if policy.early else 0
     for drive in policy.drives:
         mine = gathered if drive is policy.params_tier else 0
-        drive.count, drive.idle = drive_buffers(
-            mine, buffers, swapped * (moments + narrow), waiting
-        )
+        drive.count = drive_buffers(mine, buffers, waiting)
         drive.nbytes = (
             max((b.share for group in layout.groups for b in group.buckets), default=1) * width
         )

@@ -172,7 +172,7 @@ class _Item:
 
 
 class Snapshot:
-    """The values of some extents at the moment when it is made. Updates must be done, and nothing kept in buffers.
+    """The values of some extents at the moment when it is made. Updates must be done.
 
     waited_s: seconds for which updates waited for it, or copied for it.
     """

@@ -1,23 +1,20 @@
 """The optimizer's state of what a rank updates of each bucket: where it is stored, and how it is read and written.
 
-    state = new_state(bucket, parts, policy)
-    for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in states):    reads ahead by one
-        buffers["weight"].wait()                                                               [n]
-
-An update begins with `fetch_for_update` and ends with `put_back`, which may keep states in buffers that are not needed
-before the next update. Any other reader of a state must first call `Optimizer.flush`, which writes them.
+state = new_state(bucket, parts, policy)
+for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in states):    reads ahead by one
+    buffers["weight"].wait()                                                               [n]
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from threed.memory.tiers import Copied, Drive, InMemory, OnDrive, StagedBuffer, Storage, memory_tier
+from threed.memory.tiers import Copied, InMemory, OnDrive, StagedBuffer, Storage, memory_tier
 from threed.planner.memory import UPDATES_AHEAD
 from threed.zero.gradients import later_sums
 from threed.zero.layout import Bucket, Layout, Policy
@@ -33,12 +30,11 @@ class State:
     moments).
 
     The weights are the parameters themselves unless parameters are narrower than fp32, or frozen, or the optimizer
-    works on another device. kept: buffers that the last update left for the next one.
+    works on another device.
     """
 
     bucket: Bucket
     storages: dict[str, Storage]
-    kept: dict[str, StagedBuffer] = field(default_factory=dict)  # newer than the stored values
 
     @property
     def weight(self) -> Storage:
@@ -51,37 +47,20 @@ class State:
         return self.weight is self.bucket.portion
 
     @property
-    def may_keep(self) -> list[str]:
-        """The parts that are on a drive and that only updates read."""
-        return [
-            p
-            for p, storage in self.storages.items()
-            if isinstance(storage, OnDrive) and storage is not self.bucket.portion
-        ]
-
-    @property
     def changed(self) -> tuple[Storage, ...]:
         """What an update changes: the state, and the parameters where they are narrower."""
         return (*self.storages.values(), *(() if self.shared else (self.bucket.portion,)))
 
     def fetch(self, parts: Iterable[str]) -> dict[str, StagedBuffer]:
-        """Begins to read some parts. RuntimeError where buffers hold newer values than the storages."""
-        if self.kept:
-            raise RuntimeError("call Optimizer.flush() first: newer values are in buffers")
-        return _fetch_all({part: self.storages[part] for part in parts}, {})
+        """Begins to read some parts."""
+        return _fetch_all({part: self.storages[part] for part in parts})
 
     def fetch_for_update(self, gradient: Storage) -> dict[str, StagedBuffer]:
-        """Begins to read a slice of gradients, to where the weights are, and all parts that were not kept."""
-        kept, self.kept = self.kept, {}
-        found = _fetch_all({**self.storages, GRADIENT: gradient}, kept)
+        """Begins to read all parts, and a slice of gradients to the device of the weights."""
+        found = _fetch_all({**self.storages, GRADIENT: gradient})
         if gradient.device != self.weight.device:
             found[GRADIENT] = Copied(found[GRADIENT], self.weight.device)
         return found
-
-    def put_back(self, buffers: dict[str, StagedBuffer], keep: bool) -> None:
-        """Begins to write the updated parts; with `keep`, those in `may_keep` stay in buffers for the next update."""
-        self.kept = {part: buffers.pop(part) for part in self.may_keep} if keep else {}
-        store_all(buffers)
 
 
 def fetched_in_turn(
@@ -113,14 +92,12 @@ def store_all(buffers: dict[str, StagedBuffer]) -> None:
         buffers.popitem()[1].store()
 
 
-def _fetch_all(
-    storages: Mapping[str, Storage], buffers: dict[str, StagedBuffer]
-) -> dict[str, StagedBuffer]:
-    """Fetches every storage that has no buffer yet, and returns all buffers; on an error it releases them all."""
+def _fetch_all(storages: Mapping[str, Storage]) -> dict[str, StagedBuffer]:
+    """Fetches every storage; on an error it releases all buffers."""
+    buffers: dict[str, StagedBuffer] = {}
     try:
         for part, storage in storages.items():
-            if part not in buffers:
-                buffers[part] = storage.fetch()
+            buffers[part] = storage.fetch()
     except BaseException:
         drop_all(buffers)
         raise
@@ -152,27 +129,6 @@ def early_storages(state: State) -> list[OnDrive]:
         if group.sliced and not later_sums(state.bucket) and len(found) == len(state.changed)
         else []
     )
-
-
-def most_kept(states: Sequence[State], policy: Policy) -> int:
-    """Returns how many states an update may leave in the drive's idle buffers: at most half of them, so that with a
-    small model, too, most states pass through the drive and its errors show."""
-    drive, parts = policy.optimizer_tier, max((len(state.may_keep) for state in states), default=0)
-    return min(drive.idle // parts, len(states) // 2) if isinstance(drive, Drive) and parts else 0
-
-
-def update_order(states: Sequence[State], middle: bool) -> list[int]:
-    """Returns the order of updates, by number: layers that the next forward needs first are updated and gathered first.
-
-    middle: moves small states to the middle. What is kept are states at the ends, each in a buffer of full size, so
-    it should be the large ones.
-    """
-    turn, shares = list(reversed(range(len(states)))), [state.bucket.share for state in states]
-    if not middle:
-        return turn
-    small = [number for number in turn if 2 * shares[number] < max(shares)]
-    large = [number for number in turn if number not in small]
-    return large[: len(large) // 2] + small + large[len(large) // 2 :]
 
 
 def _places(
