@@ -32,6 +32,7 @@ from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.placing import Placing
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.resuming import model_differences, optimizer_differences
+from threed.collectives import raise_together
 from threed.config import Config
 from threed.sharding import Box, Piece, slices
 from threed.topology import Axis, Topology
@@ -63,14 +64,15 @@ def load(
     """
     everyone = topology.axis("world")
     checked, problems = _checked(path, optimizer, config, everyone, hashed)
-    _refuse(problems, everyone)
+    raise_together(problems, everyone, CheckpointError)
     assert checked is not None
     manifest, reader = checked
     share = _share(manifest, everyone, hashed)
     here, old = fit.expected(optimizer, extras.buffers, topology), manifest["version"] == 1
     other = "; ".join(_differences(reader, here, old))
     fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
-    _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
+    problem = f"{path} is another model's: {other}: {fix}" if other else None
+    raise_together([problem], everyone, CheckpointError)
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
     fresh = (
         {name for name in here.trained if kept[name] == {WEIGHT}}
@@ -86,8 +88,9 @@ def load(
         path, lambda: _planned(path, placing, optimizer, extras, everyone.index if same else None)
     )
     if any(collectives.exchange(bool(unreadable), everyone)):
-        _refuse(_attempt(path, lambda: verify(path, share)), everyone)  # says more
-        _refuse(unreadable, everyone)
+        damaged = _attempt(path, lambda: verify(path, share))  # more precise, if files are damaged
+        raise_together(damaged, everyone, CheckpointError)
+        raise_together(unreadable, everyone, CheckpointError)
     _overwrite(path, share, manifest["version"] < 3, placing, optimizer, everyone)
 
     extras.buffers.restore(reader.buffers, reader.buffer)
@@ -183,14 +186,16 @@ def _overwrite(
         all(flags) for flags in zip(*found, strict=True)
     )
     if not (known or nobody_would_miss_it):
-        _refuse(_attempt(path, check), everyone)  # before anything is overwritten
+        damaged = _attempt(path, check)  # before anything is overwritten
+        raise_together(damaged, everyone, CheckpointError)
         known = True
 
     def set_first() -> None:
         placing.begin()
         once = partial(check, look=placing.look, direct=nobody_reads_them_again)
         problems = [] if known else _attempt(path, once)
-        _refuse(problems or _unusable(path, _attempt(path, placing.finish)), everyone)
+        problems = problems or _unusable(path, _attempt(path, placing.finish))
+        raise_together(problems, everyone, CheckpointError)
 
     def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
         if placing.is_fresh(part, piece.name):
@@ -202,11 +207,12 @@ def _overwrite(
     try:
         fill_in_place(optimizer, watch, set_first=set_first, those=placing.states)
         optimizer.tear()  # until all ranks have found nothing
-        _refuse(_unusable(path, watch.problems), everyone)
+        raise_together(_unusable(path, watch.problems), everyone, CheckpointError)
         if (
             optimizer.layout.policy.param_dtype == torch.float16
         ):  # a checkpoint of another format, or converted
-            _refuse(_attempt(path, lambda: _overflows(path, optimizer)), everyone)
+            problems = _attempt(path, lambda: _overflows(path, optimizer))
+            raise_together(problems, everyone, CheckpointError)
     except CheckpointError:  # on every rank
         if initial is not None:
             begin_anew(optimizer, initial)
@@ -252,13 +258,6 @@ def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> Non
     fit.tell(
         rank, "the checkpoint is of a version without buffers: {} keep the values they have", kept
     )
-
-
-def _refuse(problems: list[str], everyone: Axis) -> None:
-    """Raises on every rank if any rank found a problem."""
-    found = [problem for rank in collectives.exchange(problems, everyone) for problem in rank]
-    if found:
-        raise CheckpointError("; ".join(dict.fromkeys(found)))
 
 
 # ------------------------------------------------------------------------------------------------------- collecting
