@@ -18,10 +18,10 @@ from math import ceil, floor, inf, isclose
 
 from threed.schedules.critical import shorten
 from threed.schedules.flow import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
-from threed.schedules.one_f_one_b import one_f_one_b
+from threed.schedules.one_forward_one_backward import one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rounds import round_orders
-from threed.schedules.simulate import Costs, simulate
+from threed.schedules.simulation import Costs, simulate
 from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 
