@@ -132,7 +132,7 @@ MICROBATCH = Journey(
         Step("threed.batches:Batches.micro_batches", "places and cuts the batch", via=("_micro_batches",)),
         Step("threed.collectives:sum_of_scalars", "counts valid tokens of all data ranks", via=("_weight",)),
         Step("threed.blueprint:Blueprint.lowered", "the schedule with these numbers", by="Engine.step"),
-        Step("threed.schedules.lower:lower", "adds sends, receives, gathers, once", via=("_lowered",)),
+        Step("threed.schedules.lowering:lower", "adds sends, receives, gathers, once", via=("_lowered",)),
         Step(f"{_EXECUTOR}.run", "this rank's actions, one after another", by="Engine.step"),
         Step(f"{_EXECUTOR}._receive", "where the plan has it", note="by the table of handlers"),
         Step("threed.pipeline.transport:Links.receive", "on the link from that stage"),

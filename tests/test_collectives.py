@@ -307,6 +307,23 @@ def test_exchange_gives_every_ranks_value_in_order(world: int) -> None:
     run_ranks(world, check_exchange, world)
 
 
+def check_raise_together(world: int) -> None:
+    axis = axis_of_all(world)
+    collectives.raise_together(["", None], axis, ValueError)
+    mine = [f"rank {axis.index} failed", "the same everywhere"] if axis.index else [""]
+    if world == 1:
+        mine = ["rank 1 failed", "the same everywhere"]
+    failed = [f"rank {rank} failed" for rank in range(1, max(2, world))]
+    with pytest.raises(ValueError, match="failed") as caught:
+        collectives.raise_together(mine, axis, ValueError)
+    assert str(caught.value) == "; ".join([failed[0], "the same everywhere", *failed[1:]])
+
+
+@worlds
+def test_raise_together_raises_all_different_problems_on_every_rank(world: int) -> None:
+    run_ranks(world, check_raise_together, world)
+
+
 def check_gather_to_first(world: int) -> None:
     axis = axis_of_all(world)
     for dtype in DTYPES:

@@ -10,7 +10,7 @@ from threed.checks import find_refusals
 from threed.config import Config
 from threed.resolution import resolve
 from threed.schedules import Costs, build, interleaved, lower, own_chunks, simulate, validate
-from threed.schedules.interleaved import rounds
+from threed.schedules.one_forward_one_backward import rounds
 
 times = st.floats(0.05, 10)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +30,13 @@ def plan_of(
 ) -> Plan:
     actions = tuple(tuple(Action.parse(text) for text in rank.split()) for rank in ranks)
     return Plan("test", len(ranks), microbatches, chunks, actions, placement)
+
+
+def test_no_function_has_the_name_of_a_module() -> None:
+    """`import threed.schedules.X as m` must give the module."""
+    for found in pkgutil.iter_modules(schedules.__path__, "threed.schedules."):
+        module = importlib.import_module(found.name)
+        assert getattr(schedules, found.name.rpartition(".")[2]) is module, found.name
 
 
 # --- schedules -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Three kinds of things:
   plain        all_reduce, all_gather, reduce_scatter, send, receive ...; asynchronous ones give a `Pending`
   conjugate    copy_to / reduce_from / gather_from / scatter_to: autograd functions whose backward is the other one's
                forward (Megatron-LM, arXiv 1909.08053 section 3, and 2205.05198 section 4.2.2 for sequences)
-  housekeeping barrier, exchange, leave
+  housekeeping barrier, exchange, problems_of_all, raise_together, leave
 
 Everything takes an `Axis`; an axis of size 1 does nothing. Shards lie along dimension 0, so that gathering is
 concatenation and needs no copy.
@@ -20,7 +20,8 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -440,6 +441,31 @@ def exchange(value: Any, axis: Axis) -> list[Any]:
     padded[: data.numel()] = data
     rows = all_gather(padded, axis).view(axis.size, -1).cpu()
     return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+
+
+def problems_of_all(problems: Iterable[str | None], axis: Axis) -> list[str]:
+    """Returns the different problems that the ranks of the axis found, in rank order. Collective.
+
+    Args:
+        problems: What this rank found; empty strings and None do not count.
+    """
+    everyone = exchange([problem for problem in problems if problem], axis)
+    return list(dict.fromkeys(chain.from_iterable(everyone)))
+
+
+def raise_together(
+    problems: Iterable[str | None], axis: Axis, error: Callable[[str], Exception]
+) -> None:
+    """Raises one error on every rank of the axis if any of them found a problem. Collective.
+
+    A rank that raised alone would leave the others waiting in their next collective.
+
+    Args:
+        problems: What this rank found; empty strings and None do not count.
+        error: Makes the exception from all different problems, joined by "; ".
+    """
+    if found := problems_of_all(problems, axis):
+        raise error("; ".join(found))
 
 
 def leave(code: int = 0) -> None:

@@ -118,8 +118,8 @@ class Save:
             if not self.done:
                 self._snapshot.copy_rest()  # of a GPU's slices, which this thread has to
             self._written.wait()
-            problems = collectives.exchange(self.problem, self._saving.everyone)
-            self._saving.give_up([problem for problem in problems if problem])
+            everyone = self._saving.everyone
+            self._saving.give_up(collectives.problems_of_all([self.problem], everyone))
         self._thread.join()
 
     def give_up(self, patience: float = 0.0) -> None:

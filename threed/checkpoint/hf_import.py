@@ -22,6 +22,7 @@ from threed.checkpoint.folder_record import GENERATION, record_of
 from threed.checkpoint.hf import dtype_of
 from threed.checkpoint.hf_folder import HFFolder, read_object, slabs
 from threed.checkpoint.weights_only import FILE_BYTES, write_weights
+from threed.collectives import raise_together
 from threed.config import Config, DataConfig, ModelConfig
 from threed.data.tokenizer_files import folder_files
 from threed.precision import DTYPES
@@ -73,15 +74,13 @@ def load(
     """
     everyone = topology.axis("world")
     folder, problems = _opened(path, config, everyone)
-    _refuse(problems, everyone)
+    raise_together(problems, everyone, CheckpointError)
     assert folder is not None
     record = _agreed_record(folder, everyone)
     here = fit.expected(optimizer, extras.buffers, topology)
-    _refuse(
-        fit.differences(folder.shapes, here.weights, "weights") if everyone.index == 0 else [],
-        everyone,
-    )
-    _refuse(_overflows(folder, optimizer, config), everyone)
+    unlike = fit.differences(folder.shapes, here.weights, "weights") if everyone.index == 0 else []
+    raise_together(unlike, everyone, CheckpointError)
+    raise_together(_overflows(folder, optimizer, config), everyone, CheckpointError)
 
     def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
         if part in (WEIGHT, PREVIOUS):
@@ -92,7 +91,7 @@ def load(
     watch = finite.Watch(write, here.trained)
     fill_in_place(optimizer, watch)
     optimizer.tear()  # until all ranks have found nothing
-    _refuse([f"{path}: {problem}" for problem in watch.problems], everyone)
+    raise_together([f"{path}: {problem}" for problem in watch.problems], everyone, CheckpointError)
     optimizer.mend()
     optimizer.updates.zero_()
     optimizer.bad.restore({"skips": 0.0})
@@ -134,7 +133,7 @@ def _agreed_record(folder: HFFolder, everyone: Axis) -> dict[str, Any]:
         record = record_of_folder(folder) if everyone.index == 0 else {}
     except CheckpointError as error:
         problems = [str(error)]
-    _refuse(problems, everyone)
+    raise_together(problems, everyone, CheckpointError)
     first: dict[str, Any] = collectives.exchange(record, everyone)[0]
     return first
 
@@ -160,10 +159,3 @@ def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[s
     except CheckpointError as error:
         return [f"{folder.path}: {error}"]
     return []
-
-
-def _refuse(problems: list[str], everyone: Axis) -> None:
-    """Raises on every rank if any rank found a problem."""
-    found = [problem for rank in collectives.exchange(problems, everyone) for problem in rank]
-    if found:
-        raise CheckpointError("; ".join(dict.fromkeys(found)))

@@ -31,6 +31,7 @@ from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.resuming import model_differences, optimizer_differences
+from threed.collectives import raise_together
 from threed.config import Config
 from threed.sharding import Box, Piece, slices
 from threed.topology import Axis, Topology
@@ -66,14 +67,15 @@ def load(
     """
     everyone = topology.axis("world")
     checked, problems = _checked(path, optimizer, config, everyone, hashed)
-    _refuse(problems, everyone)
+    raise_together(problems, everyone, CheckpointError)
     assert checked is not None
     manifest, reader = checked
     share = _share(manifest, everyone, hashed)
     here = fit.expected(optimizer, extras.buffers, topology)
     other = "; ".join(_differences(reader, here))
     fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
-    _refuse([f"{path} is another model's: {other}: {fix}"] if other else [], everyone)
+    problem = f"{path} is another model's: {other}: {fix}" if other else None
+    raise_together([problem], everyone, CheckpointError)
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
     fresh = (
         {name for name in here.trained if kept[name] == {WEIGHT}}
@@ -87,9 +89,11 @@ def load(
         path, lambda: _unreadable(path, source, optimizer, extras, everyone.index if same else None)
     )
     if any(collectives.exchange(bool(unreadable), everyone)):
-        _refuse(_attempt(path, lambda: verify(path, share)), everyone)  # says more
-        _refuse(unreadable, everyone)
-    _refuse(_attempt(path, lambda: verify(path, share)), everyone)
+        damaged = _attempt(path, lambda: verify(path, share))  # more precise, if files are damaged
+        raise_together(damaged, everyone, CheckpointError)
+        raise_together(unreadable, everyone, CheckpointError)
+    damaged = _attempt(path, lambda: verify(path, share))
+    raise_together(damaged, everyone, CheckpointError)
     _overwrite(path, source, here.trained, optimizer, everyone)
 
     extras.buffers.restore(reader.buffers, reader.buffer)
@@ -199,11 +203,12 @@ def _overwrite(
     try:
         fill_in_place(optimizer, watch)
         optimizer.tear()  # until all ranks have found nothing
-        _refuse(_unusable(path, watch.problems), everyone)
+        raise_together(_unusable(path, watch.problems), everyone, CheckpointError)
         if (
             optimizer.layout.policy.param_dtype == torch.float16
         ):  # a checkpoint of another format, or converted
-            _refuse(_attempt(path, lambda: _overflows(path, optimizer)), everyone)
+            problems = _attempt(path, lambda: _overflows(path, optimizer))
+            raise_together(problems, everyone, CheckpointError)
     except CheckpointError:  # on every rank
         if initial is not None:
             begin_anew(optimizer, initial)
@@ -245,13 +250,6 @@ def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> Non
     some = "of {}, which were frozen" if fresh < here.trained else "at all, only weights"
     fit.tell(rank, f"the checkpoint has no moments {some}: they begin at zero", fresh)
     fit.tell(rank, "moments of {} are left out: they are not trained any more", left)
-
-
-def _refuse(problems: list[str], everyone: Axis) -> None:
-    """Raises on every rank if any rank found a problem."""
-    found = [problem for rank in collectives.exchange(problems, everyone) for problem in rank]
-    if found:
-        raise CheckpointError("; ".join(dict.fromkeys(found)))
 
 
 # ------------------------------------------------------------------------------------------------------- collecting

@@ -151,7 +151,7 @@ class Retention:
             )
         except CheckpointError as error:
             mine = [str(error)]
-        return [problem for rank in collectives.exchange(mine, self.everyone) for problem in rank]
+        return collectives.problems_of_all(mine, self.everyone)
 
     def set_aside(self, origin: Path | None, step: int) -> str:
         """Moves away the checkpoints that a run from `origin` at `step` abandons; returns a message, or nothing.
@@ -164,10 +164,8 @@ class Retention:
             text = self._move_later(step if origin is not None and self._owns(origin) else -1)
         except OSError as error:
             problem = f"the checkpoints after step {step} cannot be set aside: {error}"
-        texts = collectives.exchange([text, problem], self.everyone)
-        if texts[0][1]:
-            raise CheckpointError(texts[0][1])
-        return str(texts[0][0])
+        collectives.raise_together([problem], self.everyone, CheckpointError)
+        return str(collectives.exchange(text, self.everyone)[0])
 
     def _move_later(self, step: int) -> str:
         later = [path for path in candidates(self.folder, "auto") if _step(path) > step]

@@ -250,26 +250,17 @@ class Loading:
         together = sorted({name for rank in here for name in needs[rank]})
         moves, slots, problem = transfers(needs, found.where, self.machines), self._slots(found), ""
         coming = sum(sizes[move.file] for move in moves if move.target in here)
-        self._agree(
-            lambda: (
-                self._begin(found, folder, slots, coming, together) if self.machines.first else ""
-            )
-        )
+        if self.machines.first:
+            try:
+                problem = self._begin(found, folder, slots, coming, together)
+            except OSError as error:
+                problem = str(error)
+        collectives.raise_together([problem], self.everyone, CheckpointError)
         for move in moves:
             path = slots.get(move.file, folder / move.file)
             problem = self._move(move, path, folder / move.file, sizes[move.file]) or problem
-        self._agree(lambda: problem)
+        collectives.raise_together([problem], self.everyone, CheckpointError)
         return set(together[here.index(self.topology.rank) :: len(here)])
-
-    def _agree(self, act: Callable[[], str]) -> None:
-        """Does something, and raises on every rank what went wrong on any."""
-        try:
-            problem = act()
-        except OSError as error:
-            problem = str(error)
-        problems = [text for text in collectives.exchange(problem, self.everyone) if text]
-        if problems:
-            raise CheckpointError("; ".join(dict.fromkeys(problems)))
 
     def _begin(
         self,

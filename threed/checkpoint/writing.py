@@ -298,10 +298,7 @@ class Saving:
 
     def agree(self) -> None:
         """Raises CheckpointError on every rank if any has a problem, after removing what was written. Collective."""
-        found = list(
-            dict.fromkeys(p for p in collectives.exchange(self.problem, self.everyone) if p)
-        )
-        if found:
+        if found := collectives.problems_of_all([self.problem], self.everyone):
             if self.everyone.index == 0:
                 shutil.rmtree(self.building, ignore_errors=True)
             collectives.barrier(self.everyone)

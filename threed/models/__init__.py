@@ -78,8 +78,7 @@ def as_model(model: Model | nn.Module, topology: Topology) -> Model:
         wrapped = Wrapped(model)
     except ValueError as error:
         problem = str(error)
-    if found := next(filter(None, collectives.exchange(problem, topology.axis("world"))), None):
-        raise ValueError(found)
+    collectives.raise_together([problem], topology.axis("world"), ValueError)
     return wrapped
 
 

@@ -25,7 +25,7 @@ from threed.disk import in_units
 from threed.planner.partition import Held, balanced
 from threed.schedules.action import Kind
 from threed.schedules.plan import Plan
-from threed.schedules.simulate import Costs, Timeline, peak_activations, simulate
+from threed.schedules.simulation import Costs, Timeline, peak_activations, simulate
 
 Ranges = tuple[range, ...]
 Planner = Callable[[Costs | None, float | None], Plan]

@@ -94,9 +94,7 @@ class Memory:
         except OSError as error:
             reason = why(error, base(), elsewhere=f"name another folder in memory by {FOLDER}")
             problem = f"copies in memory cannot be begun in {base()} on {platform.node()}: {reason}"
-        problems = [text for text in collectives.exchange(problem, self.world) if text]
-        if problems:
-            raise RunFolderError("; ".join(dict.fromkeys(problems)))
+        collectives.raise_together([problem], self.world, RunFolderError)
         return result
 
     # ---------------------------------------------------------------------------------------------------------- start
@@ -156,9 +154,7 @@ class Memory:
             held[self.machines.of[self.machines.neighbour(rank)]] += sent
         needed = SLOTS * held[self.machines.mine]
         problem = too_small(self.place, needed) if self.machines.first else ""
-        problems = [text for text in collectives.exchange(problem, self.world) if text]
-        if problems:
-            raise RunFolderError("; ".join(problems))
+        collectives.raise_together([problem], self.world, RunFolderError)
         machines = f"{self.machines.count} machine{'s' * (self.machines.count > 1)}"
         copies = (
             ", with a neighbour's copies"

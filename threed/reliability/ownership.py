@@ -55,13 +55,13 @@ def probe(folder: Path, everyone: Axis) -> None:
         everyone.index,
     )
     try:
-        _refuse([_at(index, f"cannot write in {folder}: {wrote}")] if wrote else [], everyone)
+        _refuse(_at(index, f"cannot write in {folder}: {wrote}") if wrote else "", everyone)
         other = (
             (index + 1) % everyone.size
         )  # in a ring: wherever machines do not share a folder, two neighbours differ
         unseen = _attempt(lambda: _wait_for(place / str(other), token), folder)
         text = f"does not see in {folder} what rank {other} wrote there ({unseen}): all machines must share the folder"
-        _refuse([_at(index, text)] if unseen else [], everyone)
+        _refuse(_at(index, text) if unseen else "", everyone)
     finally:
         with contextlib.suppress(OSError):
             (place / str(index)).unlink()
@@ -97,10 +97,9 @@ def _wait_for(file: Path, text: str) -> None:
         raise OSError(f"{file} has other contents")
 
 
-def _refuse(problems: list[str], everyone: Axis) -> None:
-    """Raises on every rank if any rank found a problem."""
-    found = [problem for rank in collectives.exchange(problems, everyone) for problem in rank]
-    if found:
+def _refuse(problem: str, everyone: Axis) -> None:
+    """Raises RunFolderError on every rank if any rank found a problem, listing three at most."""
+    if found := collectives.problems_of_all([problem], everyone):
         more = f" (and {len(found) - 3} more ranks)" if len(found) > 3 else ""
         raise RunFolderError(f"{'; '.join(found[:3])}{more}; choose another with --run.dir")
 
@@ -199,7 +198,7 @@ class Owner:
             if newest
             else ""
         )
-        _tell([text] if lost else [], self.everyone)
+        collectives.raise_together([text] if lost else [], self.everyone, RunFolderError)
 
     def end(self) -> None:
         """Says that this run has ended."""
@@ -227,18 +226,12 @@ def owned(
             problem = f"{folder} cannot be used: {why(error, folder)}"
         except RunFolderError as error:
             problem = str(error)
-    _tell([problem] if problem else [], everyone)
+    collectives.raise_together([problem], everyone, RunFolderError)
     owner = Owner(folder, everyone, run, file)
     try:
         yield owner
     finally:
         owner.end()
-
-
-def _tell(problems: list[str], everyone: Axis) -> None:
-    found = collectives.exchange(problems, everyone)[0]
-    if found:
-        raise RunFolderError(found[0])
 
 
 def _take(folder: Path, run: Run, patience: float) -> Path:

@@ -122,8 +122,7 @@ def begin(folder: Path, job: str | None, axis: Axis) -> None:
                 text = f"this job was preempted in step {found['step']} by {found['reason']}: it is not restarted"
             else:
                 (folder / FILE).unlink()
-    if text := collectives.exchange(text, axis)[0]:
-        raise Preempted(text)
+    collectives.raise_together([text], axis, Preempted)
 
 
 def _attempt() -> int:

@@ -20,18 +20,17 @@ from typing import Literal, NamedTuple, TypeVar
 
 from threed.schedules import draw, from_file
 from threed.schedules.action import Action, Kind, together
-from threed.schedules.chimera import chimera
+from threed.schedules.all_forward_all_backward import forward_only, gpipe
+from threed.schedules.bidirectional import chimera, dualpipe, dualpipev
+from threed.schedules.double_buffered import drain, first, two_bw
 from threed.schedules.draw import stack, svg
-from threed.schedules.dualpipe import dualpipe, dualpipev
 from threed.schedules.from_file import absolute, names_file, read_csv
-from threed.schedules.gpipe import forward_only, gpipe
-from threed.schedules.interleaved import interleaved
-from threed.schedules.legal import legal
-from threed.schedules.lower import lower
-from threed.schedules.one_f_one_b import one_f_one_b
+from threed.schedules.legality import legal
+from threed.schedules.lowering import lower
+from threed.schedules.one_forward_one_backward import interleaved, one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import check_rendezvous, validate
-from threed.schedules.simulate import (
+from threed.schedules.simulation import (
     Costs,
     Timeline,
     idle_shares,
@@ -41,11 +40,10 @@ from threed.schedules.simulate import (
     span_and_bubble,
 )
 from threed.schedules.torch_csv import from_csv, to_csv
-from threed.schedules.two_bw import drain, first, two_bw
 from threed.schedules.v_shape import v_half, v_min, zb_v
 from threed.schedules.validation import time_between_steps
-from threed.schedules.zb_auto import planned, zb_auto
 from threed.schedules.zero_bubble import zb_h1, zb_h2
+from threed.schedules.zero_bubble_search import planned, zb_auto
 
 __all__ = [
     "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "absolute", "available", "build", "check_name",

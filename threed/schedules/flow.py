@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from threed.schedules.action import Action, Kind
 from threed.schedules.plan import Plan
-from threed.schedules.simulate import Costs
+from threed.schedules.simulation import Costs
 
 Placement = tuple[tuple[int, ...], ...]
 Orders = Sequence[Sequence[int]]

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import cast
 
 from threed.schedules.action import COMPUTE
-from threed.schedules.legal import check_actions
+from threed.schedules.legality import check_actions
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import validate
 from threed.schedules.torch_csv import from_csv

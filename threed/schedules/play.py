@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from threed.schedules.action import COMPUTE, Action, Kind
-from threed.schedules.legal import legal
+from threed.schedules.legality import legal
 from threed.schedules.plan import Plan
 
 Span = tuple[Action, float, float]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from threed.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Kind
 from threed.schedules.asynchronous import norms_begun
-from threed.schedules.legal import check_reductions, legal
+from threed.schedules.legality import check_reductions, legal
 from threed.schedules.plan import Plan
 from threed.schedules.play import play
 from threed.schedules.validation import check_validation

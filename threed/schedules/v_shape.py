@@ -23,7 +23,7 @@ from typing import NamedTuple
 from threed.schedules.flow import Filled, Flow, Orders, fill, to_plan, v_shape
 from threed.schedules.list_scheduling import Priority, list_orders
 from threed.schedules.plan import Plan
-from threed.schedules.simulate import Costs
+from threed.schedules.simulation import Costs
 
 PERIOD = 6  # two forwards, two I and two W for every micro-batch on every rank
 UNIT = Costs(2, 2, 2)  # every action of one chunk takes 1

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from threed.schedules.action import SENDS, Action, Kind
 from threed.schedules.plan import Plan
-from threed.schedules.simulate import Costs, simulate
+from threed.schedules.simulation import Costs, simulate
 
 _RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 _VALIDATE = Action(Kind.VALIDATE, -1)

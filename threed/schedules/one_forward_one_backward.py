@@ -1,14 +1,16 @@
-"""Interleaved 1F1B: every rank holds several chunks of the model, which makes the bubble so many times smaller.
+"""1F1B and interleaved 1F1B: after a warm-up every rank alternates one forward and one backward.
 
-Use: `interleaved(stages=4, microbatches=8, chunks=2)`.
+Use: `one_f_one_b(stages=4, microbatches=8)`, `interleaved(stages=4, microbatches=8, chunks=2)`.
 
-Rank r holds the stages r, r + stages, r + 2 stages ..; micro-batches pass all ranks once for every chunk. They go in
-rounds: a rank takes a round through its first chunk, then through the next one, and after the last chunk begins with
-the next round. The bubble is (stages - 1) / chunks micro-batches with any number of micro-batches from `stages` on; of
-fewer, each that is missing adds (chunks - 1) / chunks. With rounds of at most g micro-batches the first rank holds
-((chunks - 1) g + 2 stages - 1) / chunks of them.
-Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2, where all rounds have as many micro-batches as there are
-ranks.
+1F1B: the bubble is GPipe's, but stage s keeps the activations of at most (stages - s) micro-batches instead of all.
+Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1 (PipeDream-Flush).
+
+Interleaved 1F1B: every rank holds several chunks of the model, which divides the bubble by their number. Rank r holds
+the stages r, r + stages, r + 2 stages ..; micro-batches pass all ranks once per chunk. They go in rounds: a rank takes
+a round through its first chunk, then through the next one, and after the last chunk begins the next round. The bubble
+is (stages - 1) / chunks micro-batches with at least `stages` micro-batches; each one fewer adds (chunks - 1) / chunks.
+With rounds of at most g micro-batches the first rank holds ((chunks - 1) g + 2 stages - 1) / chunks of them.
+Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2, with as many micro-batches per round as ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +19,25 @@ from itertools import chain
 
 from threed.schedules.action import Action, Kind
 from threed.schedules.plan import Plan
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Plan:
+    """Stage s runs (stages - s - 1) forwards, then forward and backward in turn, then the backwards that are left."""
+    return Plan(
+        "1f1b",
+        stages,
+        microbatches,
+        1,
+        tuple(_rank(stage, stages, microbatches) for stage in range(stages)),
+    )
+
+
+def _rank(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
+    forwards = [Action(Kind.F, microbatch) for microbatch in range(microbatches)]
+    backwards = [Action(Kind.B, microbatch) for microbatch in range(microbatches)]
+    warmup = min(stages - stage - 1, microbatches)
+    steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
+    return (*forwards[:warmup], *steady, *backwards[microbatches - warmup :])
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Plan:

@@ -1,29 +1,27 @@
-"""zb-auto: a schedule with split backwards, looked for with the times and the memory that there are.
+"""zb-auto: a schedule with split backwards, found by a search with given times and a memory limit.
 
 Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), limit=6)`.
 
-Phases: many orders of forwards and backwards, each with its W placed by `flow.fill`, until nothing can end earlier or
-EFFORT is spent; then the best few are changed along their critical paths (`critical.shorten`). With one chunk a rank
-the orders are 1F1B's with other numbers of forwards at the beginning, which grow from the last rank to the first and
-may shrink before the end. With two chunks they are those of ZB-V, V-Half and V-Min and of other patterns of this kind.
+Phases: play out many orders of forwards and backwards, with W placed by `flow.fill`, until no plan can end earlier or
+EFFORT is spent; then improve the best few along their critical paths (`critical.shorten`). With one chunk per rank the
+orders are those of 1F1B with more forwards at the beginning, and of rounds that leave early forwards out (`rounds`).
+With two chunks they are those of ZB-V, V-Half, V-Min and similar patterns.
 Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import ceil, floor, inf, isclose
-from typing import NamedTuple
 
 from threed.schedules.critical import shorten
 from threed.schedules.flow import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
-from threed.schedules.one_f_one_b import one_f_one_b
+from threed.schedules.one_forward_one_backward import one_f_one_b
 from threed.schedules.plan import Plan
 from threed.schedules.rounds import round_orders
-from threed.schedules.simulate import Costs, simulate
+from threed.schedules.simulation import Costs, simulate
 from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -157,76 +155,36 @@ def _least(flow: Flow, rank: int) -> float:
 # --- one chunk -------------------------------------------------------------------------------------------------------
 
 
-class _Shape(NamedTuple):
-    """1F1B with other numbers of forwards ahead of the backwards. begin, end: per rank how many when the first I runs
-    and after the last forward. bend: how fast it goes from one to the other; 1 is evenly, less is earlier."""
-
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
-    bend: float = 1.0
-
-    def orders(self, flow: Flow) -> list[list[int]]:
-        """Every rank's order."""
-        return [
-            self._order(rank, 2 * flow.ranks - 1 - rank, flow.microbatches)
-            for rank in range(flow.ranks)
-        ]
-
-    def _order(self, rank: int, backward: int, microbatches: int) -> list[int]:
-        begin = min(self.begin[rank], microbatches)
-        fewer = begin - min(begin, self.end[rank])
-        order = [rank] * begin
-        rest, skipped = microbatches - begin, 0
-        for step in range(1, rest + 1):
-            more = int(fewer * (step / rest) ** self.bend + 1e-9) - skipped
-            ahead = begin - skipped
-            more = min(more, ahead - 1)
-            skipped += more
-            order += [backward] * (1 + more) + [rank]
-        return order + [backward] * (begin - skipped)
-
-
-_Played = tuple[Filled, _Shape]
-
-
 def _search_one(search: _Search) -> None:
+    """Tries 1F1B with many beginnings, then the best beginnings in rounds that leave forwards out.
+
+    W fills short waits as well (patience 0) or only long ones (inf).
+    """
     flow, limit = search.flow, search.limit
-    plain = _play(search, [_Shape(begin, begin) for begin in _beginnings(flow, limit)], (0.0, inf))
-    for begin, eager in product(
-        dict.fromkeys(shape.begin for _, shape in _first(16, plain)), (True, False)
-    ):
-        if not search.over:
-            orders = round_orders(flow, limit, begin, eager)
-            search.left -= (
-                6 * flow.ranks * flow.microbatches
-            )  # making these takes twice as long as filling
-            for patience in (0.0, inf):
-                search.attempt(orders, patience)
-    bent = [
-        _Shape(
-            shape.begin,
-            tuple(ceil(slope * (flow.ranks - rank)) for rank in range(flow.ranks)),
-            bend,
-        )
-        for (_, shape), slope, bend in product(_first(6, plain), (1, 1.25, 1.5, 1.75), (0.5, 1))
-    ]
-    for filled, shape in _first(4, plain + _play(search, bent, (0.0, inf))):
-        idle = max(filled.idle)
-        _play(search, [shape], (idle, 0.75 * idle, 0.5 * idle, 0.25 * idle))
+    played: list[tuple[float, tuple[int, ...]]] = []
+    for begin in dict.fromkeys(_beginnings(flow, limit)):
+        orders = _one_f_one_b_orders(flow, begin)
+        tried = [search.attempt(orders, patience) for patience in (0.0, inf)]
+        played += [(filled.makespan, begin) for filled in tried if filled]
+    best = dict.fromkeys(begin for _, begin in sorted(played)[:16])
+    for begin, eager in product(best, (True, False)):
+        if search.over:
+            return
+        # Making these orders takes twice as long as filling them.
+        search.left -= 6 * flow.ranks * flow.microbatches
+        orders = round_orders(flow, limit, begin, eager)
+        for patience in (0.0, inf):
+            search.attempt(orders, patience)
 
 
-def _first(count: int, played: list[_Played]) -> list[_Played]:
-    """Those that end first."""
-    return heapq.nsmallest(count, played, key=lambda each: each[0].makespan)
-
-
-def _play(search: _Search, shapes: list[_Shape], patiences: tuple[float, ...]) -> list[_Played]:
-    played = list[_Played]()
-    for shape in dict.fromkeys(shapes):
-        orders = None if search.over else shape.orders(search.flow)
-        tried = [search.attempt(orders, patience) for patience in patiences]
-        played += [(filled, shape) for filled in tried if filled is not None]
-    return played
+def _one_f_one_b_orders(flow: Flow, begin: tuple[int, ...]) -> list[list[int]]:
+    """Returns per rank the order of 1F1B with `begin[rank]` forwards before the first backward."""
+    orders = []
+    for rank, ahead in enumerate(begin):
+        backward, ahead = 2 * flow.ranks - 1 - rank, min(ahead, flow.microbatches)
+        steady = [backward, rank] * (flow.microbatches - ahead)
+        orders.append([rank] * ahead + steady + [backward] * ahead)
+    return orders
 
 
 def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
