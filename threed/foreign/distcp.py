@@ -53,19 +53,10 @@ class DistFolder:
                 f"{path} is not as torch.distributed.checkpoint writes it ({text})"
             ) from None
 
-    @property
-    def objects(self) -> Iterable[str]:
-        """Names of what is no tensor."""
-        return [name for name, offset in self._places if name not in self.shapes and not offset]
-
     def entry(self, name: str) -> Any:
         """Returns an object that is an entry of its own; None where there is none."""
         info = self._places.get((name, ()))
         return None if info is None or name in self.shapes else outline([self._job(info)])[0]
-
-    def entries(self, names: Iterable[str]) -> list[Any]:
-        """Returns objects that are there, which one process looks at."""
-        return outline([self._job(self._places[name, ()]) for name in names])
 
     def tensors(self, names: Sequence[str]) -> dict[str, Boxes]:
         """Returns tensors by name. CheckpointError where boxes leave holes, overlap, or are other ones than listed."""

@@ -10,17 +10,26 @@ from pathlib import Path
 
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.hf_folder import CONFIG
-from threed.foreign import megatron, megatron_dist, megatron_legacy
+from threed.foreign import megatron, megatron_dist
 from threed.foreign.deepspeed import DeepSpeedCheckpoint, step_folder
 from threed.foreign.deepspeed_universal import UniversalCheckpoint, is_universal
 from threed.foreign.source import Source
 
 
 def kind_of(path: Path) -> str | None:
-    """Returns whose checkpoint a folder is, by its files; None where it is none of these."""
+    """Returns which program wrote a folder, by its files; None if none of these.
+
+    Raises:
+        CheckpointError: the folder has Megatron's legacy layout, which is not read.
+    """
     if path.is_dir() and step_folder(path) is not None:
         return "DeepSpeed"
-    return "Megatron-LM" if megatron.is_legacy(path) or megatron_dist.is_dist(path) else None
+    if megatron.is_legacy(path):
+        raise CheckpointError(
+            f"{path} has Megatron-LM's legacy layout (mp_rank_* folders), which is not read: run Megatron-LM's"
+            " training script with --ckpt-convert-format torch_dist --ckpt-convert-save DIR, and convert DIR"
+        )
+    return "Megatron-LM" if megatron_dist.is_dist(path) else None
 
 
 def refusal(path: Path, kind: str) -> str:
@@ -34,11 +43,7 @@ def refusal(path: Path, kind: str) -> str:
 def open_source(path: Path, kind: str, config: Path | None) -> Source:
     """Returns what is in a folder. Raises CheckpointError for what is not read, by name."""
     if kind == "Megatron-LM":
-        return (
-            megatron_legacy.open_legacy(path)
-            if megatron.is_legacy(path)
-            else megatron_dist.open_dist(path)
-        )
+        return megatron_dist.open_dist(path)
     reader = UniversalCheckpoint if is_universal(path) else DeepSpeedCheckpoint
     return reader(path, _config_of(path, kind, config))
 

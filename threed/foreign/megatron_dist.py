@@ -17,7 +17,6 @@ from typing import Any
 from threed.checkpoint.files import CheckpointError, plain
 from threed.foreign.distcp import DistFolder
 from threed.foreign.megatron import MegatronCheckpoint, Tensors, step_folder
-from threed.foreign.megatron_dist_optim import states_of
 from threed.foreign.outlines import Job, Thing, outline
 from threed.foreign.spread import At, stack
 from threed.parse import ParseError, read_json
@@ -55,8 +54,7 @@ def open_dist(path: Path) -> MegatronCheckpoint:
              if name.startswith(prefix) and not name.startswith(OTHERS) and "_extra_state" not in name}  # fmt: skip
     found = dist.tensors(list(names.values()))
     tensors = unstacked({name: found[key] for name, key in names.items()})
-    states = states_of(dist, names, tensors, common, table, unstacked)
-    return MegatronCheckpoint(path, "Megatron-LM, torch_dist", args, tensors, states)
+    return MegatronCheckpoint(path, table, tensors)
 
 
 def _check_kind(folder: Path) -> None:
@@ -67,9 +65,7 @@ def _check_kind(folder: Path) -> None:
             f"{error}: Megatron says there of which kind a checkpoint is"
         ) from None
     if kind != "torch_dist":
-        raise CheckpointError(
-            f"{folder} is of kind {plain(kind)}: torch_dist and the legacy one are read"
-        )
+        raise CheckpointError(f"{folder} is of kind {plain(kind)}: torch_dist is read")
 
 
 def _common(dist: DistFolder) -> Mapping[str, Any]:

@@ -3,7 +3,6 @@
 chain = Chain([place, place])                      one after the other, as flat elements
 chain.cut(100, 200)                                a part of it
 Spread((20, 5), chain.cut(100, 200)).box((4, 0), (8, 5))
-SideBySide([left, right]).box((0, 0), (20, 10))    what tensor ranks hold of the columns
 """
 
 from __future__ import annotations
@@ -144,38 +143,6 @@ class Spread:
         return out
 
 
-class SideBySide:
-    """Tensors [rows, columns] as one, along the columns."""
-
-    def __init__(self, parts: Sequence[Boxes]) -> None:
-        if (
-            len({(part.dtype, part.shape[0], len(part.shape)) for part in parts}) != 1
-            or len(parts[0].shape) != 2
-        ):
-            raise CheckpointError("what ranks hold of a tensor does not fit together")
-        self._parts = list(parts)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its format."""
-        return self._parts[0].dtype
-
-    @property
-    def shape(self) -> Shape:
-        """Its shape."""
-        return (self._parts[0].shape[0], sum(part.shape[1] for part in self._parts))
-
-    def box(self, start: Shape, size: Shape) -> Tensor:
-        """Returns a box [*size]."""
-        found, at = [], 0
-        for part in self._parts:
-            a, b = max(start[1] - at, 0), min(start[1] + size[1] - at, part.shape[1])
-            if a < b:
-                found.append(part.box((start[0], a), (size[0], b - a)))
-            at += part.shape[1]
-        return torch.cat(found, 1)
-
-
 class Rows:
     """Ranges of rows (first, last) of tensors, one after the other, as one tensor."""
 
@@ -210,27 +177,6 @@ class Rows:
             found.append(part.box((first + at - begin, *start[1:]), (stop - at, *size[1:])))
             number, at = number + 1, stop
         return found[0] if len(found) == 1 else torch.cat(found)
-
-
-class Columns:
-    """Columns [first, last) of a tensor [rows, columns]."""
-
-    def __init__(self, whole: Boxes, first: int, last: int) -> None:
-        self._whole, self._first, self._last = whole, first, last
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its format."""
-        return self._whole.dtype
-
-    @property
-    def shape(self) -> Shape:
-        """Its shape."""
-        return (self._whole.shape[0], self._last - self._first)
-
-    def box(self, start: Shape, size: Shape) -> Tensor:
-        """Returns a box [*size]."""
-        return self._whole.box((start[0], self._first + start[1]), size)
 
 
 class Boxed:
