@@ -26,9 +26,9 @@ from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.hf_folder import DTYPES, Header, HFTensors
-from threed.foreign.outlines import Job, Place, Thing, number, outline
+from threed.foreign.pickle_reader import PickleReader, Thing, number
 from threed.foreign.source import Progress
-from threed.foreign.spread import Boxes, Chain, Shape, Spread
+from threed.foreign.spread import Boxes, Chain, FileTensor, Shape, Spread
 from threed.parse import ParseError, read_file
 from threed.zero.records import WEIGHT
 
@@ -97,10 +97,12 @@ class DeepSpeedCheckpoint(HFTensors):
 
     def _read(self, folder: Path) -> None:
         models, states = files_of(folder)
-        outlines = outline([Job(file) for file in (*models, *states)])
-        heads = [_table(found, file) for found, file in zip(outlines, models, strict=False)]
-        ranks = [_table(found.get("optimizer_state_dict"), file) if isinstance(found, dict) else _table(None, file)
-                 for found, file in zip(outlines[len(models) :], states, strict=True)]  # fmt: skip
+        reader = PickleReader()
+        heads = [_table(reader.torch_file(file), file) for file in models]
+        ranks = [
+            _table(_table(reader.torch_file(file), file).get("optimizer_state_dict"), file)
+            for file in states
+        ]
         self._understand(heads, ranks)
 
     def _begin(self, head: dict[str, Any], what: str = "") -> None:
@@ -239,14 +241,14 @@ class DeepSpeedCheckpoint(HFTensors):
                 name not in self._tensors
                 and name not in buffers
                 and name not in shared
-                and isinstance(place, Place)
+                and isinstance(place, FileTensor)
             ):
                 self._tensors[name] = {WEIGHT: Spread(place.shape, place)}
 
     def _plain(self, head: dict[str, Any]) -> None:
         """Stage 0 says nowhere what its states are of."""
         self.progress = Progress()
-        found = {place.dtype for place in head["module"].values() if isinstance(place, Place)}
+        found = {place.dtype for place in head["module"].values() if isinstance(place, FileTensor)}
         low = (
             ""
             if found <= {torch.float32, torch.float64}
@@ -401,7 +403,7 @@ def _vectors(found: dict[str, Any], weights: str, states: str) -> list[dict[str,
         parts = {
             name: value
             for name, value in own.items()
-            if isinstance(value, Place) and len(value.shape) == 1
+            if isinstance(value, FileTensor) and len(value.shape) == 1
         }
         step = number(own.get("step"), number(group_step))
         vectors.append({**parts, WEIGHT: place, **({} if step is None else {"step": step})})

@@ -22,9 +22,9 @@ from threed.foreign.deepspeed import (
     stage_of,
     step_folder,
 )
-from threed.foreign.outlines import Job, Place, number, outline
+from threed.foreign.pickle_reader import PickleReader, number
 from threed.foreign.source import Progress
-from threed.foreign.spread import Spread
+from threed.foreign.spread import FileTensor, Spread
 from threed.zero.records import WEIGHT
 
 PARTS = {"fp32.pt": WEIGHT, **{f"{part}.pt": part for part in MOMENTS}, "step.pt": "step"}
@@ -47,7 +47,8 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
                 f"{folder} is a universal checkpoint and another one: take one of them away"
             )
         own = [folder / "zero" / STATE] if (folder / "zero" / STATE).is_file() else []
-        heads: list[Any] = outline([Job(file) for file in (*models, *own)])
+        reader = PickleReader()
+        heads: list[Any] = [reader.torch_file(file) for file in (*models, *own)]
         about = heads.pop() if own else {}
         if not all(isinstance(head, dict) for head in (*heads, about)):
             raise CheckpointError(f"{folder}: the model's files are not DeepSpeed's")
@@ -61,14 +62,14 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
             for group in heads[0]["param_shapes"]
             for name, shape in group.items()
         }
-        self._take(folder, shapes)
+        self._take(folder, shapes, reader)
         if self.stage == 3:
             self._frozen([found.get("frozen_param_fragments") or {} for found in heads], heads[0])
         else:
             self._rest(heads[0])
         self._finish(heads[0])
 
-    def _take(self, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    def _take(self, folder: Path, shapes: dict[str, tuple[int, ...]], reader: PickleReader) -> None:
         """Takes each parameter's parts."""
         for name in shapes:
             if (
@@ -90,14 +91,14 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
             raise CheckpointError(
                 f"{folder} has no zero/{plain(missing[0])}/fp32.pt, and its model has that parameter"
             )
-        found = dict(zip(here, outline([Job(file) for file in here.values()]), strict=True))
+        found = {key: reader.torch_file(file) for key, file in here.items()}
         steps = set[float | None]()
         for (name, part), value in found.items():
             tensor = value.get("param") if isinstance(value, dict) else value
             if part == "step":
                 steps.add(number(tensor))
                 continue
-            if not isinstance(tensor, Place):
+            if not isinstance(tensor, FileTensor):
                 raise CheckpointError(f"{files[name, part]} has no tensor")
             shape = shapes[name]
             if tensor.shape not in (shape, (math.prod(shape),)):

@@ -1,12 +1,12 @@
-"""A folder of torch.distributed.checkpoint: what its `.metadata`, a pickle, says, and the tensors and objects in it.
+"""Folders of torch.distributed.checkpoint: the tensors and objects that their `.metadata` lists.
 
-    folder = DistFolder(path)                        CheckpointError for what is none, and below for what is damaged
+    folder = DistFolder(path, PickleReader())        CheckpointError if it is not one
     folder.shapes["decoder.final_layernorm.weight"]
-    boxes = folder.tensors(["output_layer.weight"])  by name; which boxes there are is checked, values are read later
-    folder.entry("common_state/shard_0_1")           an object; None where there is none
+    tensors = folder.tensors(["output_layer.weight"])    their boxes are checked; values are read later
+    folder.entry("common_state/shard_0_1")           an object; None if there is none
 
-`.metadata` says of each tensor its shape, its boxes, and where in a `__R_N.distcp` file each box is, as torch.save
-writes it (torch/distributed/checkpoint/metadata.py and filesystem.py).
+`.metadata` is a pickle with, per tensor, its shape, its boxes, and the place of each box in a `__R_N.distcp` file, where
+it is a file of torch.save (torch/distributed/checkpoint/metadata.py and filesystem.py).
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ from typing import Any
 
 from threed.checkpoint import coverage
 from threed.checkpoint.files import CheckpointError, plain
-from threed.foreign.outlines import Job, Place, outline
-from threed.foreign.spread import Boxed, Boxes, Shape, Spread
-
-Pieces = list[tuple[Shape, Spread]]  # the first element along every dimension, and a box
+from threed.foreign.pickle_reader import PickleReader
+from threed.foreign.spread import Boxed, Boxes, FileTensor, Shape, Spread
 
 
 class DistFolder:
     """A folder; shapes: of its tensors, by name."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        (metadata,) = outline([Job(path / ".metadata", kind="pickle")])
+    def __init__(self, path: Path, reader: PickleReader) -> None:
+        self.path, self._reader = path, reader
+        metadata = reader.bare(path / ".metadata")
         try:
             state = metadata.state
             self._places = {(str(key.state["fqn"]), tuple(key.state.get("offset") or ())): info.state
@@ -54,18 +52,16 @@ class DistFolder:
             ) from None
 
     def entry(self, name: str) -> Any:
-        """Returns an object that is an entry of its own; None where there is none."""
+        """Returns an object that is an entry of its own; None if there is none."""
         info = self._places.get((name, ()))
-        return None if info is None or name in self.shapes else outline([self._job(info)])[0]
+        return None if info is None or name in self.shapes else self._read(info)
 
     def tensors(self, names: Sequence[str]) -> dict[str, Boxes]:
-        """Returns tensors by name. CheckpointError where boxes leave holes, overlap, or are other ones than listed."""
-        return {
-            name: Boxed(self.shapes[name], pieces) for name, pieces in self.pieces(names).items()
-        }
+        """Returns tensors by name.
 
-    def pieces(self, names: Sequence[str]) -> dict[str, Pieces]:
-        """Returns the boxes of tensors, by name."""
+        Raises:
+            CheckpointError: boxes leave gaps, overlap, or differ from those that are listed.
+        """
         if empty := next((name for name in names if not self._chunks[name]), None):
             raise CheckpointError(f"{self.path} has no boxes of {plain(empty)}")
         listed = [
@@ -75,26 +71,24 @@ class DistFolder:
         ]
         for problem in coverage.of_boxes([{"boxes": listed}]):
             raise CheckpointError(f"{self.path}: {plain(problem)}")
-        keys = [(name, first) for name in names for first, _ in self._chunks[name]]
-        if missing := next(
-            (name for name, first in keys if (name, first) not in self._places), None
-        ):
-            raise CheckpointError(f"{self.path} does not say where a box of {plain(missing)} is")
-        found = dict(
-            zip(keys, outline([self._job(self._places[key]) for key in keys]), strict=True)
-        )
-        pieces: dict[str, Pieces] = {}
-        for name in names:
-            for first, size in self._chunks[name]:
-                place = found[name, first]
-                if not isinstance(place, Place) or place.shape != size:
-                    raise CheckpointError(
-                        f"{self.path}: a box of {plain(name)} has another shape than its list says"
-                    )
-                pieces.setdefault(name, []).append((first, Spread(place.shape, place)))
-        return pieces
+        return {
+            name: Boxed(self.shapes[name], [self._box(name, *box) for box in self._chunks[name]])
+            for name in names
+        }
 
-    def _job(self, info: Mapping[str, Any]) -> Job:
+    def _box(self, name: str, first: Shape, size: Shape) -> tuple[Shape, Boxes]:
+        """Returns a box of a tensor, and its first element along every dimension."""
+        if (name, first) not in self._places:
+            raise CheckpointError(f"{self.path} does not say where a box of {plain(name)} is")
+        found = self._read(self._places[name, first])
+        if not isinstance(found, FileTensor) or found.shape != size:
+            raise CheckpointError(
+                f"{self.path}: a box of {plain(name)} has another shape than its list says"
+            )
+        return first, Spread(size, found)
+
+    def _read(self, info: Mapping[str, Any]) -> Any:
+        """Returns what torch.save wrote to a part of a file."""
         try:
             file, (first, length) = (
                 info["relative_path"],
@@ -106,12 +100,12 @@ class DistFolder:
                 raise CheckpointError(
                     f"{self.path} has files that are compressed or encrypted: that is not read"
                 )
-            return Job(self.path / file, first, first + length)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             text = f"{type(error).__name__}: {plain(error)}"
             raise CheckpointError(
                 f"{self.path} is not as torch.distributed.checkpoint writes it ({text})"
             ) from None
+        return self._reader.torch_file(self.path / file, first, first + length)
 
 
 def _lengths(values: Iterable[Any]) -> Shape:

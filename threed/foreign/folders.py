@@ -35,8 +35,8 @@ def kind_of(path: Path) -> str | None:
 def refusal(path: Path, kind: str) -> str:
     """Returns why a folder is not read unless somebody says so."""
     return (
-        f"{path} is a checkpoint of {kind}'s, which is made of pickles: --allow-pickle reads it, in a process of its"
-        " own that runs nothing of what they say"
+        f"{path} is a checkpoint of {kind}'s, which is made of pickles: --allow-pickle reads it, and"
+        " executes nothing in them"
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from threed.checkpoint.files import CheckpointError, plain
 from threed.foreign.distcp import DistFolder
 from threed.foreign.megatron import MegatronCheckpoint, Tensors, step_folder
-from threed.foreign.outlines import Job, Thing, outline
+from threed.foreign.pickle_reader import PickleReader, Thing
 from threed.foreign.spread import At, stack
 from threed.parse import ParseError, read_json
 
@@ -39,8 +39,9 @@ def open_dist(path: Path) -> MegatronCheckpoint:
     folder = step_folder(path)
     assert folder is not None
     _check_kind(folder)
-    dist = DistFolder(folder)
-    common = _common(dist)
+    reader = PickleReader()
+    dist = DistFolder(folder, reader)
+    common = _common(dist, reader)
     args = common.get("args")
     table = args.state if isinstance(args, Thing) and isinstance(args.state, dict) else None
     if table is None:
@@ -68,10 +69,10 @@ def _check_kind(folder: Path) -> None:
         raise CheckpointError(f"{folder} is of kind {plain(kind)}: torch_dist is read")
 
 
-def _common(dist: DistFolder) -> Mapping[str, Any]:
+def _common(dist: DistFolder, reader: PickleReader) -> Mapping[str, Any]:
     """Returns what is not of some rank: args, the iteration, the optimizer's groups."""
     file = dist.path / "common.pt"
-    found = outline([Job(file)])[0] if file.is_file() else dist.entry("common_state/shard_0_1")
+    found = reader.torch_file(file) if file.is_file() else dist.entry("common_state/shard_0_1")
     found = found[0] if isinstance(found, list) and len(found) == 1 else found
     if found is None:
         found = {"args": dist.entry("args")}

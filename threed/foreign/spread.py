@@ -8,19 +8,22 @@ Spread((20, 5), chain.cut(100, 200)).box((4, 0), (8, 5))
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from threed.checkpoint.files import CheckpointError
-from threed.foreign.outlines import CHUNK
+from threed.checkpoint.files import CheckpointError, plain
 from threed.sharding import intersect, slices
 
 Shape = tuple[int, ...]
+CHUNK = 2**25  # bytes that are read at a time
 
 
 class Elements(Protocol):
@@ -51,6 +54,77 @@ class Boxes(Protocol):
 
     def box(self, start: Shape, size: Shape) -> Tensor:
         """Returns a box [*size]."""
+
+
+@dataclass(frozen=True, eq=False)
+class FileTensor:
+    """A tensor whose elements are read from a file on demand.
+
+    Attributes:
+        offset, stride: of its elements in the storage.
+        first: the first byte of the storage in the file.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    shape: Shape
+    stride: tuple[int, ...]
+    offset: int
+    first: int
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignores attributes, which a pickle may give a tensor."""
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements follow one another."""
+        want = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != want:
+                return False
+            want *= size
+        return True
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Returns elements [first, last), in row-major order, as [last - first]; CheckpointError if it cannot."""
+        if not 0 <= first <= last <= self.numel:
+            raise CheckpointError(
+                f"{self.path}: elements {first} to {last} of a tensor of {self.numel}"
+            )
+        if not self.contiguous:
+            reach = 1 + sum(
+                (size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)
+            )
+            return self._bytes(0, reach).as_strided(self.shape, self.stride).reshape(-1)[first:last]
+        return self._bytes(first, last)
+
+    def _bytes(self, first: int, last: int) -> Tensor:
+        out = torch.empty(last - first, dtype=self.dtype)
+        if last == first:
+            return out
+        at, rest = (
+            self.first + (self.offset + first) * self.dtype.itemsize,
+            out.view(torch.uint8).numpy().data,
+        )
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                while len(rest):
+                    read = os.preadv(file.fileno(), [rest[: 2**30]], at)
+                    if not read:
+                        raise OSError("it ends too early")
+                    at, rest = at + read, rest[read:]
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {plain(error)}") from None
+        return out
+
+    def whole(self) -> Tensor:
+        """Returns the tensor."""
+        return self.read(0, self.numel).view(self.shape)
 
 
 class Chain:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import io
-import json
 import math
 import os
 import pickle
-import socket
+import resource
+import struct
 import subprocess
-import sys
 import types
 import zipfile
 from pathlib import Path
@@ -20,9 +20,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
-from threed.foreign import outliner
-from threed.foreign.outlines import Job, Place, Thing, number, outline
+from threed.foreign import pickle_reader
+from threed.foreign.pickle_reader import PickleReader, Thing, number
+from threed.foreign.spread import FileTensor
 
 
 class Call:
@@ -37,7 +39,15 @@ class Call:
 
 def look(value: Any, path: Path) -> Any:
     torch.save(value, path)
-    return outline([Job(path)])[0]
+    return read(path)
+
+
+def read(path: Path, first: int = 0, last: int | None = None) -> Any:
+    return PickleReader().torch_file(path, first, last)
+
+
+def read_bare(path: Path) -> Any:
+    return PickleReader().bare(path)
 
 
 # --------------------------------------------------------------------------------------------------- what there is
@@ -61,11 +71,11 @@ def test_values_are_those_that_were_saved(tmp_path: Path) -> None:
     assert torch.equal(found["weight"].whole(), value["weight"])
     assert (found[7], found[1, "x"][:2]) == ("seven", [2**40, -1.5])
     assert math.isnan(found[1, "x"][2])
-    assert (found["table"], found["size"], found["set"]) == ({"a": 1, "b": True}, [2, 3], [3])
+    assert (found["table"], found["size"], found["set"]) == ({"a": 1, "b": True}, (2, 3), [3])
     assert isinstance(found["settings"], Thing)
-    assert found["settings"].name.endswith("test_foreign_outlines.Settings")
+    assert found["settings"].name.endswith("test_foreign_pickles.Settings")
     assert found["settings"].state == {"layers": 3, "nested": {"a": [1, 2.5, None, float("inf")]}}
-    assert (found["names"].state, found["more"].state) == ({"tp": 2}, {"x": [1, 2]})
+    assert (found["names"].state, found["more"].state) == ({"tp": 2}, {"x": (1, 2)})
     assert (found["names"].name, found["more"].name) == (
         "argparse.Namespace",
         "types.SimpleNamespace",
@@ -107,8 +117,8 @@ def test_a_part_of_a_file_may_be_one_of_its_own(tmp_path: Path) -> None:
         parts.append(buffer.getvalue())
     (tmp_path / "x").write_bytes(b"before!" + b"".join(parts))
     first, middle = 7, 7 + len(parts[0])
-    jobs = [Job(tmp_path / "x", first, middle), Job(tmp_path / "x", middle)]
-    assert [place.whole().tolist() for place in outline(jobs)] == [list(range(3)), list(range(70))]
+    found = [read(tmp_path / "x", first, middle), read(tmp_path / "x", middle)]
+    assert [tensor.whole().tolist() for tensor in found] == [list(range(3)), list(range(70))]
 
 
 # ------------------------------------------------------------------------------------------------------------- harm
@@ -132,7 +142,7 @@ HARM: dict[str, Any] = {
 def test_what_would_do_harm_is_refused_by_name_and_not_run(kind: str, tmp_path: Path) -> None:
     torch.save(HARM[kind](tmp_path / "mark"), tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match=r"it names [\w.]+, which no checkpoint needs"):
-        outline([Job(tmp_path / "x.pt")])
+        read(tmp_path / "x.pt")
     bare = (
         pickle.dumps(HARM[kind](tmp_path / "mark"))
         if kind != "in a tensor"
@@ -140,13 +150,13 @@ def test_what_would_do_harm_is_refused_by_name_and_not_run(kind: str, tmp_path: 
     )
     (tmp_path / "bare").write_bytes(bare)
     with pytest.raises(CheckpointError, match=r"it names [\w.]+, which no checkpoint needs"):
-        outline([Job(tmp_path / "bare", kind="pickle")])
+        read_bare(tmp_path / "bare")
     assert not (tmp_path / "mark").exists()
 
 
 def test_functions_of_other_packages_are_names(tmp_path: Path) -> None:
     found = look(Call(torch.hub.load, "somebody/something", "model"), tmp_path / "x.pt")
-    assert (found.name, found.args) == ("torch.hub.load", ["somebody/something", "model"])
+    assert (found.name, found.args) == ("torch.hub.load", ("somebody/something", "model"))
 
 
 def bomb() -> bytes:
@@ -174,18 +184,18 @@ def test_damage_is_one_line(kind: str, tmp_path: Path) -> None:
     data, problem = DAMAGE[kind]
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(CheckpointError, match=problem):
-        outline([Job(tmp_path / "x", kind="pickle")])
+        read_bare(tmp_path / "x")
 
 
 def test_files_that_are_not_torchs_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"of a version before 1\.6: save it again"):
-        outline([Job(tmp_path / "old.pt")])
+        read(tmp_path / "old.pt")
     torch.save({"a": torch.ones(300)}, tmp_path / "new.pt")
     data = (tmp_path / "new.pt").read_bytes()
     (tmp_path / "cut.pt").write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match=r"cut\.pt cannot be read"):
-        outline([Job(tmp_path / "cut.pt")])
+        read(tmp_path / "cut.pt")
     with (
         zipfile.ZipFile(tmp_path / "new.pt") as old,
         zipfile.ZipFile(tmp_path / "packed.pt", "w", 8) as packed,
@@ -193,9 +203,9 @@ def test_files_that_are_not_torchs_are_refused(tmp_path: Path) -> None:
         for name in old.namelist():
             packed.writestr(name, old.read(name))
     with pytest.raises(CheckpointError, match="compressed"):
-        outline([Job(tmp_path / "packed.pt")])
+        read(tmp_path / "packed.pt")
     with pytest.raises(CheckpointError, match="cannot be read: No such file"):
-        outline([Job(tmp_path / "none.pt")])
+        read(tmp_path / "none.pt")
 
 
 def test_a_tensor_beyond_its_storage_is_refused(tmp_path: Path) -> None:
@@ -205,9 +215,9 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path: Path) -> None:
     assert data.count(old) == 1
     (tmp_path / "y.pt").write_bytes(data.replace(old, b"K\x01K\x04\x85"))
     with pytest.raises(CheckpointError, match=r"y\.pt"):
-        outline([Job(tmp_path / "y.pt")])
-    place = outline([Job(tmp_path / "x.pt")])[0]
-    assert isinstance(place, Place)
+        read(tmp_path / "y.pt")
+    place = read(tmp_path / "x.pt")
+    assert isinstance(place, FileTensor)
     with pytest.raises(CheckpointError, match="elements 2 to 5 of a tensor of 4"):
         place.read(2, 5)
 
@@ -218,52 +228,109 @@ def test_a_tensor_whose_values_lie_on_one_another_takes_no_memory(
 ) -> None:
     torch.save(torch.zeros(1, 1024, dtype=torch.bfloat16).expand(rows, 1024), tmp_path / "x.pt")
     with pytest.raises(
-        CheckpointError, match=rf"x\.pt: a tensor of \[{rows}, 1024\] has only 1024 values"
+        CheckpointError,
+        match=rf"x\.pt cannot be read: a tensor of \[{rows}, 1024\] has only 1024 values",
     ):
-        outline([Job(tmp_path / "x.pt")])
+        read(tmp_path / "x.pt")
 
 
 # ----------------------------------------------------------------------------------------------------------- limits
 
-PROBE = """
-import json, os, socket, sys
-sys.path.insert(0, {folder!r})
-import outliner
-left, said = outliner.cut_off(), {{}}
-def attempt(name, action):
-    try:
-        said[name] = str(action() or "done")
-    except BaseException as error:
-        said[name] = type(error).__name__
-def fill():
-    with open({mark!r}, "ab", buffering=0) as file:
-        file.write(b"x" * 10)
-attempt("write", fill)
-attempt("memory", lambda: len(bytearray(3 * 2**30)))
-attempt("network", lambda: socket.create_connection(("127.0.0.1", {port}), 5))
-outliner.refuse_events({{{mark!r}}})
-attempt("open", lambda: open("/etc/hostname").close())
-attempt("write again", lambda: open({mark!r}, "ab").close())
-attempt("run", lambda: os.system("true"))
-attempt("fork", os.fork)
-attempt("allowed", lambda: open({mark!r}, "rb").close())
-os.write(1, json.dumps([left, said]).encode())
-"""
+
+MANY = 100_000
+THING = b"ccollections\nCounter\n"  # a class that is kept as a name
+BOMBS: dict[str, tuple[bytes, str]] = {
+    "a tuple in a tuple, as a key": (b"}" + b"(" + b")" + b"\x85" * 10**6 + b"Nu.", "a tuple with"),
+    "a tuple of itself twice": (b"}" + b"(" + b")" + b"2\x86" * 60 + b"Nu.", "a tuple with more items"),
+    "lists in lists": (b"]" * 10**5 + b"a" * (10**5 - 1) + b".", "nested too deeply"),
+    "a list in itself": (b"]q\x00h\x00a.", "nested too deeply"),
+    "sets": (b"(" + b"\x8f" * (MANY * 150) + b"l.", "more in it than any checkpoint"),
+    "texts": (
+        b"(\x8d" + struct.pack("<Q", 10**6) + b"x" * 10**6 + b"q\x00" + b"h\x00" * 10**6 + b"l.",
+        "more in it than any checkpoint",
+    ),
+    "copies of arguments": (
+        THING + b"q\x00(" + b"N" * 4000 + b"tq\x010(" + b"h\x00h\x01R" * MANY + b"l.",
+        "more in it than any checkpoint",
+    ),
+    "copies of a dictionary": (
+        b"ccollections\nOrderedDict\nq\x00(}q\x01(" + b"".join(b"J" + struct.pack("<i", n) + b"N" for n in range(1000))
+        + b"u" + b"h\x00h\x01\x85R" * MANY + b"l.",
+        "more in it|format of Python 2",
+    ),
+    "copies of bytes": (
+        b"(\x8d" + struct.pack("<Q", 10**7) + b"x" * 10**7 + b"q\x00" + b"c_codecs\nencode\nq\x01"
+        + b"h\x01h\x00\x85R" * 1000 + b"l.",
+        "more in it than any checkpoint",
+    ),
+    "classes": (
+        b"(" + b"".join(b"ca\nb%d\n" % n for n in range(20_000)) + b"l.",
+        "names more classes than any checkpoint",
+    ),
+    "long names": (b"ca" + b"a" * 10**6 + b"\nb\n.", "a longer name than any checkpoint"),
+    "a long integer": (b"\x8b" + struct.pack("<i", 10**6) + b"\x01" * 10**6 + b".", "an integer of more"),
+    "named arguments": (THING + b")}\x92.", "the opcode NEWOBJ_EX, which no checkpoint needs"),
+}  # fmt: skip
 
 
-def test_the_process_can_do_nothing_but_read_its_files(tmp_path: Path) -> None:
-    (tmp_path / "mark").write_bytes(b"")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        folder, port = str(Path(outliner.__file__).parent), server.getsockname()[1]
-        program = PROBE.format(folder=folder, mark=str(tmp_path / "mark"), port=port)
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", program], capture_output=True, timeout=100
-        )
-    assert done.returncode == 0, done.stderr.decode()
-    left, said = json.loads(done.stdout)
-    assert (tmp_path / "mark").read_bytes() == b""
-    assert (said.pop("network") == "done") == any("network" in text for text in left)
-    assert said == {
-        "write": "OSError", "memory": "MemoryError", "open": "RuntimeError", "write again": "RuntimeError",
-        "run": "RuntimeError", "fork": "RuntimeError", "allowed": "done",
-    }  # fmt: skip
+@pytest.mark.parametrize("kind", BOMBS)
+def test_bombs_are_refused_within_bounds_of_memory(kind: str, tmp_path: Path) -> None:
+    data, problem = BOMBS[kind]
+    (tmp_path / "x").write_bytes(data)
+    run_ranks(1, refused_within, tmp_path / "x", problem)
+
+
+def refused_within(path: Path, problem: str) -> None:
+    """Reads in a process with 2 GiB more address space than it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + 2**31
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    with pytest.raises(CheckpointError, match=problem):
+        read_bare(path)
+
+
+def test_limits_are_for_all_files_of_a_reader(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(pickle.dumps([None] * 1000))
+    reader = PickleReader(most_objects=5000)
+    assert [len(reader.bare(tmp_path / "x")) for _ in range(2)] == [1000, 1000]
+    with pytest.raises(CheckpointError, match="more in it than any checkpoint"):
+        reader.bare(tmp_path / "x")
+
+
+def test_a_large_directory_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as file:
+        for n in range(80):
+            file.writestr("a" * 60_000 + str(n), b"")
+    data = (tmp_path / "x.pt").read_bytes()
+    end = data.rindex(b"PK\x05\x06")
+    first = struct.unpack("<I", data[end + 16 : end + 20])[0]
+    size = struct.pack("<II", 2**25 + end - first, first)
+    padded = data[:end] + b"\0" * 2**25 + data[end : end + 12] + size + data[end + 20 :]
+    (tmp_path / "x.pt").write_bytes(padded)
+    with pytest.raises(CheckpointError, match="its directory is larger than that of any"):
+        read(tmp_path / "x.pt")
+
+
+STATE = b"}X\x04\x00\x00\x00pathX\x0b\x00\x00\x00/etc/passwds"
+CLASS = b"ctorch._utils\n_rebuild_tensor_v2\n"
+
+
+def test_a_pickle_cannot_change_where_a_tensor_is(tmp_path: Path) -> None:
+    torch.save(torch.arange(4.0), tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            new.writestr(name, data[:-1] + STATE + b"b." if name.endswith(".pkl") else data)
+    found = read(tmp_path / "y.pt")
+    assert found.path == tmp_path / "y.pt"
+    assert torch.equal(found.whole(), torch.arange(4.0))
+
+
+@pytest.mark.parametrize("name", [b"ctorch\nSize\n", CLASS, b"ccollections\nOrderedDict\n", THING])
+@pytest.mark.parametrize("change", [b"b", b"N\x86b", b"0a", b"(Nu"])
+def test_a_pickle_cannot_change_a_class(name: bytes, change: bytes, tmp_path: Path) -> None:
+    before = {known: dict(vars(of)) for known, of in pickle_reader.KNOWN.items()}
+    (tmp_path / "x").write_bytes(name + STATE + change + b".")
+    with contextlib.suppress(CheckpointError):
+        read_bare(tmp_path / "x")
+    assert {known: dict(vars(of)) for known, of in pickle_reader.KNOWN.items()} == before
