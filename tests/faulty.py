@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from threed import collectives, final_report, launch, trainer
-from threed.checkpoint import hf, sink, writing
+from threed.checkpoint import sink, writing
 from threed.checkpoint.retention import Retention
 from threed.data import Prefetcher
 from threed.engine import Engine
+from threed.interop.huggingface import export
 from threed.monitor import MetricsFile
 from threed.native import build
 from threed.pipeline.executor import Executor
@@ -50,7 +51,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "sample": (Engine, "logits"),
     "end": (Trainer, "_end"),
     "export": (trainer, "export_hf"),
-    "file": (hf, "stream_tensors"),
+    "file": (export, "stream_tensors"),
     "load": (Engine, "load"),
     "build": (build, "_compile"),
 }

@@ -1,6 +1,6 @@
 """Writes checkpoints as Megatron-LM lays them out, from weights by our names, for `threed convert --allow-pickle`.
 
-Megatron itself needs a GPU to train; layouts are those of its sources (`threed.foreign.megatron` names them).
+Megatron itself needs a GPU to train; layouts are those of its sources (`threed.interop.megatron.weights` names them).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.checkpoint.layouts import entries, our_shapes
 from threed.config import ModelConfig
+from threed.interop.huggingface.layouts import entries, our_shapes
 from threed.resolution import resolve_model
 
 LLAMA = {

@@ -14,8 +14,9 @@ from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from tests.test_bad_numbers import COVERING, bits
 from tests.test_step import data, same, with_
-from threed import deepspeed, layers
+from threed import layers
 from threed.engine import Engine
+from threed.interop import deepspeed
 from threed.layers import Slicing
 from threed.metrics import DataError
 from threed.topology import alone

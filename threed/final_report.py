@@ -7,12 +7,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from threed.checkpoint.hf import export_hf
 from threed.data import Data
 from threed.data.tokenizer import EncodeError, Tokenizer
 from threed.disk import why
 from threed.engine import Engine
 from threed.forecast import Forecast
+from threed.interop.huggingface.export import export_hf
 from threed.monitor import figures
 from threed.packages import MissingPackageError
 from threed.sampling import NotFiniteError, generate

@@ -23,7 +23,6 @@ from threed.arguments import to_toml
 from threed.bad_numbers import Guard
 from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.resuming import compare, resuming_flags
 from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.checkpoint.run_folder import owned, probe
@@ -35,6 +34,7 @@ from threed.elastic import Memory, resume
 from threed.engine import Engine, StepMetrics
 from threed.footprint import measuring
 from threed.forecast import Forecast
+from threed.interop.huggingface.folder import is_hf_folder
 from threed.monitor import Monitor, Throughput, Traffic, process
 from threed.preemption import Preempted, Stop
 from threed.provenance import provenance, tags
