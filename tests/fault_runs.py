@@ -28,7 +28,8 @@ import pytest
 
 from tests.harness import run_script
 from threed.checkpoint import native
-from threed.monitor import heartbeat, metrics
+from threed.monitor import metrics
+from threed.reliability import heartbeat
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(Path(__file__).with_name("faulty.py"))

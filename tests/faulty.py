@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from threed import collectives, final_report, launch, trainer
+from threed import collectives, launch
 from threed.checkpoint import sink, writing
 from threed.checkpoint.retention import Retention
 from threed.data import Prefetcher
@@ -34,7 +34,8 @@ from threed.interop.huggingface import export
 from threed.monitor import MetricsFile
 from threed.native import build
 from threed.pipeline.executor import Executor
-from threed.trainer import Trainer
+from threed.trainer import Loop
+from threed.training import final_report
 from threed.zero.optimizer import Optimizer
 from threed.zero.snapshot import Snapshot
 
@@ -49,8 +50,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "fsync": (os, "fsync"),
     "metrics": (MetricsFile, "append"),
     "sample": (Engine, "logits"),
-    "end": (Trainer, "_end"),
-    "export": (trainer, "export_hf"),
+    "end": (final_report, "finish"),
+    "export": (final_report, "export_hf"),
     "file": (export, "stream_tensors"),
     "load": (Engine, "load"),
     "build": (build, "_compile"),
@@ -206,11 +207,11 @@ def plant_fault(fault: str) -> None:
     owner, name = (SAVE | PLACES)[said["at"]]
     before, one_step, state = (
         getattr(owner, name),
-        Trainer._one_step,
+        Loop._one_step,
         {"step": 0, "calls": 0, "fired": False},
     )
 
-    def counted(self: Trainer, *args: Any) -> None:
+    def counted(self: Loop, *args: Any) -> None:
         state["step"] = self.engine.steps + 1
         one_step(self, *args)
 
@@ -231,7 +232,7 @@ def plant_fault(fault: str) -> None:
             act(said["do"], args)
         return before(*args, **keywords)
 
-    Trainer._one_step = counted  # type: ignore[method-assign]
+    Loop._one_step = counted  # type: ignore[method-assign]
     setattr(owner, name, faulty)
 
 

@@ -117,18 +117,18 @@ CONFIG = Journey(
 )  # fmt: skip
 
 _EXECUTOR, _STAGE = "threed.pipeline.executor:Executor", "threed.pipeline.stage:Stage"
-_TRAINER, _ENGINE = "threed.trainer:Trainer", "threed.engine:Engine"
+_LOOP, _ENGINE = "threed.trainer:Loop", "threed.engine:Engine"
 
 MICROBATCH = Journey(
     "microbatch",
     "A micro-batch: from the data to its loss",
     (
-        Step(f"{_TRAINER}._one_step", "asks for this step's batch"),
+        Step(f"{_LOOP}._one_step", "asks for this step's batch"),
         Step("threed.data.prefetch:Prefetcher.get", "waits, if the thread is behind"),
-        Step(f"{_TRAINER}._fetch", "this data rank's samples of a step",
+        Step(f"{_LOOP}._share_of_batch", "this data rank's samples of a step",
              note="called ahead, by the prefetcher's thread"),
         Step("threed.data.samples:Samples.batch", "tokens and labels, from a memory map"),
-        Step(f"{_ENGINE}.step", "one optimizer step", by="Trainer._one_step", via=("_step",), column=1),
+        Step(f"{_ENGINE}.step", "one optimizer step", by="Loop._one_step", via=("step",), column=1),
         Step("threed.batches:Batches.micro_batches", "places and cuts the batch", via=("_micro_batches",)),
         Step("threed.collectives:sum_of_scalars", "counts valid tokens of all data ranks", via=("_weight",)),
         Step("threed.blueprint:Blueprint.lowered", "the schedule with these numbers", by="Engine.step"),
@@ -165,7 +165,7 @@ MICROBATCH = Journey(
         Step(f"{_ENGINE}.update", "ends the step, with this rank's loss", by="Engine.step"),
         Step("threed.zero.optimizer:Optimizer.step", "carries it with the norm"),
         Step("threed.collectives:sum_of_scalars"),
-        Step("threed.metrics:StepMetrics.loss", "read where it is logged", by="Trainer._one_step", column=5),
+        Step("threed.metrics:StepMetrics.loss", "read where it is logged", by="Loop._one_step", via=("after_step",), column=5),
     ),
 )  # fmt: skip
 

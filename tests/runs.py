@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.configs import engine_of
-from threed import collectives, final_report
+from threed import collectives
 from threed.config import Config
 from threed.data import Data, open_data
 from threed.resolution import resolve
 from threed.trainer import Trainer
+from threed.training import final_report
 
 SEQ = 16
 TINY: dict[str, dict[str, Any]] = {

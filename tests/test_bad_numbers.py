@@ -29,8 +29,8 @@ from threed.engine import Engine
 from threed.metrics import BadStepsError
 from threed.monitor import metrics as records
 from threed.precision import LossScale
-from threed.recheck import NondeterministicError, Recheck, culprits
-from threed.trainer import Trainer
+from threed.reliability.recheck import NondeterministicError, Recheck, culprits
+from threed.training import Run, final_report
 from threed.zero import replicas
 
 NAN = float("nan")
@@ -390,13 +390,13 @@ def test_a_learning_rate_of_1e38_ends_the_run_and_costs_no_good_checkpoint(tmp_p
 
 def says_nothing(folder: Path) -> str:
     """A run whose model has a NaN when it generates text."""
-    inner = Trainer._end
+    inner = final_report.finish
 
-    def end(trainer: Trainer) -> None:
-        poison_weight(trainer.engine)
-        inner(trainer)
+    def finish(run: Run, *args: Any) -> None:
+        poison_weight(run.engine)
+        inner(run, *args)
 
-    with mock.patch.object(Trainer, "_end", end):
+    with mock.patch.object(final_report, "finish", finish):
         tiny = {
             "train": {
                 "steps": 2,

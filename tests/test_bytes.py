@@ -60,6 +60,7 @@ class Case:
     resident: int = 0
     prefetch: int = 1
     order: str = "micro"
+    int8: tuple[str, ...] = ()  # what is compressed: weights, gradients
 
     @property
     def passes(self) -> int:
@@ -85,6 +86,7 @@ def config_of(case: Case) -> Config:
         "zero": {
             "stage": case.zero, "bucket_mib": case.bucket_mib, "shard_size": case.shard, "resident": case.resident,
             "prefetch": case.prefetch, "order": case.order,
+            **{f"compress_{name}": "int8" for name in case.int8},
         },
         "precision": {"dtype": case.dtype, "reduce_dtype": case.reduce},
         "model": {**BASE, **dict(case.model)},
@@ -125,6 +127,11 @@ class Sent:
     buckets: int
 
 
+def encoded(elements: int, width: int, int8: bool) -> int:
+    """Bytes of some numbers in a message: with int8 an fp32 scale for each 256, the last ones padded."""
+    return 260 * -(-elements // 256) if int8 else elements * width
+
+
 def ring(elements: int, ranks: int) -> int:
     """Elements one rank sends in an all-reduce; over more than two ranks padded to a multiple of them."""
     padded = elements if ranks == 2 else -(-elements // ranks) * ranks
@@ -160,13 +167,16 @@ def gradients(engine: Engine, case: Case) -> dict[str, int]:
         sums = each * len(group.key.chunks) if case.zero >= 2 else 1
         if group.shard.size > 1:
             n = group.shard.size
-            sent["dp"] += (
-                window // n * (n - 1) * (sums * wire + times_gathered(group, engine, case) * width)
-            )
+            summed = encoded(window // n, wire, "gradients" in case.int8)
+            gathered = encoded(window // n, width, "weights" in case.int8 and group.sliced)
+            sent["dp"] += (n - 1) * (sums * summed + times_gathered(group, engine, case) * gathered)
         for axis in group.sums:
             own = bucket.own_last - bucket.own_first
             if axis is group.holders:  # each sums its portion, and the updated ones are gathered
                 sent[axis.label] += own // axis.size * (axis.size - 1) * (wire + width)
+            elif axis.label == "dp" and "gradients" in case.int8:
+                part = encoded(-(-own // axis.size), wire, True)
+                sent["dp"] += 2 * (axis.size - 1) * part
             else:
                 sent[axis.label] += wire * (ring(own, axis.size) if axis.size > 1 else 0)
     return sent
@@ -295,6 +305,19 @@ CASES = {
     "2x2x2 zero 3 sums in bf16": Case(
         pp=2, dp=2, tp=2, zero=3, sequence=True, reduce="bf16", model=WIDE
     ),
+    "dp2 int8 gradients": Case(dp=2, int8=("gradients",)),
+    "dp3 zero 0, int8 gradients": Case(dp=3, zero=0, int8=("gradients",)),
+    "dp4 zero 2 in pairs, int8 gradients, bf16": Case(
+        dp=4, zero=2, shard=2, dtype="bf16", int8=("gradients",)
+    ),
+    "dp2 zero 3, int8": Case(dp=2, zero=3, int8=("weights", "gradients")),
+    "dp2 zero 3 by layer, int8, some whole": Case(
+        dp=2, zero=3, order="layer", model=WIDE, resident=65536, int8=("weights", "gradients")
+    ),
+    "tp2 dp2 zero 3, int8 weights, small buckets": Case(
+        tp=2, dp=2, zero=3, model=WIDE, bucket_mib=0.01, int8=("weights",)
+    ),
+    "pp2 dp2 zero 3, int8": Case(pp=2, dp=2, zero=3, int8=("weights", "gradients")),
     "pp2 dp4 zero 3 in pairs, llama": Case(pp=2, dp=4, zero=3, shard=2, model=LLAMA),
 }
 

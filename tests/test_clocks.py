@@ -10,8 +10,8 @@ from tests.configs import topology_of
 from tests.harness import run_ranks
 from threed import clocks
 from threed.clocks import Span, on_one_clock
-from threed.monitor import heartbeat
-from threed.monitor.heartbeat import Heartbeat, ago
+from threed.reliability import heartbeat
+from threed.reliability.heartbeat import Heartbeat, ago
 
 
 def spans_of(machines: int) -> list[list[Span]]:

@@ -28,17 +28,18 @@ from tests.harness import free_port, run_ranks
 from tests.runs import open_text, run
 from threed import collectives
 from threed.checkpoint import copies, node_memory
-from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.run_folder import RunFolderError, process_space
+from threed.checkpoint.files import CheckpointError, RunFolderError
 from threed.checks import find_problems
 from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import metrics, process
+from threed.monitor.process import process_space
 from threed.resolution import resolve
 from threed.save_checks import check_sizes
 from threed.topology import Topology, _meet
-from threed.trainer import Trainer
+from threed.trainer import Loop, Trainer
+from threed.training.checkpoints import Checkpoints
 
 STEPS, BROKEN = 10, 7  # a run ends after so many, and broken off before this one
 Keys = dict[str, dict[str, Any]]
@@ -73,14 +74,14 @@ def on_machine(folder: Path, number: int) -> Iterator[None]:
 @contextmanager
 def broken_off(before: int | None) -> Iterator[None]:
     """Has every rank fail before a step."""
-    one_step = Trainer._one_step
+    one_step = Loop._one_step
 
-    def failing(self: Trainer, *batches: Any) -> None:
+    def failing(self: Loop, *batches: Any) -> None:
         if self.engine.steps + 1 == before:
             raise RuntimeError("planted")
         one_step(self, *batches)
 
-    with mock.patch.object(Trainer, "_one_step", failing):
+    with mock.patch.object(Loop, "_one_step", failing):
         yield
 
 
@@ -547,9 +548,9 @@ def other_ways(folder: Path) -> None:
 def skipped_steps(folder: Path) -> None:
     """In one rank: no copies are made in a row of skipped steps, nor is any left where a run ends by one; and they take
     nothing of what checkpoints say of those that were put off."""
-    start, copied, one_step = Starts(folder, 1), list[int](), Trainer._one_step
+    start, copied, one_step = Starts(folder, 1), list[int](), Loop._one_step
 
-    def planted(self: Trainer, *batches: Any) -> None:
+    def planted(self: Loop, *batches: Any) -> None:
         state = self.engine.optimizer.states[0]
         if self.engine.steps == 5:
             with self.engine.optimizer.held(state, ("weight",), write=True) as held:
@@ -563,7 +564,7 @@ def skipped_steps(folder: Path) -> None:
     save = copies.Copies.save
     bad: Keys = {"train": {"stop_after": STEPS, "global_batch": 8, "max_bad_steps": 3}}
     with (
-        mock.patch.object(Trainer, "_one_step", planted),
+        mock.patch.object(Loop, "_one_step", planted),
         mock.patch.object(copies.Copies, "save", seen),
     ):
         assert start("bad", **bad).startswith("BadStepsError: ")
@@ -571,13 +572,13 @@ def skipped_steps(folder: Path) -> None:
     assert in_memory(folder) == []
     assert "/step-4" in resumed(start("bad", **bad))
 
-    def asking(self: Trainer, *args: Any, **more: Any) -> None:
-        self._beside()  # as memory does
+    def asking(self: Checkpoints, *args: Any, **more: Any) -> None:
+        self._extra()  # as memory does
         save_checkpoint(self, *args, **more)
 
-    save_checkpoint = Trainer._save
+    save_checkpoint = Checkpoints.save
     bad_at = mock.patch.object(Engine, "bad_steps", lambda self: int(self.steps == 4))
-    with bad_at, mock.patch.object(Trainer, "_save", asking):
+    with bad_at, mock.patch.object(Checkpoints, "save", asking):
         start(
             "put off", checkpoint={"every": 2, "keep": 1, "keep_every": 4}, train={"stop_after": 7}
         )
@@ -595,15 +596,15 @@ def test_what_is_not_taken_from_memory(what: Callable[[Path], None], tmp_path: P
 
 def replicas_differ(folder: Path) -> None:
     """Rank 0's weights change by themselves; the next start goes on from before that."""
-    start, one_step = Starts(folder, 2), Trainer._one_step
+    start, one_step = Starts(folder, 2), Loop._one_step
 
-    def planted(self: Trainer, *batches: Any) -> None:
+    def planted(self: Loop, *batches: Any) -> None:
         if self.engine.steps == 5 and self.engine.topology.rank == 0:
             self.engine.optimizer.states[0].storages["weight"].tensor.mul_(1.5)  # type: ignore[attr-defined]
         one_step(self, *batches)
 
     keys: Keys = {"zero": {"stage": 0}, "run_keys": {"check_replicas": 4}}
-    with mock.patch.object(Trainer, "_one_step", planted):
+    with mock.patch.object(Loop, "_one_step", planted):
         assert start("run", **keys).startswith("ReplicaError: step 8")
     collectives.barrier(
         Topology().axis("world")

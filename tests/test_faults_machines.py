@@ -39,7 +39,8 @@ from tests.fault_runs import (
     saved,
     uninterrupted,
 )
-from threed.monitor import heartbeat, metrics
+from threed.monitor import metrics
+from threed.reliability import heartbeat
 
 HANG_S = 6
 OTHER = [

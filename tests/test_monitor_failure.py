@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from threed.monitor import failure, heartbeat
-from threed.monitor.failure import lost, named, wait_for_names, write_error_file
-from threed.monitor.heartbeat import Heartbeat
+from threed.reliability import failure, heartbeat
+from threed.reliability.failure import lost, named, wait_for_names, write_error_file
+from threed.reliability.heartbeat import Heartbeat
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from threed.monitor.heartbeat import RECORD_BYTES, Heartbeat, process_state, read_all, who
+from threed.reliability.heartbeat import RECORD_BYTES, Heartbeat, process_state, read_all, who
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,7 +97,7 @@ def test_a_beat_costs_less_than_fifty_microseconds(tmp_path: Path) -> None:
 
 def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
     program = f"""
-from threed.monitor.heartbeat import Heartbeat
+from threed.reliability.heartbeat import Heartbeat
 heart, step = Heartbeat({str(tmp_path)!r}, 0), 0
 while True:
     step += 1

@@ -15,9 +15,9 @@ from torch import distributed as dist
 
 from tests.harness import run_ranks
 from threed import collectives
-from threed.monitor import heartbeat, watchdog
-from threed.monitor.heartbeat import Heartbeat
-from threed.monitor.watchdog import Watchdog, judge, where
+from threed.reliability import heartbeat, watchdog
+from threed.reliability.heartbeat import Heartbeat
+from threed.reliability.watchdog import Watchdog, judge, where
 from threed.topology import Topology
 
 WAITS = "waits in all_reduce over tp, for run at layers/linear.py:94"

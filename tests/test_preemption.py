@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from threed import preemption
 from threed.monitor import process
-from threed.monitor.signals import TERMINATED, Signals
-from threed.preemption import FILE, Preempted, Stop
+from threed.reliability import preemption
+from threed.reliability.preemption import FILE, Preempted, Stop
+from threed.reliability.signals import TERMINATED, Signals
 from threed.topology import Topology, alone
 
 
@@ -105,7 +105,7 @@ def test_signals_are_heard_while_the_main_thread_is_busy_and_handlers_come_back(
 def test_a_second_sigterm_ends_a_process_that_waits_in_c() -> None:
     program = """
 import ctypes, threading
-from threed.monitor.signals import Signals
+from threed.reliability.signals import Signals
 signals = Signals().__enter__()
 def listen():
     while True: signals.listen(1)

@@ -18,11 +18,13 @@ from tests.configs import topology_of
 from tests.harness import run_ranks
 from tests.runs import open_text, run
 from threed import collectives
-from threed.checkpoint import run_folder
-from threed.checkpoint.run_folder import Run, RunFolderError, owned, probe
-from threed.checkpoint.run_folder import _newest as newest
-from threed.checkpoint.run_folder import _take as take
+from threed.checkpoint.files import RunFolderError
 from threed.config import TrainConfig
+from threed.monitor.process import started
+from threed.reliability import ownership
+from threed.reliability.ownership import Run, owned, probe
+from threed.reliability.ownership import _newest as newest
+from threed.reliability.ownership import _take as take
 from threed.topology import Topology
 
 # ------------------------------------------------------------------------------------------------------------ probe
@@ -30,7 +32,7 @@ from threed.topology import Topology
 
 def probed(folder: Path) -> dict[str, str]:
     """What a rank hears where all share a folder; where two halves have one each; and where rank 2 cannot write."""
-    everyone, run_folder.VISIBLE_S, said = topology_of(1, 1).axis("world"), 0.3, {}
+    everyone, ownership.VISIBLE_S, said = topology_of(1, 1).axis("world"), 0.3, {}
     for name, part in (
         ("shared", ""),
         ("halves", str(everyone.index // 2)),
@@ -70,9 +72,9 @@ def test_every_rank_tries_the_folder_and_all_hear_who_cannot_use_it(tmp_path: Pa
 def ended_process() -> dict[str, object]:
     """A process that is gone, as a run's record names it."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    about = {"pid": process.pid, "started": run_folder.started(process.pid)}
+    about = {"pid": process.pid, "started": started(process.pid)}
     process.kill()
-    while run_folder.started(process.pid):  # a zombie by then
+    while started(process.pid):  # a zombie by then
         time.sleep(0.01)
     about["zombie"] = process
     return about

@@ -8,7 +8,7 @@ import torch
 from tests import reference_models
 from tests.configs import SEQ, VOCAB, Case, config_of, engine_of
 from tests.harness import run_ranks
-from threed.sampling import generate
+from threed.training.sampling import generate
 
 PROMPT, COUNT = [5, 17, 3], SEQ + 4  # past the model's length, where the window slides
 GREEDY = 1e-9  # so cold that all but the largest logit have the probability 0

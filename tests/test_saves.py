@@ -18,8 +18,8 @@ from threed.checkpoint.files import CheckpointError
 from threed.data import Data
 from threed.engine import Engine
 from threed.forecast import Forecast
-from threed.preemption import Preempted
-from threed.supervision import Supervision
+from threed.reliability.preemption import Preempted
+from threed.reliability.supervision import Supervision
 from threed.zero import snapshot
 
 

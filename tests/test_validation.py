@@ -14,7 +14,7 @@ from tests.configs import engine_of
 from tests.harness import run_ranks
 from tests.runs import SEQ, configuration, open_text, run
 from threed.data import Data
-from threed.validation import Validation
+from threed.training.evaluation import Validation
 
 ASKED = (5, 16, 64, 10_000)  # validation windows; open_text has some hundred
 TOPOLOGIES: dict[int, list[dict[str, dict[str, Any]]]] = {

@@ -194,6 +194,9 @@ def _check_offload(config: Config) -> Iterator[str]:
     if zero.tile > 1 and zero.stage != 3:
         why = "tiles are gathered one at a time, and there is nothing to gather"
         yield f"--zero.tile {zero.tile} {stage}: {why}; use --zero.stage 3, or leave it out"
+    if zero.compress_weights != "none" and zero.stage != 3:
+        given = f"--zero.compress-weights {zero.compress_weights} {stage}"
+        yield f"{given}: parameters are in full there; use --zero.stage 3, or leave it out"
     if zero.delayed_update and zero.offload_optimizer != "cpu":
         yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
     if zero.early_update is True and (zero.order, *list(places.values())[:2]) != (

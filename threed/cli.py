@@ -61,110 +61,104 @@ def _parser() -> argparse.ArgumentParser:
         prog="threed", description="Training, and the tools beside it."
     )
     tools = parser.add_subparsers(required=True, metavar="TOOL")
-
-    def tool(
-        name: str, text: str, run: Callable[[argparse.Namespace], None]
-    ) -> argparse.ArgumentParser:
-        sub = tools.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
-        return sub
-
     named = "|".join(architectures.NAMES)
     tools.add_parser(
         "train", help=f"[{named}] --preset tiny …: trains; `threed train --help` lists every key"
     )
-    sub = tool("schedule", "plays a pipeline schedule out, and draws it", _schedule)
-    sub.add_argument(
-        "name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv"
-    )
-    sub.add_argument(
-        "--stages", type=int, help="pipeline ranks; of FILE.csv as many as it has rows"
-    )
-    sub.add_argument(
-        "--microbatches", type=int, help="micro-batches of a step; of FILE.csv its own"
-    )
-    sub.add_argument("--chunks", type=int, default=None, help="model chunks on a rank")
-    for name in ("forward", "backward-input", "backward-weight"):
-        sub.add_argument(
-            f"--{name}", type=float, default=1.0, help="time of it for one micro-batch (default 1)"
-        )
-    sub.add_argument("--send", type=float, default=0.0, help="latency of a message (default 0)")
-    sub.add_argument(
-        "--overlapped",
-        type=float,
-        help="time of a forward run together with a backward (default the sum)",
-    )
-    sub.add_argument("--svg", type=Path, help="draw the timeline into this file")
-    sub.add_argument(
-        "--csv", type=Path, help="write the plan as torch.distributed.pipelining reads it"
-    )
-    sub.add_argument("--json", action="store_true", help="print JSON")
     tools.add_parser(
         "plan", help="what a run would take; takes the flags of training and --world-size N"
     )
-    sub = tool(
-        "tokenize", "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx", _tokenize
+    for name, (text, add_arguments, run) in _TOOLS.items():
+        tool = tools.add_parser(name, help=text, description=text)
+        tool.set_defaults(run=run)
+        add_arguments(tool)
+    text = "trains a model in every topology and compares with one process: exit code 0 same, 1 differs, 2 not compared"
+    _add_verify(
+        tools.add_parser(
+            "verify",
+            help=text,
+            allow_abbrev=False,
+            description=f"{text}; takes flags of training too",
+        )
     )
-    sub.add_argument("src")
-    sub.add_argument("dst", help="prefix of the .bin and .idx to write")
-    help_text = "bytes (default), the folder of a tokenizer, or the path of a tokenizer.json"
-    sub.add_argument("--tokenizer", default="bytes", help=help_text)
-    help_text = "begin documents with the bos token (default auto: if the tokenizer itself adds it to texts)"
-    sub.add_argument("--bos", choices=["auto", "true", "false"], default="auto", help=help_text)
-    help_text = "encode the spelling of a special token as ordinary text (default), or parse it as the token"
-    sub.add_argument("--special-tokens", choices=["text", "parse"], default="text", help=help_text)
-    text = "turns a native checkpoint into a Hugging Face folder, and back, and DeepSpeed's and Megatron's into it"
-    sub = tool("convert", text, _convert)
-    sub.add_argument("src", type=Path)
-    sub.add_argument("dst", type=Path)
-    sub.add_argument(
+    return parser
+
+
+def _add_schedule(tool: argparse.ArgumentParser) -> None:
+    tool.add_argument(
+        "name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv"
+    )
+    tool.add_argument(
+        "--stages", type=int, help="pipeline ranks; of FILE.csv as many as it has rows"
+    )
+    tool.add_argument(
+        "--microbatches", type=int, help="micro-batches of a step; of FILE.csv its own"
+    )
+    tool.add_argument("--chunks", type=int, default=None, help="model chunks on a rank")
+    for name in ("forward", "backward-input", "backward-weight"):
+        tool.add_argument(
+            f"--{name}", type=float, default=1.0, help="time of it for one micro-batch (default 1)"
+        )
+    tool.add_argument("--send", type=float, default=0.0, help="latency of a message (default 0)")
+    text = "time of a forward run together with a backward (default the sum)"
+    tool.add_argument("--overlapped", type=float, help=text)
+    tool.add_argument("--svg", type=Path, help="draw the timeline into this file")
+    tool.add_argument(
+        "--csv", type=Path, help="write the plan as torch.distributed.pipelining reads it"
+    )
+    tool.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_tokenize(tool: argparse.ArgumentParser) -> None:
+    tool.add_argument("src")
+    tool.add_argument("dst", help="prefix of the .bin and .idx to write")
+    text = "bytes (default), the folder of a tokenizer, or the path of a tokenizer.json"
+    tool.add_argument("--tokenizer", default="bytes", help=text)
+    text = "begin documents with the bos token (default auto: if the tokenizer itself adds it to texts)"
+    tool.add_argument("--bos", choices=["auto", "true", "false"], default="auto", help=text)
+    text = "encode the spelling of a special token as ordinary text (default), or parse it as the token"
+    tool.add_argument("--special-tokens", choices=["text", "parse"], default="text", help=text)
+
+
+def _add_convert(tool: argparse.ArgumentParser) -> None:
+    tool.add_argument("src", type=Path)
+    tool.add_argument("dst", type=Path)
+    tool.add_argument(
         "--to",
         choices=["native", "hf"],
         help="what DST is to be; default: the other one than SRC is",
     )
-    sub.add_argument(
-        "--tokenizer",
-        help="bytes, a folder, a tokenizer.json, or none; default: the folder's, or the run's",
-    )
-    sub.add_argument(
+    text = "bytes, a folder, a tokenizer.json, or none; default: the folder's, or the run's"
+    tool.add_argument("--tokenizer", help=text)
+    tool.add_argument(
         "--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights"
     )
-    help_text = "read checkpoints of DeepSpeed and Megatron, which are pickles, in a process that is cut off"
-    sub.add_argument("--allow-pickle", action="store_true", help=help_text)
-    sub.add_argument(
-        "--config",
-        type=Path,
-        help="config.json of DeepSpeed's model; default: the one in SRC or above it",
-    )
-    sub = tool(
-        "inspect",
-        "shows versions and devices, or what is in a checkpoint, all hashes verified",
-        _inspect,
-    )
-    sub.add_argument("checkpoint", type=Path, nargs="?")
-    sub.add_argument(
-        "--drive",
-        default=tempfile.gettempdir(),
-        help="folder whose drive is timed (default %(default)s)",
-    )
-    sub = tool("report", "draws a run's figures again from its folder", _report)
-    sub.add_argument("folder", type=Path)
-    text = "trains a model in every topology and compares with one process: exit code 0 same, 1 differs, 2 not compared"
-    sub = tools.add_parser(
-        "verify", help=text, allow_abbrev=False, description=f"{text}; takes flags of training too"
-    )
-    sub.add_argument(
+    text = "read checkpoints of DeepSpeed and Megatron, which are pickles, in a process that is cut off"
+    tool.add_argument("--allow-pickle", action="store_true", help=text)
+    text = "config.json of DeepSpeed's model; default: the one in SRC or above it"
+    tool.add_argument("--config", type=Path, help=text)
+
+
+def _add_inspect(tool: argparse.ArgumentParser) -> None:
+    tool.add_argument("checkpoint", type=Path, nargs="?")
+    text = "folder whose drive is timed (default %(default)s)"
+    tool.add_argument("--drive", default=tempfile.gettempdir(), help=text)
+
+
+def _add_report(tool: argparse.ArgumentParser) -> None:
+    tool.add_argument("folder", type=Path)
+
+
+def _add_verify(tool: argparse.ArgumentParser) -> None:
+    tool.add_argument(
         "model", metavar="FILE.py:NAME", help="a class called with a ModelConfig and a Slicing"
     )
-    sub.add_argument(
-        "--topologies",
-        help="such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN microN seq zeroN recompute offload",
-    )
-    sub.add_argument(
+    text = "such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN microN seq zeroN recompute offload"
+    tool.add_argument("--topologies", help=text)
+    tool.add_argument(
         "--timeout", type=float, default=120, help="seconds for one topology (default 120)"
     )
-    sub.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+    tool.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _train(tool: str, *words: str) -> int:
@@ -377,3 +371,25 @@ def _report(a: argparse.Namespace) -> None:
 
     for path in report(a.folder):
         print(path)
+
+
+_Arguments = Callable[[argparse.ArgumentParser], None]
+_TOOLS: dict[str, tuple[str, _Arguments, Callable[[argparse.Namespace], None]]] = {
+    "schedule": ("plays a pipeline schedule out, and draws it", _add_schedule, _schedule),
+    "tokenize": (
+        "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx",
+        _add_tokenize,
+        _tokenize,
+    ),
+    "convert": (
+        "turns a native checkpoint into a Hugging Face folder, and back, and DeepSpeed's and Megatron's into it",
+        _add_convert,
+        _convert,
+    ),
+    "inspect": (
+        "shows versions and devices, or what is in a checkpoint, all hashes verified",
+        _add_inspect,
+        _inspect,
+    ),
+    "report": ("draws a run's figures again from its folder", _add_report, _report),
+}

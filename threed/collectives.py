@@ -16,6 +16,7 @@ exchange; ours is deterministic, and the same on every rank. Counted are the byt
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from threed.codecs import EXACT, Cast, Codec
 from threed.device import count, current
 from threed.topology import Axis, Link
 
@@ -92,10 +94,18 @@ def _nbytes(tensor: Tensor) -> int:
 # ------------------------------------------------------------------------------------------------------------ plain
 
 
-def start_all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """Begins to concatenate every rank's `shard` [n ...] to [size*n ...]; `shard` may be a part of `out` itself."""
+def start_all_gather(
+    shard: Tensor, axis: Axis, out: Tensor | None = None, *, codec: Codec = EXACT
+) -> Pending:
+    """Begins to concatenate every rank's `shard` [n ...] to [size*n ...]; `shard` may be a part of `out` itself.
+
+    Args:
+        codec: encodes the shards; this rank's part of the result is decoded, too.
+    """
     if axis.size == 1:
         return done(shard if out is None else out.copy_(shard))
+    if codec != EXACT:
+        return _start_encoded_gather(shard, axis, out, codec)
     shard = shard.contiguous()
     if out is None:
         out = shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:])
@@ -103,6 +113,19 @@ def start_all_gather(shard: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
     if axis.size == 2 and _gloo(axis):
         return _swap(shard, out, axis)
     return Pending(lambda: out, _start(_all_gather_single, out, shard, axis=axis))
+
+
+def _start_encoded_gather(shard: Tensor, axis: Axis, out: Tensor | None, codec: Codec) -> Pending:
+    shape = (axis.size * shard.shape[0], *shard.shape[1:])
+    messages = start_all_gather(codec.encode(shard.reshape(1, -1)), axis)
+
+    def finish() -> Tensor:
+        result = shard.new_empty(shape) if out is None else out
+        rows = codec.decode(messages.wait(), shard.numel(), shard.dtype)
+        result.view(axis.size, -1).copy_(rows)
+        return result
+
+    return Pending(finish)
 
 
 def _swap(shard: Tensor, out: Tensor, axis: Axis) -> Pending:
@@ -125,14 +148,16 @@ def start_reduce_scatter(
     full: Tensor,
     axis: Axis,
     *,
-    wire: torch.dtype | None = None,
+    codec: Codec = EXACT,
     into: Tensor | None = None,
     add: bool = False,
 ) -> Pending:
     """Begins to sum `full` [size*n ...] over the axis; the result is this rank's part [n ...] of the sum.
 
-    wire: the dtype that numbers travel in, by default their own; sums are made in `full`'s. into: where the result
-    goes, or is added to when `add`; then `full` is used up, and `into` may be this rank's part of it.
+    Args:
+        codec: encodes the terms, this rank's own included; sums are made in the dtype of `full`.
+        into: where the result goes, which may be this rank's part of `full`; `full` is undefined afterwards.
+        add: add the result to `into`.
     """
     if axis.size == 1:
         return done(full if into is None else _store(full, into, add))
@@ -140,10 +165,10 @@ def start_reduce_scatter(
         raise ValueError(
             f"reduce-scatter of {tuple(full.shape)}: dimension 0 is no multiple of {axis.size} ranks"
         )
-    moved = full.contiguous().to(wire or full.dtype)
+    if _gloo(axis) or not isinstance(codec, Cast):
+        return _exchange_sum(full.contiguous(), axis, codec, into, add)
+    moved = codec.encode(full.contiguous())
     axis.count(_nbytes(moved) // axis.size * (axis.size - 1))
-    if _gloo(axis):
-        return _exchange_sum(moved, axis, full.dtype, into, add)
     direct = into if into is not None and not add and into.dtype == moved.dtype else None
     out = moved.new_empty(full.shape[0] // axis.size, *full.shape[1:]) if direct is None else direct
     work = _start(_reduce_scatter_single, out, moved, axis=axis)
@@ -157,34 +182,35 @@ def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
 
 
 def _exchange_sum(
-    full: Tensor, axis: Axis, dtype: torch.dtype, into: Tensor | None, add: bool
+    full: Tensor, axis: Axis, codec: Codec, into: Tensor | None, add: bool
 ) -> Pending:
-    """Sends each peer its part and adds up my part's versions in rank order.
+    """Sends each peer its encoded part, and adds up the versions of this rank's part in rank order.
 
     More than two ranks send to themselves too, by a copy of one part here: else those in the middle would have to copy
     all other parts, to have them side by side.
     """
-    parts, shape = full.view(axis.size, -1), (full.shape[0] // axis.size, *full.shape[1:])
-    row = parts.shape[1]
-    splits = [row] * axis.size
+    dtype, shape = full.dtype, (full.shape[0] // axis.size, *full.shape[1:])
+    messages = codec.encode(full.view(axis.size, -1))
+    row, count = messages.shape[1], full.numel() // axis.size
+    axis.count(_nbytes(messages) // axis.size * (axis.size - 1))
+    splits, sent = [row] * axis.size, messages
     if axis.size == 2:
-        splits[axis.index], full = 0, parts[1 - axis.index]
-    got = full.new_empty(sum(splits))
-    work = _start(dist.all_to_all_single, got, full.view(-1), splits, splits, axis=axis)
+        splits[axis.index], sent = 0, messages[1 - axis.index]
+    got = messages.new_empty(sum(splits))
+    work = _start(dist.all_to_all_single, got, sent.reshape(-1), splits, splits, axis=axis)
     # Narrow numbers are added in fp32 and rounded once; a sum of two is rounded once anyway.
     narrow = dtype in (torch.bfloat16, torch.float16) and (axis.size > 2 or add)
     wide = torch.float32 if narrow else dtype
-    direct = (
-        into.view(-1) if into is not None and not add and full.dtype == wide == into.dtype else None
-    )
+    direct = into.view(-1) if into is not None and not add and wide == into.dtype else None
 
     def add_up() -> Tensor:
-        versions = list(got.view(max(1, axis.size * (axis.size > 2)), row).unbind(0))
+        versions = list(got.view(max(1, axis.size * (axis.size > 2)), row).split(1))
         if axis.size == 2:
-            versions.insert(axis.index, parts[axis.index])
-        total = torch.add(versions[0].to(wide), versions[1].to(wide), out=direct)
-        for version in versions[2 : 3 if got.is_meta else None]:  # on paper one shows what it takes
-            total += version
+            versions.insert(axis.index, messages[axis.index : axis.index + 1])
+        terms = (codec.decode(version, count, wide).view(-1) for version in versions)
+        total = torch.add(next(terms), next(terms), out=direct)
+        for term in itertools.islice(terms, 1 if got.is_meta else None):  # one shows the memory
+            total += term
         if into is None:
             return total.to(dtype).view(shape)
         return _store(total.view(into.shape), into, add)
@@ -197,21 +223,22 @@ def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
     return start_reduce_scatter(full, axis).wait()
 
 
-def start_all_reduce(tensor: Tensor, axis: Axis, *, wire: torch.dtype | None = None) -> Pending:
+def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pending:
     """Begins to sum `tensor` over the axis, in rank order; the result may or may not be `tensor` itself.
 
-    wire: the dtype that numbers travel in, by default their own.
+    Args:
+        codec: encodes the terms. Of more than two ranks, casts encode the sums as well.
     """
     if axis.size == 1:
         return done(tensor)
     tensor, dtype = tensor.contiguous(), tensor.dtype
-    moved = tensor.to(wire or dtype)
+    if not isinstance(codec, Cast):
+        return _start_scattered_all_reduce(tensor, axis, dtype, codec)
+    moved = codec.encode(tensor)
     if not _gloo(axis):
         axis.count(2 * _nbytes(moved) * (axis.size - 1) // axis.size)
         return Pending(lambda: moved.to(dtype), _start(dist.all_reduce, moved, axis=axis))
-    if (
-        axis.size == 2
-    ):  # two ranks simply swap: the same bytes as reduce-scatter and all-gather, in one step
+    if axis.size == 2:  # the same bytes as reduce-scatter and all-gather, in one step
         return _swap_sum(moved, axis, dtype)
     return _start_scattered_all_reduce(moved, axis, dtype)
 
@@ -227,14 +254,20 @@ def _swap_sum(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
     return Pending(lambda: other.to(dtype).add_(tensor), work)
 
 
-def _start_scattered_all_reduce(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
-    """Reduce-scatter, then all-gather; padded to a multiple of the ranks."""
+def _start_scattered_all_reduce(
+    tensor: Tensor, axis: Axis, dtype: torch.dtype, codec: Codec = EXACT
+) -> Pending:
+    """Reduce-scatter, then all-gather, of sums that are encoded again; padded to a multiple of the ranks."""
     flat = tensor.view(-1)
     padding = -flat.numel() % axis.size
-    part = start_reduce_scatter(
-        torch.nn.functional.pad(flat, (0, padding)) if padding else flat, axis
-    )
-    return Pending(lambda: all_gather(part.wait(), axis)[: flat.numel()].view_as(tensor).to(dtype))
+    padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
+    part = start_reduce_scatter(padded, axis, codec=codec)
+
+    def finish() -> Tensor:
+        whole = start_all_gather(part.wait(), axis, codec=codec).wait()
+        return whole[: flat.numel()].view_as(tensor).to(dtype)
+
+    return Pending(finish)
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:

@@ -155,6 +155,13 @@ class ZeroConfig(_Group):
     tile: Count = Field(
         1, description="tiles a giant linear layer is cut into, gathered one at a time; 1: none"
     )
+    compress_weights: Literal["none", "int8"] = Field(
+        "none",
+        description="format that stage 3 gathers sharded parameters in; int8: blocks of 256 with a scale",
+    )
+    compress_gradients: Literal["none", "int8"] = Field(
+        "none", description="format that gradients travel in between data ranks; none: reduce-dtype"
+    )
     delayed_update: Switch = Field(
         False, description="update on the host while the next step runs, with weights one step old"
     )

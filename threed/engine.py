@@ -100,11 +100,11 @@ class Engine:
         )
         module = self.wrapped and self.wrapped.module
         self.buffers = buffers.build(layers, blueprint.cut, topology, blueprint.again, module)
-        wire, dynamic = setup.wire(config.precision), self.wrapped is not None
-        self.gatherer = Gatherer(
-            self.layout, setup.gather_axis(config, topology, self.layout.policy), dynamic
-        )
-        self.reducer = Reducer(self.layout, wire, dynamic, blueprint.layer_major)
+        dynamic = self.wrapped is not None
+        gather_axis = setup.gather_axis(config, topology, self.layout.policy)
+        self.gatherer = Gatherer(self.layout, gather_axis, dynamic, setup.weight_codec(config))
+        codecs = setup.gradient_codecs(config)
+        self.reducer = Reducer(self.layout, codecs, dynamic, blueprint.layer_major)
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
             learning_rate or setup.learning_rate(config.optim, config.train.steps), device=topology.device,

@@ -23,6 +23,7 @@ from threed.blueprint import Blueprint
 from threed.checkpoint.beside import save_bytes
 from threed.checkpoint.copies import memory_bytes
 from threed.checks import LAYER_MAJOR
+from threed.codecs import EXACT
 from threed.config import Config, ConfigError
 from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch
@@ -252,7 +253,7 @@ def _standing(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> in
     drives = sum(drive.nbytes * drive.count for drive in blueprint.layout.policy.drives)
     layers = blueprint.held if default_device().type == "cuda" else range(len(blueprint.layers))
     own = {id(buffer): buffer.nbytes for n in layers for buffer in blueprint.layers[n].buffers()}
-    tables = max(cost.cached for chunk in chunks for cost in chunk)
+    tables = max(cost.cached for chunk in chunks for cost in chunk) + _decoded(blueprint)
     return batch + tables + drives + MESSAGES * max(edges) + sum(own.values())
 
 
@@ -369,11 +370,12 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
         times.update(found.times)
         chunks.append(found)
         first += len(chunk)
+    codec = setup.weight_codec(blueprint.config)
     for group, count in times.items():
         for bucket in group.buckets:
             part = torch.empty(bucket.share, dtype=layout.policy.param_dtype, device=META)
             before = blueprint.topology.traffic["dp"]
-            collectives.start_all_gather(part, group.shard)
+            collectives.start_all_gather(part, group.shard, codec=codec if group.sliced else EXACT)
             blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (
                 count - 1
             )
@@ -383,6 +385,17 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
         part = torch.empty(bucket.updates, dtype=layout.policy.param_dtype, device=META)
         collectives.start_all_gather(part, bucket.group.holders)
     return chunks
+
+
+def _decoded(blueprint: Blueprint) -> int:
+    """Returns the bytes that decoding the largest encoded bucket takes besides its result."""
+    sliced = [group for group in blueprint.layout.groups if group.sliced]
+    codec = setup.weight_codec(blueprint.config)
+    if codec == EXACT or not sliced:
+        return 0
+    largest = max(bucket.last - bucket.first for group in sliced for bucket in group.buckets)
+    message = codec.encode(torch.empty(1, largest, dtype=torch.float32, device=META))
+    return message.nbytes + 2 * largest * blueprint.layout.policy.param_dtype.itemsize
 
 
 def _tiles(layout: Layout) -> int:
@@ -439,7 +452,7 @@ class _Reductions:
 
     def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
         layout, config = blueprint.layout, blueprint.config
-        reducer = Reducer(layout, setup.wire(config.precision), whole_step=blueprint.layer_major)
+        reducer = Reducer(layout, setup.gradient_codecs(config), whole_step=blueprint.layer_major)
         self.always = reducer.rounds
         self.passes = blueprint.plan.microbatches // blueprint.plan.ways  # of a chunk
         rounds = min(self.passes, STEADY) if reducer.rounds else 1

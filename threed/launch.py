@@ -21,13 +21,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from threed import collectives, device, models, recheck
+from threed import collectives, device, models
 from threed.arguments import Options, format_problems, help_text, load, load_checked
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, check_space
+from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
 from threed.checkpoint.resuming import compare, resuming_flags
 from threed.checkpoint.retention import after_restart, candidates
-from threed.checkpoint.run_folder import RunFolderError
 from threed.checks import find_problems
 from threed.config import Config, ConfigError
 from threed.data import Data, open_data
@@ -43,8 +42,9 @@ from threed.layers import Slicing
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
 from threed.monitor import process
-from threed.monitor.failure import LostContact, write_error_file
-from threed.preemption import PREEMPTED, Preempted
+from threed.reliability import recheck
+from threed.reliability.failure import LostContact, write_error_file
+from threed.reliability.preemption import PREEMPTED, Preempted
 from threed.resolution import resolve
 from threed.save_checks import check_sizes
 from threed.topology import TIMEOUT, Topology

@@ -1,450 +1,260 @@
-"""The loop: batches in, steps, validation, checkpoints, and at the end pictures, an export and a few lines of text.
+"""Trains an engine on data: claims the run folder, resumes, runs the steps, and writes the final report.
 
     Trainer(engine, data, command).run()
 
-Phases of a run: resume -> steps (log, evaluate, save on their intervals) -> the end. Every rank walks the same loop;
-only rank 0 writes what people read.
+Every rank runs the same loop. What surrounds a step (logging, evaluation, checkpoints, profiles) is a list of callbacks
+(`threed.training`); only rank 0 writes metrics, figures and notes.
 """
 
 from __future__ import annotations
 
-import os
-import shlex
 import threading
-import time
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from threed import collectives, final_report, preemption
+from threed import collectives
 from threed.arguments import to_toml
-from threed.bad_numbers import Guard
-from threed.batches import Batch
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.resuming import compare, resuming_flags
+from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
-from threed.checkpoint.run_folder import owned, probe
-from threed.clocks import on_one_clock
 from threed.data import Data, Prefetcher
-from threed.device import name as device_name
-from threed.device import peak_bytes
-from threed.elastic import Memory, resume
 from threed.engine import Engine, StepMetrics
-from threed.footprint import measuring
 from threed.forecast import Forecast
 from threed.interop.huggingface.folder import is_hf_folder
-from threed.monitor import Monitor, Throughput, Traffic, process
-from threed.preemption import Preempted, Stop
+from threed.monitor import Monitor
 from threed.provenance import provenance, tags
-from threed.saves import Saves
-from threed.schedules import Action, idle_shares
-from threed.supervision import Supervision
-from threed.validation import Validation
+from threed.reliability import preemption
+from threed.reliability.elastic import Memory, resume
+from threed.reliability.ownership import Owner, owned, probe
+from threed.reliability.preemption import Preempted, Stop
+from threed.reliability.supervision import Supervision
+from threed.training import final_report
+from threed.training.bad_steps import BadSteps
+from threed.training.callback import Callback, Run, Start
+from threed.training.checkpoints import Checkpoints
+from threed.training.evaluation import Evaluation
+from threed.training.profiling import PeakMemory, Profile
+from threed.training.step_log import StepLog
 from threed.zero.setup import describe_rate
 
-GIB = 2**30
-BEFORE_EXIT_S = 5.0  # for copies in memory that are written when another rank has failed
+BEFORE_EXIT_S = 5.0  # for copies in memory that are being written when another rank fails
 
 
 class Trainer:
     """Trains an engine on data as its configuration says.
 
-    command: the command line, for the hint how to resume. forecast: by default rank 0 makes it; others need none.
-    interrupted: set when Ctrl-C has ended the run.
+    Args:
+        command: the words of the command line, for the hint how to resume.
+        forecast: memory and time of the run, on rank 0; made if it is None.
+        interrupted: set when the user has interrupted the run.
+        callbacks: called in each step after the metrics of training are known and before they are logged.
     """
 
     def __init__(
-        self, engine: Engine, data: Data, command: list[str], forecast: Forecast | None = None,
+        self,
+        engine: Engine,
+        data: Data,
+        command: Sequence[str],
+        forecast: Forecast | None = None,
         interrupted: threading.Event | None = None,
-    ) -> None:  # fmt: skip
-        self.interrupted = interrupted
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         self.engine, self.data, self.command = engine, data, command
         self.config, self.topology = engine.config, engine.topology
-        self.validation = Validation(engine, data)
+        self.interrupted, self.callbacks = interrupted, callbacks
         self.world = self.topology.axis("world")
-        self.main = self.topology.rank == 0
         self.folder = Path(self.config.run.dir or "runs")
-        self.forecast = (forecast or self._forecast()) if self.main else None
-        asked = self.config.checkpoint
-        self.retention = Retention(self.folder, asked.keep, self.world, asked.keep_every)
-        self.saves = Saves(
-            engine,
-            self.retention,
-            lambda text: self.monitor.note(text),
-            lambda: self.monitor.sync(),
-        )
-        self.saving_s = 0.0
-        self.spans: list[Any] = []
-        self.traffic = Traffic()
-        self.peak = self.weighed = 0  # the most bytes of tensors in a step, and which step that was
-        self.profiler: torch.profiler.profile | None = None
-
-    def _forecast(self) -> Forecast:
-        return Forecast.of(
-            self.config, self.topology.world, division=self.engine.blueprint.division
-        )
+        if self.topology.rank != 0:
+            forecast = None
+        elif forecast is None:
+            division = engine.blueprint.division
+            forecast = Forecast.of(self.config, self.topology.world, division=division)
+        self.forecast = forecast
 
     def run(self) -> None:
-        """The whole run. RunFolderError where another run has the folder, or some rank cannot use it; Preempted where
-        it was asked to end before its last step."""
+        """Runs the training to its last step. Collective.
+
+        Raises:
+            RunFolderError: if another run uses the folder, or some rank cannot use it.
+            Preempted: if the run was asked to end before its last step; it is saved.
+        """
         probe(self.folder, self.world)
-        with owned(self.folder, self.world, job_name()) as self.owner:
+        with owned(self.folder, self.world, job_name()) as owner:
             preemption.begin(self.folder, job_name(), self.world)
-            if self.main:
-                self.retention.sweep()
-            with Supervision(
-                self.folder, self.topology, self.config, self.interrupted
-            ) as supervision:
-                self.supervision = supervision
-                self.heartbeat, self.watchdog = supervision.heart, supervision.watchdog
-                self.stop = Stop(self.world, self.topology.device, supervision.asked)
-                self.engine.saver.hurries = lambda: bool(self.stop or supervision.asked())
-                self._run()
+            with Supervision(self.folder, self.topology, self.config, self.interrupted) as watch:
+                self._run(owner, watch)
 
-    def _run(self) -> None:
-        self.memory = Memory(self.engine, self.folder, lambda text: self.monitor.note(text))
-        extra = resume(self.engine, self.folder, self.retention, self.memory)
-        self.changes = compare(extra.pop("manifest", None), self.config, self.data).accepted()
-        if extra.get("saved"):
-            self.saves.last_saved = self.engine.steps
-        self.begun_step, self.begun_samples = self.engine.steps, self.engine.consumed
-        self.begun_tokens = extra.get("tokens", self.begun_samples * self.config.model.seq)
-        train = self.config.train
-        self.last = last = min(train.steps, train.stop_after or train.steps)
-        steps = self.engine.steps
-        writes = (
-            steps < last or steps != self.saves.last_saved
-        )  # else it only looks at what is there
-        aside = self.retention.set_aside(extra.get("path"), self.engine.steps) if writes else ""
-        with self._monitor(extra, writes) as self.monitor:
-            self.guard = Guard(self.engine, self.monitor.note)
-            self._log_header(aside)
-            self.memory.begin()
-            self.supervision.before_exit = lambda: self.memory.finish(BEFORE_EXIT_S)
-            with self.engine.saver.ending(), self.memory.ending(), self.supervision.failing():
-                self._loop(last)
-                if self.profiler is not None:
-                    self._end_profile(self.profiler)
-                self.heartbeat.beat(self.engine.steps, "save")
-                self.saves.end()
-            if self.engine.steps != self.saves.last_saved:
-                self._save_at_the_end()
-            self.memory.remove()
-            if self.stop and self.engine.steps < last:
-                self._preempted()
-            self._end()
+    def _run(self, owner: Owner, supervision: Supervision) -> None:
+        asked, train = self.config.checkpoint, self.config.train
+        retention = Retention(self.folder, asked.keep, self.world, asked.keep_every)
+        if self.topology.rank == 0:
+            retention.sweep()
+        stop = Stop(self.world, self.topology.device, supervision.asked)
+        self.engine.saver.hurries = lambda: bool(stop or supervision.asked())
+        memory = Memory(self.engine, self.folder)
+        start = self._start(resume(self.engine, self.folder, retention, memory))
+        last = min(train.steps, train.stop_after or train.steps)
+        writes = start.step < last or not start.saved  # else the run only draws and exports
+        aside = retention.set_aside(start.extra.get("path"), start.step) if writes else ""
+        with self._monitor(start, writes) as monitor:
+            run = Run(
+                self.engine, self.data, self.folder, self.forecast, monitor, supervision, stop, start,
+                last,
+            )  # fmt: skip
+            loop = Loop(run, retention, memory, owner, self.callbacks)
+            self._log_header(run, loop.evaluation.validation.notice, aside)
+            supervision.before_exit = lambda: memory.finish(BEFORE_EXIT_S)
+            loop.train()
+            spans = loop.step_log.spans
+            final_report.finish(run, loop.checkpoints, loop.peak, spans, self.command)
 
-    def _loop(self, last: int) -> None:
-        self.stop.now()
-        with Prefetcher(self._fetch, self.engine.steps) as batches:
-            while self.engine.steps < last and not self.stop:
-                self._one_step(batches)
-
-    def _save_at_the_end(self) -> None:
-        """The last save; where it fails in a run that was asked to end, the run is marked all the same."""
-        try:
-            self._save()
-        except CheckpointError:
-            if self.stop and self.engine.steps < self.last:
-                self._mark()
-            raise
-
-    def _preempted(self) -> None:
-        """Leaves word in the run folder that the run was asked to end; raises Preempted."""
-        self._mark()
-        raise Preempted(
-            f"preempted by {self.stop.reason} after step {self.engine.steps}, which is saved"
-        )
-
-    def _mark(self) -> None:
-        """Writes that the run was asked to end, before any rank leaves."""
-        if self.main:
-            newest = next(candidates(self.folder, "auto"), None)
-            preemption.mark(
-                self.folder,
-                self.engine.steps,
-                self.stop.reason,
-                newest,
-                job_name(),
-                self.world.size,
-            )
-        collectives.barrier(self.world)
+    def _start(self, extra: dict[str, Any]) -> Start:
+        extra["changes"] = compare(extra.pop("manifest", None), self.config, self.data).accepted()
+        step, samples = self.engine.steps, self.engine.consumed
+        tokens = int(extra.get("tokens", samples * self.config.model.seq))
+        return Start(step, samples, tokens, bool(extra.get("saved")), extra)
 
     # ---------------------------------------------------------------------------------------------------- beginning
 
-    def _monitor(self, extra: dict[str, Any], writes: bool) -> Monitor:
-        log, saved = self.config.log, extra.get("wandb")
-        run_id = saved if isinstance(saved, str) else None
-        self.extra = extra
+    def _monitor(self, start: Start, writes: bool) -> Monitor:
+        log, saved = self.config.log, start.extra.get("wandb")
+        about = {**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256}
+        if self.forecast is not None:
+            about |= provenance(self.topology, self.forecast.parameters)
         return Monitor(
-            self.folder, self.config.train.steps, self.engine.steps, self.main, wandb=log.wandb, project=log.project,
-            name=self.config.run.name, run_id=run_id, drop_later=writes,
-            config={**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256, **self._provenance()},
-            tags=tags(self.config, self.topology),
+            self.folder, self.config.train.steps, start.step, self.topology.rank == 0, wandb=log.wandb,
+            project=log.project, name=self.config.run.name, config=about, drop_later=writes,
+            run_id=saved if isinstance(saved, str) else None, tags=tags(self.config, self.topology),
         )  # fmt: skip
 
-    def _provenance(self) -> dict[str, Any]:
-        return {} if self.forecast is None else provenance(self.topology, self.forecast.parameters)
+    def _log_header(self, run: Run, validation: str, aside: str) -> None:
+        """Prints what is about to happen, and writes the configuration to the run folder.
 
-    def _log_header(self, aside: str) -> None:
-        """Says what is about to happen, and keeps the configuration; `aside`: the checkpoints that were set aside."""
-        device = self.topology.device
-        self.meter = Throughput(
-            0.0 if self.forecast is None else self.forecast.flops_per_token, self.topology.world,
-            device_name(device), self.config.precision.dtype,
-        )  # fmt: skip
-        note = self.monitor.note
-        text = "" if self.forecast is None else self.forecast.text()
-        rate = f"rate       {describe_rate(self.config.optim, self.config.train.steps)}"
-        few = self.validation.notice and f"validation {self.validation.notice}"
-        for line in (self.data.notice, f"data       {self.data.description}", few, rate, text):
-            if line:
-                note(line)
-        for problem in self.extra.get("problems", ()):
-            note(f"skipped a checkpoint: {problem}")
-        if "resumed" in self.extra:
-            note(f"resumed    {self.extra['resumed']}")
-        elif "path" in self.extra:
-            begun = is_hf_folder(self.extra["path"])
-            note(
-                f"{'begun from' if begun else 'resumed   '} {self.extra['path']}{', with moments of zero' * begun}"
-            )
+        Args:
+            validation: a note on the validation data, or nothing.
+            aside: the checkpoints that were set aside, or nothing.
+        """
+        lines = [self.data.notice, f"data       {self.data.description}"]
+        lines += [f"validation {validation}" if validation else ""]
+        lines += [f"rate       {describe_rate(self.config.optim, self.config.train.steps)}"]
+        lines += ["" if self.forecast is None else self.forecast.text(), *self._resumed(run.start)]
         if aside:
-            note(f"set aside  {aside}: this run starts at step {self.engine.steps}")
-        for line in self.changes:
-            note(f"changed    {line}")
-        if self.engine.steps >= self.config.train.steps:
-            note(
+            lines.append(f"set aside  {aside}: this run starts at step {run.start.step}")
+        lines += [f"changed    {line}" for line in run.start.extra["changes"]]
+        if run.start.step >= self.config.train.steps:
+            lines.append(
                 f"all {self.config.train.steps} steps are done; --train.steps trains on, --checkpoint.resume none anew"
             )
-        if self.main:
+        for line in lines:
+            if line:
+                run.note(line)
+        if self.topology.rank == 0:
             toml = f"# data: {self.data.description}\n# sha256 of the data: {self.data.sha256}\n{to_toml(self.config)}"
             (self.folder / "config.toml").write_text(toml)
 
-    # -------------------------------------------------------------------------------------------------------- steps
+    def _resumed(self, start: Start) -> list[str]:
+        """Returns lines on what the run was resumed from."""
+        lines = [f"skipped a checkpoint: {problem}" for problem in start.extra.get("problems", ())]
+        path = start.extra.get("path")
+        if "resumed" in start.extra:
+            return [*lines, f"resumed    {start.extra['resumed']}"]
+        if path is None:
+            return lines
+        if is_hf_folder(path):
+            return [*lines, f"begun from {path}, with moments of zero"]
+        return [*lines, f"resumed    {path}"]
 
-    def _fetch(self, step: int) -> dict[str, torch.Tensor]:
-        """This data rank's share of a step's batch: a pure function of the samples consumed before it."""
-        size, axis = self.config.train.global_batch, self.topology.axis("dp")
-        share = size // axis.size
-        first = (
-            self.begun_samples + (step - self.begun_step) * size
-        )  # the batch may have been another before a resume
-        return self.data.train.batch(first + axis.index * share, share)
 
-    def _one_step(self, batches: Prefetcher[dict[str, torch.Tensor]]) -> None:
-        step, begin = self.engine.steps + 1, time.perf_counter()
-        logged = step % self.config.log.every == 0 or step in (1, self.last)
-        self.heartbeat.beat(step, "data")
+class Loop:
+    """The steps of a run, with the callbacks around them."""
+
+    def __init__(
+        self,
+        run: Run,
+        retention: Retention,
+        memory: Memory,
+        owner: Owner,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        self.run, self.engine, self.memory = run, run.engine, memory
+        self.bad_steps, self.peak, self.evaluation = BadSteps(run), PeakMemory(run), Evaluation(run)
+        self.checkpoints = Checkpoints(run, retention, memory, owner, self.bad_steps)
+        self.step_log = StepLog(run, self.checkpoints.take_seconds)
+        self.callbacks = [
+            Profile(run), self.peak, self.step_log, self.bad_steps, *callbacks, self.evaluation,
+            WriteRow(), self.checkpoints,
+        ]  # fmt: skip
+
+    def train(self) -> None:
+        """Runs the steps up to the last one, or until the run is asked to stop, and saves. Collective.
+
+        Raises:
+            Preempted: if the run was asked to stop before its last step.
+        """
+        run = self.run
+        for callback in self.callbacks:
+            callback.begin(run)
+        with self.checkpoints.saving(), run.supervision.failing():
+            run.stop.now()
+            with Prefetcher(self._share_of_batch, self.engine.steps) as batches:
+                while self.engine.steps < run.last and not run.stop:
+                    self._one_step(batches)
+            for callback in self.callbacks:
+                callback.end(run)
+        stopped = bool(run.stop) and self.engine.steps < run.last
+        if self.engine.steps != self.checkpoints.last_saved:
+            try:
+                self.checkpoints.save()
+            except CheckpointError:
+                if stopped:
+                    self._mark_preempted()
+                raise
+        self.memory.remove()
+        if stopped:
+            self._mark_preempted()
+            step, reason = self.engine.steps, run.stop.reason
+            raise Preempted(f"preempted by {reason} after step {step}, which is saved")
+
+    def _one_step(self, batches: Prefetcher[dict[str, Tensor]]) -> None:
+        run, step = self.run, self.engine.steps + 1
+        run.beat("data", step)
+        self.step_log.before_batch()
         batch = batches.get(step - 1)
-        data_s = time.perf_counter() - begin
-        self.heartbeat.beat(step, "step")
-        if logged:
-            self.engine.record()
-        self._profile(step)
-        self.topology.traffic.clear()  # only steps count: not the start, evaluation and saves
-        metrics = self._step(step, batch)
-        loss = (
-            metrics.loss if logged else None
-        )  # reading it waits for the device, so only where it is told
-        self.traffic.add(self.topology.traffic)
-        # Saving counts with the step after it: a checkpoint is written once the step's line is, or a crash between
-        # the two would lose the line for good.
-        spent = time.perf_counter() - begin + self.saving_s
-        self.meter.add(
-            metrics.tokens, spent, data_s=data_s, ckpt_s=self.saving_s, **metrics.seconds
-        )
-        row = self._row(metrics, loss) if loss is not None else {}
-        self.guard.compare()
-        self.stop.check()
-        row.update(self._evaluate_if_due(step))
+        run.beat("step", step)
+        for callback in self.callbacks:
+            callback.before_step(run, step)
+        metrics = self.bad_steps.step(batch)
+        run.stop.check()
+        row: dict[str, float] = {}
+        for callback in self.callbacks:
+            callback.after_step(run, metrics, row)
+
+    def _share_of_batch(self, step: int) -> dict[str, Tensor]:
+        """Returns this data rank's share of a step's batch: a pure function of the samples consumed before it."""
+        start, axis = self.run.start, self.engine.topology.axis("dp")
+        size = self.engine.config.train.global_batch  # may have been different before a resume
+        share = size // axis.size
+        first = start.samples + (step - start.step) * size
+        return self.run.data.train.batch(first + axis.index * share, share)
+
+    def _mark_preempted(self) -> None:
+        """Records in the run folder that the run was asked to stop, before any rank exits. Collective."""
+        folder, world = self.run.folder, self.engine.topology.axis("world")
+        if world.index == 0:
+            newest = next(candidates(folder, "auto"), None)
+            reason = self.run.stop.reason
+            preemption.mark(folder, self.engine.steps, reason, newest, job_name(), world.size)
+        collectives.barrier(world)
+
+
+class WriteRow(Callback):
+    """Writes the row of a step to metrics.jsonl and wandb, and advances the progress bar."""
+
+    def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         if row:
-            self.monitor.log(step, row)
+            run.monitor.log(metrics.step, row)
         else:
-            self.monitor.advance(step)
-        self.saving_s = self._save_if_due(step)
-
-    def _step(self, step: int, batch: Batch) -> StepMetrics:
-        """A step; the second one, or the only one, is looked at for the memory it takes."""
-        device = self.topology.device
-        hidden = (
-            self.config.run.compile and device.type == "cpu"
-        )  # kernels of a compiler are no operations to look at
-        if hidden or step != min(self.begun_step + 2, self.last):
-            return self.guard.step(batch)
-        engine, self.weighed = self.engine, step
-        with measuring(engine.layout, engine.optimizer.states, device) as peak:
-            metrics = self.guard.step(batch)
-            engine.optimizer.settle()
-        self.peak = peak()
-        return metrics
-
-    def _row(self, metrics: StepMetrics, loss: float) -> dict[str, float]:
-        """Everything that is logged of a step. Collective: traffic and memory come from all ranks."""
-        self.guard.tell(metrics)
-        self.spans = self._all_spans()
-        mine = {
-            "traffic": self.traffic.take(),
-            "rss": process.peak_rss_bytes(),
-            "alloc": peak_bytes(self.topology.device),
-        }
-        everyone = collectives.exchange({**mine, "asked": self.stop.asked()}, self.world)
-        self.stop.take([rank["asked"] for rank in everyone])
-        row: dict[str, float] = {
-            "train/loss": loss,
-            "train/lr": metrics.lr,
-            "train/grad_norm": metrics.grad_norm,
-            "train/tokens": self._tokens(),
-            "train/skipped_steps": metrics.skipped,
-            "train/loss_scale": metrics.loss_scale,
-            **self.meter.take(),
-            "mem/peak_rss_gib": max(rank["rss"] for rank in everyone) / GIB,
-            "run/restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        }
-        if self.topology.device.type == "cuda":
-            row["mem/peak_alloc_gib"] = max(rank["alloc"] for rank in everyone) / GIB
-        for axis in ("tp", "pp", "dp", "cp"):
-            row[f"comm/{axis}_gib"] = sum(rank["traffic"].get(axis, 0) for rank in everyone) / GIB
-        if self.topology.pp > 1 and self.forecast is not None:
-            idle = idle_shares(self.spans)
-            row["pp/bubble_measured"] = fmean(idle)
-            row["pp/slowest_stage"] = idle.index(min(idle))
-            row["pp/bubble_predicted"] = self.forecast.idle
-            row["pp/bubble_ideal"] = self.forecast.bubble
-        return row
-
-    def _tokens(self) -> int:
-        """Returns the tokens of all steps so far; sequences may have had another length before a resume."""
-        return int(
-            self.begun_tokens + (self.engine.consumed - self.begun_samples) * self.config.model.seq
-        )
-
-    def _all_spans(self) -> list[Any]:
-        """What ran when on every stage of this rank's column, in seconds of this rank's clock."""
-        mine = [(str(action), begin, end) for action, begin, end in self.engine.record(on=False)]
-        rows = on_one_clock(mine, self.topology.axis("pp"))
-        return [[(Action.parse(text), begin, end) for text, begin, end in row] for row in rows]
-
-    def _evaluate_if_due(self, step: int) -> dict[str, float]:
-        every = self.config.train.eval_every
-        if self.stop or (step != self.last and (every == 0 or step % every)):
-            return {}
-        self.heartbeat.beat(step, "evaluate")
-        loss = self.evaluate()
-        return (
-            {}
-            if loss is None
-            else {"val/loss": loss, "val/bits_per_byte": self.validation.bits_per_byte(loss)}
-        )
-
-    def evaluate(self) -> float | None:
-        """The mean token loss over the validation windows; None if the run is to stop meanwhile. Collective."""
-        return self.validation.loss(self._evaluated_batch)
-
-    def _evaluated_batch(self) -> bool:
-        self.heartbeat.beat(self.engine.steps, "evaluate")
-        return self.stop.check()
-
-    def _profile(self, step: int) -> None:
-        """Records the configured steps with torch's profiler, a trace file a rank."""
-        asked = self.config.log.profile_steps
-        if asked is None:
-            return
-        if step == asked[0]:
-            self.profiler = torch.profiler.profile()
-            self.profiler.start()
-        elif step == asked[1] + 1 and self.profiler is not None:
-            self._end_profile(self.profiler)
-
-    def _end_profile(self, profiler: torch.profiler.profile) -> None:
-        profiler.stop()
-        path = self.folder / "profile" / f"rank-{self.topology.rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(path))
-        self.profiler = None
-
-    # ------------------------------------------------------------------------------------------------------ saving
-
-    def _save_if_due(self, step: int) -> float:
-        every, begin = self.config.checkpoint.every, time.perf_counter()
-        self.saves.look()
-        if step == self.begun_step + 2:
-            self.saves.make_room(step, self.last)
-        due = self.guard.owed or (every and step % every == 0)
-        if due and not self.stop and not self.guard.puts_off():
-            self._save(beside=step < self.last)
-            self.stop.now()  # else a run that was asked meanwhile would save twice
-        if step < self.last and not self.stop:
-            self.memory.save_if_due(step, self._beside)
-        return time.perf_counter() - begin
-
-    def _save(self, beside: bool = False) -> None:
-        """A checkpoint of this step. beside: it may be written while training goes on."""
-        step = self.engine.steps
-        self.guard.compare(saving=True)
-        self.heartbeat.beat(step, "save")
-        self.saves.end()
-        self.heartbeat.beat(step, "save")  # a phase is as long as one save
-        self.owner.check()
-        may_fail = step < self.last and not self.stop
-        extra = {**self._beside(), **self.guard.take_put_off()}
-        self.saves.save(self.checkpoint(step), extra, beside=beside, may_fail=may_fail)
-
-    def _beside(self) -> dict[str, Any]:
-        """What a checkpoint keeps for the next run and for exports, beside the engine's state."""
-        tokenizer = self.data.tokenizer
-        known: dict[str, Any] = {
-            "wandb": self.monitor.run_id,
-            "data_sha256": self.data.sha256,
-            "job": job_name(),
-        }
-        known |= {
-            "tokenizer": tokenizer.files,
-            "fingerprint": tokenizer.fingerprint,
-            "hf": self.extra.get("hf"),
-        }
-        return {**known, "eot": tokenizer.eot, "tokens": self._tokens()}
-
-    def checkpoint(self, step: int) -> Path:
-        """The folder of a step's checkpoint."""
-        return self.folder / "checkpoints" / f"step-{step}"
-
-    # --------------------------------------------------------------------------------------------------------- end
-
-    def _end(self) -> None:
-        """Text, pictures, export, and where it all is."""
-        note, count = self.monitor.note, self.config.train.sample_tokens
-        self.heartbeat.beat(self.engine.steps, "end")
-        peaks = collectives.exchange(self.peak, self.world)
-        text = (
-            final_report.sample_text(self.engine, self.data, count)
-            if count and not self.stop.now()
-            else ""
-        )
-        self.watchdog.stop()  # from here on ranks wait for the first one's pictures and export
-        if self.forecast is None:
-            return
-        memory = final_report.memory_rows(self.forecast, peaks, self.weighed) if any(peaks) else []
-        plan = self.engine.blueprint.plan
-        drawn = final_report.draw(
-            self.folder, self.data, self.forecast, plan, self.spans, memory, note
-        )
-        made = [("figures", path) for path in drawn]
-        made += [
-            ("metrics", self.folder / "metrics.jsonl"),
-            ("checkpoint", self.checkpoint(self.saves.last_saved)),
-        ]
-        if self.config.checkpoint.export_hf:
-            made += final_report.export(made[-1][1], self.folder / "hf", self.data.tokenizer, note)
-        if text:
-            note(f"the model writes:\n{text}\n")
-        for what, path in made:
-            note(f"{what:<10} {path}")
-        note(f"resume     {self._resume_command()}")
-
-    def _resume_command(self) -> str:
-        """What to type to train on."""
-        ranks = f"--standalone --nproc-per-node {self.topology.world}"
-        return f"torchrun {ranks} {shlex.join([*self.command, *resuming_flags(self.config)])}"
+            run.monitor.advance(metrics.step)

@@ -7,8 +7,8 @@ import torch
 
 from tests.accelerator.late import late, where
 from tests.harness import run_ranks
-from threed import preemption
-from threed.preemption import Stop
+from threed.reliability import preemption
+from threed.reliability.preemption import Stop
 from threed.topology import Topology
 
 

@@ -41,6 +41,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, with the file and what to do."""
 
 
+class RunFolderError(RuntimeError):
+    """A run folder that this run cannot have, with the reason and what to do; the same on every rank."""
+
+
 def stream_tensors(
     path: Path,
     about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],

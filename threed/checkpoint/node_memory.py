@@ -30,9 +30,9 @@ from typing import Any
 
 from threed import collectives
 from threed.atomic import sync
-from threed.checkpoint.files import in_units
+from threed.checkpoint.files import RunFolderError, in_units
 from threed.checkpoint.manifest import digest
-from threed.checkpoint.run_folder import RunFolderError, process_space, started
+from threed.monitor.process import process_space, started
 from threed.parse import parse_json
 from threed.topology import Axis
 

@@ -67,6 +67,7 @@ RULES = (
         " tile",
         "free", "where the state is and in which order it is updated do not change the results",
     ),
+    Rule("zero", "compress-weights compress-gradients", "applied", "numbers are rounded differently"),
     Rule("zero", "delayed-update", "applied", "delayed updates use weights that are one step old"),
     Rule(
         "recompute", "mode ops every partition offload loss-chunks arena", "free",

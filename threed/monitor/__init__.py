@@ -5,7 +5,7 @@
         monitor.note("checkpoint saved: runs/demo/checkpoints/step-40")
     figures.report(run_dir)
 
-On other ranks the same calls do nothing. The package also has, for every rank: `Heartbeat` (who hangs), `Throughput`
+On other ranks the same calls do nothing. The package also has, for every rank: `Throughput`
 (perf/ metrics), `process` (die with the launcher, peak memory) and, for rank 0, `figures` (loss.svg, memory.svg).
 Values are plain Python numbers: nothing here imports torch, the engine or the model. A failure to write or to send is
 reported once and never stops a run; rows that a full disk does not take are kept, and written when it does.
@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from threed.disk import why
-from threed.monitor.heartbeat import Heartbeat
 from threed.monitor.meter import Throughput, Traffic
 from threed.monitor.metrics import MetricsFile, encode
 from threed.monitor.progress import Progress
 from threed.monitor.wandb_log import WandbRun
 
-__all__ = ["Heartbeat", "MetricsFile", "Monitor", "Progress", "Throughput", "Traffic", "WandbRun"]
+__all__ = ["MetricsFile", "Monitor", "Progress", "Throughput", "Traffic", "WandbRun"]
 
 MOST_KEPT = 100_000  # rows that wait for a disk
 

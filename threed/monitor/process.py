@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import signal
 import sys
 import time
@@ -125,3 +126,27 @@ def loopback_bytes() -> int | None:
         if name.strip() == "lo":
             return int(counters.split()[8])  # eight receive columns come first
     return None
+
+
+def process_space() -> str:
+    """Names what a pid and its start belong to: this boot of this machine, and a container's namespaces."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))])
+    return platform.node()
+
+
+def started(pid: int) -> str:
+    """Returns when a process started, in ticks since boot; nothing for one that has ended (a zombie has)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        if Path("/proc/self").exists():
+            return ""
+        with contextlib.suppress(
+            OSError
+        ):  # no /proc: a signal of no effect tells whether there is such a process
+            os.kill(pid, 0)
+            return "alive"
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from threed import collectives
+from threed.codecs import EXACT, Codec
 from threed.collectives import Pending
 from threed.device import beside, copy_stream, current_stream
 from threed.memory.tiers import InMemory, StagedBuffer
@@ -96,6 +97,7 @@ class Gatherer:
         layout: of the parameters.
         axis: the shard group with a second communicator, since gathers and reductions have no common order.
         wrapped: whether the parameters are those of a wrapped module, so that the program may read and change them.
+        codec: encodes sharded parameters in gathers for layers; gathers for the program are exact.
 
     Attributes:
         accesses: the access to each parameter.
@@ -108,8 +110,10 @@ class Gatherer:
         order: a hash of the groups that were gathered, in order; the same on all ranks.
     """
 
-    def __init__(self, layout: Layout, axis: Axis, wrapped: bool = False) -> None:
-        self.layout, self.axis, self.wrapped = layout, axis, wrapped
+    def __init__(
+        self, layout: Layout, axis: Axis, wrapped: bool = False, codec: Codec = EXACT
+    ) -> None:
+        self.layout, self.axis, self.wrapped, self.codec = layout, axis, wrapped, codec
         self.accesses = {
             slot: Access(self, group, slot, wrapped)
             for group in layout.groups
@@ -128,6 +132,7 @@ class Gatherer:
             Group, list[tuple[Bucket, StagedBuffer]]
         ] = {}  # slices being read, in the order requested
         self._gathering: dict[Group, list[Pending]] = {}
+        self._exact: set[Group] = set()  # groups whose gather in progress is not encoded
         self._holders: dict[Group, set[int]] = {}
         for drive in layout.policy.drives:
             drive.make_room = self._end_gathers
@@ -282,6 +287,8 @@ class Gatherer:
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))
             self._exchange()
+            if holder == BY_HAND:
+                self._exact.add(group)
             self._reading[group] = [(bucket, bucket.storage.fetch()) for bucket in group.buckets]
             if all(bucket.own is not None for bucket in group.buckets):
                 self._exchange()
@@ -344,9 +351,10 @@ class Gatherer:
 
     def _gather(self, bucket: Bucket, staged: StagedBuffer) -> Pending:
         window, own = bucket.group.params[bucket.first : bucket.last], staged.wait()
+        codec = EXACT if bucket.group in self._exact else self.codec
         if own.device != window.device:
-            return self._gather_from_host(window, own, staged)
-        pending = collectives.start_all_gather(own, self.axis, out=window)
+            return self._gather_from_host(window, own, staged, codec)
+        pending = collectives.start_all_gather(own, self.axis, out=window, codec=codec)
 
         def finish() -> Tensor:
             whole = pending.wait()
@@ -355,18 +363,20 @@ class Gatherer:
 
         return Pending(finish)
 
-    def _gather_from_host(self, window: Tensor, own: Tensor, staged: StagedBuffer) -> Pending:
+    def _gather_from_host(
+        self, window: Tensor, own: Tensor, staged: StagedBuffer, codec: Codec
+    ) -> Pending:
         """Does the same from page-locked memory to a GPU, on a stream of its own."""
         stream = copy_stream(window.device, "in")
         with beside(stream):
             own = own.to(window.device, non_blocking=True)
             copied = stream.record_event()
-            pending = collectives.start_all_gather(own, self.axis, out=window)
+            pending = collectives.start_all_gather(own, self.axis, out=window, codec=codec)
             gathered = stream.record_event()
 
         def finish() -> Tensor:
-            whole = pending.wait()
             current_stream(window.device).wait_event(gathered)
+            whole = pending.wait()
             if not isinstance(staged, InMemory):
                 copied.synchronize()  # a drive's buffer is reused
             staged.drop()
@@ -398,6 +408,7 @@ class Gatherer:
     def _free(self, group: Group) -> None:
         self.wait(group)  # a gather in flight still writes into it
         del self._holders[group]
+        self._exact.discard(group)
         try:
             self.leaving(group)
         finally:

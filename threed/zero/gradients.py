@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from threed import collectives
+from threed.codecs import EXACT, Codec
 from threed.collectives import Pending
 from threed.device import start_copy_in
 from threed.memory.tiers import StagedBuffer, Storage
@@ -245,23 +246,42 @@ def in_order(layout: Layout) -> Iterator[Bucket]:
     return (bucket for group in layout.groups if group.key.trainable for bucket in group.buckets)
 
 
-def sum_over(tensor: Tensor, axes: Sequence[Axis], wire: torch.dtype | None) -> Pending:
-    """Begins to sum a tensor over the axes, one after the other; wire: its format on the way."""
+@dataclass(frozen=True)
+class GradientCodecs:
+    """How gradients are encoded.
+
+    Attributes:
+        data: between data ranks.
+        other: between ranks of other axes, which sum partial gradients and those of tied weights.
+    """
+
+    data: Codec = EXACT
+    other: Codec = EXACT
+
+    def of(self, axis: Axis) -> Codec:
+        """Returns the codec of sums over an axis."""
+        return self.data if axis.label == "dp" else self.other
+
+
+PLAIN = GradientCodecs()
+
+
+def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pending:
+    """Begins to sum a tensor over the axes, one after the other."""
+    if not axes:
+        return collectives.done(tensor)
     for axis in axes[:-1]:
-        tensor = collectives.start_all_reduce(tensor, axis, wire=wire).wait()
-    return (
-        collectives.start_all_reduce(tensor, axes[-1], wire=wire)
-        if axes
-        else collectives.done(tensor)
-    )
+        tensor = collectives.start_all_reduce(tensor, axis, codec=codecs.of(axis)).wait()
+    return collectives.start_all_reduce(tensor, axes[-1], codec=codecs.of(axes[-1]))
 
 
 def sum_portion(
-    bucket: Bucket, portion: Tensor, axes: Sequence[Axis], wire: torch.dtype | None
+    bucket: Bucket, portion: Tensor, axes: Sequence[Axis], codecs: GradientCodecs
 ) -> Pending:
     """Begins to sum what this rank updates of a bucket over the axes."""
     holders = bucket.group.holders
     if holders.size == 1:
-        return sum_over(start_copy_in(portion, bucket.group.params.device), axes, wire)
-    whole = sum_over(bucket.grad.fetch().wait(), axes[:-1], wire).wait()
-    return collectives.start_reduce_scatter(whole, holders, wire=wire, into=portion)
+        return sum_over(start_copy_in(portion, bucket.group.params.device), axes, codecs)
+    whole = sum_over(bucket.grad.fetch().wait(), axes[:-1], codecs).wait()
+    codec = codecs.of(holders)
+    return collectives.start_reduce_scatter(whole, holders, codec=codec, into=portion)

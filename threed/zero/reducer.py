@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-import torch
 from torch import Tensor
 
 from threed import collectives
@@ -33,9 +32,11 @@ from threed.zero.agreement import check_gathers
 from threed.zero.deferral import Deferral
 from threed.zero.early import Early
 from threed.zero.gradients import (
+    PLAIN,
     BucketGradients,
     FullGradients,
     Gradient,
+    GradientCodecs,
     Gradients,
     InFlight,
     early_sum,
@@ -52,7 +53,7 @@ class Reducer:
     """Sums every bucket's gradients over the ranks that share it.
 
     Call begin(microbatches) before the first backward, pass_ended(chunk) after each, and finish() after the last: it
-    returns each bucket's slice of the sum. wire: the dtype gradients are sent in, by default their own. dynamic: of a
+    returns each bucket's slice of the sum. codecs: how gradients are encoded between ranks. dynamic: of a
     wrapped module, see above; its backwards run inside `own_backward`. whole_step: see above; call unit_ended(unit)
     after the last backward of each unit.
     """
@@ -60,11 +61,11 @@ class Reducer:
     def __init__(
         self,
         layout: Layout,
-        wire: torch.dtype | None = None,
+        codecs: GradientCodecs = PLAIN,
         dynamic: bool = False,
         whole_step: bool = False,
     ) -> None:
-        self.layout, self.wire, self.dynamic = layout, wire, dynamic
+        self.layout, self.codecs, self.dynamic = layout, codecs, dynamic
         self._learning = True  # until the first step is over
         self.warns = True  # one of the tensor ranks warns of unused parameters
         self.sliced = layout.policy.slices_gradients
@@ -245,12 +246,12 @@ class Reducer:
         staged = bucket.grad.fetch() if add else bucket.grad.empty()
         shard, into = bucket.group.shard, staged.values
         if shard.size == 1:
-            pending = sums.sum_over(window, early_sum(bucket), self.wire)
+            pending = sums.sum_over(window, early_sum(bucket), self.codecs)
         elif into.device != window.device:
-            pending = collectives.start_reduce_scatter(window, shard, wire=self.wire)
+            pending = collectives.start_reduce_scatter(window, shard, codec=self.codecs.of(shard))
         else:
             pending = collectives.start_reduce_scatter(
-                window, shard, wire=self.wire, into=into, add=add
+                window, shard, codec=self.codecs.of(shard), into=into, add=add
             )
         complete = (queue.passes <= 1 or not self.rounds) and not later_sums(bucket)
         self._in_flight.append(InFlight(bucket, window, pending, staged, add, complete))
@@ -389,7 +390,7 @@ class Reducer:
     def _in_flight_over(self, bucket: Bucket, axes: tuple[Axis, ...]) -> InFlight:
         """Begins to sum a bucket's slice over the remaining axes."""
         staged = bucket.portion_grad.fetch()
-        pending = sums.sum_portion(bucket, staged.wait(), axes, self.wire)
+        pending = sums.sum_portion(bucket, staged.wait(), axes, self.codecs)
         return InFlight(bucket, None, pending, staged, add=False, complete=True)
 
     def _gradient(self, bucket: Bucket) -> Gradient:
@@ -439,11 +440,12 @@ class Reducer:
         for number in sorted(late):
             bucket = self.layout.buckets[number]
             window = sums.window_of(bucket, self._aside, policy.grad_dtype)
-            total = collectives.start_reduce_scatter(window, policy.shard, wire=self.wire)
+            codec = self.codecs.of(policy.shard)
+            total = collectives.start_reduce_scatter(window, policy.shard, codec=codec)
             staged = bucket.grad.fetch()
             own = staged.wait()
             own.add_(
-                sums.sum_over(total.wait(), early_sum(bucket), self.wire).wait().to(own.device)
+                sums.sum_over(total.wait(), early_sum(bucket), self.codecs).wait().to(own.device)
             )
             self._store(bucket, staged, complete=not later_sums(bucket))
         self._aside.clear()

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
+from threed.codecs import EXACT, Cast, Codec, Int8Blocks
 from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
 from threed.memory.io import Disk
 from threed.memory.tiers import Drive, DriveOnPaper, Tier, memory_tier
@@ -23,6 +24,7 @@ from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
 from threed.zero.early import most_waiting
+from threed.zero.gradients import GradientCodecs
 from threed.zero.layout import GroupOptions, HasModules, Layout, Policy
 from threed.zero.learning_rate import schedule
 
@@ -161,9 +163,16 @@ def check_groups(optim: OptimConfig, units: Iterable[HasModules]) -> None:
         )
 
 
-def wire(precision: PrecisionConfig) -> torch.dtype:
-    """Returns the dtype in which gradients travel."""
-    return dtype(precision.reduce_dtype or precision.grad_dtype or "fp32")
+def gradient_codecs(config: Config) -> GradientCodecs:
+    """Returns how gradients are encoded between ranks."""
+    precision = config.precision
+    cast = Cast(dtype(precision.reduce_dtype or precision.grad_dtype or "fp32"))
+    return GradientCodecs(cast if config.zero.compress_gradients == "none" else Int8Blocks(), cast)
+
+
+def weight_codec(config: Config) -> Codec:
+    """Returns how sharded parameters are encoded when they are gathered."""
+    return EXACT if config.zero.compress_weights == "none" else Int8Blocks()
 
 
 def rule(optim: OptimConfig) -> Rule:

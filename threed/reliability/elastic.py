@@ -1,8 +1,8 @@
 """A run's copies in its machines' memory, and what a start resumes from: memory, or the newest checkpoint.
 
-    memory = Memory(engine, folder, tell)       nothing happens unless `checkpoint.memory-every` asks for it
+    memory = Memory(engine, folder)             nothing happens unless `checkpoint.memory-every` asks for it
     extra = resume(engine, folder, retention, memory)
-    memory.begin()                              after the start's state is known, before the first step
+    memory.begin(note)                          after the start's state is known, before the first step
     memory.save_if_due(step, extra)             after a step; written while training goes on
     with memory.ending(): ...                   an error leaves what is being written some seconds to end
     memory.remove()                             the run has ended well
@@ -23,7 +23,7 @@ from typing import Any
 from threed import collectives
 from threed.checkpoint import native, resuming
 from threed.checkpoint.copies import Copies
-from threed.checkpoint.files import CheckpointError, in_units
+from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
 from threed.checkpoint.node_memory import (
     FOLDER,
     RECORD,
@@ -35,7 +35,6 @@ from threed.checkpoint.node_memory import (
     too_small,
 )
 from threed.checkpoint.retention import Retention, after_restart, candidates
-from threed.checkpoint.run_folder import RunFolderError
 from threed.checkpoint.union import Found, Loading, look
 from threed.disk import why
 from threed.engine import Engine
@@ -48,13 +47,14 @@ PATIENCE_S = 10.0  # for copies that are written when a run fails
 
 
 class Memory:
-    """The copies of a run. tell: takes a line for people, on the first rank. every: steps between copies, 0 for none.
+    """The copies of a run. every: steps between copies, 0 for none.
 
     Collective, as all its methods but `finish`. RunFolderError on every rank where a machine has no place for them.
     """
 
-    def __init__(self, engine: Engine, folder: Path, tell: Callable[[str], None]) -> None:
-        self.engine, self.folder, self.tell = engine, folder, tell
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.engine, self.folder = engine, folder
+        self._note: Callable[[str], None] = print
         self.every = engine.config.checkpoint.memory_every or 0
         self.world = engine.topology.axis("world")
         self.copies: Copies | None = None
@@ -126,9 +126,16 @@ class Memory:
         self.taken = found.epoch, found.step
         return extra
 
-    def begin(self) -> None:
-        """Drops what this start did not take, and gets ready to save. RunFolderError where there is too little
-        memory."""
+    def begin(self, note: Callable[[str], None]) -> None:
+        """Drops the copies that this start did not load, and prepares to save.
+
+        Args:
+            note: prints a line on rank 0.
+
+        Raises:
+            RunFolderError: if there is too little memory.
+        """
+        self._note = note
         if not self.every:
             return
         engine = self.engine
@@ -159,7 +166,7 @@ class Memory:
             else ", no neighbour to keep more" * replicate
         )
         often = "each step" if self.every == 1 else f"every {self.every} steps"
-        self.tell(
+        self._note(
             f"memory     {often} in {self.place.folder}, {in_units(SLOTS * max(held))} on each of {machines}{copies}"
         )
 
@@ -172,7 +179,7 @@ class Memory:
         self.copies.save(self.engine.counters(extra()))
         if self.copies.problem and self.copies.problem != self._told:
             self._told = self.copies.problem
-            self.tell(
+            self._note(
                 f"no copies in memory of the step before {step}: {self._told}; training goes on"
             )
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from threed.data import Data
-from threed.engine import Engine
+from threed.engine import Engine, StepMetrics
+from threed.training.callback import Callback, Run
 
 IGNORED = -100
 
@@ -77,3 +78,24 @@ class Validation:
     @cached_property
     def _bytes_per_label(self) -> float:
         return self.data.bytes_per_label(self.windows)
+
+
+class Evaluation(Callback):
+    """Evaluates every `train.eval-every` steps and after the last one."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.validation = run, Validation(run.engine, run.data)
+
+    def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
+        every = run.config.train.eval_every
+        if run.stop or (metrics.step != run.last and (every == 0 or metrics.step % every)):
+            return
+        run.beat("evaluate")
+        loss = self.validation.loss(self._is_interrupted)
+        if loss is not None:
+            row["val/loss"] = loss
+            row["val/bits_per_byte"] = self.validation.bits_per_byte(loss)
+
+    def _is_interrupted(self) -> bool:
+        self.run.beat("evaluate")
+        return self.run.stop.check()

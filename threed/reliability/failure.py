@@ -19,8 +19,8 @@ import os
 import time
 from pathlib import Path
 
-from threed.monitor import heartbeat
-from threed.monitor.heartbeat import ago, process_state, siblings, when, who
+from threed.reliability import heartbeat
+from threed.reliability.heartbeat import ago, process_state, siblings, when, who
 
 # What gloo, NCCL and the store say when another process went away; all else is an error of this rank's own.
 _LOST = (

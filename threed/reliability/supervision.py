@@ -20,18 +20,18 @@ from pathlib import Path
 from types import TracebackType
 
 from threed import collectives
-from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.run_folder import RunFolderError
+from threed.checkpoint.files import CheckpointError, RunFolderError
 from threed.config import Config
 from threed.disk import is_unwritable
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
-from threed.monitor import failure, heartbeat, process
-from threed.monitor.failure import LostContact
-from threed.monitor.heartbeat import Heartbeat, when, who
-from threed.monitor.signals import TERMINATED, Signals
-from threed.monitor.watchdog import Watchdog
-from threed.preemption import Preempted
+from threed.monitor import process
+from threed.reliability import failure, heartbeat
+from threed.reliability.failure import LostContact
+from threed.reliability.heartbeat import Heartbeat, when, who
+from threed.reliability.preemption import Preempted
+from threed.reliability.signals import TERMINATED, Signals
+from threed.reliability.watchdog import Watchdog
 from threed.topology import Topology
 from threed.zero.replicas import ReplicaError
 

@@ -31,9 +31,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from threed.monitor import heartbeat
-from threed.monitor.failure import write_error_file
-from threed.monitor.heartbeat import Heartbeat, ago, process_state, siblings, when, who
+from threed.reliability import heartbeat
+from threed.reliability.failure import write_error_file
+from threed.reliability.heartbeat import Heartbeat, ago, process_state, siblings, when, who
 
 HUNG = 124  # the exit code of all ranks
 LOOK_S, ANSWER_S = (

@@ -1,12 +1,15 @@
-"""The end of a run: pictures, the Hugging Face export, and a few lines of text."""
+"""The end of a run: figures, the Hugging Face export, a sample of text, and where everything is."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from threed import collectives
+from threed.checkpoint.resuming import resuming_flags
 from threed.data import Data
 from threed.data.tokenizer import EncodeError, Tokenizer
 from threed.disk import why
@@ -15,10 +18,50 @@ from threed.forecast import Forecast
 from threed.interop.huggingface.export import export_hf
 from threed.monitor import figures
 from threed.packages import MissingPackageError
-from threed.sampling import NotFiniteError, generate
 from threed.schedules import Plan, idle_shares, replay, stack, svg
+from threed.training.callback import Run
+from threed.training.checkpoints import Checkpoints
+from threed.training.profiling import PeakMemory
+from threed.training.sampling import NotFiniteError, generate
 
 PROMPT = "def "
+
+
+def finish(
+    run: Run,
+    checkpoints: Checkpoints,
+    peak: PeakMemory,
+    spans: Sequence[Any],
+    command: Sequence[str],
+) -> None:
+    """Samples text, draws the figures, exports the last checkpoint, and prints the paths. Collective.
+
+    Args:
+        spans: per stage, the actions of the last logged step.
+        command: the words of the command line, for the hint how to resume.
+    """
+    engine, config = run.engine, run.config
+    run.beat("end")
+    peaks = collectives.exchange(peak.nbytes, engine.topology.axis("world"))
+    count = config.train.sample_tokens
+    text = sample_text(engine, run.data, count) if count and not run.stop.now() else ""
+    run.supervision.watchdog.stop()  # from here on the other ranks wait for rank 0
+    if run.forecast is None:
+        return
+    memory = memory_rows(run.forecast, peaks, peak.step) if any(peaks) else []
+    plan = engine.blueprint.plan
+    drawn = draw(run.folder, run.data, run.forecast, plan, spans, memory, run.note)
+    checkpoint = checkpoints.path(checkpoints.last_saved)
+    made = [("figures", path) for path in drawn]
+    made += [("metrics", run.folder / "metrics.jsonl"), ("checkpoint", checkpoint)]
+    if config.checkpoint.export_hf:
+        made += export(checkpoint, run.folder / "hf", run.data.tokenizer, run.note)
+    if text:
+        run.note(f"the model writes:\n{text}\n")
+    for what, path in made:
+        run.note(f"{what:<10} {path}")
+    ranks = f"--standalone --nproc-per-node {engine.topology.world}"
+    run.note(f"resume     torchrun {ranks} {shlex.join([*command, *resuming_flags(config)])}")
 
 
 def sample_text(engine: Engine, data: Data, count: int) -> str:

@@ -27,7 +27,9 @@ from typing import Any
 
 from threed import collectives
 from threed.atomic import sync
+from threed.checkpoint.files import RunFolderError
 from threed.disk import why
+from threed.monitor.process import process_space, started
 from threed.parse import parse_json
 from threed.topology import Axis
 
@@ -36,10 +38,6 @@ BEAT_S, PATIENCE_S = (
     60.0,
 )  # how often an owner's file is renewed, and how long one waits to see that
 VISIBLE_S = 10.0  # until what one rank wrote must be there for another
-
-
-class RunFolderError(RuntimeError):
-    """A run folder that this run cannot have, with the reason and what to do; the same on every rank."""
 
 
 # ------------------------------------------------------------------------------------------------------------ probe
@@ -153,30 +151,6 @@ class Run:
         if self.machine == successor.machine:
             return started(self.pid) != self.started
         return not _is_renewed(file, patience)
-
-
-def process_space() -> str:
-    """Names what a pid and its start belong to: this boot of this machine, and a container's namespaces."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))])
-    return platform.node()
-
-
-def started(pid: int) -> str:
-    """Returns when a process started, in ticks since boot; nothing for one that has ended (a zombie has)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        if Path("/proc/self").exists():
-            return ""
-        with contextlib.suppress(
-            OSError
-        ):  # no /proc: a signal of no effect tells whether there is such a process
-            os.kill(pid, 0)
-            return "alive"
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
 
 
 def _is_renewed(file: Path, patience: float) -> bool:

@@ -1,0 +1,93 @@
+"""Steps with non-finite numbers, and replicas that differ: reports them, recomputes them, delays checkpoints.
+
+A skipped step leaves weights and moments unchanged. A checkpoint after one would only push out an older checkpoint,
+perhaps the last from which training can continue. So it is delayed until a step is not skipped; at the end of a run it
+is written, and pushes out none.
+"""
+
+from __future__ import annotations
+
+from threed.batches import Batch
+from threed.engine import StepMetrics
+from threed.reliability.recheck import Recheck
+from threed.training.callback import Callback, Run
+from threed.zero import replicas
+
+MIB = 2**20
+
+
+class BadSteps(Callback):
+    """Reports skipped steps, and compares replicas every `run.check-replicas` steps.
+
+    Attributes:
+        delays: whether a checkpoint that was due has been delayed.
+    """
+
+    def __init__(self, run: Run) -> None:
+        engine = run.engine
+        self.run, self.engine = run, engine
+        self.delays = False
+        self._delayed: list[int] = []
+        self._reported = int(engine.optimizer.skips)
+        self._compared = engine.steps
+        self._recheck = Recheck(engine, run.note) if run.config.run.recheck_bad_steps else None
+
+    def begin(self, run: Run) -> None:
+        if run.config.run.check_replicas:
+            copies, alone = (
+                n / MIB for n in replicas.compared(self.engine.optimizer, self.engine.topology)
+            )
+            run.note(
+                f"replicas   of {copies + alone:.1f} MiB on rank 0, {copies:.1f} have copies to be compared with"
+            )
+
+    def step(self, batch: Batch) -> StepMetrics:
+        """Runs an optimizer step; with `run.recheck-bad-steps` a skipped step is computed twice."""
+        return self.engine.step(batch) if self._recheck is None else self._recheck.step(batch)
+
+    def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
+        if run.is_logged(metrics.step):
+            self._report(metrics)
+        self.compare()
+
+    def _report(self, metrics: StepMetrics) -> None:
+        """Reports the steps skipped since the last report; not those of a dynamic loss scale that is being found."""
+        more, self._reported = metrics.skipped - self._reported, metrics.skipped
+        if more and (metrics.bad_steps or not self.engine.optimizer.scaler.rule.dynamic):
+            what = f"loss {metrics.loss:g}, gradient norm {metrics.grad_norm:g}"
+            row = f", {metrics.bad_steps} in a row so far" if metrics.bad_steps else ""
+            self.run.note(
+                f"step {metrics.step}: {more} step{'s' * (more > 1)} skipped{row} ({what}); see train.max-bad-steps"
+            )
+
+    def compare(self, saving: bool = False) -> None:
+        """Compares replicas if that is due. Collective.
+
+        Args:
+            saving: a checkpoint follows, so compare if any step was made since the last comparison.
+
+        Raises:
+            ReplicaError: on every rank, if replicas differ.
+        """
+        every, step = self.run.config.run.check_replicas, self.engine.steps
+        if every and step > self._compared and (saving or step % every == 0):
+            self.engine.compare_replicas()
+            self._compared = step
+
+    def delay_checkpoint(self) -> bool:
+        """Returns whether a checkpoint that is due is delayed, because the last steps were skipped. Collective."""
+        skipped, delayed = self.engine.bad_steps(), self.delays
+        self.delays = skipped > 0
+        every, step = self.run.config.checkpoint.every, self.engine.steps
+        if self.delays and every and step % every == 0:
+            self._delayed.append(step)
+        if self.delays and not delayed:
+            self.run.note(
+                f"no checkpoint of step {step}: {skipped} step{'s' * (skipped > 1)} in a row skipped; put off"
+            )
+        return self.delays
+
+    def take_delayed(self) -> dict[str, list[int]]:
+        """Returns the steps whose checkpoints were delayed, as an entry of the next checkpoint."""
+        steps, self._delayed = self._delayed, []
+        return {"put_off": steps} if steps else {}

@@ -1,0 +1,178 @@
+"""Writes the checkpoints of a run, asynchronously if there is memory for a copy of the state.
+
+A save that fails while training continues is reported once, in the next step, at the next save or at the end; training
+goes on, and the end of the run saves what has not been saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from threed.checkpoint.beside import Save
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.retention import Retention, job_name
+from threed.engine import StepMetrics
+from threed.reliability.elastic import Memory
+from threed.reliability.ownership import Owner
+from threed.training.bad_steps import BadSteps
+from threed.training.callback import Callback, Run
+
+
+class Checkpoints(Callback):
+    """Saves every `checkpoint.every` steps to the run folder, and every `checkpoint.memory-every` steps to memory.
+
+    Attributes:
+        last_saved: the newest saved step, -1 if there is none.
+    """
+
+    def __init__(
+        self, run: Run, retention: Retention, memory: Memory, owner: Owner, bad_steps: BadSteps
+    ) -> None:
+        self.run, self.engine = run, run.engine
+        self.retention, self.memory, self.owner, self.bad_steps = (
+            retention,
+            memory,
+            owner,
+            bad_steps,
+        )
+        self.last_saved = run.start.step if run.start.saved else -1
+        self._save: Save | None = None  # the asynchronous save in progress
+        self._reported: set[Path] = set()
+        self._seconds = 0.0
+        self.engine.saver.before_publishing = run.monitor.sync
+
+    def begin(self, run: Run) -> None:
+        self.memory.begin(run.note)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """If the block raises, saves in progress get some seconds to end."""
+        with self.engine.saver.ending(), self.memory.ending():
+            yield
+
+    def take_seconds(self) -> float:
+        """Returns the seconds that saves took in the last step."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
+        step, every, began = metrics.step, run.config.checkpoint.every, time.perf_counter()
+        self._report_failure()
+        if step == run.start.step + 2:
+            self._make_room(step)
+        due = self.bad_steps.delays or (every and step % every == 0)
+        if due and not run.stop and not self.bad_steps.delay_checkpoint():
+            self.save(asynchronous=step < run.last)
+            run.stop.now()  # else a run that was asked to stop meanwhile would save twice
+        if step < run.last and not run.stop:
+            self.memory.save_if_due(step, self._extra)
+        self._seconds = time.perf_counter() - began
+
+    def end(self, run: Run) -> None:
+        run.beat("save")
+        self.wait()
+
+    def save(self, asynchronous: bool = False) -> None:
+        """Saves the current step. Collective.
+
+        Args:
+            asynchronous: the files may be written while training goes on.
+
+        Raises:
+            CheckpointError: on every rank, if the last step of the run cannot be saved.
+        """
+        run, step = self.run, self.engine.steps
+        self.bad_steps.compare(saving=True)
+        run.beat("save")
+        self.wait()
+        run.beat("save")  # the watchdog times one save
+        self.owner.check()
+        path = self.path(step)
+        extra = {**self._extra(), **self.bad_steps.take_delayed()}
+        try:
+            if asynchronous and self._has_room():
+                published = lambda: self.retention.published(path)  # noqa: E731
+                self._save = self.engine.start_save(path, extra, published)
+                return
+            run.monitor.sync()
+            self.engine.save(path, extra)
+        except CheckpointError as error:
+            if step == run.last or run.stop:
+                raise
+            self._report(path, error)
+            return
+        self._count(path)
+
+    def wait(self) -> None:
+        """Waits for the asynchronous save in progress. Collective."""
+        save, self._save = self._save, None
+        if save is None:
+            return
+        try:
+            save.wait()
+        except CheckpointError as error:
+            self.retention.distrust(save.path)
+            self._report(save.path, error)
+        else:
+            self._count(save.path)
+
+    def path(self, step: int) -> Path:
+        """Returns the folder of a step's checkpoint."""
+        return self.run.folder / "checkpoints" / f"step-{step}"
+
+    def _extra(self) -> Mapping[str, Any]:
+        """Returns what a checkpoint contains for the next run and for exports."""
+        run, tokenizer = self.run, self.run.data.tokenizer
+        return {
+            "wandb": run.monitor.run_id,
+            "data_sha256": run.data.sha256,
+            "job": job_name(),
+            "tokenizer": tokenizer.files,
+            "fingerprint": tokenizer.fingerprint,
+            "hf": run.start.extra.get("hf"),
+            "eot": tokenizer.eot,
+            "tokens": run.tokens,
+        }
+
+    def _has_room(self) -> bool:
+        """Returns whether saves are asynchronous: there is memory for a copy, or the configuration demands it."""
+        asked, saver = self.run.config.checkpoint.async_, self.engine.saver
+        if asked is False:
+            return False
+        first, room = saver.room is None, saver.has_room()
+        if first and not room:
+            wait = (
+                "updates wait for the drive"
+                if asked is True
+                else "training waits for each checkpoint"
+            )
+            self.run.note(f"no memory for a copy of what is saved: {wait}")
+        return room or asked is True
+
+    def _make_room(self, step: int) -> None:
+        """Allocates the memory for copies once activations are allocated, if asynchronous saves are to come."""
+        every = self.run.config.checkpoint.every
+        if every and (step // every + 1) * every < self.run.last and self._has_room():
+            self.engine.saver.make_room()
+
+    def _report_failure(self) -> None:
+        """Reports a failure of the save in progress; rank 0 sees it before the save has ended on the others."""
+        save = self._save
+        if save is not None and save.done and save.problem is not None:
+            self._report(save.path, f"{save.problem} (earlier checkpoints are intact)")
+
+    def _report(self, path: Path, error: object) -> None:
+        if path not in self._reported:
+            self._reported.add(path)
+            self.run.note(f"no checkpoint of step {path.name[5:]}: {error}; training goes on")
+
+    def _count(self, path: Path) -> None:
+        """Counts a checkpoint as saved, and removes the oldest beyond `checkpoint.keep`."""
+        self.last_saved = int(path.name[5:])
+        self.retention.trust(path)
+        for problem in self.retention.prune() if not self.engine.bad_steps() else ():
+            self.run.note(f"a checkpoint that does not count: {problem}")

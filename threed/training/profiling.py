@@ -1,0 +1,65 @@
+"""Profiles steps: torch's profiler, and the peak memory of one step."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from threed.engine import StepMetrics
+from threed.footprint import measuring
+from threed.training.callback import Callback, Run
+
+
+class Profile(Callback):
+    """Records the steps `log.profile_steps` with torch's profiler, into one trace file per rank."""
+
+    def __init__(self, run: Run) -> None:
+        self._steps = run.config.log.profile_steps or (0, 0)
+        self._profiler: torch.profiler.profile | None = None
+
+    def before_step(self, run: Run, step: int) -> None:
+        first, last = self._steps
+        if step == last + 1:
+            self.end(run)
+        if step == first:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+
+    def end(self, run: Run) -> None:
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        path = run.folder / "profile" / f"rank-{run.engine.topology.rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(path))
+        self._profiler = None
+
+
+class PeakMemory(Callback):
+    """Measures the peak bytes of tensors in the second step of this process, or in its only one.
+
+    A CPU has no allocator statistics, so every operation is inspected; those of compiled kernels cannot be.
+
+    Attributes:
+        step: the measured step; 0 if none was.
+        nbytes: the peak in it, in bytes.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.step = self.nbytes = 0
+        compiled = run.config.run.compile and run.engine.topology.device.type == "cpu"
+        self._due = 0 if compiled else min(run.start.step + 2, run.last)
+        self._open = ExitStack()
+
+    def before_step(self, run: Run, step: int) -> None:
+        if step == self._due:
+            engine = run.engine
+            around = measuring(engine.layout, engine.optimizer.states, engine.topology.device)
+            self._peak = self._open.enter_context(around)
+
+    def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
+        if metrics.step == self._due:
+            run.engine.optimizer.settle()
+            self._open.close()
+            self.step, self.nbytes = metrics.step, self._peak()

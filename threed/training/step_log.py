@@ -1,0 +1,116 @@
+"""Logs training metrics: loss, learning rate, throughput, memory, bytes sent, pipeline bubble."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+from threed import collectives
+from threed.clocks import on_one_clock
+from threed.device import name as device_name
+from threed.device import peak_bytes
+from threed.engine import StepMetrics
+from threed.monitor import Throughput, Traffic, process
+from threed.schedules import Action, idle_shares
+from threed.training.callback import Callback, Run
+
+GIB = 2**30
+
+
+class StepLog(Callback):
+    """Adds the metrics of training to the rows of logged steps.
+
+    Args:
+        save_seconds: returns the seconds since the last step that were spent on checkpoints.
+
+    Attributes:
+        spans: per stage of this rank's pipeline, the actions of the last logged step with begin and end in seconds.
+    """
+
+    def __init__(self, run: Run, save_seconds: Callable[[], float]) -> None:
+        topology, forecast = run.engine.topology, run.forecast
+        self.spans: list[Any] = []
+        self._save_seconds = save_seconds
+        self._traffic = Traffic()
+        self._throughput = Throughput(
+            0.0 if forecast is None else forecast.flops_per_token,
+            topology.world,
+            device_name(topology.device),
+            run.config.precision.dtype,
+        )
+        self._began = self._data_s = 0.0
+
+    def before_batch(self) -> None:
+        """Called before the batch of a step is fetched."""
+        self._began = time.perf_counter()
+
+    def before_step(self, run: Run, step: int) -> None:
+        self._data_s = time.perf_counter() - self._began
+        if run.is_logged(step):
+            run.engine.record()
+        run.engine.topology.traffic.clear()  # of evaluations and saves
+
+    def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
+        logged = run.is_logged(metrics.step)
+        loss = metrics.loss if logged else 0.0  # waits for the device
+        self._traffic.add(run.engine.topology.traffic)
+        # A save counts in the time of the next step: it begins after the row of its own step is written.
+        saving = self._save_seconds()
+        spent = time.perf_counter() - self._began + saving
+        times = {"data_s": self._data_s, "ckpt_s": saving, **metrics.seconds}
+        self._throughput.add(metrics.tokens, spent, **times)
+        if logged:
+            row.update({"train/loss": loss, **self._metrics(run, metrics)})
+
+    def _metrics(self, run: Run, metrics: StepMetrics) -> dict[str, float]:
+        """Returns the metrics of a logged step but its loss. Collective."""
+        self.spans = self._all_spans(run)
+        return {
+            "train/lr": metrics.lr,
+            "train/grad_norm": metrics.grad_norm,
+            "train/tokens": run.tokens,
+            "train/skipped_steps": metrics.skipped,
+            "train/loss_scale": metrics.loss_scale,
+            **self._throughput.take(),
+            **self._of_all_ranks(run),
+            "run/restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            **self._bubble(run),
+        }
+
+    def _of_all_ranks(self, run: Run) -> dict[str, float]:
+        """Returns bytes sent and peak memory, after one exchange that also tells who was asked to stop. Collective."""
+        topology = run.engine.topology
+        own = {
+            "traffic": self._traffic.take(),
+            "rss": process.peak_rss_bytes(),
+            "alloc": peak_bytes(topology.device),
+            "asked": run.stop.asked(),
+        }
+        ranks = collectives.exchange(own, topology.axis("world"))
+        run.stop.take([rank["asked"] for rank in ranks])
+        row = {"mem/peak_rss_gib": max(rank["rss"] for rank in ranks) / GIB}
+        if topology.device.type == "cuda":
+            row["mem/peak_alloc_gib"] = max(rank["alloc"] for rank in ranks) / GIB
+        for axis in ("tp", "pp", "dp", "cp"):
+            row[f"comm/{axis}_gib"] = sum(rank["traffic"].get(axis, 0) for rank in ranks) / GIB
+        return row
+
+    def _bubble(self, run: Run) -> dict[str, float]:
+        if run.engine.topology.pp == 1 or run.forecast is None:
+            return {}
+        idle = idle_shares(self.spans)
+        return {
+            "pp/bubble_measured": fmean(idle),
+            "pp/slowest_stage": idle.index(min(idle)),
+            "pp/bubble_predicted": run.forecast.idle,
+            "pp/bubble_ideal": run.forecast.bubble,
+        }
+
+    def _all_spans(self, run: Run) -> list[Any]:
+        """Returns the actions of every stage of this rank's pipeline, on this rank's clock. Collective."""
+        own = [(str(action), begin, end) for action, begin, end in run.engine.record(on=False)]
+        rows = on_one_clock(own, run.engine.topology.axis("pp"))
+        return [[(Action.parse(text), begin, end) for text, begin, end in row] for row in rows]
