@@ -259,10 +259,12 @@ def _check_opcodes(data: bytes, allowed: int) -> int:
             marks.pop()
         elif "PUT" in name or name == "MEMOIZE":
             index = len(memo) if name == "MEMOIZE" else arg
-            if index > count:
-                raise ValueError("it numbers its objects with gaps")
+            if index > count or not sizes:
+                raise ValueError("it numbers its objects with gaps, or none")
             memo[index] = sizes[-1]
         elif "GET" in name:
+            if arg not in memo:
+                raise ValueError("it refers to an object that it does not have")
             sizes.append(memo[arg])
         elif not opcode.stack_before:
             sizes += [1] * len(opcode.stack_after)
@@ -283,7 +285,7 @@ def _popped(opcode: pickletools.OpcodeInfo, sizes: list[int], marks: list[int]) 
     before = opcode.stack_before
     first = len(sizes)
     if pickletools.markobject in before:
-        first = marks.pop()
+        first = marks.pop() if marks else -1
         before = before[: before.index(pickletools.markobject)]
     first -= len(before)
     if first < 0:
