@@ -24,11 +24,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from threed.checkpoint.convert import convert
-from threed.checkpoint.hf import write_folder
-from threed.checkpoint.hf_folder import slabs
-from threed.checkpoint.layouts import config_of, entries
 from threed.config import ModelConfig
+from threed.interop.convert import convert
+from threed.interop.huggingface.export import write_folder
+from threed.interop.huggingface.folder import slabs
+from threed.interop.huggingface.layouts import config_of, entries
 from threed.resolution import resolve_model
 
 STEPS = (

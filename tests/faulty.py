@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from threed import collectives, launch
-from threed.checkpoint import files, hf, writing
+from threed.checkpoint import files, writing
 from threed.checkpoint.retention import Retention
 from threed.data import Prefetcher
 from threed.engine import Engine
+from threed.interop.huggingface import export
 from threed.monitor import MetricsFile
 from threed.native import build
 from threed.pipeline.executor import Executor
@@ -52,7 +53,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "sample": (Engine, "logits"),
     "end": (final_report, "finish"),
     "export": (final_report, "export_hf"),
-    "file": (hf, "stream_tensors"),
+    "file": (export, "stream_tensors"),
     "load": (Engine, "load"),
     "build": (build, "_compile"),
 }

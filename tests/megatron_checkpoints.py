@@ -1,22 +1,21 @@
 """Writes checkpoints as Megatron-LM lays them out, from weights by our names, for `threed convert --allow-pickle`.
 
-Megatron itself needs a GPU to train; layouts are those of its sources (`threed.foreign.megatron` names them).
+Megatron itself needs a GPU to train; layouts are those of its sources (`threed.interop.megatron.weights` names them).
 """
 
 from __future__ import annotations
 
 import argparse
 import enum
-import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from threed.checkpoint.layouts import entries, our_shapes
 from threed.config import ModelConfig
+from threed.interop.huggingface.layouts import entries, our_shapes
 from threed.resolution import resolve_model
 
 LLAMA = {
@@ -38,21 +37,6 @@ class AttnBackend(enum.Enum):
     """An enumeration, as settings of Megatron's have."""
 
     auto = 5
-
-
-class Optimizer(Protocol):
-    """An optimizer of Megatron's."""
-
-    states: dict[str, dict[str, Tensor]]
-
-    def add(
-        self,
-        state: dict[str, Any],
-        folder: Path,
-        chunks: list[dict[str, dict[str, Tensor]]],
-        shared: set[str],
-    ) -> None:
-        """Adds what a rank has to its file or beside it; shared: names of a tied embedding."""
 
 
 def model_of(args: dict[str, Any]) -> ModelConfig:
@@ -86,46 +70,8 @@ def weights_of(model: ModelConfig) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=draw).bfloat16() for name, shape in shapes.items()}
 
 
-def states_of(model: ModelConfig) -> dict[str, dict[str, Tensor]]:
-    """Random masters and moments, by part and our names; weights are masters in bf16."""
-    draw, shapes = torch.Generator().manual_seed(2), our_shapes(entries(model))
-    parts = {part: {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-             for part in ("weight", "exp_avg", "exp_avg_sq")}  # fmt: skip
-    parts["weight"] = {name: tensor / 5 for name, tensor in parts["weight"].items()}
-    parts["exp_avg_sq"] = {
-        name: 0.5 + tensor.square() for name, tensor in parts["exp_avg_sq"].items()
-    }
-    return parts
-
-
-def in_module_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors in the order of Megatron's `named_parameters`, which state_dict has too."""
-    inside = [
-        "input_layernorm.weight", "input_layernorm.bias", "self_attention.linear_proj.weight",
-        "self_attention.linear_proj.bias", "self_attention.linear_qkv.layer_norm_weight",
-        "self_attention.linear_qkv.layer_norm_bias", "self_attention.linear_qkv.weight",
-        "self_attention.linear_qkv.bias", "self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight",
-        "pre_mlp_layernorm.weight", "pre_mlp_layernorm.bias", "mlp.linear_fc1.layer_norm_weight",
-        "mlp.linear_fc1.layer_norm_bias", "mlp.linear_fc1.weight", "mlp.linear_fc1.bias", "mlp.linear_fc2.weight",
-        "mlp.linear_fc2.bias",
-    ]  # fmt: skip
-    layers = [f"decoder.layers.{layer}.{name}" for layer in range(100) for name in inside]
-    order = ["embedding.word_embeddings.weight", "embedding.position_embeddings.weight", *layers]
-    order += [
-        "decoder.final_layernorm.weight",
-        "decoder.final_layernorm.bias",
-        "output_layer.weight",
-    ]
-    assert set(tensors) <= set(order), set(tensors) - set(order)
-    return {name: tensors[name] for name in order if name in tensors}
-
-
 def whole(weights: dict[str, Tensor], model: ModelConfig, engine: bool) -> dict[str, Tensor]:
     """Tensors by Megatron's names, of the whole model; engine: as Transformer Engine names norms."""
-    return in_module_order(_whole(weights, model, engine))
-
-
-def _whole(weights: dict[str, Tensor], model: ModelConfig, engine: bool) -> dict[str, Tensor]:
     attention, mlp = ("self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
     norms = (attention, mlp) if engine else ("input_layernorm.", "pre_mlp_layernorm.")
     groups, head = model.kv_heads or model.heads, model.head_dim
@@ -157,124 +103,34 @@ def _whole(weights: dict[str, Tensor], model: ModelConfig, engine: bool) -> dict
     return found
 
 
-def of_rank(name: str, tensor: Tensor, rank: int, tp: int, gated: bool) -> Tensor:
-    """What a tensor rank has of a tensor."""
-    if "linear_proj.weight" in name or "linear_fc2.weight" in name:
-        return tensor.chunk(tp, 1)[rank].clone()
-    if "layer_norm" in name or not any(
-        key in name for key in ("qkv", "fc1", "word_embeddings", "output_layer")
-    ):
-        return tensor.clone()
-    if gated and "fc1" in name:
-        return torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
-    return tensor.chunk(tp)[rank].clone()
-
-
-def stage_tensors(
-    tensors: dict[str, Tensor], model: ModelConfig, gated: bool, mine: list[int], rank: int, tp: int, first: bool,
-    last: bool, pp: int,
-) -> dict[str, Tensor]:  # fmt: skip
-    """What a rank has of a (virtual) stage with layers `mine`, in order, layers by the stage's own numbers."""
-    part = dict[str, Tensor]()
-    for name, tensor in tensors.items():
-        words = name.split(".")
-        if words[1] == "layers":
-            if int(words[2]) not in mine:
-                continue
-            words[2] = str(mine.index(int(words[2])))
-        elif not (first if words[0] == "embedding" else last):
-            continue
-        part[".".join(words)] = of_rank(name, tensor, rank, tp, gated)
-    if last and model.tied and pp > 1:
-        part["output_layer.weight"] = part_of_embedding(tensors, rank, tp)
-    return part
-
-
-def write_legacy(
-    out: Path, args: dict[str, Any], weights: dict[str, Tensor], tp: int = 1, layers: list[list[int]] | None = None,
-    virtual: int = 1, engine: bool = True, optimizer: Optimizer | None = None,
-) -> Path:  # fmt: skip
-    """Writes `iter_0000100` and the tracker. layers: of each stage, first all first virtual ones.
-
-    optimizer: of states by part and our names, `megatron_optimizers`.
-    """
-    model = model_of(args)
-    tensors = whole(weights, model, engine)
-    states = (
-        {part: whole(some, model, engine) for part, some in optimizer.states.items()}
-        if optimizer
-        else {}
-    )
-    layers = layers or [list(range(model.layers))]
-    pp = len(layers) // virtual
-    settings = argparse.Namespace(
-        **args, attention_backend=AttnBackend.auto, consumed_train_samples=3200
-    )
-    for rank in range(tp):
-        for stage in range(pp):
-            state: dict[str, Any] = {"args": settings, "checkpoint_version": 3.0, "iteration": 100}
-            mine: list[dict[str, dict[str, Tensor]]] = []
-            for chunk in range(virtual):
-                first, last = chunk == stage == 0, (chunk, stage) == (virtual - 1, pp - 1)
-                cut = (model, args["swiglu"], layers[chunk * pp + stage], rank, tp, first, last, pp)
-                part: dict[str, Any] = dict(stage_tensors(tensors, *cut))
-                mine.append({kind: stage_tensors(some, *cut) for kind, some in states.items()})
-                part["decoder.layers.0.self_attention.core_attention._extra_state"] = (
-                    io.BytesIO(b"x") if engine else None
-                )
-                state["model" if virtual == 1 else f"model{chunk}"] = part
-            folder = (
-                out / "iter_0000100" / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else ""))
-            )
-            folder.mkdir(parents=True)
-            if optimizer:
-                shared = (
-                    {"embedding.word_embeddings.weight", "output_layer.weight"}
-                    if model.tied and pp > 1
-                    else set()
-                )
-                optimizer.add(state, folder, mine, shared)
-            torch.save(state, folder / "model_optim_rng.pt")
-    (out / "latest_checkpointed_iteration.txt").write_text("100")
-    return out
-
-
-def part_of_embedding(tensors: dict[str, Tensor], rank: int, tp: int) -> Tensor:
-    """The copy of the embedding that the last stage has."""
-    return tensors["embedding.word_embeddings.weight"].chunk(tp)[rank].clone()
-
-
 def write_dist(
-    out: Path, args: dict[str, Any], weights: dict[str, Tensor], numbered: bool = False, optimizer: Any = None,
-    entry: bool = False,
+    out: Path, args: dict[str, Any], weights: dict[str, Tensor], numbered: bool = False, engine: bool = True,
+    entry: bool = False, more: dict[str, Tensor] | None = None,
 ) -> Path:  # fmt: skip
-    """Writes a `torch_dist` checkpoint, collectively, on as many tensor ranks as there are ranks.
+    """Writes a `torch_dist` checkpoint with one tensor rank per rank. Collective.
 
-    Each rank has its part of a tensor's columns or rows, and every other layer of what tensor ranks have copies of.
-    numbered: layers have numbers for names, and halves of a gated linear_fc1 names of their own. optimizer: of
-    `megatron_optimizers`. entry: what all ranks have is an entry, as of late, and no file.
+    Each rank has its share of a tensor's columns or rows, and every other layer of the tensors that all ranks hold.
+
+    Args:
+        numbered: layers have numbers in their names, and the halves of a gated linear_fc1 have names of their own.
+        engine: norms have the names of Transformer Engine.
+        entry: `common_state` is an entry, as of core 0.19, and not the file common.pt.
+        more: tensors to add or to put in the place of others.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
     model, state, rank = model_of(args), dict[str, Any](), dist.get_rank()
-    for key, parts, size in pieces(whole(weights, model, engine=True), args["swiglu"], numbered):
+    for key, parts, size in pieces(whole(weights, model, engine), args["swiglu"], numbered):
         state[key] = sharded(
             [(first, own.clone()) for first, own in parts], size, rank, torch.bfloat16
         )
+    state |= more or {}
+    state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(model.hidden)
     settings = argparse.Namespace(
         **args, attention_backend=AttnBackend.auto, consumed_train_samples=3200
     )
     common: dict[str, Any] = {"args": settings, "iteration": 100}
-    if optimizer is not None:
-        optimizer.add_to_dist(
-            state,
-            common,
-            args,
-            {part: whole(some, model, True) for part, some in optimizer.states.items()},
-        )
-    else:
-        state["optimizer.of.another.kind"] = torch.zeros(3)
     if numbered:
         state["args"] = settings
     elif entry:

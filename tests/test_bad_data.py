@@ -14,8 +14,9 @@ from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from tests.test_bad_numbers import COVERING, bits
 from tests.test_step import data, same, with_
-from threed import deepspeed, layers
+from threed import layers
 from threed.engine import Engine
+from threed.interop.deepspeed.initialize import initialize
 from threed.layers import Slicing
 from threed.metrics import DataError
 from threed.topology import alone
@@ -164,7 +165,7 @@ def deepspeed_steps(folder: str) -> list[str]:
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2},
     }  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=Small(), config=dict(settings))
+    engine, *_ = initialize(model=Small(), config=dict(settings))
     good = {"tokens": torch.randint(0, VOCAB, (2, 5)), "labels": torch.randint(0, VOCAB, (2, 5))}
     bad = {**good, "tokens": good["tokens"] + VOCAB * torch.eye(2, 5, dtype=torch.int64)}
     engine.train_batch(iter([good, good]))

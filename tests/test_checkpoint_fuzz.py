@@ -26,9 +26,9 @@ from torch import Tensor
 from tests.checkpoints import hashes_of, state_of
 from tests.configs import Case, engine_of
 from tests.harness import run_ranks
-from tests.test_checkpoint_hf import config_of as hf_config
 from tests.test_checkpoint_native import sealed
 from tests.test_checkpoint_state import Norms, engine_for, local, wrapped
+from tests.test_interop_hf import config_of as hf_config
 from threed.checkpoint.files import CheckpointError
 from threed.cli import main
 from threed.engine import Engine

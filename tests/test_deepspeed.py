@@ -19,9 +19,9 @@ import threed
 from tests import hf_models
 from tests.harness import run_ranks
 from threed.config import ConfigError
-from threed.deepspeed import DeepSpeedEngine
-from threed.deepspeed.data import repeat, to_device
-from threed.deepspeed.missing import INSTEAD
+from threed.interop.deepspeed.data import repeat, to_device
+from threed.interop.deepspeed.engine import DeepSpeedEngine
+from threed.interop.deepspeed.missing import INSTEAD
 
 STEPS, ROWS, ACCUMULATION = 3, 8, 2
 Result = tuple[list[float], list[float], dict[str, Tensor]]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from threed.config import ConfigError
-from threed.ds_config import ModelFacts, Translation, keys, translate
-from threed.ds_config.section import Table
+from threed.interop.deepspeed.config import ModelFacts, Translation, keys, translate
+from threed.interop.deepspeed.config.section import Table
 from threed.precision import LossScale
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import threed
 from tests.harness import run_ranks
 from threed.config import Config
-from threed.deepspeed import DeepSpeedEngine
 from threed.engine import Engine
+from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.topology import Topology
 
 ROWS, STEPS, LR = 8, 3, 1e-2

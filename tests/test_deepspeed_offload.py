@@ -10,7 +10,7 @@ import pytest
 from tests.test_deepspeed_config import config, notes, problem, problems
 from threed.checks import find_problems
 from threed.config import ZeroConfig
-from threed.ds_config import ModelFacts, Translation, keys, translate
+from threed.interop.deepspeed.config import ModelFacts, Translation, keys, translate
 
 KEYS = {"offload_optimizer": keys.OFFLOAD_OPTIMIZER, "offload_param": keys.OFFLOAD_PARAM}
 NVME = {"device": "nvme", "nvme_path": "/nvme"}

@@ -30,8 +30,8 @@ from tests.test_zero_offload_wrapped import (
     start,
     train_step,
 )
-from threed.deepspeed import DeepSpeedEngine
-from threed.ds_config import read
+from threed.interop.deepspeed.config import read
+from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.memory.io import SwapError
 
 NVME: Place = ("nvme", "nvme")

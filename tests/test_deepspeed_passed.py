@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.test_deepspeed_config import BASE, config, notes, problem
 from threed.config import ConfigError
-from threed.ds_config import (
+from threed.interop.deepspeed.config import (
     Group,
     ModelFacts,
     PassedOptimizer,

@@ -54,18 +54,15 @@ FLOORS = {
     "threed.footprint": 5,
     "threed.layer_times": 5,
     "threed.checkpoint": 5,
-    "threed.foreign": 5,
     "threed.data": 5,
     "threed.monitor": 5,
-    "threed.pretrained": 6,
-    "threed.ds_config": 5,
     "threed.training": 6,
     "threed.batches": 6,
     "threed.drawing": 6,
     "threed.engine": 6,
     "threed.metrics": 6,
-    "threed.deepspeed": 6,
     "threed.forecast": 6,
+    "threed.interop": 6,
     "threed.reliability": 6,
     "threed.testing": 6,
     "threed.provenance": 6,
@@ -209,6 +206,29 @@ def test_the_house_holds() -> None:
     assert [
         path.name for path in paths if not path.is_dir() and not path.with_suffix(".py").is_file()
     ] == []
+
+
+# Who imports threed.interop: the command line and a run, and by one seam, `Engine.load`, the engine.
+USERS_OF_INTEROP = {
+    "cli",
+    "engine",
+    "launch",
+    "reliability.elastic",
+    "trainer",
+    "training.final_report",
+}
+
+
+def test_nothing_below_imports_interop_but_for_the_engine() -> None:
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "threed").rglob("*.py"):
+        module = _module_name(ROOT, path)
+        if not module.startswith("threed.interop") and module != "threed":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            names = {n for n in _imports(tree, module) if n.startswith("threed.interop")}
+            found |= {module.removeprefix("threed."): names} if names else {}
+    assert found.keys() == USERS_OF_INTEROP
+    assert {name.rpartition(".")[2] for name in found["engine"]} == {"is_hf_folder", "load_hf"}
 
 
 def test_one_module_names_cuda() -> None:

@@ -25,8 +25,8 @@ from tests.test_layers import CASES, H, columns, inputs, local_weight
 from tests.test_layers import Case as LayerCase
 from threed import collectives, layers, models
 from threed.blueprint import blocks
-from threed.checkpoint.layouts import state_dict_to_hf
 from threed.engine import Engine
+from threed.interop.huggingface.layouts import state_dict_to_hf
 from threed.layers import ReplicatedLinear, Slicing
 from threed.layers.tiled import GRANULE, cut_rows, spans
 from threed.ops import matmul

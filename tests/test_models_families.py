@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from tests.configs import engine_of, share
 from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.layouts import (
+from threed.checks import find_problems
+from threed.config import Config, ModelConfig
+from threed.interop.huggingface.layouts import (
     config_of,
     entries,
     hf_to_state_dict,
     model_of,
     state_dict_to_hf,
 )
-from threed.checks import find_problems
-from threed.config import Config, ModelConfig
 from threed.layers import Causal, MicroBatch, Slicing, attend, causal
 from threed.models import build
 from threed.precision import DTYPES

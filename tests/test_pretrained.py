@@ -16,13 +16,13 @@ from tests.test_tokenizer_layouts import assert_same_folder
 from threed import launch
 from threed.arguments import load
 from threed.checkpoint import native
-from threed.checkpoint.convert import convert
-from threed.checkpoint.layouts import model_of
 from threed.config import ConfigError
 from threed.data import find_problems
 from threed.data.tokenizer import ByteTokenizer
+from threed.interop.convert import convert
+from threed.interop.huggingface.layouts import model_of
+from threed.interop.pretrained import find
 from threed.monitor import metrics
-from threed.pretrained import find
 
 RUN = [
     "--train.global-batch", "4", "--train.eval-samples", "4", "--train.sample-tokens", "8", "--data.path", "text.txt",

@@ -14,10 +14,10 @@ import pytest
 
 from tests.test_models_families import FAMILIES, theirs
 from tests.tokenizer_layouts import EOT, LAYOUTS, SENTENCEPIECE, VOCAB, strings
-from threed.checkpoint.convert import convert
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.folder_record import GENERATION, KEPT
 from threed.data.tokenizer import load_tokenizer
+from threed.interop.convert import convert
+from threed.interop.huggingface.folder_record import GENERATION, KEPT
 
 MODELS = ["gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"]
 PAIRED = dict(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import threed
 from tests import hf_models
 from tests.harness import run_ranks
-from threed.deepspeed import DeepSpeedEngine
+from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.memory import io
 
 STEPS, ROWS = 3, 8

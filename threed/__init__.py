@@ -21,12 +21,13 @@ _HOMES = {
     "Slicing": "threed.layers",
     "StepMetrics": "threed.engine",
     "Topology": "threed.topology",
-    "initialize": "threed.deepspeed",
+    "initialize": "threed.interop.deepspeed.initialize",
 }
 _ROOMS = (
     "checkpoint",
     "config",
     "data",
+    "interop",
     "layers",
     "models",
     "monitor",

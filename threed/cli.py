@@ -248,7 +248,7 @@ def _tokenize(a: argparse.Namespace) -> None:
 
 
 def _convert(a: argparse.Namespace) -> None:
-    from threed.checkpoint.convert import convert, kind_of
+    from threed.interop.convert import convert, kind_of
 
     others = {"allow_pickle": a.allow_pickle, "config": a.config}
     with warnings.catch_warnings(record=True) as notes:
@@ -322,8 +322,8 @@ def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
 def _checkpoint_facts(path: Path) -> str:
     from threed.checkpoint import native
     from threed.checkpoint.files import CheckpointError
-    from threed.checkpoint.hf_folder import is_hf_folder
     from threed.checkpoint.reading import Reader
+    from threed.interop.huggingface.folder import is_hf_folder
 
     if is_hf_folder(path):
         return _folder_facts(path)
@@ -350,7 +350,7 @@ def _checkpoint_facts(path: Path) -> str:
 def _folder_facts(path: Path) -> str:
     """What is in a Hugging Face folder, which has no hashes."""
     from threed.checkpoint.files import CheckpointError
-    from threed.checkpoint.hf_folder import HFFolder
+    from threed.interop.huggingface.folder import HFFolder
 
     folder = HFFolder(path)
     if problems := list(folder.problems()):

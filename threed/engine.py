@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
-from threed.checkpoint import fit, hf_import, native
+from threed.checkpoint import fit, native
 from threed.checkpoint.beside import Save, Saver
 from threed.checkpoint.extras import Extras
-from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError
 from threed.drawing import draw
+from threed.interop.huggingface.folder import is_hf_folder
+from threed.interop.huggingface.weights import load_hf
 from threed.layers import MicroBatch
 from threed.layers.linear import use_sinks
 from threed.metrics import Faults, Later, Numbers, loss_of
@@ -429,7 +430,7 @@ class Engine:
         self.saver.end()
         self._take_in()
         about = (Path(path), self.optimizer, self.topology, self.config, self.extras)
-        state = hf_import.load(*about) if is_hf_folder(Path(path)) else native.load(*about, hashed)
+        state = load_hf(*about) if is_hf_folder(Path(path)) else native.load(*about, hashed)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         self.reducer.restore(state.get("uses", {}))
         if self.asynchronous is not None:

@@ -21,11 +21,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from threed import collectives, device, models, pretrained
+from threed import collectives, device, models
 from threed.arguments import Options, format_problems, help_text, load, load_checked
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
-from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.resuming import compare, resuming_flags
 from threed.checkpoint.retention import after_restart, candidates
 from threed.checks import find_problems
@@ -35,12 +34,14 @@ from threed.data import find_problems as find_data_problems
 from threed.disk import is_unwritable, why
 from threed.engine import Engine
 from threed.forecast import Forecast, checkpoint_bytes
+from threed.interop import pretrained
+from threed.interop.huggingface.folder import is_hf_folder
+from threed.interop.pretrained import Pretrained
 from threed.launcher import LauncherError, without_srun, world_size
 from threed.layers import Slicing
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
 from threed.monitor import process
-from threed.pretrained import Pretrained
 from threed.reliability import recheck
 from threed.reliability.failure import LostContact, write_error_file
 from threed.reliability.preemption import PREEMPTED, Preempted

@@ -18,12 +18,12 @@ from torch import Tensor
 from threed import collectives
 from threed.arguments import to_toml
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.data import Data, Prefetcher
 from threed.engine import Engine, StepMetrics
 from threed.forecast import Forecast
+from threed.interop.huggingface.folder import is_hf_folder
 from threed.monitor import Monitor
 from threed.provenance import provenance, tags
 from threed.reliability import preemption

@@ -2,8 +2,8 @@
 
     MISTRAL = register(Architecture("mistral", "Mistral", ...))      one file an architecture, beside this one
 
-Nothing here computes: `models.Decoder` builds layers from a record, `checkpoint.layouts` moves tensors by its rules,
-and `spelling` reads and writes configurations by its keys. Keys of a model are those of `config.ModelConfig`.
+Nothing here computes: `models.Decoder` builds layers from a record, `interop.huggingface.layouts` moves tensors by its
+rules, and `spelling` reads and writes configurations by its keys. Keys of a model are those of `config.ModelConfig`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from threed import collectives
 from threed.checkpoint import native, resuming
 from threed.checkpoint.copies import Copies
 from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
-from threed.checkpoint.hf_folder import is_hf_folder
 from threed.checkpoint.node_memory import (
     FOLDER,
     RECORD,
@@ -39,6 +38,7 @@ from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.checkpoint.union import Found, Loading, look
 from threed.disk import why
 from threed.engine import Engine
+from threed.interop.huggingface.folder import is_hf_folder
 from threed.metrics import BadStepsError
 from threed.topology import Axis
 from threed.zero.replicas import ReplicaError

@@ -9,13 +9,13 @@ from statistics import fmean
 from typing import Any
 
 from threed import collectives
-from threed.checkpoint.hf import export_hf
 from threed.checkpoint.resuming import resuming_flags
 from threed.data import Data
 from threed.data.tokenizer import EncodeError, Tokenizer
 from threed.disk import why
 from threed.engine import Engine
 from threed.forecast import Forecast
+from threed.interop.huggingface.export import export_hf
 from threed.monitor import figures
 from threed.packages import MissingPackageError
 from threed.schedules import Plan, idle_shares, replay, stack, svg

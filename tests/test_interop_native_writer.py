@@ -1,0 +1,89 @@
+"""Weights that come from elsewhere, some rows at a time, become a native checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoints import train
+from tests.configs import Case, engine_of
+from tests.configs import config_of as case_of
+from tests.harness import run_ranks
+from threed import collectives, models
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.manifest import read_manifest
+from threed.checkpoint.reading import Reader
+from threed.interop.native_writer import write_weights
+from threed.layers import Slicing
+from threed.sharding import spec_of
+
+
+def imported(folder: Path) -> list[str]:
+    """Weights from elsewhere, in one file and in several, on two tensor ranks: what is not as it was written."""
+    engine, wrong = engine_of(case_of(Case(1, 1, 2, model="llama", layers=2))), []
+    names = {name: tuple(value.shape) for name, value in meta_weights().items()}
+    values = {
+        name: torch.randn(shape, dtype=torch.float64) for name, shape in sorted(names.items())
+    }
+    about = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
+    for limit in (10**9, 20_000):
+        path = folder / f"{limit} on {engine.topology.rank}"
+        write_weights(
+            path, engine.config, about, lambda name: values[name].split(7), {"from": "afar"}, limit
+        )
+        collectives.barrier(engine.topology.axis("world"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            extra = engine.load(folder / f"{limit} on 0")
+        told = [str(one.message) for one in caught if "they begin at zero" in str(one.message)]
+        full, manifest = engine.full_state_dict(), read_manifest(path)
+        facts = [extra == {"from": "afar"}, engine.steps == 0, not told]
+        facts += [len(manifest["files"]) == 1 if limit == 10**9 else len(manifest["files"]) > 4]
+        facts += (
+            [all(torch.equal(full[name], value) for name, value in values.items())] if full else []
+        )
+        wrong += [] if all(facts) else [f"{limit}: {facts}"]
+        train(engine, 1)
+    return wrong
+
+
+def meta_weights() -> dict[str, Tensor]:
+    """The full weights of the same model, for their names and shapes."""
+    layers = models.build(case_of(Case(model="llama", layers=2)).model, Slicing()).layers()
+    pieces = (piece for layer in layers for p in layer.parameters() for piece in spec_of(p).pieces)
+    return {piece.name: torch.empty(piece.shape, device="meta") for piece in pieces}
+
+
+def test_weights_from_elsewhere_become_a_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    assert run_ranks(2, imported, tmp_path) == [[], []]
+
+
+def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    config, about = case_of(Case()), {"a": (torch.float32, (2, 3)), "none": (torch.float32, (0, 3))}
+    good = {"a": torch.ones(2, 3).split(1), "none": []}
+
+    def broken(name: str) -> Iterator[Tensor]:
+        yield torch.ones(1, 3)
+        raise CheckpointError("the source is damaged")
+
+    for slabs, error, text in (
+        (lambda name: [torch.ones(2, 2)], ValueError, "not complete"),
+        (lambda name: [torch.ones(2, 3, dtype=torch.float64)], ValueError, "0 is torch.float64"),
+        (lambda name: [], ValueError, "not complete"),
+        (lambda name: [torch.ones(2, 3), torch.ones(1)], ValueError, "more tensors than announced"),
+        (broken, CheckpointError, "the source is damaged"),
+    ):
+        with pytest.raises(error, match=text):
+            write_weights(tmp_path / "out", config, about, slabs)
+        assert list(tmp_path.iterdir()) == []
+    write_weights(tmp_path / "out", config, about, good.__getitem__)
+    assert (
+        Reader(tmp_path / "out", read_manifest(tmp_path / "out")).full("weight", "a").tolist()
+        == [[1.0] * 3] * 2
+    )

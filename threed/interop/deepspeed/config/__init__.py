@@ -1,0 +1,29 @@
+"""DeepSpeed's configuration, read as threed's: a pure function from a ds_config.json to what an engine needs.
+
+    translation = translate(read("ds_config.json"), world=8)
+    translation.config · .accumulation · .learning_rate · .loss_scale      # what is acted on
+    translation.notes                                                      # what has no effect, which defaults apply
+
+Three phases. `section` reads a group of keys and remembers which it was asked for. `keys` lists what has no effect here
+and what is refused. `translate` asks for the rest, group by group, with `schedulers` and `offload` for theirs; what
+nobody asked for is a misspelling. `optimizers` reads the objects that stand in for keys. No key is ignored in silence,
+and all problems are raised at once, as `threed.config.ConfigError`.
+
+Names, defaults and formulas are those of DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
+precision_config.py, zero/config.py, lr_schedules.py).
+"""
+
+from threed.interop.deepspeed.config.optimizers import (
+    Group,
+    PassedOptimizer,
+    find_groups,
+    read_optimizer,
+)
+from threed.interop.deepspeed.config.schedulers import LearningRate
+from threed.interop.deepspeed.config.section import read
+from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
+
+__all__ = [
+    "Group", "LearningRate", "ModelFacts", "PassedOptimizer", "Translation", "find_groups", "read", "read_optimizer",
+    "translate",
+]  # fmt: skip

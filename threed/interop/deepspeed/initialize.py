@@ -1,0 +1,116 @@
+"""`initialize`: from the arguments of DeepSpeed's function of that name to the four objects it returns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from threed import collectives
+from threed.config import ConfigError
+from threed.interop.deepspeed.config import (
+    ModelFacts,
+    PassedOptimizer,
+    find_groups,
+    read,
+    read_optimizer,
+    translate,
+)
+from threed.interop.deepspeed.data import deepspeed_io
+from threed.interop.deepspeed.engine import DeepSpeedEngine
+from threed.interop.deepspeed.views import OptimizerView, SchedulerView
+from threed.precision import DTYPES
+from threed.topology import Topology
+
+
+def initialize(
+    model: nn.Module | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: object | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    topology: Topology | None = None,
+) -> tuple[DeepSpeedEngine, OptimizerView, DataLoader[Any] | None, SchedulerView | None]:
+    """Returns engine, optimizer, data loader (of training_data) and scheduler (of the config) for a module. Collective.
+
+    model: any nn.Module. config: path of a ds_config.json, or a dict. optimizer: a torch AdamW, Adam or SGD, whose
+    hyper-parameters are taken; else the config's. model_parameters: parameters or groups, which must be all that
+    require gradients. Makes the process group if there is none. Raises ConfigError with everything that is wrong.
+    """
+    if model is None or config is None:
+        raise ConfigError(
+            [
+                f"{name}: not given"
+                for name, it in (("model", model), ("config", config))
+                if it is None
+            ]
+        )
+    if lr_scheduler is not None:
+        raise ConfigError(
+            ["lr_scheduler: objects are not there: write the config's scheduler, such as WarmupLR"]
+        )
+    ds = read(config)
+    notes: list[str] = []
+    if optimizer is not None:
+        if "optimizer" in ds:
+            notes.append("optimizer: no effect: the one passed to initialize is used")
+        ds["optimizer"], text = read_optimizer(optimizer)
+        notes.append(text)
+        if model_parameters is not None:
+            notes.append("model_parameters: no effect: the groups of the passed optimizer are used")
+    given = optimizer.param_groups if optimizer is not None else model_parameters
+    groups = find_groups(model, given, _hyper_parameters(ds))
+    facts = find_facts(model)
+    topology = topology or Topology()
+    collectives.exchange(
+        None, topology.axis("world")
+    )  # so that no rank raises while others connect
+    translation = translate(ds, topology.dp, facts, groups)
+    loader = None
+    if training_data is not None:
+        loader = deepspeed_io(
+            training_data, topology, translation.micro_batch, translation.drop_last, collate_fn
+        )
+    passed = None if optimizer is None else PassedOptimizer(optimizer)
+    engine = DeepSpeedEngine(model, topology, translation, passed)
+    engine.training_loader = loader
+    engine.notes = (*notes, *translation.notes)
+    if topology.rank == 0:
+        print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
+    scheduler = None if translation.learning_rate is None else SchedulerView(engine.optimizer)
+    return engine, engine.optimizer, engine.training_loader, scheduler
+
+
+def find_facts(model: nn.Module) -> ModelFacts:
+    """Returns the hidden size in the model's `config`, as Hugging Face finds it, and the dtype of most weights."""
+    counts = dict.fromkeys(DTYPES.values(), 0)
+    for param in model.parameters():
+        counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return ModelFacts(
+        _hidden_size(getattr(model, "config", None)), names.get(max(counts, key=counts.__getitem__))
+    )
+
+
+def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns optimizer.params of a ds_config; empty if it is not an object, which `translate` refuses later."""
+    section = ds.get("optimizer")
+    params = section.get("params") if isinstance(section, Mapping) else None
+    return params if isinstance(params, Mapping) else {}
+
+
+def _hidden_size(config: object) -> int | None:
+    for place in (config, getattr(config, "text_config", None)):
+        size = getattr(place, "hidden_size", None) or max(
+            getattr(place, "hidden_sizes", None) or [0]
+        )
+        if size:
+            return int(size)
+    return None

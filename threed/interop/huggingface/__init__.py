@@ -1,0 +1,1 @@
+"""Hugging Face folders: read, written, and loaded into an engine."""

@@ -1,0 +1,229 @@
+"""Writes Hugging Face folders, from native checkpoints or from others; `layouts` has their tensors' names and shapes.
+
+    export_hf(Path("runs/gpt/checkpoints/step-200"), Path("runs/gpt/hf"), tokenizer)     # from a native checkpoint
+    write_folder(out, folder.table, folder, folder.config, dtype="bf16")                 # from an `HFFolder`
+
+In phases: check the checkpoint and every name and shape -> plan shards from shapes -> stream some rows at a time ->
+configuration and tokenizer -> rename the folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from threed.atomic import building_place, publish, write_text
+from threed.checkpoint import native
+from threed.checkpoint.files import CheckpointError, begin, cut, stream_tensors
+from threed.checkpoint.finite import Tally, narrowed
+from threed.checkpoint.reading import Reader
+from threed.config import ModelConfig
+from threed.data.tokenizer import Tokenizer
+from threed.disk import why
+from threed.interop.huggingface import folder_record
+from threed.interop.huggingface.folder import slabs
+from threed.interop.huggingface.layouts import (
+    Entry,
+    Shape,
+    check_names,
+    config_of,
+    entries,
+    our_shapes,
+)
+from threed.precision import DTYPES
+from threed.resolution import resolve_model
+from threed.zero.records import WEIGHT
+
+SHARD_BYTES = 5_000_000_000
+
+
+class Weights(Protocol):
+    """Where weights are read from, by our names."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the format of a tensor."""
+
+    def box(self, name: str, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size] of a tensor."""
+
+
+class SavesFiles(Protocol):
+    """A tokenizer, or the files of one."""
+
+    def save_hf(self, folder: Path, model_type: str | None = None) -> None:
+        """Writes the tokenizer's files into the folder of a model."""
+
+
+class Saved:
+    """The weights of a native checkpoint, as `Weights`."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the format of a tensor."""
+        return self.reader.dtype(WEIGHT, name)
+
+    def box(self, name: str, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size] of a tensor."""
+        return self.reader.box(WEIGHT, name, start, size)
+
+
+def export_hf(
+    checkpoint: Path, out: Path, tokenizer: Tokenizer | None = None, dtype: str | None = None, *,
+    files: SavesFiles | None = None, shard_bytes: int = SHARD_BYTES,
+) -> Path:  # fmt: skip
+    """Writes a native checkpoint as a folder that `transformers` loads, whole or not at all; no process group needed.
+
+    If the run began from a Hugging Face folder and uses its tokenizer, special token ids and generation_config.json are
+    those of the folder; otherwise they follow from the tokenizer. An earlier export at `out` is replaced.
+
+    Args:
+        checkpoint: the folder of the native checkpoint.
+        out: the folder to write.
+        tokenizer: its files are written too.
+        dtype: of the weights: fp32, bf16, fp16 or fp64; None: as in the checkpoint (masters).
+        files: files of a tokenizer to copy, instead of `tokenizer`.
+        shard_bytes: the largest size of a file of weights.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, has names or shapes of another model, or values that overflow.
+    """
+    manifest = native.read_manifest(checkpoint)
+    problems = native.verify(checkpoint, manifest, thorough=True)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    reader = Reader(checkpoint, manifest)
+    model = _saved_model(manifest["config"]["model"], reader)
+    table = entries(model)
+    beside = {name: shape for name, (*_, shape) in reader.buffers.items()}  # the layouts have none
+    check_names({**reader.shapes, **beside}, our_shapes(table), str(checkpoint))
+    _check_tokenizer(tokenizer, model)
+    record = folder_record.checked(manifest["state"]["extra"].get("hf"))
+    more, others = folder_record.written(record, tokenizer)
+    config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
+    del config["pad_token_id"]  # which `more` has, or the folder had none
+    return write_folder(
+        out, table, Saved(reader), config | more, dtype, files or tokenizer, others, shard_bytes
+    )
+
+
+def write_folder(
+    out: Path, table: Sequence[Entry], weights: Weights, config: Mapping[str, Any], dtype: str | None = None,
+    tokenizer: SavesFiles | None = None, files: Mapping[str, Any] = MappingProxyType({}),
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:  # fmt: skip
+    """Writes a Hugging Face folder of these tensors, whole or not at all.
+
+    dtype: of all; None: each as it is. files: other JSON files, objects or their text. Raises CheckpointError, also for
+    values that overflow.
+    """
+    to = {entry.name: _dtype(dtype, entry, weights) for entry in table}
+    building, nbytes = building_place(out), sum(_nbytes(entry, to[entry.name]) for entry in table)
+    try:
+        begin(out, "config.json", "Hugging Face folder", nbytes)
+        tally = Tally()
+        _write_weights(building, table, weights, to, shard_bytes, tally)
+        name = str(to[table[0].name]).removeprefix("torch.")
+        for file, content in {
+            "config.json": {**config, "dtype": name, "torch_dtype": name},
+            **files,
+        }.items():
+            write_text(
+                building / file,
+                content if isinstance(content, str) else json.dumps(content, indent=2) + "\n",
+            )
+        if tokenizer is not None:
+            tokenizer.save_hf(building, config["model_type"])
+        publish(building, out)
+    except OSError as error:
+        shutil.rmtree(building, ignore_errors=True)
+        raise CheckpointError(f"could not write {out}: {why(error, out.parent, nbytes)}") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    tally.tell(out)
+    return out
+
+
+def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
+    """Returns the configuration of a checkpoint's model; CheckpointError where it cannot be that of its tensors."""
+    try:
+        model = ModelConfig.model_validate(saved)
+        if model.layers <= len(reader.shapes):  # before a table is made of so many
+            return resolve_model(model)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the model's configuration is not valid: {' '.join(str(error).split())}"
+        ) from None
+    raise CheckpointError(
+        f"the model's configuration has {model.layers} layers, and there are fewer tensors"
+    )
+
+
+def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
+    if tokenizer is not None and tokenizer.text_vocab_size > (model.vocab or 0):
+        raise CheckpointError(
+            f"the model has {model.vocab} tokens and tokenizer {tokenizer.name} has {tokenizer.text_vocab_size}:"
+            " give the tokenizer that the model was trained with"
+        )
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the format of this name; CheckpointError for another."""
+    if name not in DTYPES:
+        raise CheckpointError(f"dtype {name} is not one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _dtype(name: str | None, entry: Entry, weights: Weights) -> torch.dtype:
+    """Returns the format of an entry: of this name, else as its weights have it."""
+    if name is not None:
+        return dtype_of(name)
+    if not entry.held:
+        return torch.float32
+    return functools.reduce(torch.promote_types, [weights.dtype(ours) for ours, _ in entry.ours])
+
+
+def _nbytes(entry: Entry, dtype: torch.dtype) -> int:
+    return math.prod(entry.shape) * dtype.itemsize
+
+
+def _write_weights(
+    folder: Path,
+    table: Sequence[Entry],
+    weights: Weights,
+    to: Mapping[str, torch.dtype],
+    shard_bytes: int,
+    tally: Tally,
+) -> None:
+    """Writes one file, or numbered shards and their index. tally: of tensors that are not finite."""
+    shards = cut({entry.name: _nbytes(entry, to[entry.name]) for entry in table}, shard_bytes)
+    files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    files = files if len(files) > 1 else ["model.safetensors"]
+    by_name = {entry.name: entry for entry in table}
+
+    def rows(name: str) -> Iterator[Tensor]:
+        entry, dtype = by_name[name], to[name]
+        for first, last in slabs(entry.shape, max(dtype.itemsize, 4)):
+            yield tally.passed(name, narrowed(name, entry.rows(weights.box, first, last), dtype))
+
+    for file, names in zip(files, shards, strict=True):
+        about = {name: (to[name], by_name[name].shape) for name in names}
+        stream_tensors(
+            folder / file, about, chain.from_iterable(map(rows, names)), {"format": "pt"}
+        )
+    if len(files) > 1:
+        places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        total = sum(_nbytes(entry, to[entry.name]) for entry in table)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_text(folder / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")

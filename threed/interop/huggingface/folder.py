@@ -1,0 +1,266 @@
+"""Reads a Hugging Face folder: its configuration, and boxes of its tensors by our names.
+
+    folder = HFFolder(Path("Llama-3.1-8B"))       # CheckpointError for what is no such folder, or is not understood
+    for problem in folder.problems(): ...         # what of its tensors does not fit its configuration
+    folder.box("blocks.3.attention.query.weight", start=(0, 0), size=(512, 4096))
+
+Files are mapped into memory, and only those that a box lies in are opened. Both spellings of names are read: of a model
+with its head (`model.layers...`) and of a base model without one (`layers...`); a tied head may be there too, or alone.
+"""
+
+from __future__ import annotations
+
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from threed import architectures
+from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.manifest import MANIFEST
+from threed.interop.huggingface.layouts import (
+    Entry,
+    Shape,
+    entries,
+    model_of,
+    name_problems,
+    our_shapes,
+)
+from threed.parse import ParseError, read_json
+from threed.sharding import slices
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+HEAD = "lm_head.weight"
+SLAB_BYTES = 2**24  # of a tensor that is read at a time
+Header = tuple[str, Shape]  # dtype, as safetensors spells it, and shape
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Returns whether a folder is one of Hugging Face's, by its files."""
+    return not (path / MANIFEST).is_file() and (
+        (path / CONFIG).is_file() or (path / INDEX).is_file()
+    )
+
+
+def has_weights(path: Path) -> bool:
+    """Returns whether a folder of Hugging Face's has weights that are read."""
+    return (path / SINGLE).is_file() or (path / INDEX).is_file()
+
+
+class HFTensors(ABC):
+    """Tensors that a model of Hugging Face's has, its `model` (whose `seq` is the longest that it is for), and `table`.
+
+    path: of the folder they are in. shapes: of our tensors, by our names. config: their configuration as it is.
+    """
+
+    def __init__(self, path: Path, config: Path) -> None:
+        self.path = path
+        self.config = read_object(config)
+        try:
+            self.model = model_of(self.config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{config}: {error}") from None
+        names = self._open_all()
+        if self.model.layers > len(names):  # before a table is made of so many
+            raise CheckpointError(
+                f"{path}: its configuration has {self.model.layers} layers, and it has fewer tensors"
+            )
+        self.table = entries(self.model)
+        self.shapes = our_shapes(self.table)
+        self._entries = {name: entry for entry in self.table for name, _ in entry.ours}
+        self._record = architectures.layout_of(dict(self.model))
+        self._bare = not any(name.startswith(self._record.prefix) for name in names)
+        self._stands_for: dict[str, str] = {}
+        embedding = self._spelt(self._record.rules[0].hf)
+        if self.model.tied and HEAD in names and embedding not in names:
+            self._stands_for[embedding] = HEAD
+
+    @abstractmethod
+    def _open_all(self) -> set[str]:
+        """Returns the names of all tensors."""
+
+    @abstractmethod
+    def _find(self, found: dict[str, Header]) -> Iterator[str]:
+        """Puts every tensor into `found`; yields what is wrong with the files."""
+
+    @abstractmethod
+    def _slice(self, key: str) -> Any:
+        """Returns what reads a tensor by slices, and says its `get_dtype`."""
+
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def problems(self) -> Iterator[str]:
+        """Yields what is wrong with its files, and what of their tensors is missing, unexpected or misshaped."""
+        found: dict[str, Header] = {}
+        yield from self._find(found)
+        wanted = {self._key(entry): entry.shape for entry in self.table}
+        unused = self._left_out() | ({HEAD} if self.model.tied else set())
+        read = {
+            name: shape
+            for name, (_, shape) in found.items()
+            if name in wanted or name not in unused
+        }
+        for problem in name_problems(read, wanted):
+            yield f"{self.path} does not fit its configuration: {plain(problem, 3000)}"
+        if HEAD in wanted and HEAD not in found:
+            yield f"{HEAD} is missing in {self.path}: a base model has no head; save the model with its language head"
+        for name in wanted:
+            if name in found and found[name][0] not in DTYPES:
+                yield f"{name} in {self.path} is {plain(found[name][0])}: there are {', '.join(DTYPES)}; dequantise it"
+                return
+        if (
+            self.model.tied
+            and HEAD in found
+            and HEAD not in wanted
+            and read.keys() == wanted.keys()
+        ):
+            yield from self._head_problems(found)
+
+    def _head_problems(self, found: Mapping[str, Header]) -> Iterator[str]:
+        """Yields whether the head of a tied model, where a file has it too, is another than its embedding."""
+        embedding = self._key(self.table[0])
+        if found[HEAD] != found[embedding] or not all(
+            torch.equal(self._slice(HEAD)[a:b], self._slice(embedding)[a:b])
+            for a, b in slabs(self.table[0].shape, DTYPES[found[HEAD][0]].itemsize)
+        ):
+            yield (
+                f"{HEAD} in {self.path} is another tensor than {embedding}, and its configuration ties both:"
+                ' set "tie_word_embeddings" to false there, or leave the head out'
+            )
+
+    # -------------------------------------------------------------------------------------------------------- names
+
+    def _spelt(self, name: str) -> str:
+        return name.removeprefix(self._record.prefix) if self._bare else name
+
+    def _key(self, entry: Entry) -> str:
+        """Returns the name of an entry in the files."""
+        name = self._spelt(entry.name)
+        return self._stands_for.get(name, name)
+
+    def _left_out(self) -> set[str]:
+        """Returns names of buffers that old versions saved, which models compute."""
+        blocks = range(self.model.layers)
+        return {
+            self._spelt(name.replace("{i}", str(i)))
+            for name in self._record.buffers
+            for i in blocks
+        }
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the format that one of our tensors has in the files."""
+        return DTYPES[self._slice(self._key(self._entries[name])).get_dtype()]
+
+    def box(self, name: str, start: Shape, size: Shape) -> Tensor:
+        """Returns a box [*size] of one of our tensors, perhaps a view of a mapped file."""
+        entry = self._entries[name]
+        return entry.turn(self._slice(self._key(entry))[slices(*entry.box(name, start, size))])
+
+
+class HFFolder(HFTensors):
+    """A folder of safetensors with its configuration."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, path / CONFIG)
+
+    def _open_all(self) -> set[str]:
+        self._places = _places(self.path)
+        self._files: dict[str, Any] = {}
+        return set(self._places or _contents(self._open(SINGLE)))
+
+    def _find(self, found: dict[str, Header]) -> Iterator[str]:
+        for file in dict.fromkeys(self._places.values()) or [SINGLE]:
+            inside = _contents(self._open(file))
+            named = {name for name, place in self._places.items() if place == file} or set(inside)
+            if others := sorted(named ^ set(inside)):
+                some = plain(", ".join(others[:10]))
+                yield f"{self.path / file} and {INDEX} do not name the same tensors: {some}"
+            found |= inside
+
+    def _slice(self, key: str) -> Any:
+        file = self._places.get(key, "") if self._places else SINGLE
+        try:
+            return self._open(file).get_slice(key)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path / file} cannot be read: {plain(error)}") from None
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = _open(self.path / file)
+        return self._files[file]
+
+
+def slabs(shape: Shape, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Yields ranges of rows (first, last) of a tensor that are at most some MiB each."""
+    row = itemsize
+    for size in shape[1:]:
+        row *= size
+    step = max(1, SLAB_BYTES // row)
+    for first in range(0, shape[0], step):
+        yield first, min(first + step, shape[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; CheckpointError for another thing."""
+    try:
+        return read_json(path)
+    except ParseError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _places(path: Path) -> dict[str, str]:
+    """Returns the file of every tensor, as the index says; nothing where there is one file only."""
+    if (path / SINGLE).exists():
+        return {}
+    if not (path / INDEX).exists():
+        pickled = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
+        if pickled:
+            raise CheckpointError(
+                f"{path} has its weights as {plain(pickled[0])}, which can run any code when it is read: have"
+                " transformers write safetensors, where you trust it (from_pretrained, then save_pretrained)"
+            )
+        raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}")
+    places = read_object(path / INDEX).get("weight_map")
+    if (
+        not isinstance(places, dict)
+        or not places
+        or not all(isinstance(file, str) for file in places.values())
+    ):
+        raise CheckpointError(
+            f"{path / INDEX}: its weight_map must have the name of a file for every tensor"
+        )
+    for file in dict.fromkeys(places.values()):
+        if Path(file).name != file or not file.isprintable() or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path / INDEX} names {plain(file)}, which is no safetensors file of its folder"
+            )
+    return places
+
+
+def _open(file: Path) -> Any:
+    try:
+        if not stat.S_ISREG(
+            file.stat().st_mode
+        ):  # through links, which a cache of downloads is made of
+            raise OSError("it is no plain file")
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {plain(error)}") from None
+
+
+def _contents(handle: Any) -> dict[str, Header]:
+    """Returns dtype and shape of every tensor of an open file."""
+    found = ((key, handle.get_slice(key)) for key in list(handle.keys()))
+    return {key: (values.get_dtype(), tuple(values.get_shape())) for key, values in found}

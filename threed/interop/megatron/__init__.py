@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM: the weights of its `torch_dist` folders."""

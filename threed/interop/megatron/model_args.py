@@ -1,0 +1,103 @@
+"""The model of a checkpoint of Megatron-LM, from its `args` (megatron/training/arguments.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from threed.architectures.checks import find_model_problems
+from threed.checkpoint.files import CheckpointError, plain
+from threed.config import ModelConfig
+from threed.resolution import resolve_model
+from threed.schema import ValidationError
+
+# What models here do not have: names, and the values with which they change nothing. Left out, they change nothing too.
+OTHERS: Mapping[str, tuple[Any, ...]] = {
+    "num_experts": (None, 0), "multi_latent_attention": (None, False), "mtp_num_layers": (None, 0),
+    "squared_relu": (None, False), "quick_geglu": (None, False), "apply_layernorm_1p": (None, False),
+    "apply_residual_connection_post_layernorm": (None, False), "rotary_interleaved": (None, False),
+    "rotary_percent": (None, 1.0), "rotary_seq_len_interpolation_factor": (None, 1), "no_rope_freq": (None, 0),
+    "window_size": (None,), "softmax_type": (None, "vanilla"), "attention_output_gate": (None, False),
+    "hybrid_layer_pattern": (None,), "hybrid_override_pattern": (None,), "is_hybrid_model": (None, False),
+    "heterogeneous_layers_config_path": (None,), "heterogeneous_layers_config_encoded_json": (None,),
+    "experimental_attention_variant": (None,), "linear_attention_freq": (None,), "glu_linear_offset": (None, 0.0),
+    "activation_func_clamp_value": (None,), "use_mup": (None, False),
+    "qk_l2_norm": (None, False), "mrope_section": (None,), "spec": (None,),
+}  # fmt: skip
+
+
+def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
+    """Returns the model of a checkpoint. CheckpointError with everything that cannot be expressed here."""
+    problems = [
+        f"{name} {plain(args[name])}" for name, same in OTHERS.items() if args.get(name) not in same
+    ]
+    norm, positions = (
+        args.get("normalization", "LayerNorm"),
+        args.get("position_embedding_type", "learned_absolute"),
+    )
+    gated = bool(args.get("swiglu"))
+    kind = (norm, positions, gated)
+    if kind not in (("RMSNorm", "rope", True), ("LayerNorm", "learned_absolute", False)):
+        problems.append(
+            f"normalization {plain(norm)} with position_embedding_type {plain(positions)} and swiglu {gated}: there are"
+            " RMSNorm with rope and swiglu (Llama), and LayerNorm with learned_absolute (GPT-2)"
+        )
+    if not gated and not (args.get("openai_gelu") or args.get("bias_gelu_fusion")):
+        problems.append(
+            "gelu by the error function (neither bias_gelu_fusion nor openai_gelu): its tanh form is here"
+        )
+    if problems:
+        raise CheckpointError(
+            f"{where} is of a model that cannot be expressed here: {'; '.join(problems)}"
+        )
+    try:
+        model = resolve_model(ModelConfig.model_validate(_keys(args, gated)))
+    except ValidationError as error:
+        some = [
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
+            for e in error.errors(include_input=False)[:3]
+        ]
+        raise CheckpointError(f"{where}: its args: {plain('; '.join(some), 2000)}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{where}: its args: {' '.join(plain(error, 2000).split())}"
+        ) from None
+    if wrong := list(find_model_problems(model)):
+        raise CheckpointError(f"{where}: {'; '.join(wrong)}")
+    return model
+
+
+def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
+    heads = args["num_attention_heads"]
+    grouped = bool(args.get("group_query_attention")) and args.get("num_query_groups")
+    bias, qkv_bias = bool(args.get("add_bias_linear", True)), bool(args.get("add_qkv_bias"))
+    positions = args["max_position_embeddings"]
+    keys = {
+        "arch": "llama" if gated else "gpt", "layers": args["num_layers"], "hidden": args["hidden_size"],
+        "heads": heads, "kv_heads": args["num_query_groups"] if grouped else heads,
+        "head_dim": args.get("kv_channels"), "ffn": args["ffn_hidden_size"], "vocab": args["padded_vocab_size"],
+        "seq": positions, "positions": positions, "bias": bias, "mlp_bias": bias,
+        "norm_eps": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
+        "tied": not args.get("untie_embeddings_and_output_weights"),
+    }  # fmt: skip
+    if not gated:
+        if qkv_bias and not bias:
+            raise ValueError(
+                "add_qkv_bias without add_bias_linear, of a model with LayerNorm, is not here"
+            )
+        return keys
+    keys["rope_theta"] = float(args.get("rotary_base", 10000))
+    if args.get("qk_layernorm"):
+        keys["qk_norm"] = True
+    if args.get("use_rope_scaling"):
+        keys["rope_scaling"] = {
+            "rope_type": "llama3", "factor": float(args.get("rope_scaling_factor", 8.0)), "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        }  # fmt: skip
+    if qkv_bias and not bias:  # Qwen2 has these, and no others
+        if keys.pop("qk_norm", False):
+            raise ValueError("add_qkv_bias with qk_layernorm is not here")
+        keys = {key: value for key, value in keys.items() if key not in ("bias", "mlp_bias")} | {
+            "arch": "qwen2"
+        }
+    return keys

@@ -1,0 +1,121 @@
+"""How a run begins from a Hugging Face folder, or what was converted from one: `--checkpoint.resume FOLDER`.
+
+    start = find(argv, defaults)            # None where the run begins from none; ConfigError for a folder that is none
+    load([*start.flags, *argv], start.defaults)
+
+The folder says what the model is: its keys count more than those of a preset or file, and a flag that says another
+thing is refused. Only the sequence's length and the dropout are the run's own. The run uses the folder's tokenizer
+unless `--data.tokenizer` names another, which is required if the folder has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from threed.arguments import load, written
+from threed.checkpoint import native
+from threed.checkpoint.files import CheckpointError, plain
+from threed.config import ConfigError, ModelConfig, key_name
+from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
+from threed.interop.convert import saved_files
+from threed.interop.huggingface.folder import HFFolder, is_hf_folder
+from threed.interop.huggingface.weights import model_differences
+from threed.resolution import resolve_model, spelt_as
+
+Groups = Mapping[str, Mapping[str, Any]]
+SEQ = 256  # as long as nobody says how long
+FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Where a run begins; flags: those that say what its model is. defaults: of the program, with the folder's."""
+
+    flags: list[str]
+    defaults: Groups
+
+
+def find(argv: list[str], defaults: Groups, check: bool = True) -> Pretrained | None:
+    """Returns what the folder says that a command line begins from, if it does. ConfigError with what is wrong.
+
+    check: look at all its tensors, too.
+    """
+    try:
+        config, options = load(argv, defaults=defaults)
+    except ConfigError:
+        return None  # its problems are told where all are
+    path = Path(config.checkpoint.resume)
+    if options.help or config.checkpoint.resume in ("auto", "none"):
+        return None
+    try:
+        opened = _open(path, check, "tokenizer" in config.data.model_fields_set)
+    except (CheckpointError, OSError) as error:
+        raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
+    if opened is None:
+        return None
+    saved, tokenizer = spelt_as(opened[0], config.model), opened[1]
+    found = Pretrained(_flags(saved), _with(defaults, saved, tokenizer))
+    model = load([*found.flags, *argv], defaults=found.defaults)[0].model
+    if differences := model_differences(path, saved, model):
+        raise ConfigError(
+            [
+                f"{text}: leave the flag out, the folder says what its model is"
+                for text in differences
+            ]
+        )
+    return found
+
+
+def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None] | None:
+    """Returns the model of a Hugging Face folder, or of a native checkpoint without any step, and its tokenizer if it
+    has one. None for another thing: a run that goes on says itself what its model is, and is told where that differs.
+    named: the run names a tokenizer.
+    """
+    if is_hf_folder(path):
+        folder = HFFolder(path)
+        if problems := list(folder.problems()) if check else []:
+            raise CheckpointError("; ".join(problems))
+        files = folder_files(path)
+        if named:
+            return folder.model, None
+        if not files.vocabulary:
+            raise CheckpointError(f"the folder has no tokenizer ({VOCABULARY_NAMES}): {FIX}")
+        return folder.model, str(path.absolute())
+    if not (path / native.MANIFEST).is_file():
+        return None
+    manifest = native.read_manifest(path)
+    name = str(manifest["config"]["data"]["tokenizer"])
+    if name == "none" and not named:
+        raise CheckpointError(f"the checkpoint does not name the tokenizer of its model: {FIX}")
+    if manifest["state"]["steps"]:
+        return None
+    try:
+        model = resolve_model(ModelConfig.model_validate(manifest["config"]["model"]))
+    except ValueError:
+        return None
+    if named or name == "bytes":
+        return model, None
+    if saved_files(name, manifest) is None:  # a checkpoint from elsewhere may name any path
+        what = f"its tokenizer, {plain(name)}, is not here or has other files now"
+        raise CheckpointError(f"{what}: {FIX}")
+    return model, name
+
+
+def _flags(model: ModelConfig) -> list[str]:
+    said = {name: value for name, value in model if name != "seq"}
+    return [
+        word
+        for name, value in said.items()
+        for word in (f"--model.{key_name(name)}", written(name, value))
+    ]
+
+
+def _with(defaults: Groups, model: ModelConfig, tokenizer: str | None) -> Groups:
+    own = {name: dict(group) for name, group in defaults.items()}
+    own.setdefault("model", {})["seq"] = min(SEQ, model.positions or model.seq)
+    if tokenizer is not None:
+        own.setdefault("data", {})["tokenizer"] = tokenizer
+    return own

@@ -1,0 +1,116 @@
+"""Folders of torch.distributed.checkpoint: the tensors and objects that their `.metadata` lists.
+
+    folder = DistFolder(path, PickleReader())        CheckpointError if it is not one
+    folder.shapes["decoder.final_layernorm.weight"]
+    tensors = folder.tensors(["output_layer.weight"])    their boxes are checked; values are read later
+    folder.entry("common_state/shard_0_1")           an object; None if there is none
+
+`.metadata` is a pickle with, per tensor, its shape, its boxes, and the place of each box in a `__R_N.distcp` file, where
+it is a file of torch.save (torch/distributed/checkpoint/metadata.py and filesystem.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from threed.checkpoint import coverage
+from threed.checkpoint.files import CheckpointError, plain
+from threed.interop.lazy_tensors import Boxed, Boxes, FileTensor, Shape, Spread
+from threed.interop.pickle_reader import PickleReader
+
+
+class DistFolder:
+    """A folder; shapes: of its tensors, by name."""
+
+    def __init__(self, path: Path, reader: PickleReader) -> None:
+        self.path, self._reader = path, reader
+        metadata = reader.bare(path / ".metadata")
+        try:
+            state = metadata.state
+            self._places = {(str(key.state["fqn"]), tuple(key.state.get("offset") or ())): info.state
+                            for key, info in state["storage_data"].items()}  # fmt: skip
+            tensors = {str(name): entry.state for name, entry in state["state_dict_metadata"].items()
+                       if entry.name.endswith(".TensorStorageMetadata")}  # fmt: skip
+            self.shapes: dict[str, Shape] = {
+                name: _lengths(entry["size"]) for name, entry in tensors.items()
+            }
+            self._chunks = {name: [(_lengths(c.state["offsets"]), _lengths(c.state["sizes"])) for c in entry["chunks"]]
+                            for name, entry in tensors.items()}  # fmt: skip
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            IndexError,
+            OverflowError,
+        ) as error:
+            text = f"{type(error).__name__}: {plain(error)}"
+            raise CheckpointError(
+                f"{path} is not as torch.distributed.checkpoint writes it ({text})"
+            ) from None
+
+    def entry(self, name: str) -> Any:
+        """Returns an object that is an entry of its own; None if there is none."""
+        info = self._places.get((name, ()))
+        return None if info is None or name in self.shapes else self._read(info)
+
+    def tensors(self, names: Sequence[str]) -> dict[str, Boxes]:
+        """Returns tensors by name.
+
+        Raises:
+            CheckpointError: boxes leave gaps, overlap, or differ from those that are listed.
+        """
+        if empty := next((name for name in names if not self._chunks[name]), None):
+            raise CheckpointError(f"{self.path} has no boxes of {plain(empty)}")
+        listed = [
+            ["weight", name, list(self.shapes[name]), *map(list, box)]
+            for name in names
+            for box in self._chunks[name]
+        ]
+        for problem in coverage.of_boxes([{"boxes": listed}]):
+            raise CheckpointError(f"{self.path}: {plain(problem)}")
+        return {
+            name: Boxed(self.shapes[name], [self._box(name, *box) for box in self._chunks[name]])
+            for name in names
+        }
+
+    def _box(self, name: str, first: Shape, size: Shape) -> tuple[Shape, Boxes]:
+        """Returns a box of a tensor, and its first element along every dimension."""
+        if (name, first) not in self._places:
+            raise CheckpointError(f"{self.path} does not say where a box of {plain(name)} is")
+        found = self._read(self._places[name, first])
+        if not isinstance(found, FileTensor) or found.shape != size:
+            raise CheckpointError(
+                f"{self.path}: a box of {plain(name)} has another shape than its list says"
+            )
+        return first, Spread(size, found)
+
+    def _read(self, info: Mapping[str, Any]) -> Any:
+        """Returns what torch.save wrote to a part of a file."""
+        try:
+            file, (first, length) = (
+                info["relative_path"],
+                _lengths([info["offset"], info["length"]]),
+            )
+            if Path(file).name != file or not file.isprintable():
+                raise CheckpointError(f"{self.path} names {plain(file)}, which is no file of it")
+            if info.get("transform_descriptors"):
+                raise CheckpointError(
+                    f"{self.path} has files that are compressed or encrypted: that is not read"
+                )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            text = f"{type(error).__name__}: {plain(error)}"
+            raise CheckpointError(
+                f"{self.path} is not as torch.distributed.checkpoint writes it ({text})"
+            ) from None
+        return self._reader.torch_file(self.path / file, first, first + length)
+
+
+def _lengths(values: Iterable[Any]) -> Shape:
+    """Returns numbers of elements or bytes, and raises TypeError for what is none."""
+    found = tuple(values)
+    if not all(type(value) is int and value >= 0 for value in found):
+        raise TypeError(f"{plain(found)} are no lengths")
+    return found
