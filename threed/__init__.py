@@ -4,6 +4,7 @@
     topo   = threed.Topology(pp=2, tp=2)
     engine = threed.Engine(model, topo, config)
     metrics = engine.step(batch)
+    engine = threed.load("runs/tiny")             # of a run, a checkpoint or a Hugging Face folder
 
 Names load on first use, so that `threed.schedules` and `threed.config` come without torch.
 """
@@ -22,6 +23,7 @@ _HOMES = {
     "StepMetrics": "threed.engine",
     "Topology": "threed.topology",
     "initialize": "threed.interop.deepspeed.initialize",
+    "load": "threed.loading",
 }
 _ROOMS = (
     "checkpoint",

@@ -1,0 +1,98 @@
+"""Builds an engine from a run, a checkpoint or a Hugging Face folder.
+
+engine = threed.load("runs/tiny")
+loss = engine.evaluate(batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from threed import models
+from threed.checkpoint import native
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.manifest import MANIFEST
+from threed.checkpoint.retention import candidates
+from threed.checks import find_problems
+from threed.config import Config, ConfigError, ModelConfig
+from threed.engine import Engine
+from threed.interop.huggingface.folder import HFFolder, is_hf_folder
+from threed.layers import Slicing
+from threed.resolution import resolve
+from threed.topology import Topology
+
+# Groups of the configuration that belong to what was trained; others say where and how it is computed.
+TRAINED = ("model", "precision", "train", "optim", "data")
+
+
+def load(
+    path: str | Path,
+    topology: Topology | None = None,
+    *,
+    build: Callable[[ModelConfig, Slicing], models.Model] = models.build,
+    **changes: Mapping[str, Any],
+) -> Engine:
+    """Builds an engine with the model and state of a run, a checkpoint or a Hugging Face folder. Collective.
+
+    The configuration's groups `model`, `precision`, `train`, `optim` and `data` are those that were saved; all others
+    have their defaults. A Hugging Face folder has weights only: moments begin at zero.
+
+    Args:
+        path: a run folder, whose newest checkpoint is loaded, a checkpoint, or a Hugging Face folder.
+        topology: of this world; by default all ranks are data ranks.
+        build: makes the model of its configuration; for checkpoints of custom models.
+        changes: keys of the configuration by group, such as `zero={"stage": 3}`.
+
+    Returns:
+        The engine. `engine.steps` is the number of updates that were made.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or its model is another one.
+        ConfigError: the configuration does not fit the topology.
+
+    Example::
+
+        engine = threed.load("runs/tiny/hf", threed.Topology(tp=2), train={"global_batch": 8})
+    """
+    source, topology = _source(Path(path)), topology or Topology()
+    saved = _saved(source)
+    parallel = {"pp": topology.pp, "tp": topology.tp, "dp": topology.dp}
+    groups = {"parallel": parallel, **saved}
+    for name, values in changes.items():
+        groups[name] = {**groups.get(name, {}), **values}
+    try:
+        config = Config.model_validate(groups)
+    except ValueError as error:
+        raise ConfigError([f"{path}: {error}"]) from None
+    if problems := find_problems(config, topology.world):
+        raise ConfigError(problems)
+    config = resolve(config, config.model.vocab or 1, topology.world)
+    p = config.parallel
+    slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
+    engine = Engine(build(config.model, slicing), topology, config)
+    engine.load(source)
+    return engine
+
+
+def _source(path: Path) -> Path:
+    """Returns the folder to load: of a run folder its newest checkpoint."""
+    if (path / MANIFEST).is_file() or is_hf_folder(path):
+        return path
+    newest = next(candidates(path, "auto"), None)
+    if newest is None:
+        raise CheckpointError(
+            f"{path}: no run, checkpoint or Hugging Face folder is there (no checkpoints/step-N, no {MANIFEST}, no"
+            " config.json)"
+        )
+    return newest
+
+
+def _saved(source: Path) -> dict[str, Any]:
+    """Returns the configuration of what was trained, by group."""
+    if is_hf_folder(source):
+        model = HFFolder(source).model
+        return {"model": {**dict(model), "seq": min(256, model.positions or model.seq)}}
+    config = native.read_manifest(source)["config"]
+    return {name: config[name] for name in TRAINED}
