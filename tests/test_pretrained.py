@@ -50,9 +50,9 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resolved(argv: list[str], defaults: dict[str, Any]) -> Any:
     """The configuration of a run that begins from a folder."""
-    start = find(argv, defaults)
-    assert start is not None
-    return load([*start.flags, *argv], defaults=start.defaults)[0]
+    config, options = load(argv, defaults=defaults, begin=find)
+    assert options.pretrained
+    return config
 
 
 @pytest.mark.parametrize("kind", ["llama", "native"])
@@ -69,7 +69,7 @@ def test_the_folder_says_what_the_model_is(kind: str, pretrained: Path) -> None:
     assert config.optim.lr == load(["--preset", "llama-tiny"])[0].optim.lr
     assert resolved([*resume, "--data.tokenizer", "bytes"], {}).data.tokenizer == "bytes"
     with pytest.raises(ConfigError) as error:
-        find([*resume, "--model.layers", "4", "--model.kv-heads", "4"], {})
+        resolved([*resume, "--model.layers", "4", "--model.kv-heads", "4"], {})
     for text, wanted in zip(
         error.value.problems, ("layers = 3, this run", "kv_heads = 2, this run"), strict=True
     ):
@@ -80,9 +80,11 @@ def test_the_folder_says_what_the_model_is(kind: str, pretrained: Path) -> None:
 
 def test_without_such_a_folder_nothing_changes(pretrained: Path, tmp_path: Path) -> None:
     for resume in ("auto", "none", str(tmp_path), str(tmp_path / "nowhere")):
-        assert find(["--checkpoint.resume", resume], {}) is None
-    assert find(["--checkpoint.resume", str(pretrained / "gpt2"), "--help"], {}) is None
-    assert find(["--checkpoint.resume", str(pretrained / "gpt2"), "--no.key", "1"], {}) is None
+        assert not load(["--checkpoint.resume", resume], begin=find)[1].pretrained
+    gpt2 = ["--checkpoint.resume", str(pretrained / "gpt2")]
+    assert not load([*gpt2, "--help"], begin=find)[1].pretrained
+    with pytest.raises(ConfigError, match="no such key"):
+        load([*gpt2, "--no.key", "1"], begin=find)
 
 
 def test_a_begin_without_a_known_tokenizer_is_refused(pretrained: Path, tmp_path: Path) -> None:
@@ -103,19 +105,14 @@ def test_a_begin_without_a_known_tokenizer_is_refused(pretrained: Path, tmp_path
         with pytest.raises(
             ConfigError, match=r"tokenizer .*: give the model's tokenizer with --data\.tok"
         ):
-            find(words, {})
+            load(words, begin=find)
         (tmp_path / "run.toml").write_text('[data]\ntokenizer = "bytes"\n')
         for named in (
             ["--data.tokenizer", "bytes"],
             ["--data.tokenizer=bytes"],
             ["--config", str(tmp_path / "run.toml")],
         ):
-            start = find([*words, *named], {})
-            assert (
-                start is None
-                or load([*start.flags, *words, *named], defaults=start.defaults)[0].data.tokenizer
-                == "bytes"
-            )
+            assert load([*words, *named], begin=find)[0].data.tokenizer == "bytes"
 
 
 def test_a_tokenizer_that_cannot_be_read_is_refused_and_goes_along(
@@ -137,7 +134,7 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_and_goes_along(
         ConfigError,
         match=r"its tokenizer, .* has other files now: give the model's tokenizer with --data\.tok",
     ):
-        find(["--checkpoint.resume", str(native)], {})
+        load(["--checkpoint.resume", str(native)], begin=find)
 
 
 def test_a_folder_that_does_not_fit_is_refused_before_the_start(

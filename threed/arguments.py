@@ -13,14 +13,14 @@ import difflib
 import json
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 from threed.architectures.rope_scaling import RopeScaling
 from threed.checks import find_problems
-from threed.config import Config, ConfigError, key_name, python_name
+from threed.config import Config, ConfigError, ModelConfig, key_name, python_name
 from threed.param_groups import ParamGroup
 from threed.parse import ParseError, read_toml
 from threed.schema import BaseModel, ErrorDetails, FieldInfo, ValidationError
@@ -34,17 +34,42 @@ GROUPS: Mapping[str, type[BaseModel]] = {
 PRESETS = Path(__file__).with_name("presets")
 _WORDS = ("preset", "config", "world-size")
 _SWITCHES = ("dry-run", "help")
-PROGRAM = "the program's defaults"  # a source of values
+PROGRAM, FLAG = "the program's defaults", ""  # sources of values, besides files
+Groups = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks of the program rather than of the run."""
+    """What the command line asks of the program rather than of the run.
+
+    Attributes:
+        source: the preset or TOML file that was read.
+        pretrained: whether a folder to begin from says what the model is.
+    """
 
     dry_run: bool = False
     world_size: int | None = None
     help: bool = False
-    source: Path | None = None  # the preset or TOML file that was read
+    source: Path | None = None
+    pretrained: bool = False
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Values that a folder to begin from gives.
+
+    Attributes:
+        defaults: used where neither a file nor a flag gives a value.
+        model: keys of its model, which count more than those of a preset or file.
+        differences: returns how a model differs from the folder's.
+    """
+
+    defaults: Groups
+    model: Mapping[str, str]
+    differences: Callable[[ModelConfig], list[str]]
+
+
+Begin = Callable[[Config], Pretrained | None]
 
 
 @dataclass
@@ -61,7 +86,7 @@ class _Draft:
     suspects: set[str] = field(default_factory=set)
     complete: bool = True
 
-    def say(self, group: str, key: str, value: Any, source: str = "") -> None:
+    def say(self, group: str, key: str, value: Any, source: str = FLAG) -> None:
         place = (python_name(group), python_name(key))
         self.values[place], self.sources[place] = value, source
 
@@ -69,16 +94,25 @@ class _Draft:
 def load(
     argv: list[str],
     *,
-    defaults: Mapping[str, Mapping[str, Any]] | None = None,
+    defaults: Groups | None = None,
     presets: Path = PRESETS,
+    begin: Begin | None = None,
 ) -> tuple[Config, Options]:
-    """Read the command line; raises ConfigError with every problem of every key at once.
+    """Reads the command line.
 
-    `defaults` are the program's own, {group: {key: value}}; `presets` is the folder of the named TOML files, by default
-    the package's.
-    With `--help` nothing but the defaults is read, and `Options.help` is set.
+    Args:
+        defaults: the program's own values, {group: {key: value}}.
+        presets: the folder of the named TOML files, by default the package's.
+        begin: returns the values of the folder that a configuration begins from, if there is one. May raise
+            ConfigError.
+
+    Returns:
+        The configuration, and what is asked of the program. With `--help` nothing but the defaults is read.
+
+    Raises:
+        ConfigError: with every problem of every key.
     """
-    config, options, draft = _read(argv, defaults or {}, presets)
+    config, options, draft = _read(argv, defaults or {}, presets, begin)
     if draft.problems:
         raise ConfigError(list(dict.fromkeys(draft.problems)))
     return config, options
@@ -87,13 +121,23 @@ def load(
 def load_checked(
     argv: list[str],
     *,
-    defaults: Mapping[str, Mapping[str, Any]] | None = None,
+    defaults: Groups | None = None,
     presets: Path = PRESETS,
     world_size: int,
     local_world: int | None = None,
+    begin: Begin | None = None,
+    more: Callable[[Config], Iterable[str]] = lambda config: (),
 ) -> tuple[Config, Options]:
-    """`load`, then `find_problems` in a world of `--world-size` (else `world_size`) ranks: one ConfigError with all."""
-    config, options, draft = _read(argv, defaults or {}, presets)
+    """Reads the command line as `load` does, and checks the configuration.
+
+    Args:
+        world_size: the number of ranks if there is no `--world-size`.
+        more: returns further problems of a configuration whose values are all valid.
+
+    Raises:
+        ConfigError: with every problem of keys and of their combinations.
+    """
+    config, options, draft = _read(argv, defaults or {}, presets, begin)
     if options.help:
         return config, options
     asked = options.world_size
@@ -105,6 +149,7 @@ def load_checked(
     problems = draft.problems + [
         text for text in found if not any(_mentions(text, flag) for flag in draft.suspects)
     ]
+    problems += [] if draft.problems else more(config)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return config, options
@@ -169,7 +214,7 @@ def help_text(
 
 
 def _read(
-    argv: list[str], defaults: Mapping[str, Mapping[str, Any]], presets: Path
+    argv: list[str], defaults: Groups, presets: Path, begin: Begin | None
 ) -> tuple[Config, Options, _Draft]:
     draft = _Draft()
     for group, keys in defaults.items():
@@ -190,8 +235,25 @@ def _read(
     if source is not None:
         draft.values.setdefault(("run", "name"), source.stem)
     _fit_warmup(draft, {PROGRAM, *([str(source)] if "preset" in words else [])})
-    options = Options("dry-run" in words, _world_size(words, draft.problems), False, source)
-    return _judge(draft), options, draft
+    world_size, config = _world_size(words, draft.problems), _judge(draft)
+    found = None if begin is None or draft.problems else begin(config)
+    if found is not None:
+        _begin_from(found, draft)
+        config = _judge(draft)
+        draft.problems += found.differences(config.model)
+    options = Options("dry-run" in words, world_size, False, source, found is not None)
+    return config, options, draft
+
+
+def _begin_from(found: Pretrained, draft: _Draft) -> None:
+    """Adds the values of a folder to begin from: its defaults below those of files, its model above them."""
+    for group, keys in found.defaults.items():
+        for key, value in keys.items():
+            if draft.sources.get((group, key), PROGRAM) == PROGRAM:
+                draft.say(group, key, value, PROGRAM)
+    for key, text in found.model.items():
+        if draft.sources.get(("model", key)) != FLAG:
+            draft.say("model", key, text, "the folder to begin from")
 
 
 def _fit_warmup(draft: _Draft, suggested: set[str]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from threed import collectives, device, models
-from threed.arguments import Options, format_problems, help_text, load, load_checked
+from threed.arguments import Pretrained, format_problems, help_text, load_checked
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
 from threed.checkpoint.resuming import compare, resuming_flags
@@ -36,7 +36,6 @@ from threed.engine import Engine
 from threed.forecast import Forecast, checkpoint_bytes
 from threed.interop import pretrained
 from threed.interop.huggingface.folder import is_hf_folder
-from threed.interop.pretrained import Pretrained
 from threed.launcher import LauncherError, without_srun, world_size
 from threed.layers import Slicing
 from threed.memory.io import SwapError
@@ -84,16 +83,13 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         return refuse(f"threed: {error}")
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
-        start = pretrained.find(
-            argv, defaults, check=_local_rank() == 0
-        )  # the others are ended with it
-        flags, groups = (
-            (argv, defaults) if start is None else ([*start.flags, *argv], start.defaults)
-        )
-        config, options = _load(flags, groups, world, local_world)
+        config, options = load_checked(
+            argv, defaults=defaults, world_size=world, local_world=local_world, begin=_begin,
+            more=_data_problems,
+        )  # fmt: skip
         if options.help:
             return _say(help_text(config, prog))
-        _check_arch(config, argv, defaults, prog, start is not None)
+        _check_arch(config, argv, defaults, prog, options.pretrained)
         world = options.world_size or world
         data = _open(config)
         config = _checked(config, data, world)
@@ -112,8 +108,8 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         return refuse(format_problems(problems))
     if note := without_srun():
         _say(f"threed: {note}")
-    words = None if start is None else _words(argv, config, start)
-    command = [*prog.split(), *(argv if words is None else words)]
+    words = _words(argv, config) if options.pretrained else None
+    command = [*prog.split(), *(words or argv)]
     if (
         config.parallel.partition == "measured"
     ):  # by the ranks' times: the trainer makes the forecast then
@@ -181,15 +177,11 @@ def _train(config: Config, data: Data, words: list[str], forecast: Forecast | No
         raise
 
 
-def _words(argv: list[str], config: Config, start: Pretrained | None) -> list[str]:
-    """The flags that go on with a run; of one that began from a folder, which said what its model is, all its keys."""
-    if start is None:
-        return argv
-    arch = (
-        ["--model.arch", config.model.arch]
-        if any(word.split("=")[0] == "--model.arch" for word in argv)
-        else []
-    )
+def _words(argv: list[str], config: Config) -> list[str]:
+    """Returns the flags that continue a run that began from a folder: that said what the model is, which now the
+    resolved configuration does."""
+    named = any(word.split("=")[0] == "--model.arch" for word in argv)
+    arch = ["--model.arch", config.model.arch] if named else []
     return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
 
 
@@ -223,22 +215,16 @@ def _check_arch(
         raise ConfigError([f"{prog} trains {named}, and {which}, or {other}"])
 
 
-def _load(
-    argv: list[str], defaults: Mapping[str, Mapping[str, Any]], world: int, local_world: int | None
-) -> tuple[Config, Options]:
-    """The configuration; or ConfigError with all its problems, and those of the data it names where that is clear."""
-    try:
-        return load_checked(argv, defaults=defaults, world_size=world, local_world=local_world)
-    except ConfigError as error:
-        problems = error.problems
-    try:
-        d = load(argv, defaults=defaults)[0].data
-        problems = problems + find_data_problems(
-            d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens
-        )
-    except ConfigError:
-        pass  # what does not parse is among the problems already
-    raise ConfigError(problems)
+def _begin(config: Config) -> Pretrained | None:
+    """Returns the folder that a run begins from, which local rank 0 checks for all."""
+    return pretrained.find(config, check=_local_rank() == 0)
+
+
+def _data_problems(config: Config) -> list[str]:
+    d = config.data
+    return find_data_problems(
+        d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens
+    )
 
 
 def train(config: Config, data: Data, command: list[str], forecast: Forecast | None = None) -> None:
@@ -278,18 +264,13 @@ def refuse(text: str) -> int:
 
 def _open(config: Config) -> Data:
     d = config.data
-    problems = find_data_problems(
-        d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens
-    )
-    if not problems:
-        try:
-            return open_data(
-                d.path, d.tokenizer, d.split, config.model.seq, config.train.seed,
-                bos=d.bos, special_tokens=d.special_tokens,
-            )  # fmt: skip
-        except (ValueError, OSError) as error:
-            problems = [str(error)]
-    raise ConfigError(problems)
+    try:
+        return open_data(
+            d.path, d.tokenizer, d.split, config.model.seq, config.train.seed,
+            bos=d.bos, special_tokens=d.special_tokens,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        raise ConfigError([str(error)]) from None
 
 
 def _checked(config: Config, data: Data, world: int) -> Config:

@@ -1,7 +1,6 @@
 """How a run begins from a Hugging Face folder, or what was converted from one: `--checkpoint.resume FOLDER`.
 
-    start = find(argv, defaults)            # None where the run begins from none; ConfigError for a folder that is none
-    load([*start.flags, *argv], start.defaults)
+    load(argv, begin=find)
 
 The folder says what the model is: its keys count more than those of a preset or file, and a flag that says another
 thing is refused. Only the sequence's length and the dropout are the run's own. The run uses the folder's tokenizer
@@ -10,45 +9,34 @@ unless `--data.tokenizer` names another, which is required if the folder has non
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threed.arguments import load, written
+from threed.arguments import Pretrained, written
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, plain
-from threed.config import ConfigError, ModelConfig, key_name
+from threed.config import Config, ConfigError, ModelConfig
 from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 from threed.interop.huggingface.weights import model_differences
 from threed.resolution import resolve_model, spelt_as
 
-Groups = Mapping[str, Mapping[str, Any]]
 SEQ = 256  # as long as nobody says how long
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
 
 
-@dataclass(frozen=True)
-class Pretrained:
-    """Where a run begins; flags: those that say what its model is. defaults: of the program, with the folder's."""
+def find(config: Config, check: bool = True) -> Pretrained | None:
+    """Returns what the folder `checkpoint.resume` gives, if a run begins from it.
 
-    flags: list[str]
-    defaults: Groups
+    Args:
+        check: check all of its tensors, too.
 
-
-def find(argv: list[str], defaults: Groups, check: bool = True) -> Pretrained | None:
-    """Returns what the folder says that a command line begins from, if it does. ConfigError with what is wrong.
-
-    check: look at all its tensors, too.
+    Raises:
+        ConfigError: the folder cannot be used.
     """
-    try:
-        config, options = load(argv, defaults=defaults)
-    except ConfigError:
-        return None  # its problems are told where all are
     path = Path(config.checkpoint.resume)
-    if options.help or config.checkpoint.resume in ("auto", "none"):
+    if config.checkpoint.resume in ("auto", "none"):
         return None
     try:
         opened = _open(path, check, "tokenizer" in config.data.model_fields_set)
@@ -56,17 +44,17 @@ def find(argv: list[str], defaults: Groups, check: bool = True) -> Pretrained | 
         raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
     if opened is None:
         return None
-    saved, tokenizer = spelt_as(opened[0], config.model), opened[1]
-    found = Pretrained(_flags(saved), _with(defaults, saved, tokenizer))
-    model = load([*found.flags, *argv], defaults=found.defaults)[0].model
-    if differences := model_differences(path, saved, model):
-        raise ConfigError(
-            [
-                f"{text}: leave the flag out, the folder says what its model is"
-                for text in differences
-            ]
-        )
-    return found
+    model, tokenizer = spelt_as(opened[0], config.model), opened[1]
+    defaults: dict[str, dict[str, Any]] = {"model": {"seq": min(SEQ, model.positions or model.seq)}}
+    if tokenizer is not None:
+        defaults["data"] = {"tokenizer": tokenizer}
+    keys = {name: written(name, value) for name, value in model if name != "seq"}
+
+    def differences(asked: ModelConfig) -> list[str]:
+        fix = "leave the flag out, the folder says what its model is"
+        return [f"{text}: {fix}" for text in model_differences(path, model, asked)]
+
+    return Pretrained(defaults, keys, differences)
 
 
 def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None] | None:
@@ -102,20 +90,3 @@ def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None
         what = f"its tokenizer, {plain(name)}, is not here or has other files now"
         raise CheckpointError(f"{what}: {FIX}")
     return model, name
-
-
-def _flags(model: ModelConfig) -> list[str]:
-    said = {name: value for name, value in model if name != "seq"}
-    return [
-        word
-        for name, value in said.items()
-        for word in (f"--model.{key_name(name)}", written(name, value))
-    ]
-
-
-def _with(defaults: Groups, model: ModelConfig, tokenizer: str | None) -> Groups:
-    own = {name: dict(group) for name, group in defaults.items()}
-    own.setdefault("model", {})["seq"] = min(SEQ, model.positions or model.seq)
-    if tokenizer is not None:
-        own.setdefault("data", {})["tokenizer"] = tokenizer
-    return own
