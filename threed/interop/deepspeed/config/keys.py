@@ -73,8 +73,7 @@ ZERO = Table({
 }, {
     "zenflow": ((), "every update has the whole gradient of its step; leave it out"),
     "zero_hpz_partition_size": ((0, 1), "use mics_shard_size to slice within a group of ranks"),
-    "zero_quantized_weights zero_quantized_nontrainable_weights": ((False,), "weights are gathered as they are"),
-    "zero_quantized_gradients": ((False,), "use communication_data_type for narrower gradients"),
+    "zero_quantized_nontrainable_weights": ((False,), "use zero_quantized_weights for all weights"),
     "zeropp_loco_param": ((), REMOVED),
     "mics_hierarchical_params_gather": ((False,), "a gather goes over the shard group at once"),
 })  # fmt: skip

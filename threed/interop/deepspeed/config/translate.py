@@ -220,6 +220,7 @@ def _zero(top: Section, world: int, model: ModelFacts, width: int) -> dict[str, 
         zero, stage, Auto(10 * hidden if hidden else None, told, instead)
     )
     values |= find_places(zero, stage)
+    values |= _compressed(zero, stage)
     zero.close(keys.ZERO)
     return values
 
@@ -251,6 +252,19 @@ def _resident(zero: Section, stage: int, auto: Auto) -> int:
         zero.ignore(key, "parameters are whole anyway below stage 3")
         return 0
     return int(zero.whole(key, 100_000, least=0, auto=auto)) + 1
+
+
+def _compressed(zero: Section, stage: int) -> dict[str, str]:
+    """Returns what ZeRO++ sends as int8 blocks; DeepSpeed's gradients have 4 bits."""
+    values = {}
+    if zero.switch("zero_quantized_weights", False):
+        values["compress_weights"] = "int8"
+        if stage != 3:
+            zero.problem("zero_quantized_weights", f"true with stage {stage}: use stage 3")
+    if zero.switch("zero_quantized_gradients", False):
+        values["compress_gradients"] = "int8"
+        zero.note("zero_quantized_gradients", "blocks of 256 numbers in 8 bits, not 4")
+    return values
 
 
 def _shard_size(zero: Section, world: int) -> int | None:
