@@ -523,5 +523,7 @@ def test_zero_plus_plus_sends_int8_blocks() -> None:
     zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
     found = translate(config(zero_optimization=zero), 2).config.zero
     assert (found.compress_weights, found.compress_gradients) == ("int8", "int8")
-    with pytest.raises(ConfigError, match=r"zero_quantized_weights.*true with stage 2: use stage 3"):
+    with pytest.raises(
+        ConfigError, match=r"zero_quantized_weights.*true with stage 2: use stage 3"
+    ):
         translate(config(zero_optimization={**zero, "stage": 2}), 2)
