@@ -168,8 +168,9 @@ MICROBATCH = Journey(
     ),
 )  # fmt: skip
 
-_REDUCER, _SINK, _OPTIMIZER = (
+_REDUCER, _REDUCTIONS, _SINK, _OPTIMIZER = (
     "threed.zero.reducer:Reducer",
+    "threed.zero.reductions:Reductions",
     "threed.zero.sink:Sink",
     "threed.zero.optimizer:Optimizer",
 )
@@ -191,15 +192,16 @@ GRADIENT = Journey(
              by="weight_gradient", note="handed down as weight.sink, a GradSink"),
         Step("threed.zero.gradients:FullGradients.view", "where in the flat buffer it goes", via=("_target",)),
         Step("threed.ops.matmul:add_product_", "the product, into the buffer itself", by="Sink.add_product"),
-        Step(f"{_REDUCER}.arrived", "complete: its bucket too?", by="Sink.add_product",
-             via=("arrived",), column=1),
-        Step(f"{_REDUCER}._start", "the next bucket of the queue leaves"),
+        Step(f"{_REDUCER}.mark_complete", "is the next bucket ready?", by="Sink.add_product",
+             via=("mark_added",), column=1),
+        Step(f"{_REDUCER}._launch", "the next bucket of the queue"),
+        Step(f"{_REDUCTIONS}.launch", "its window into its slice"),
         Step("threed.collectives:start_reduce_scatter", "begins the sum over data ranks"),
-        Step(f"{_REDUCER}._complete_oldest", "waits, where too many are under way",
-             by="Reducer._start", via=("_limit_in_flight",)),
-        Step(f"{_REDUCER}._store_oldest", "the slice is here"),
-        Step("threed.zero.norm:squares", "its part of the norm", via=("_store",)),
-        Step("threed.memory.tiers:start_copy", "to where slices live", by="Reducer._complete_oldest"),
+        Step(f"{_REDUCTIONS}.make_room", "are too many in flight?", by="Reducer._launch"),
+        Step(f"{_REDUCTIONS}.wait_oldest", "then waits for one"),
+        Step(f"{_REDUCTIONS}._store_oldest", "the slice is complete"),
+        Step("threed.zero.norm:squares", "its part of the norm", via=("store",)),
+        Step("threed.memory.tiers:start_copy", "to where slices are stored", by="Reductions.wait_oldest"),
         Step(f"{_ENGINE}.update", "after the last backward", by="Engine.step"),
         Step(f"{_REDUCER}.finish", "every slice of the sum, in order"),
         Step(f"{_OPTIMIZER}.step", "norm, clip, skip flag, rate: all tensors", by="Engine.update"),

@@ -25,7 +25,7 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.memory.io import Disk, SwapError
 from threed.memory.tiers import Drive, StagedBuffer
-from threed.zero.reducer import Gradient
+from threed.zero.reductions import Gradient
 from threed.zero.state import State
 
 CASE = Case(

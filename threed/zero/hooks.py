@@ -1,6 +1,7 @@
 """ZeRO-3 for wrapped modules: hooks that gather the parameters of any nn.Module when they are used.
 
-    hooks = Hooks(module, units, layout, gatherer, reducer, prefetch)
+    hooks = Hooks(module, units, layout, gatherer, prefetch)
+    hooks.on_gradient(slot)     when the gradient of a parameter is complete
     hooks.pass_ended()          after each backward, and after a forward that none follows
 
 A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter, or
@@ -26,7 +27,6 @@ from threed.zero.access import UNTRACED
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
 from threed.zero.modes import compiles
-from threed.zero.reducer import Reducer
 
 # Holders of groups other than calls, which are their depth >= 1: the backward, and gathers ahead of use.
 BACKWARD, AHEAD = -1, -2
@@ -121,8 +121,7 @@ class Hooks:
     """Installs itself in `module` and its units."""
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], layout: Layout, gatherer: Gatherer, reducer: Reducer,
-        prefetch: int,
+        self, module: nn.Module, units: Sequence[Unit], layout: Layout, gatherer: Gatherer, prefetch: int
     ) -> None:  # fmt: skip
         self.gatherer, self.prefetch = gatherer, prefetch
         self.forwards, self.backwards = Trace(), Trace()
@@ -140,8 +139,10 @@ class Hooks:
             if all(unit.module is not module for unit in units):
                 _Hook(self, module, None)
             gatherer.before_use = self._gather_for_use
-            reducer.listener = self._on_gradient
-            reducer.gather_order = lambda: gatherer.order
+
+    def gather_order(self) -> int:
+        """Returns a hash of the groups gathered so far, in order, which must be the same on all ranks."""
+        return self.gatherer.order
 
     # -------------------------------------------------------------------------------------------------------- forward
 
@@ -223,7 +224,8 @@ class Hooks:
                 self.gatherer.close(other, BACKWARD)
             self._recent = [other for other in self._recent if other not in old]
 
-    def _on_gradient(self, slot: Slot) -> None:
+    def on_gradient(self, slot: Slot) -> None:
+        """Releases a group in a backward when the gradients of all its parameters are complete."""
         group = self._group_of_slot.get(slot)
         if group is None:
             return

@@ -19,6 +19,7 @@ own, so that one can be whole while the others are slices; small parameters stay
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -153,6 +154,11 @@ class Bucket:
                 lo, hi = max(at, self.portion_first), min(at + piece.numel, self.portion_last)
                 if lo < hi:
                     yield Run(piece, lo - at, hi - at, lo - self.portion_first)
+
+    @functools.cached_property
+    def earliest_unit(self) -> int:
+        """The first unit that uses a parameter of this bucket; -1 if none does."""
+        return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def slots(self) -> list[Slot]:
         """Returns the parameters that lie in this bucket, wholly or in part."""
@@ -423,5 +429,4 @@ def _windows(group: Group, elements: int) -> Iterator[Bucket]:
 def _completion_order(groups: list[Group]) -> list[Bucket]:
     """Sorts buckets by their earliest unit, last first: a bucket is complete when that unit's backward is."""
     buckets = [bucket for group in groups for bucket in group.buckets]
-    earliest = [min((min(slot.units) for slot in bucket.slots()), default=-1) for bucket in buckets]
-    return [buckets[i] for i in sorted(range(len(buckets)), key=lambda i: -earliest[i])]
+    return sorted(buckets, key=lambda bucket: -bucket.earliest_unit)
