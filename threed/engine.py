@@ -46,12 +46,13 @@ from threed.resolution import resolve
 from threed.sharding import Box, Piece, initial
 from threed.topology import Topology
 from threed.zero import agreement, records, replicas, setup
+from threed.zero.access import Holder
 from threed.zero.asynchronous import Asynchronous
-from threed.zero.by_hand import Changes
-from threed.zero.gather import BY_HAND, Gatherer
+from threed.zero.foreign_gradients import check_scales, own_backward
+from threed.zero.gather import Gatherer
 from threed.zero.hooks import Hooks
+from threed.zero.manual_edits import Changes
 from threed.zero.optimizer import Optimizer
-from threed.zero.others import check_scales, own_backward
 from threed.zero.reducer import Reducer
 from threed.zero.update import Update
 
@@ -319,13 +320,13 @@ class Engine:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Yields the wrapped module with all parameters gathered. Changes must be the same on all ranks. Collective."""
-        if self.gatherer.is_held(BY_HAND):
+        if self.gatherer.is_held(Holder.GATHERED):
             yield self.module  # which the block around this one keeps gathered
             return
         self._take_in()
         self.optimizer.settle()
         try:
-            with self.gatherer.by_hand():
+            with self.gatherer.gathered():
                 yield self.module
         finally:
             self._take_in()

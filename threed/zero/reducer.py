@@ -29,10 +29,10 @@ from threed.memory.tiers import StagedBuffer
 from threed.zero.counting import Contributions, LaunchQueue
 from threed.zero.deferral import Deferral
 from threed.zero.early import Early
+from threed.zero.foreign_gradients import foreign_gradients
 from threed.zero.gradients import BucketGradients, FullGradients, Gradients
 from threed.zero.late import LateGradients
 from threed.zero.layout import Bucket, Layout, Slot
-from threed.zero.others import left
 from threed.zero.reductions import PLAIN, Gradient, GradientCodecs, Reductions, later_sums
 from threed.zero.sink import Sink, too_late
 from threed.zero.unused import Unused, warn_of_unused
@@ -252,7 +252,7 @@ class Reducer:
         if self.layout.slices_parameters:
             self.memory.trim()  # the next to need memory are gathered parameters
         if self.dynamic:
-            self._add_gradients_of_other_engines()
+            self._add_foreign_gradients()
         if self._counts_change:
             for bucket, staged in self.late.reduce():
                 self.reductions.store(bucket, staged, complete=not later_sums(bucket))
@@ -263,8 +263,8 @@ class Reducer:
             warn_of_unused(self.layout, never, self.warns)
         self._passes_ended, self._first_step, self._state = 0, False, StepState.ENDED
 
-    def _add_gradients_of_other_engines(self) -> None:
-        for slot, grad in left(self._sinks):
+    def _add_foreign_gradients(self) -> None:
+        for slot, grad in foreign_gradients(self._sinks):
             slot.param.grad = None
             self.add_late(self._sinks[slot], grad.to_dense() if grad.is_sparse else grad)
 

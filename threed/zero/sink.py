@@ -15,9 +15,9 @@ from threed.layers.slicing import ForwardScope
 from threed.ops import matmul
 from threed.zero.counting import Contributions, LaunchQueue
 from threed.zero.deferral import Deferral
+from threed.zero.foreign_gradients import is_own
 from threed.zero.gradients import Gradients
 from threed.zero.layout import Layout, Slot
-from threed.zero.others import is_own
 
 
 class Collector(Protocol):
