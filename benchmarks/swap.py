@@ -35,7 +35,7 @@ from threed.memory.tiers import Drive  # noqa: E402
 from threed.ops.update import StepScalars  # noqa: E402
 from threed.resolution import resolve  # noqa: E402
 from threed.topology import Topology  # noqa: E402
-from threed.zero.reducer import Gradient  # noqa: E402
+from threed.zero.reductions import Gradient  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.precision import DTYPES
 from threed.sharding import Box, boxes
-from threed.zero.reducer import Gradient
+from threed.zero.reductions import Gradient
 
 ROWS, MICROBATCHES = 8, 2  # rows a rank
 Gradients = list[list[dict[str, Tensor]]]  # by rank and micro-batch

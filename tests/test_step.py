@@ -20,7 +20,7 @@ from threed.precision import LossScale
 from threed.sharding import Box, Piece
 from threed.zero.norm import squares
 from threed.zero.records import fill
-from threed.zero.reducer import Gradient
+from threed.zero.reductions import Gradient
 
 
 def with_(config: Config, **groups: dict[str, object]) -> Config:

@@ -16,7 +16,8 @@ from threed.topology import Topology
 from threed.zero import layout
 from threed.zero.layout import Policy
 from threed.zero.records import records
-from threed.zero.reducer import Gradient, Reducer
+from threed.zero.reducer import Reducer
+from threed.zero.reductions import Gradient
 
 
 def data(engine: Engine, step: int = 0) -> dict[str, Tensor]:

@@ -158,15 +158,15 @@ def test_every_bit_is_as_of_an_update_at_the_end_in_every_case() -> None:
 def poisoned(engine: Engine, bucket: Bucket, value: float) -> Iterator[None]:
     """In the block the gradient of a bucket has `value` in it, on this rank."""
     memory = engine.reducer.memory
-    inner = memory.leave
+    inner = memory.take_window
 
-    def leave(left: Bucket) -> Tensor:
-        window = inner(left)
-        if left is bucket:
+    def take_window(taken: Bucket) -> Tensor:
+        window = inner(taken)
+        if taken is bucket:
             window[0] = value
         return window
 
-    with mock.patch.object(memory, "leave", leave):
+    with mock.patch.object(memory, "take_window", take_window):
         yield
 
 

@@ -26,8 +26,8 @@ from threed.layers import Slicing
 from threed.sharding import ShardSpec, matrix, parameter, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout
+from threed.zero.foreign_gradients import own_backward
 from threed.zero.layout import ALIGN, GroupOptions, Layout, Policy
-from threed.zero.others import own_backward
 from threed.zero.reducer import Reducer
 
 # -------------------------------------------------------------------------------------------------------- geometry

@@ -109,12 +109,12 @@ def overheads(case: Case, layers: tuple[int, int], vocabularies: tuple[int, int]
 
 def watch(reducer: Any, passes: int, look: Callable[[], None]) -> None:
     """Looks when a bucket is waited for, and when all were, once the backwards of a step are over."""
-    land, finish, over = reducer._complete_oldest, reducer.finish, [False]
+    wait, finish, over = reducer.reductions.wait_oldest, reducer.finish, [False]
 
     def looked() -> None:
-        if over[0] or reducer._ended == passes:
+        if over[0] or reducer._passes_ended == passes:
             look()
-        land()
+        wait()
 
     def finished() -> Any:
         over[0] = True
@@ -122,7 +122,7 @@ def watch(reducer: Any, passes: int, look: Callable[[], None]) -> None:
         look()
         return found
 
-    reducer._complete_oldest, reducer.finish = looked, finished
+    reducer.reductions.wait_oldest, reducer.finish = looked, finished
 
 
 # What gloo has not let go of comes on top: a bucket or so.

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.configs import RECOMPUTE, Case, Result, batch, config_of, engine_of, share, train
 from tests.harness import run_ranks
 from threed.memory.tiers import InMemory
-from threed.zero.reducer import Gradient
+from threed.zero.reductions import Gradient
 
 
 def difference(one: Result, other: Result) -> float:

@@ -27,7 +27,7 @@ from threed.engine import Engine
 from threed.memory.io import Disk, SwapError
 from threed.memory.tiers import Drive, StagedBuffer
 from threed.zero import optimizer
-from threed.zero.reducer import Gradient
+from threed.zero.reductions import Gradient
 
 CASE = Case(
     dp=2,

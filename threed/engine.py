@@ -47,14 +47,14 @@ from threed.resolution import resolve
 from threed.sharding import Box, Piece, initial
 from threed.topology import Topology
 from threed.zero import agreement, records, replicas, setup
+from threed.zero.access import Holder
 from threed.zero.asynchronous import Asynchronous
-from threed.zero.by_hand import Changes
-from threed.zero.gather import BY_HAND, Gatherer
+from threed.zero.foreign_gradients import check_scales, own_backward
+from threed.zero.gather import Gatherer
 from threed.zero.hooks import Hooks
+from threed.zero.manual_edits import Changes
 from threed.zero.optimizer import Optimizer
-from threed.zero.others import check_scales, own_backward
 from threed.zero.reducer import Reducer
-from threed.zero.unused import Unused
 from threed.zero.update import Update
 
 PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
@@ -103,29 +103,30 @@ class Engine:
         dynamic = self.wrapped is not None
         gather_axis = setup.gather_axis(config, topology, self.layout.policy)
         self.gatherer = Gatherer(self.layout, gather_axis, dynamic, setup.weight_codec(config))
-        codecs = setup.gradient_codecs(config)
-        self.reducer = Reducer(self.layout, codecs, dynamic, blueprint.layer_major)
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
             learning_rate or setup.learning_rate(config.optim, config.train.steps), device=topology.device,
             grad_clip=config.train.grad_clip, loss_scale=loss_scale or setup.loss_scale(config.precision),
             optimistic=blueprint.optimistic, max_spike=config.train.max_norm_spike,
+            dynamic=dynamic,
         )  # fmt: skip
-        self.reducer.warns, self.reducer.early = (
-            topology.axis("tp").index == 0,
-            self.optimizer.early,
-        )
         self.saver = Saver(self.optimizer, topology, self.config)
-        self.asynchronous: Asynchronous | None = None
-        if blueprint.plan.asynchronous:
-            self.asynchronous = Asynchronous(blueprint.lowered, self.reducer, self.optimizer)
         agreement.check_buckets(self.layout, topology)
         if self.wrapped is not None:
             self.wrapped.agree(topology.data, topology.device)
         records.initialise(
             self.optimizer, self._initial_value, again=self.wrapped is None
         )  # a module has them once
-        self.hooks = self._hook_up(mine)
+        self.hooks = self._hook_up()
+        self.reducer = Reducer(
+            self.layout, setup.gradient_codecs(config), dynamic, blueprint.layer_major, early=self.optimizer.early,
+            unused=self.optimizer.unused, warns=topology.axis("tp").index == 0,
+            on_gradient=None if self.hooks is None else self.hooks.on_gradient,
+            gather_order=None if self.hooks is None else self.hooks.gather_order,
+        )  # fmt: skip
+        self.asynchronous: Asynchronous | None = None
+        if blueprint.plan.asynchronous:
+            self.asynchronous = Asynchronous(blueprint.lowered, self.reducer, self.optimizer)
         for layer in mine if blueprint.plan.splits else ():
             use_sinks(layer)
         compiling.compile_layers(mine, layers, config.run)
@@ -155,14 +156,13 @@ class Engine:
             else self.wrapped.initial(piece, box, seed)
         )
 
-    def _hook_up(self, mine: list[nn.Module]) -> Hooks | None:
+    def _hook_up(self) -> Hooks | None:
         if self.wrapped is None:
             return None
         self.wrapped.initialised(self.topology.device, self.batches.dtype)
-        self.reducer.unused = self.optimizer.unused = Unused(self.layout, self.optimizer.updates)
         self.changes = Changes(self.wrapped.module, self.layout, self.optimizer, self.gatherer)
         w, ahead = self.wrapped, self.config.zero.prefetch
-        return Hooks(w.module, w.units, self.layout, self.gatherer, self.reducer, ahead)
+        return Hooks(w.module, w.units, self.layout, self.gatherer, ahead)
 
     # ------------------------------------------------------------------------------------------------------- running
 
@@ -321,13 +321,13 @@ class Engine:
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
         """Yields the wrapped module with all parameters gathered. Changes must be the same on all ranks. Collective."""
-        if self.gatherer.is_held(BY_HAND):
+        if self.gatherer.is_held(Holder.GATHERED):
             yield self.module  # which the block around this one keeps gathered
             return
         self._take_in()
         self.optimizer.settle()
         try:
-            with self.gatherer.by_hand():
+            with self.gatherer.gathered():
                 yield self.module
         finally:
             self._take_in()
@@ -410,8 +410,8 @@ class Engine:
             self.faults.raise_before_save(
                 self.steps, self._numbers().found, self.topology.axis("world")
             )
-        learnt = collectives.exchange(self.reducer.learnt(), self.topology.axis("pp"))
-        uses = {name: count for stage in learnt for name, count in stage.items()}
+        counted = collectives.exchange(self.reducer.counted(), self.topology.axis("pp"))
+        uses = {name: count for stage in counted for name, count in stage.items()}
         state = {
             "steps": self.steps,
             "consumed": self.consumed,

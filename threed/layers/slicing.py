@@ -199,8 +199,8 @@ class GradSink(Protocol):
         """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; None where it
         must be given to `add`."""
 
-    def arrived(self) -> None:
-        """Ends what `memory` began: a contribution was written."""
+    def mark_added(self) -> None:
+        """Counts a contribution that was written to `memory`."""
 
     def in_forward(self) -> bool:
         """Returns whether a stage is running a forward, during which the sink takes no gradients."""
@@ -275,7 +275,7 @@ class VectorGradient:
         """Ends the contribution; returns what autograd is to get, if it does not go to a sink."""
         if self._sink is None:
             return self.out.to(self._dtype)
-        self._sink.arrived() if self._direct else self._sink.add(self.out)
+        self._sink.mark_added() if self._direct else self._sink.add(self.out)
         return None
 
 

@@ -59,7 +59,7 @@ class _Sink:
     def memory(self) -> tuple[Tensor, bool]:
         return self.target, True
 
-    def arrived(self) -> None:
+    def mark_added(self) -> None:
         """Counts nothing."""
 
     def in_forward(self) -> bool:

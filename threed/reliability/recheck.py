@@ -144,8 +144,8 @@ class _Sending:
         return self.inner.receive(outs, source, target)
 
 
-class _Leaving:
-    """The memory of gradients, which records what leaves it."""
+class _Windows:
+    """The memory of gradients, which records the windows that are reduced."""
 
     def __init__(self, memory: Gradients, recheck: Recheck) -> None:
         self.inner, self.recheck = memory, recheck
@@ -153,9 +153,9 @@ class _Leaving:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def leave(self, bucket: Bucket) -> Tensor:
+    def take_window(self, bucket: Bucket) -> Tensor:
         """See `Gradients`."""
-        window = self.inner.leave(bucket)
+        window = self.inner.take_window(bucket)
         self.recheck.record.add("backward", window)
         return window
 
@@ -168,7 +168,7 @@ class Recheck:
         self.record = Record(engine.topology.device)
         executor, reducer, inner = engine.executor, engine.reducer, engine.executor.run
         executor.transport = _Sending(executor.transport, self)
-        reducer.memory = _Leaving(reducer.memory, self)
+        reducer.memory = _Windows(reducer.memory, self)
         executor.run = self._running(inner)  # type: ignore[method-assign, assignment]
         plan = engine.blueprint.plan
         self._in_turn = plan.chunks == 1 and not plan.placement  # rank s has stage s alone

@@ -18,6 +18,7 @@ last view.
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -31,12 +32,20 @@ from torch.utils import _pytree as pytree
 from threed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
-# The holder (`Gatherer.open`) of groups that a transform of `torch.func` uses; they stay gathered until the pass ends.
-FUNC_TRANSFORM = -5
 UNTRACED = (
     "parameters of a threed engine are gathered here, which torch.compile cannot trace: compile without fullgraph=True"
     " (below ZeRO stage 3 it works outside of engine.gathered())"
 )
+
+
+class Holder(enum.Enum):
+    """Holders of a gathered group (`Gatherer.open`) that have no number, as units and calls have."""
+
+    TILE = enum.auto()  # the layer of a tile
+    GATHERED = enum.auto()  # `Engine.gathered`
+    BACKWARD = enum.auto()  # of a wrapped module
+    AHEAD = enum.auto()  # a gather ahead of use
+    FUNC_TRANSFORM = enum.auto()  # a transform of `torch.func`, until the pass ends
 
 
 class Gatherer(Protocol):
@@ -53,7 +62,7 @@ class Gatherer(Protocol):
 
     def is_open(self, group: Group) -> bool: ...
 
-    def open(self, group: Group, holder: int) -> None: ...
+    def open(self, group: Group, holder: int | Holder) -> None: ...
 
 
 class Access:
@@ -218,7 +227,7 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
         return nullcontext()
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         for access in sharded:
-            access.gatherer.open(access.group, FUNC_TRANSFORM)
+            access.gatherer.open(access.group, Holder.FUNC_TRANSFORM)
         return nullcontext()
     others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return nullcontext() if others else sharded[0].gatherer.saving

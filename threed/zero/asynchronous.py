@@ -27,9 +27,9 @@ from torch import Tensor
 from threed import collectives
 from threed.layers import MicroBatch
 from threed.schedules import Plan, drain, first
-from threed.zero.gradients import Gradient
 from threed.zero.optimizer import Optimizer
 from threed.zero.reducer import Reducer
+from threed.zero.reductions import Gradient
 from threed.zero.update import Update
 
 Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # a plan, as `Executor.run`

@@ -33,12 +33,9 @@ from threed.device import beside, copy_stream, current_stream
 from threed.memory.tiers import InMemory, StagedBuffer
 from threed.sharding import storage_of
 from threed.topology import Axis
-from threed.zero.access import Access
+from threed.zero.access import Access, Holder
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.modes import compiles, unseen, without_transforms
-
-# Holders of groups other than units, which are numbers >= 0: the layer of a tile, and `Engine.gathered`.
-TILE, BY_HAND = -3, -4
 
 
 def _aside(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,16 +75,16 @@ class GatheredTile:
 
     def ahead(self) -> None:
         """Begins to gather the tile."""
-        self.gatherer.open(self.group, TILE)
+        self.gatherer.open(self.group, Holder.TILE)
 
     def open(self) -> None:
         """Waits until the tile is whole."""
-        self.gatherer.open(self.group, TILE)
+        self.gatherer.open(self.group, Holder.TILE)
         self.gatherer.wait(self.group)
 
     def close(self) -> None:
         """Frees the tile."""
-        self.gatherer.close(self.group, TILE)
+        self.gatherer.close(self.group, Holder.TILE)
 
 
 class Gatherer:
@@ -133,7 +130,7 @@ class Gatherer:
         ] = {}  # slices being read, in the order requested
         self._gathering: dict[Group, list[Pending]] = {}
         self._exact: set[Group] = set()  # groups whose gather in progress is not encoded
-        self._holders: dict[Group, set[int]] = {}
+        self._holders: dict[Group, set[int | Holder]] = {}
         for drive in layout.policy.drives:
             drive.make_room = self._end_gathers
         self._number = {group: number for number, group in enumerate(layout.groups)}
@@ -257,7 +254,7 @@ class Gatherer:
         """Returns whether a sliced group is whole, or in flight."""
         return group in self._holders
 
-    def is_held(self, holder: int) -> bool:
+    def is_held(self, holder: int | Holder) -> bool:
         """Returns whether some sliced group is kept whole for `holder`."""
         return any(holder in holders for holders in self._holders.values())
 
@@ -282,12 +279,12 @@ class Gatherer:
         self.wait(group)
 
     @_aside
-    def open(self, group: Group, holder: int) -> None:
+    def open(self, group: Group, holder: int | Holder) -> None:
         """Begins to gather a sliced group, and keeps it whole for `holder`."""
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))
             self._exchange()
-            if holder == BY_HAND:
+            if holder is Holder.GATHERED:
                 self._exact.add(group)
             self._reading[group] = [(bucket, bucket.storage.fetch()) for bucket in group.buckets]
             if all(bucket.own is not None for bucket in group.buckets):
@@ -295,18 +292,14 @@ class Gatherer:
             self._holders[group] = set()
         self._holders[group].add(holder)
 
-    def open_all(self, holder: int) -> None:
-        """Gathers all sliced groups, and keeps them whole for `holder`."""
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Gathers all sliced groups, and guards all parameters and their views, inside the block."""
         sliced = [group for group in self.layout.groups if group.sliced]
         for group in sliced:
-            self.open(group, holder)
+            self.open(group, Holder.GATHERED)
         for group in sliced:
             self.wait(group)
-
-    @contextmanager
-    def by_hand(self) -> Iterator[None]:
-        """Gathers all sliced groups, and guards all parameters and their views, inside the block."""
-        self.open_all(BY_HAND)
         for access in self.accesses.values():
             access.guard_views(True)
         try:
@@ -396,7 +389,7 @@ class Gatherer:
             for slot in group.slots:
                 self.accesses[slot].guard(False)
 
-    def close(self, group: Group, holder: int) -> None:
+    def close(self, group: Group, holder: int | Holder) -> None:
         """Frees a sliced group if `holder` was the last one."""
         holders = self._holders.get(group)
         if holders is not None:

@@ -1,62 +1,29 @@
-"""Gradient buffers: where gradients accumulate before they are reduced, for the whole group or bucket by bucket.
-
-Both classes have the same methods: `view`, the memory of a parameter's gradient; `missing`, for a parameter that gets
-none; `leave`, the window of a bucket to be sent; `left`, when that window is not needed any more.
-"""
+"""Gradient buffers: memory of gradients before they are reduced, in full or bucket by bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from threed import collectives
-from threed.codecs import EXACT, Codec
-from threed.collectives import Pending
-from threed.device import start_copy_in
-from threed.memory.tiers import StagedBuffer, Storage
-from threed.topology import Axis
 from threed.zero.layout import Bucket, Layout, Slot
-
-
-@dataclass(eq=False)
-class Gradient:
-    """What this rank updates of a bucket's summed gradients, in its storage, and the sum of its squares."""
-
-    storage: Storage
-    squares: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class InFlight:
-    """A bucket whose gradients are being summed. window: what is sent, None for the slice itself. add: to the sum of
-    earlier rounds, which `staged` holds. complete: the slice is the whole sum afterwards."""
-
-    bucket: Bucket
-    window: Tensor | None
-    pending: Pending
-    staged: StagedBuffer
-    add: bool
-    complete: bool
 
 
 class Gradients(Protocol):
     """The memory of gradients until they are reduced."""
 
     def view(self, slot: Slot) -> Tensor:
-        """Returns the memory of a parameter's gradient, in its shape; undefined until the first contribution."""
+        """Returns the memory of a parameter's gradient, in its shape; undefined at first."""
 
-    def missing(self, slot: Slot, bucket: Bucket) -> None:
-        """Sets the gradient of a parameter that got none to zero in this bucket."""
+    def set_zero(self, slot: Slot, bucket: Bucket) -> None:
+        """Sets the gradient of a parameter, which got no contribution, to zero in a bucket."""
 
-    def leave(self, bucket: Bucket) -> Tensor:
-        """Returns the bucket's gradients [last - first]; padding is zero. Later ones belong to the next round."""
+    def take_window(self, bucket: Bucket) -> Tensor:
+        """Takes the gradients of a bucket [last - first] for their reduction; padding is zero."""
 
-    def left(self, window: Tensor) -> None:
-        """Releases a window that was sent."""
+    def release_window(self, window: Tensor) -> None:
+        """Releases a window after its reduction."""
 
     def reset(self) -> None:
         """Discards what was written, after an aborted step."""
@@ -77,14 +44,14 @@ class FullGradients:
     def view(self, slot: Slot) -> Tensor:
         return self._views[slot]
 
-    def missing(self, slot: Slot, bucket: Bucket) -> None:
+    def set_zero(self, slot: Slot, bucket: Bucket) -> None:
         first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
         bucket.group.grads[first:last].zero_()
 
-    def leave(self, bucket: Bucket) -> Tensor:
+    def take_window(self, bucket: Bucket) -> Tensor:
         return bucket.group.grads[bucket.first : bucket.last]
 
-    def left(self, window: Tensor) -> None:
+    def release_window(self, window: Tensor) -> None:
         """Does nothing: the buffer stays."""
 
     def reset(self) -> None:
@@ -97,10 +64,11 @@ class FullGradients:
 class BucketGradients:
     """Gradients in full for the buckets that are being filled or reduced only (stages 2 and 3).
 
-    A bucket takes a buffer when its first gradient comes, and releases it after it was sent; buffers are reused. A
-    parameter that lies in several buckets gets a buffer of its own, from which its buckets take their parts when they
-    are sent. So memory is that of the open buckets and of the largest single gradient, however large the model. With
-    an arena (see `Policy`) the large buffers are reused too: after every bucket was in use once, nothing is allocated.
+    A bucket takes a buffer when its first gradient comes, and releases it after its reduction;
+    buffers are reused. A parameter that lies in several buckets gets a buffer of its own, from
+    which its buckets take their parts. So memory is that of the open buckets and of the largest
+    single gradient, however large the model. With an arena (see `Policy`) the large buffers are
+    reused too: after every bucket was in use once, nothing is allocated.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -115,7 +83,7 @@ class BucketGradients:
         }
         self._open: dict[Bucket, Tensor] = {}
         self._cut: dict[Slot, Tensor] = {}
-        self._to_leave: dict[Slot, int] = {}  # of a cut gradient: buckets not sent yet
+        self._to_take: dict[Slot, int] = {}  # of a cut gradient: buckets not taken yet
         self._free: list[Tensor] = []
         self._temporary: set[int] = set()  # buffers that are not reused
         self._users: dict[
@@ -131,14 +99,14 @@ class BucketGradients:
             self._cut[slot] = self._take(
                 slot.param.numel(), slot.param.device, temporary=not self.arena
             )
-            self._to_leave[slot] = len(buckets)
+            self._to_take[slot] = len(buckets)
         return self._cut[slot][: slot.param.numel()].view(slot.param.shape)
 
-    def missing(self, slot: Slot, bucket: Bucket) -> None:
+    def set_zero(self, slot: Slot, bucket: Bucket) -> None:
         first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
         self._window(bucket)[first - bucket.first : last - bucket.first].zero_()
 
-    def leave(self, bucket: Bucket) -> Tensor:
+    def take_window(self, bucket: Bucket) -> Tensor:
         window: Tensor | None = None
         for slot in self._cut_slots[bucket]:
             if slot not in self._cut:
@@ -151,15 +119,15 @@ class BucketGradients:
                 self._users[id(buffer)] += 1
             else:
                 self._window(bucket)[first - bucket.first : last - bucket.first].copy_(part)
-            self._to_leave[slot] -= 1
-            if not self._to_leave[slot]:
-                self.left(self._cut.pop(slot))
+            self._to_take[slot] -= 1
+            if not self._to_take[slot]:
+                self.release_window(self._cut.pop(slot))
         if window is None:
             window = self._window(bucket)
             del self._open[bucket]
         return window
 
-    def left(self, window: Tensor) -> None:
+    def release_window(self, window: Tensor) -> None:
         buffer = window if window._base is None else window._base
         self._users[id(buffer)] -= 1
         if not self._users[id(buffer)]:
@@ -170,7 +138,7 @@ class BucketGradients:
 
     def reset(self) -> None:
         for window in (*self._open.values(), *self._cut.values()):
-            self.left(window)
+            self.release_window(window)
         self._open.clear()
         self._cut.clear()
 
@@ -212,76 +180,3 @@ def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
     if at < bucket.last:
         gaps.append((at - bucket.first, bucket.last - bucket.first))
     return gaps
-
-
-def window_of(bucket: Bucket, gradients: Mapping[Slot, Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns the gradients of some parameters in a bucket's window [last - first], with zeros elsewhere."""
-    window = torch.zeros(bucket.last - bucket.first, dtype=dtype, device=bucket.group.params.device)
-    for slot in bucket.slots():
-        if slot in gradients:
-            first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
-            part = gradients[slot].view(-1)[first - slot.first : last - slot.first]
-            window[first - bucket.first : last - bucket.first].copy_(part)
-    return window
-
-
-def early_sum(bucket: Bucket) -> tuple[Axis, ...]:
-    """Returns the axis whose sum may begin while backward runs: that of data ranks, which have the same buckets.
-
-    Tensor ranks may have other buckets (their vocabulary shards differ in size), and their layers communicate on the
-    same axis during backward: a sum that begins as soon as it is ready could pair with another collective there.
-    """
-    first = bucket.group.sums[:1]
-    return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
-
-
-def later_sums(bucket: Bucket) -> tuple[Axis, ...]:
-    """Returns the axes to sum over after `early_sum`."""
-    return bucket.group.sums[len(early_sum(bucket)) :]
-
-
-def in_order(layout: Layout) -> Iterator[Bucket]:
-    """The buckets in the order of groups, the same on all ranks that share one; in the order of completion stages could
-    deadlock."""
-    return (bucket for group in layout.groups if group.key.trainable for bucket in group.buckets)
-
-
-@dataclass(frozen=True)
-class GradientCodecs:
-    """How gradients are encoded.
-
-    Attributes:
-        data: between data ranks.
-        other: between ranks of other axes, which sum partial gradients and those of tied weights.
-    """
-
-    data: Codec = EXACT
-    other: Codec = EXACT
-
-    def of(self, axis: Axis) -> Codec:
-        """Returns the codec of sums over an axis."""
-        return self.data if axis.label == "dp" else self.other
-
-
-PLAIN = GradientCodecs()
-
-
-def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pending:
-    """Begins to sum a tensor over the axes, one after the other."""
-    if not axes:
-        return collectives.done(tensor)
-    for axis in axes[:-1]:
-        tensor = collectives.start_all_reduce(tensor, axis, codec=codecs.of(axis)).wait()
-    return collectives.start_all_reduce(tensor, axes[-1], codec=codecs.of(axes[-1]))
-
-
-def sum_portion(
-    bucket: Bucket, portion: Tensor, axes: Sequence[Axis], codecs: GradientCodecs
-) -> Pending:
-    """Begins to sum what this rank updates of a bucket over the axes."""
-    holders = bucket.group.holders
-    if holders.size == 1:
-        return sum_over(start_copy_in(portion, bucket.group.params.device), axes, codecs)
-    whole = sum_over(bucket.grad.fetch().wait(), axes[:-1], codecs).wait()
-    codec = codecs.of(holders)
-    return collectives.start_reduce_scatter(whole, holders, codec=codec, into=portion)

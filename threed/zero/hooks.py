@@ -1,6 +1,7 @@
 """ZeRO-3 for wrapped modules: hooks that gather the parameters of any nn.Module when they are used.
 
-    hooks = Hooks(module, units, layout, gatherer, reducer, prefetch)
+    hooks = Hooks(module, units, layout, gatherer, prefetch)
+    hooks.on_gradient(slot)     when the gradient of a parameter is complete
     hooks.pass_ended()          after each backward, and after a forward that none follows
 
 A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter, or
@@ -22,14 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from threed.models.wrapped import Unit
 from threed.sharding import storage_of
-from threed.zero.access import UNTRACED
+from threed.zero.access import UNTRACED, Holder
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
 from threed.zero.modes import compiles
-from threed.zero.reducer import Reducer
 
-# Holders of groups other than calls, which are their depth >= 1: the backward, and gathers ahead of use.
-BACKWARD, AHEAD = -1, -2
 RECENT = (
     3  # groups used last in a backward, which stay gathered until all their gradients are there
 )
@@ -121,8 +119,7 @@ class Hooks:
     """Installs itself in `module` and its units."""
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], layout: Layout, gatherer: Gatherer, reducer: Reducer,
-        prefetch: int,
+        self, module: nn.Module, units: Sequence[Unit], layout: Layout, gatherer: Gatherer, prefetch: int
     ) -> None:  # fmt: skip
         self.gatherer, self.prefetch = gatherer, prefetch
         self.forwards, self.backwards = Trace(), Trace()
@@ -140,8 +137,10 @@ class Hooks:
             if all(unit.module is not module for unit in units):
                 _Hook(self, module, None)
             gatherer.before_use = self._gather_for_use
-            reducer.listener = self._on_gradient
-            reducer.gather_order = lambda: gatherer.order
+
+    def gather_order(self) -> int:
+        """Returns a hash of the groups gathered so far, in order, which must be the same on all ranks."""
+        return self.gatherer.order
 
     # -------------------------------------------------------------------------------------------------------- forward
 
@@ -184,7 +183,7 @@ class Hooks:
             elif (
                 stays or group in returned
             ):  # a recompute, whose backward follows; or where the backward begins
-                self.gatherer.open(group, BACKWARD)
+                self.gatherer.open(group, Holder.BACKWARD)
             self.gatherer.close(group, depth)
         if not self._calls and not in_backward():
             self.forwards.end()
@@ -198,14 +197,14 @@ class Hooks:
         )
         return {owner[0] for owner in owners if owner is not None}
 
-    def _hold(self, group: Group, holder: int) -> None:
+    def _hold(self, group: Group, holder: int | Holder) -> None:
         """Gathers a group, and begins to gather those predicted next."""
         self.gatherer.open(group, holder)
         following = (self.backwards if in_backward() else self.forwards).note(group, self.prefetch)
         self.gatherer.wait(group)
-        self.gatherer.close(group, AHEAD)
+        self.gatherer.close(group, Holder.AHEAD)
         for other in following:
-            self.gatherer.open(other, AHEAD)
+            self.gatherer.open(other, Holder.AHEAD)
 
     # ------------------------------------------------------------------------------------------------------- backward
 
@@ -216,14 +215,15 @@ class Hooks:
             self._node, self._in_use = node, set()
         self._in_use.add(group)
         if not (self._recent and self._recent[-1] is group and self.gatherer.is_open(group)):
-            self._hold(group, BACKWARD)
+            self._hold(group, Holder.BACKWARD)
             self._recent = [*(other for other in self._recent if other is not group), group]
             old = [other for other in self._recent[:-RECENT] if other not in self._in_use]
             for other in old:
-                self.gatherer.close(other, BACKWARD)
+                self.gatherer.close(other, Holder.BACKWARD)
             self._recent = [other for other in self._recent if other not in old]
 
-    def _on_gradient(self, slot: Slot) -> None:
+    def on_gradient(self, slot: Slot) -> None:
+        """Releases a group in a backward when the gradients of all its parameters are complete."""
         group = self._group_of_slot.get(slot)
         if group is None:
             return
@@ -231,7 +231,7 @@ class Hooks:
         self._due[group] -= 1
         if self._due[group] == 0:
             self._recent = [other for other in self._recent if other is not group]
-            self.gatherer.close(group, BACKWARD)
+            self.gatherer.close(group, Holder.BACKWARD)
 
     def pass_ended(self) -> None:
         """Ends a pass: releases all groups."""

@@ -19,6 +19,7 @@ own, so that one can be whole while the others are slices; small parameters stay
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -125,10 +126,10 @@ class Bucket:
     own_last: int
     portion_first: int
     portion_last: int
-    storage: Storage = field(init=False)
-    grad: Storage = field(init=False)
-    portion: Storage = field(init=False)
-    portion_grad: Storage = field(init=False)
+    storage: Storage
+    grad: Storage
+    portion: Storage
+    portion_grad: Storage
 
     @property
     def share(self) -> int:
@@ -154,6 +155,11 @@ class Bucket:
                 if lo < hi:
                     yield Run(piece, lo - at, hi - at, lo - self.portion_first)
 
+    @functools.cached_property
+    def earliest_unit(self) -> int:
+        """The first unit that uses a parameter of this bucket; -1 if none does."""
+        return min((min(slot.units) for slot in self.slots()), default=-1)
+
     def slots(self) -> list[Slot]:
         """Returns the parameters that lie in this bucket, wholly or in part."""
         return [
@@ -167,7 +173,7 @@ class Group:
 
     shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
     holders: the pipeline ranks that each update a portion of the same slice; the last of `sums` if they are several.
-    copies: the axes over which ranks hold the same portion.
+    copies: the axes over which ranks hold the same portion. granule: every bucket has a multiple of so many elements.
     params: the buffer; for a sliced group a new one for every gather, and [0] while it is not gathered. previous: the
     buffer of the version before, if there are two versions; else `params`. grads: all gradients, in their dtype, if
     they are kept in full, else [0].
@@ -180,10 +186,11 @@ class Group:
     sums: tuple[Axis, ...]
     holders: Axis
     copies: tuple[Axis, ...]
-    params: Tensor = field(init=False)
-    previous: Tensor = field(init=False)
-    grads: Tensor = field(init=False)
-    buckets: list[Bucket] = field(init=False)
+    granule: int
+    params: Tensor
+    previous: Tensor
+    grads: Tensor
+    buckets: list[Bucket] = field(default_factory=list)
 
     @property
     def owned(self) -> bool:
@@ -201,11 +208,6 @@ class Group:
         held = [self.params] if not self.sliced else [bucket.own for bucket in self.buckets]
         held += [self.previous] if self.previous is not self.params else []
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
-
-    @property
-    def granule(self) -> int:
-        """Elements that every bucket has a multiple of, so that all portions are aligned."""
-        return self.shard.size * self.holders.size * ALIGN
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
         """Returns the parameter's part of a flat buffer, in its shape."""
@@ -319,11 +321,6 @@ def build(
         )  # fmt: skip
         keys.setdefault(key, []).append(slot)
     groups = [_group(key, slots, topology, policy) for key, slots in keys.items()]
-    for group in groups:
-        group.buckets = list(
-            _windows(group, max(1, policy.bucket_bytes // policy.grad_dtype.itemsize))
-        )
-        _allocate(group, topology.device, policy)
     buckets = _completion_order([group for group in groups if group.key.trainable])
     frozen = [bucket for group in groups if not group.key.trainable for bucket in group.buckets]
     return Layout(policy, groups, buckets, frozen)
@@ -351,43 +348,33 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     for slot in slots:
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
+    granule = policy.shard.size * holders.size * ALIGN  # so that all portions are aligned
+    numel = max(1, -(-end // granule)) * granule
     several = tuple(axis for axis in sums if axis.size > 1)
-    group = Group(key, slots, end, policy.shard, several, holders, tuple(copies))
-    group.numel = max(1, -(-end // group.granule)) * group.granule
+    buffers = _buffers(key, numel, topology.device, policy)
+    group = Group(
+        key, slots, numel, policy.shard, several, holders, tuple(copies), granule, *buffers
+    )
+    for slot in slots:
+        if group.sliced:
+            slot.placeholder = _placeholder(slot, policy.param_dtype, topology.device)
+            slot.settle(slot.placeholder)
+        else:
+            slot.settle(group.view(slot, group.params))
+    group.buckets.extend(_buckets(group, topology.device, policy))
     return group
 
 
-def _allocate(group: Group, device: torch.device, policy: Policy) -> None:
-    group.params = torch.zeros(
-        0 if group.sliced else group.numel, dtype=policy.param_dtype, device=device
-    )
-    for slot in group.slots:
-        slot.placeholder = _placeholder(slot, policy.param_dtype, device) if group.sliced else None
-        slot.settle(
-            group.view(slot, group.params) if slot.placeholder is None else slot.placeholder
-        )
-    twice = group.key.trainable and policy.versions > 1
-    group.previous = torch.zeros_like(group.params) if twice else group.params
-    slices = group.key.trainable and policy.slices_gradients
-    whole = group.key.trainable and not slices
-    group.grads = torch.zeros(group.numel if whole else 0, dtype=policy.grad_dtype, device=device)
-    memory = memory_tier(device)
-    params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
-    for bucket in group.buckets:
-        own = slice(bucket.own_first, bucket.own_last)
-        bucket.storage = (
-            params(bucket.share, policy.param_dtype)
-            if group.sliced
-            else InMemory(group.params[own])
-        )
-        apart = slices or twice
-        bucket.grad = (
-            optimizer(bucket.share, policy.grad_dtype) if apart else InMemory(group.grads[own])
-        )
-        bucket.portion, bucket.portion_grad = (
-            _portion(bucket, bucket.storage),
-            _portion(bucket, bucket.grad),
-        )
+def _buffers(
+    key: GroupKey, numel: int, device: torch.device, policy: Policy
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocates `params`, `previous` and `grads` of a group."""
+    whole = numel if key.units is None else 0
+    params = torch.zeros(whole, dtype=policy.param_dtype, device=device)
+    twice = key.trainable and policy.versions > 1
+    previous = torch.zeros_like(params) if twice else params
+    full = numel if key.trainable and not policy.slices_gradients else 0
+    return params, previous, torch.zeros(full, dtype=policy.grad_dtype, device=device)
 
 
 def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -399,29 +386,35 @@ def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor
     return nan.expand(slot.shape)
 
 
-def _portion(bucket: Bucket, storage: Storage) -> Storage:
-    """What this rank updates of a storage of its slice."""
-    if bucket.updates == bucket.share:
-        return storage
-    first = bucket.portion_first - bucket.own_first
-    return InMemory(storage.fetch().wait()[first : first + bucket.updates])
-
-
-def _windows(group: Group, elements: int) -> Iterator[Bucket]:
-    granule, shard, holders = group.granule, group.shard, group.holders
+def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Bucket]:
+    """Cuts a group into buckets, and allocates the storages of this rank's slices."""
+    shard, holders, memory = group.shard, group.holders, memory_tier(device)
+    params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
+    apart = group.key.trainable and (policy.slices_gradients or policy.versions > 1)
+    elements = max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)
     if group.key.units is None:  # a unit's groups are small already
         elements = min(elements, max(group.numel // PIECES, SMALLEST))
-    step = max(granule, elements // granule * granule)
+    step = max(group.granule, elements // group.granule * group.granule)
     for first in range(0, group.numel, step):
         last = min(first + step, group.numel)
         share = (last - first) // shard.size
-        own, part = first + shard.index * share, share // holders.size
-        mine = own + holders.index * part
-        yield Bucket(group, first, last, own, own + share, mine, mine + part)
+        part = share // holders.size
+        own = slice(first + shard.index * share, first + (shard.index + 1) * share)
+        portion = slice(holders.index * part, (holders.index + 1) * part)
+        storage = params(share, policy.param_dtype) if group.sliced else InMemory(group.params[own])
+        grad = optimizer(share, policy.grad_dtype) if apart else InMemory(group.grads[own])
+        yield Bucket(
+            group, first, last, own.start, own.stop, own.start + portion.start, own.start + portion.stop,
+            storage, grad, _portion(storage, portion, holders), _portion(grad, portion, holders),
+        )  # fmt: skip
+
+
+def _portion(storage: Storage, portion: slice, holders: Axis) -> Storage:
+    """Returns the part of a slice's storage that this rank updates."""
+    return storage if holders.size == 1 else InMemory(storage.fetch().wait()[portion])
 
 
 def _completion_order(groups: list[Group]) -> list[Bucket]:
     """Sorts buckets by their earliest unit, last first: a bucket is complete when that unit's backward is."""
     buckets = [bucket for group in groups for bucket in group.buckets]
-    earliest = [min((min(slot.units) for slot in bucket.slots()), default=-1) for bucket in buckets]
-    return [buckets[i] for i in sorted(range(len(buckets)), key=lambda i: -earliest[i])]
+    return sorted(buckets, key=lambda bucket: -bucket.earliest_unit)

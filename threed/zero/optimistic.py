@@ -30,7 +30,7 @@ from threed.precision import Scaler
 from threed.topology import Axis
 from threed.zero.bad_steps import BadSteps
 from threed.zero.gather import Gatherer
-from threed.zero.gradients import Gradient
+from threed.zero.reductions import Gradient
 from threed.zero.state import State
 from threed.zero.update import Before, Update
 

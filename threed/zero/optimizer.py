@@ -30,10 +30,10 @@ from threed.topology import Axis
 from threed.zero.bad_steps import BadSteps
 from threed.zero.early import Early, most_waiting
 from threed.zero.gather import Gatherer
-from threed.zero.gradients import Gradient
 from threed.zero.layout import Bucket, Layout
 from threed.zero.norm import sum_of_squares
 from threed.zero.optimistic import Optimistic
+from threed.zero.reductions import Gradient
 from threed.zero.state import (
     GRADIENT,
     PARAMETER,
@@ -58,7 +58,7 @@ class Optimizer:
     learning_rate: maps the number of updates done (a tensor) to a learning rate (a tensor). grad_clip: the largest
     norm a step may have, 0 for no clipping. everyone: the axis of all ranks, for the norm. loss_scale: the factor in
     the gradients. optimistic: the update does not wait for the norm, and is validated later. max_spike: see `BadSteps`.
-    device: where the layers run.
+    dynamic: parameters may be unused, as those of a wrapped module. device: where the layers run.
 
     earlier: for checkpoints, states of the parameters that are one update older than the weights.
     """
@@ -66,7 +66,7 @@ class Optimizer:
     def __init__(
         self, layout: Layout, gatherer: Gatherer, everyone: Axis, rule: Rule,
         learning_rate: Callable[[Tensor], Tensor], *, device: torch.device, grad_clip: float, loss_scale: LossScale,
-        optimistic: bool = False, max_spike: float = 0.0,
+        optimistic: bool = False, max_spike: float = 0.0, dynamic: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
@@ -96,7 +96,7 @@ class Optimizer:
         self.earlier = self.versions.earlier if self.versions else []
         if layout.policy.delayed:
             self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
-        self.unused: Unused | None = None  # set for a wrapped module
+        self.unused = Unused(layout, self.updates) if dynamic else None
         self.before_change: Callable[[State], None] = lambda state: (
             None
         )  # a save may still read what it is called with

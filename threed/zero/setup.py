@@ -24,9 +24,9 @@ from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
 from threed.zero.early import most_waiting
-from threed.zero.gradients import GradientCodecs
 from threed.zero.layout import GroupOptions, HasModules, Layout, Policy
 from threed.zero.learning_rate import schedule
+from threed.zero.reductions import GradientCodecs
 
 
 def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:

@@ -1,25 +1,23 @@
-"""Where a parameter's gradient goes: `threed.layers.slicing.GradSink`, contribution by contribution."""
+"""Where a parameter's gradient is added: by layers (`threed.layers.slicing.GradSink`), or by
+autograd's hook."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from threed.layers.slicing import ForwardScope
 from threed.ops import matmul
+from threed.zero.counting import Contributions, LaunchQueue
 from threed.zero.deferral import Deferral
+from threed.zero.foreign_gradients import is_own
 from threed.zero.gradients import Gradients
 from threed.zero.layout import Layout, Slot
-from threed.zero.others import is_own
-
-EVER = 2**62  # an unknown number of contributions: the parameter is complete when the round ends
 
 
 class Collector(Protocol):
@@ -27,66 +25,69 @@ class Collector(Protocol):
 
     layout: Layout
     memory: Gradients
-    dynamic: bool
-    listener: Callable[[Slot], None] | None
     deferral: Deferral
     scope: ForwardScope
+    dynamic: bool
+    on_gradient: Callable[[Slot], None] | None
 
-    def is_late(self, sink: Sink) -> bool: ...
+    def mark_complete(self, sink: Sink) -> None: ...
 
-    def keep_aside(self, slot: Slot, grad: Tensor) -> None: ...
-
-    def arrived(self, slot: Slot) -> None: ...
+    def add_late(self, sink: Sink, grad: Tensor) -> None: ...
 
 
 class Sink:
-    """Collects one parameter's gradient; the first contribution of a round overwrites the memory, later ones add."""
+    """Collects the gradient of one parameter.
 
-    def __init__(self, reducer: Collector, slot: Slot, uses: int) -> None:
-        self.reducer, self.slot, self.uses = reducer, slot, uses
-        self.expected = self.received = self.late = (
-            0  # contributions: outstanding, in memory, set aside
-        )
-        self.used = False  # in any step
-        self.hook: RemovableHandle | None = (
-            None  # the parameter's post-accumulate hook that calls `take`
-        )
+    The first contribution of a round overwrites the memory, later ones add to it.
+
+    Args:
+        reducer: reduces the gradient.
+        slot: the parameter.
+        counts: counts the contributions.
+        queue: holds the parameter's buckets.
+    """
+
+    def __init__(
+        self, reducer: Collector, slot: Slot, counts: Contributions, queue: LaunchQueue
+    ) -> None:
+        self.reducer, self.slot, self.counts, self.queue = reducer, slot, counts, queue
         self._dtype = reducer.layout.policy.grad_dtype
-
-    def begin(self, passes: int) -> None:
-        """Begins a round of `passes` micro-batches."""
-        self.expected, self.received, self.late = self.uses * passes, 0, 0
+        slot.param.sink = self  # type: ignore[attr-defined]
+        taken = _taken_by(weakref.ref(self))
+        self._hook = slot.param.register_post_accumulate_grad_hook(taken)
 
     def run_last(self, microbatches: int) -> None:
-        """Moves the sink's hook behind the post-accumulate hooks of the user, which read and change `param.grad`.
+        """Moves the sink's hook behind the user's post-accumulate hooks, which use `param.grad`.
 
         Raises:
-            RuntimeError: there are such hooks and several micro-batches, whose sum `param.grad` never has.
+            RuntimeError: there are such hooks and several micro-batches, whose sum `param.grad`
+                never has.
         """
         hooks = self.slot.param._post_accumulate_grad_hooks
-        if self.hook is None or hooks is None or len(hooks) < 2:
+        if hooks is None or len(hooks) < 2:
             return
         if microbatches > 1:
             raise RuntimeError(
-                f"{self.slot.spec.name}: register_post_accumulate_grad_hook with {microbatches} micro-batches per step:"
-                " .grad holds the gradient of one micro-batch, not the sum so far; use register_hook, which gets the"
-                " gradient of one micro-batch in plain PyTorch too"
+                f"{self.slot.spec.name}: register_post_accumulate_grad_hook with {microbatches}"
+                " micro-batches per step: .grad holds the gradient of one micro-batch, not the sum"
+                " so far; use register_hook, which gets the gradient of one micro-batch in plain"
+                " PyTorch too"
             )
-        hooks[self.hook.id] = hooks.pop(self.hook.id)
+        hooks[self._hook.id] = hooks.pop(self._hook.id)
 
     def add(self, grad: Tensor) -> None:
         """Adds a whole gradient."""
         if self._deferred(self.add, grad):
             return
-        if self.reducer.is_late(self):
-            self.reducer.keep_aside(self.slot, grad)
+        if self.is_late():
+            self.reducer.add_late(self, grad)
             return
         target = self._target()
-        if self.received:
+        if self.counts.added:
             target.add_(grad)
         else:
             target.copy_(grad)
-        self.arrived()
+        self.mark_added()
 
     def add_product(self, a: Tensor, b: Tensor) -> None:
         """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
@@ -95,17 +96,17 @@ class Sink:
             return None
         if not self._takes_products(a, b):
             return self.add(torch.mm(a, b))
-        matmul.add_product_(self._target(), a, b, fresh=not self.received)
-        return self.arrived()
+        matmul.add_product_(self._target(), a, b, fresh=not self.counts.added)
+        return self.mark_added()
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Adds matrix products a @ b, made one after the other, as one contribution.
 
-        Where contributions wait, a single pair does; of several only their sum, for all of them at once are what is
-        made one after the other to save memory.
+        If contributions are deferred, a single pair is; of several pairs only the sum is, since
+        they are made one after the other to save memory.
         """
         self._check_loss()
-        total, fresh, direct = None, not self.received, False
+        total, fresh, direct = None, not self.counts.added, False
         pairs = iter(pairs)
         if self.defers():
             first, second = next(pairs, None), next(pairs, None)
@@ -119,14 +120,15 @@ class Sink:
                 fresh = False
             else:
                 total = torch.mm(a, b) if total is None else total.addmm_(a, b)
-        self.arrived() if total is None else self.add(total)
+        self.mark_added() if total is None else self.add(total)
 
     def _check_loss(self) -> None:
-        """Raises RuntimeError for a gradient that a layer's own torch.autograd.grad computes in its forward."""
+        """Raises RuntimeError for a gradient that a layer computes in its forward."""
         if self.in_forward():
             raise RuntimeError(
-                f"{self.slot.spec.name}: a gradient came while a layer ran its forward: torch.autograd.grad there must"
-                " not go through a layer of threed.layers, which adds to the loss's gradient; use torch's own modules"
+                f"{self.slot.spec.name}: a gradient came while a layer ran its forward:"
+                " torch.autograd.grad there must not go through a layer of threed.layers, which"
+                " adds to the loss's gradient; use torch's own modules"
             )
 
     def _deferred(self, add: Callable[..., None], *tensors: Tensor) -> bool:
@@ -140,43 +142,44 @@ class Sink:
     def _takes_products(self, a: Tensor, b: Tensor) -> bool:
         if self.defers():
             return False
-        return not self.reducer.is_late(self) and (
-            a.dtype == self._dtype or matmul.widens(a, b, self._dtype)
-        )
+        return not self.is_late() and (a.dtype == self._dtype or matmul.widens(a, b, self._dtype))
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""
         self._check_loss()
         if self._deferred(self.add_rows, index, rows):
             return None
-        if self.reducer.is_late(self):
+        if self.is_late():
             whole = rows.new_zeros(self.slot.param.shape)
             return self.add(whole.index_add_(0, index, rows) if len(whole) else whole)
         target = self._target()
-        if not self.received:
+        if not self.counts.added:
             target.zero_()
         if target.shape[0]:
             target.index_add_(0, index, rows.to(target.dtype))
-        return self.arrived()
+        return self.mark_added()
 
     def memory(self) -> tuple[Tensor, bool] | None:
-        """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; `arrived` is
-        due when that was done. None where a gradient cannot be written there now: `add` it."""
-        self._check_loss()
-        if self.defers() or self.reducer.is_late(self):
-            return None
-        return self._target(), self.received > 0
+        """Returns the gradient's memory, in the parameter's shape, and whether to add to it.
 
-    def arrived(self) -> None:
-        """Counts a contribution that is in memory now."""
-        self.used = True
-        self.received += 1
-        self.expected -= 1
-        if self.expected == 0:
-            self.reducer.arrived(self.slot)
+        Call `mark_added` after that. Returns None if the memory must not be written now: use `add`.
+        """
+        self._check_loss()
+        if self.defers() or self.is_late():
+            return None
+        return self._target(), self.counts.added > 0
+
+    def mark_added(self) -> None:
+        """Counts a contribution that is in the memory now."""
+        if self.counts.add():
+            self.reducer.mark_complete(self)
+
+    def is_late(self) -> bool:
+        """Returns whether the reduction of a part of the gradient was launched in this round."""
+        return self.queue.is_late(self.counts)
 
     def in_forward(self) -> bool:
-        """Returns whether a stage is running a forward, during which the sink takes no gradients."""
+        """Returns whether a forward is running, during which the sink takes no gradients."""
         return self.reducer.scope.active
 
     def defers(self) -> bool:
@@ -184,11 +187,14 @@ class Sink:
         return self.reducer.deferral.waiting is not None
 
     def take(self, param: Tensor) -> None:
-        """Moves `param.grad` into the sink, when autograd calls its hook. In another engine's backward the gradient
-        stays in `.grad`, and adds up, until it is dropped or the step ends."""
+        """Moves `param.grad` into the sink, when autograd calls its hook.
+
+        In another engine's backward the gradient stays in `.grad`, and adds up, until it is dropped
+        or the step ends.
+        """
         if self.reducer.dynamic and not is_own(self.reducer, self.slot):
-            if self.reducer.listener is not None:
-                self.reducer.listener(self.slot)
+            if self.reducer.on_gradient is not None:
+                self.reducer.on_gradient(self.slot)
             return
         if param.grad is not None:
             grad, param.grad = param.grad, None
@@ -198,23 +204,12 @@ class Sink:
         return self.reducer.memory.view(self.slot)
 
 
-@dataclass(eq=False)
-class Queue:
-    """The buckets of one chunk of the model, or of parameters that several chunks share, in the order of sending.
+def _taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
+    """Returns a hook for autograd that calls `sink.take`.
 
-    begun: the number sent in this round. passes: backwards of these chunks that have not ended yet.
+    Python's garbage collector does not see autograd's hooks: a strong reference would keep the
+    whole engine, with its drive, alive forever.
     """
-
-    chunks: tuple[int, ...]
-    buckets: list[int] = field(default_factory=list)
-    sinks: list[Sink] = field(default_factory=list)
-    begun: int = 0
-    passes: int = 1
-
-
-def taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
-    """Returns a hook for autograd that calls `sink.take`. Python's garbage collector does not see autograd's hooks: a
-    strong reference would keep the whole engine, with its drive, alive for ever."""
 
     def taken(param: Tensor) -> None:
         if (alive := sink()) is not None:
@@ -224,9 +219,9 @@ def taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
 
 
 def too_late(sink: Sink) -> RuntimeError:
-    """Returns the error for a gradient that comes after its bucket was sent, where that is not allowed."""
+    """Returns the error for a gradient that must not come after the launch of its bucket."""
     return RuntimeError(
-        f"{sink.slot.spec.name}: a gradient came after the {sink.uses} of a micro-batch that the first step had, and"
-        " after its bucket was sent: how often this layer runs depends on the data; give the pipeline layer the"
-        " attribute `runs_vary = True`"
+        f"{sink.slot.spec.name}: a gradient came after the {sink.counts.per_pass} of a micro-batch"
+        " that the first step had, and after its bucket was sent: how often this layer runs depends"
+        " on the data; give the pipeline layer the attribute `runs_vary = True`"
     )

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from threed.memory.tiers import Copied, InMemory, OnDrive, StagedBuffer, Storage, memory_tier
 from threed.planner.memory import UPDATES_AHEAD
-from threed.zero.gradients import later_sums
 from threed.zero.layout import Bucket, Layout, Policy
+from threed.zero.reductions import later_sums
 
 WEIGHT = "weight"
 PREVIOUS = "previous"  # parameters one update older than the weights, under 2bw and delayed updates

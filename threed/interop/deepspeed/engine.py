@@ -26,7 +26,7 @@ from threed.interop.deepspeed.missing import INSTEAD
 from threed.interop.deepspeed.views import OptimizerView
 from threed.models.wrapped import loss_of
 from threed.topology import Topology
-from threed.zero.others import left
+from threed.zero.foreign_gradients import foreign_gradients
 
 LATEST = "latest"  # the file with the newest checkpoint's tag
 
@@ -153,7 +153,7 @@ class DeepSpeedEngine:
             RuntimeError: there is no gradient, neither from a backward of this engine nor from one of another engine
                 whose loss depends on this module.
         """
-        if not self._pending and not left(self.engine.layout.slots):
+        if not self._pending and not foreign_gradients(self.engine.layout.slots):
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
         self._begin()
         if self._passed is not None:

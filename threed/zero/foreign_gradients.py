@@ -1,7 +1,7 @@
-"""Gradients that come in another engine's backward: a generator's loss reaches the discriminator's weights.
+"""Gradients of another engine's backward: a generator's loss reaches the discriminator's weights.
 
-    with own_backward(reducer):      gradients of that reducer's parameters go to it; all others add up in `.grad`
-    left(slots)                      returns the parameters that have such a gradient
+    with own_backward(reducer):      gradients of that reducer's parameters go to its sinks
+    foreign_gradients(slots)         gradients of other backwards, which add up in `.grad`
 
 As in plain PyTorch they count in the next step, unless `zero_grad` drops them before.
 """
@@ -52,8 +52,8 @@ def is_own(owner: object, slot: Slot) -> bool:
     return _running[-1] is owner
 
 
-def left(slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
-    """Returns the parameters that have a gradient of another engine's backward, with it."""
+def foreign_gradients(slots: Iterable[Slot]) -> list[tuple[Slot, Tensor]]:
+    """Returns the gradients of other engines' backwards, with their parameters."""
     return [(slot, slot.param.grad) for slot in slots if slot.param.grad is not None]
 
 
@@ -62,7 +62,7 @@ def check_scales(dtype: str, slots: Iterable[Slot]) -> None:
 
     dtype: `precision.dtype` of this engine.
     """
-    for slot, _ in left(slots) if dtype == "fp16" else ():
+    for slot, _ in foreign_gradients(slots) if dtype == "fp16" else ():
         raise RuntimeError(
             f"{slot.spec.name}: another engine's backward left a gradient, with that engine's loss scale: call"
             " zero_grad() before this engine's backward"

@@ -1,0 +1,88 @@
+"""Gradients that come after the launch of their bucket: kept, and reduced when the step ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from threed import collectives
+from threed.memory.tiers import StagedBuffer
+from threed.zero.agreement import check_gathers
+from threed.zero.layout import Bucket, Layout, Slot
+from threed.zero.reductions import GradientCodecs, early_sum, sum_over
+
+
+class LateGradients:
+    """Keeps the late gradients of a step.
+
+    Args:
+        layout: the parameters and their buckets.
+        codecs: how gradients are encoded between ranks.
+        gather_order: returns a hash of the groups gathered so far; ranks compare it.
+    """
+
+    def __init__(
+        self, layout: Layout, codecs: GradientCodecs, gather_order: Callable[[], int] | None
+    ) -> None:
+        self.layout, self.codecs, self.gather_order = layout, codecs, gather_order
+        self._gradients: dict[Slot, Tensor] = {}
+
+    def add(self, slot: Slot, grad: Tensor) -> None:
+        """Adds a late gradient of a parameter to those before it."""
+        if slot in self._gradients:
+            self._gradients[slot].add_(grad)
+        else:
+            self._gradients[slot] = grad.to(self.layout.policy.grad_dtype, copy=True)
+
+    def clear(self) -> None:
+        """Drops all gradients."""
+        self._gradients.clear()
+
+    def reduce(self) -> Iterator[tuple[Bucket, StagedBuffer]]:
+        """Yields each bucket with late gradients on any rank, and its slice with their sum added.
+
+        Collective.
+
+        Raises:
+            RuntimeError: ranks gathered different groups.
+        """
+        shard = self.layout.policy.shard
+        for number in self._agree():
+            bucket = self.layout.buckets[number]
+            window = self._window(bucket)
+            total = collectives.start_reduce_scatter(window, shard, codec=self.codecs.of(shard))
+            staged = bucket.grad.fetch()
+            own = staged.wait()
+            summed = sum_over(total.wait(), early_sum(bucket), self.codecs).wait()
+            own.add_(summed.to(own.device))
+            yield bucket, staged
+        self._gradients.clear()
+
+    def _agree(self) -> list[int]:
+        """Returns the numbers of the buckets with late gradients on any rank that shares them."""
+        policy, buckets = self.layout.policy, self.layout.buckets
+        own = [
+            number
+            for number, bucket in enumerate(buckets if self._gradients else ())
+            if any(slot in self._gradients for slot in bucket.slots())
+        ]
+        order = 0 if self.gather_order is None else self.gather_order()
+        answers = collectives.exchange([order, own], policy.shard)
+        check_gathers([order for order, _ in answers])
+        late = [numbers for _, numbers in answers]
+        if any(early_sum(bucket) for bucket in buckets):  # stage 0: sums over the replicas
+            late += collectives.exchange(own, policy.replicas)
+        return sorted({number for numbers in late for number in numbers})
+
+    def _window(self, bucket: Bucket) -> Tensor:
+        """Returns the late gradients of a bucket [last - first], with zeros elsewhere."""
+        size, dtype = bucket.last - bucket.first, self.layout.policy.grad_dtype
+        window = torch.zeros(size, dtype=dtype, device=bucket.group.params.device)
+        for slot in bucket.slots():
+            if slot in self._gradients:
+                first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
+                part = self._gradients[slot].view(-1)[first - slot.first : last - slot.first]
+                window[first - bucket.first : last - bucket.first].copy_(part)
+        return window
