@@ -461,7 +461,7 @@ class _Reductions:
         staged = [drive.take() for drive in layout.policy.drives]  # counted with the drives
         with Watch([*storages(layout, states), *staged]) as watch:
             for _ in range(
-                2 if reducer.sliced and rounds < STEADY else 1
+                2 if layout.policy.slices_gradients and rounds < STEADY else 1
             ):  # buffers stay from step to step
                 traffic.clear()
                 traffic.update(before)

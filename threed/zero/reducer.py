@@ -80,11 +80,11 @@ class Reducer:
     ) -> None:
         self.layout, self.early, self.unused, self.warns = layout, early, unused, warns
         self.on_gradient = on_gradient
-        self.sliced = layout.policy.slices_gradients
-        self.rounds = self.sliced and not whole_step  # several in a step
+        sliced = layout.policy.slices_gradients
+        self.rounds = sliced and not whole_step  # several in a step
         self.dynamic = dynamic
         self._first_step = True
-        self.memory: Gradients = BucketGradients(layout) if self.sliced else FullGradients(layout)
+        self.memory: Gradients = BucketGradients(layout) if sliced else FullGradients(layout)
         self.reductions = Reductions(
             layout, codecs, self.memory.release_window, self._update_in_backward
         )
