@@ -128,7 +128,9 @@ MICROBATCH = Journey(
         Step(f"{_LOOP}._share_of_batch", "this data rank's samples of a step",
              note="called ahead, by the prefetcher's thread"),
         Step("threed.data.samples:Samples.batch", "tokens and labels, from a memory map"),
-        Step(f"{_ENGINE}.step", "one optimizer step", by="Loop._one_step", via=("step",), column=1),
+        Step("threed.training.bad_steps:BadSteps.step", "and its recomputation, if it is skipped",
+             by="Loop._one_step", column=1),
+        Step(f"{_ENGINE}.step", "one optimizer step"),
         Step("threed.batches:Batches.micro_batches", "places and cuts the batch", via=("_micro_batches",)),
         Step("threed.collectives:sum_of_scalars", "counts valid tokens of all data ranks", via=("_weight",)),
         Step("threed.blueprint:Blueprint.lowered", "the schedule with these numbers", by="Engine.step"),
@@ -164,7 +166,9 @@ MICROBATCH = Journey(
         Step(f"{_ENGINE}.update", "ends the step, with this rank's loss", by="Engine.step"),
         Step("threed.zero.optimizer:Optimizer.step", "carries it with the norm"),
         Step("threed.collectives:sum_of_scalars"),
-        Step("threed.metrics:StepMetrics.loss", "read where it is logged", by="Loop._one_step", via=("after_step",), column=5),
+        Step("threed.training.step_log:StepLog.after_step", "a callback, collects metrics",
+             by="Loop._one_step", column=5),
+        Step("threed.metrics:StepMetrics.loss", "read where it is logged"),
     ),
 )  # fmt: skip
 

@@ -49,7 +49,7 @@ class LateGradients:
             RuntimeError: ranks gathered different groups.
         """
         shard = self.layout.policy.shard
-        for number in self._agree():
+        for number in self._agree_on_buckets():
             bucket = self.layout.buckets[number]
             window = self._window(bucket)
             total = collectives.start_reduce_scatter(window, shard, codec=self.codecs.of(shard))
@@ -60,7 +60,7 @@ class LateGradients:
             yield bucket, staged
         self._gradients.clear()
 
-    def _agree(self) -> list[int]:
+    def _agree_on_buckets(self) -> list[int]:
         """Returns the numbers of the buckets with late gradients on any rank that shares them."""
         policy, buckets = self.layout.policy, self.layout.buckets
         own = [
