@@ -302,9 +302,9 @@ def test_a_llama_with_head_norms_begins_from_the_folder_that_it_exports(tmp_path
         assert all(torch.equal(weights[name], value) for name, value in found[0].items())
     for path in (tmp_path / "folder", tmp_path / "native"):
         flags = ["--model.arch", "llama", "--model.qk-norm", "true", "--data.tokenizer", "bytes"]
-        start = find([*flags, "--checkpoint.resume", str(path)], {})
-        assert start is not None
-        model = load(start.flags)[0].model
+        config, options = load([*flags, "--checkpoint.resume", str(path)], begin=find)
+        assert options.pretrained
+        model = config.model
         assert (model.arch, model.qk_norm, model.layers) == ("llama", True, 3)
 
 

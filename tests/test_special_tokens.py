@@ -17,7 +17,7 @@ from tests.tokenizer_layouts import LAYOUTS, strings
 from threed import cli
 from threed.data import load_tokenizer, open_data, tokenize_to_megatron
 from threed.data.megatron import open_tokens, pair_of
-from threed.final_report import PROMPT, sample_text
+from threed.training.final_report import PROMPT, sample_text
 
 WORDS = [
     "<unk>",
@@ -311,7 +311,7 @@ def sampled(data: Any) -> list[int]:
     prompts: list[list[int]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "threed.final_report.generate",
+            "threed.training.final_report.generate",
             lambda engine, prompt, count: prompts.append(prompt) or prompt,
         )
         sample_text(None, data, 4)  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.reading import Reader
 from threed.config import Config
 from threed.engine import Engine
-from threed.memory.io import Disk, SwapError
+from threed.memory.io import SwapError
 from threed.memory.tiers import Drive, StagedBuffer
 from threed.zero import optimizer
 from threed.zero.reductions import Gradient
@@ -336,7 +336,7 @@ ON_DRIVE = Case(zero=3, layers=3, offload_optimizer="nvme", dtype="bf16", bucket
 
 
 def fail_while_values_move(folder: Path) -> None:
-    """A load that breaks off, and an update whose drive takes nothing: neither is saved nor trained on, until a load
+    """A load that breaks off, and an update that cannot store a state: neither is saved nor trained on, until a load
     comes through."""
     engine, twin = (
         engine_of(config_in(folder / "swap", ON_DRIVE)),
@@ -352,7 +352,7 @@ def fail_while_values_move(folder: Path) -> None:
 
     for owner, name, attempt in (
         (Reader, "into", lambda: engine.load(folder / "good")),
-        (Disk, "write", lambda: steps(engine, 1)),
+        (optimizer, "store_all", lambda: steps(engine, 1)),
     ):
         steps(engine, 1)
         inner = getattr(owner, name)
