@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from threed.ops.quantise import BLOCK, quantise, quantise_reference
+from threed.ops import launch
+from threed.ops.quantise import BLOCK, packed, quantise, quantise_reference, unpacked
 
 
 class Codec(Protocol):
@@ -50,23 +51,22 @@ class Int8Blocks:
     """Sends 256 numbers as 256 bytes and an fp32 scale: their largest magnitude divided by 127.
 
     A block with a number that is not finite decodes to NaN. The last block of a row is padded: a message has
-    260 · ceil(n / 256) bytes.
+    260 · ceil(n / 256) bytes, in the order of `ops.quantise.packed`, whichever of kernel and plain operations made it.
     """
 
     def encode(self, rows: Tensor) -> Tensor:
-        padded = pad(rows, (0, -rows.shape[1] % BLOCK)).view(-1, BLOCK)
-        if padded.is_cuda and padded.dtype == torch.bfloat16:
-            whole, scales = quantise(padded.flatten(), 8)
+        padded = pad(rows, (0, -rows.shape[1] % BLOCK)).flatten()
+        if launch.ready(padded) and launch.packed(padded) and not padded.is_meta:
+            numbers, scales = quantise(padded, 8)
         else:
-            signed, scales = quantise_reference(padded.float().flatten(), 8)
-            whole = signed.view(torch.uint8)
-        blocks = len(padded) // max(1, len(rows))
-        parts = (whole.view(len(rows), -1), scales.view(len(rows), blocks).view(torch.uint8))
+            whole, scales = quantise_reference(padded.float(), 8)
+            numbers = packed(whole.view(-1, BLOCK), 8)
+        parts = numbers.view(len(rows), -1), scales.view(len(rows), -1).view(torch.uint8)
         return torch.cat(parts, 1)
 
     def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         blocks = messages.shape[1] // (BLOCK + 4)
-        whole, scales = messages.split((blocks * BLOCK, 4 * blocks), 1)
-        numbers = whole.view(torch.int8).view(len(messages), blocks, BLOCK).to(dtype)
+        numbers, scales = messages.split((blocks * BLOCK, 4 * blocks), 1)
+        whole = unpacked(numbers.view(len(messages), blocks, BLOCK), 8).to(dtype)
         scales = scales.contiguous().view(torch.float32).to(dtype)
-        return (numbers * scales.unsqueeze(-1)).view(len(messages), -1)[:, :count]
+        return (whole * scales.unsqueeze(-1)).view(len(messages), -1)[:, :count]

@@ -16,6 +16,7 @@ from tests.cuda.cases import (
     in_every_order,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.codecs import Int8Blocks
 from threed.ops import quantise
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
@@ -145,3 +146,15 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         with emulated(), pytest.raises(ValueError, match=r"dequantise takes q uint8"):
             quantise.dequantise(*wrong)
+
+
+def test_messages_of_the_kernel_decode_to_the_numbers() -> None:
+    """Kernel and plain operations agree on the order of bytes in a message."""
+    rows = numbers(12).view(2, -1)
+    with emulated() as machine:
+        messages = Int8Blocks().encode(rows)
+    assert len(machine.launches) == 1
+    decoded = Int8Blocks().decode(messages, rows.shape[1], torch.float32).view(-1, 256)
+    blocks = rows.float().view(-1, 256)
+    half = blocks.abs().amax(1, keepdim=True) / 127 / 2
+    assert bool(((decoded - blocks).abs() <= 1.01 * half).all())
