@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from threed import collectives, device, models
+from threed import collectives, device
 from threed.arguments import Pretrained, format_problems, help_text, load_checked
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
@@ -32,12 +32,11 @@ from threed.config import Config, ConfigError
 from threed.data import Data, open_data
 from threed.data import find_problems as find_data_problems
 from threed.disk import is_unwritable, why
-from threed.engine import Engine
 from threed.forecast import Forecast, checkpoint_bytes
 from threed.interop import pretrained
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.launcher import LauncherError, without_srun, world_size
-from threed.layers import Slicing
+from threed.loading import build_engine
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
 from threed.monitor import process
@@ -237,8 +236,7 @@ def train(config: Config, data: Data, command: list[str], forecast: Forecast | N
     if config.run.recheck_bad_steps:
         recheck.configure_cublas()
     topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=timeout)
-    slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
-    engine = Engine(models.build(config.model, slicing), topology, config)
+    engine = build_engine(config, topology)
     Trainer(engine, data, command, forecast, _interrupted).run()
 
 

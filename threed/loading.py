@@ -19,11 +19,13 @@ from threed.checks import find_problems
 from threed.config import Config, ConfigError, ModelConfig
 from threed.engine import Engine
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
+from threed.interop.pretrained import default_seq
 from threed.layers import Slicing
 from threed.resolution import resolve
 from threed.topology import Topology
 
-# Groups of the configuration that belong to what was trained; others say where and how it is computed.
+Build = Callable[[ModelConfig, Slicing], models.Model]
+# Configuration groups that define the training; the others define where and how it runs.
 TRAINED = ("model", "precision", "train", "optim", "data")
 
 
@@ -31,7 +33,7 @@ def load(
     path: str | Path,
     topology: Topology | None = None,
     *,
-    build: Callable[[ModelConfig, Slicing], models.Model] = models.build,
+    build: Build = models.build,
     **changes: Mapping[str, Any],
 ) -> Engine:
     """Builds an engine with the model and state of a run, a checkpoint or a Hugging Face folder. Collective.
@@ -69,11 +71,16 @@ def load(
     if problems := find_problems(config, topology.world):
         raise ConfigError(problems)
     config = resolve(config, config.model.vocab or 1, topology.world)
-    p = config.parallel
-    slicing = Slicing(topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile)
-    engine = Engine(build(config.model, slicing), topology, config)
+    engine = build_engine(config, topology, build)
     engine.load(source)
     return engine
+
+
+def build_engine(config: Config, topology: Topology, build: Build = models.build) -> Engine:
+    """Returns a new engine of a resolved configuration. Collective."""
+    sequence = bool(config.parallel.sequence)
+    slicing = Slicing(topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
+    return Engine(build(config.model, slicing), topology, config)
 
 
 def _source(path: Path) -> Path:
@@ -90,9 +97,9 @@ def _source(path: Path) -> Path:
 
 
 def _saved(source: Path) -> dict[str, Any]:
-    """Returns the configuration of what was trained, by group."""
+    """Returns the saved configuration groups that define the training."""
     if is_hf_folder(source):
         model = HFFolder(source).model
-        return {"model": {**dict(model), "seq": min(256, model.positions or model.seq)}}
+        return {"model": {**dict(model), "seq": default_seq(model)}}
     config = native.read_manifest(source)["config"]
     return {name: config[name] for name in TRAINED}

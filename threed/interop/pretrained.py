@@ -22,7 +22,7 @@ from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 from threed.interop.huggingface.weights import model_differences
 from threed.resolution import resolve_model, spelt_as
 
-SEQ = 256  # as long as nobody says how long
+SEQ = 256  # default sequence length, if the model has as many positions
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
 
 
@@ -45,7 +45,7 @@ def find(config: Config, check: bool = True) -> Pretrained | None:
     if opened is None:
         return None
     model, tokenizer = spelt_as(opened[0], config.model), opened[1]
-    defaults: dict[str, dict[str, Any]] = {"model": {"seq": min(SEQ, model.positions or model.seq)}}
+    defaults: dict[str, dict[str, Any]] = {"model": {"seq": default_seq(model)}}
     if tokenizer is not None:
         defaults["data"] = {"tokenizer": tokenizer}
     keys = {name: written(name, value) for name, value in model if name != "seq"}
@@ -55,6 +55,11 @@ def find(config: Config, check: bool = True) -> Pretrained | None:
         return [f"{text}: {fix}" for text in model_differences(path, model, asked)]
 
     return Pretrained(defaults, keys, differences)
+
+
+def default_seq(model: ModelConfig) -> int:
+    """Returns the sequence length of a pretrained model that nothing else sets."""
+    return min(SEQ, model.positions or model.seq)
 
 
 def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None] | None:
