@@ -85,8 +85,9 @@ CONFIG = Journey(
     (
         Step("threed.launch:train", "has the resolved configuration"),
         Step("threed.topology:Topology", "sizes become axes with process groups"),
-        Step("threed.models:build", "the architecture's layers, on the meta device", by="train"),
-        Step("threed.engine:Engine", "one object from model, topology, configuration", by="train"),
+        Step("threed.loading:build_engine", "the model, then its engine", by="train"),
+        Step("threed.models:build", "the architecture's layers, on the meta device"),
+        Step("threed.engine:Engine", "one object from model, topology, configuration", by="build_engine"),
         Step("threed.drawing:draw", "once ranks agree about the model"),
         Step("threed.blueprint:Pipeline.of", "cuts the model, plans a step"),
         Step("threed.schedules:build", "the step's compute actions", via=("step_plan",)),
