@@ -189,12 +189,11 @@ def worlds(names: list[str]) -> dict[int, list[str]]:
     }
 
 
-@pytest.mark.parametrize(("model", "way"), [("gpt", 5), ("frozen-middle", 7)])
-def test_every_topology_goes_to_another(tmp_path: Path, model: str, way: int) -> None:
-    """Each place is once a source and once a target."""
-    compare(
-        tmp_path, model, [(name, NAMES[(i + way) % len(NAMES)]) for i, name in enumerate(NAMES)]
-    )
+@pytest.mark.parametrize(("model", "first"), [("gpt", 0), ("frozen-middle", 1)])
+def test_every_topology_goes_to_another(tmp_path: Path, model: str, first: int) -> None:
+    """Each place is once a source and once a target, half of them with each model."""
+    pairs = [(name, NAMES[(i + 5) % len(NAMES)]) for i, name in enumerate(NAMES)]
+    compare(tmp_path, model, pairs[first::2])
 
 
 @pytest.mark.grid

@@ -221,7 +221,7 @@ def forecasts(cases: list[Case]) -> list[Sequence[RankForecast]]:
     return [Forecast.of(sized(case), case.world).ranks for case in cases]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.grid)])
 def test_a_rank_keeps_what_the_forecast_says(schedule: str) -> None:
     """Up to messages: three that are being sent, the one just made, one in use and one that arrives."""
     base = Case(2, 1, 2, schedule=schedule, dtype="fp32", microbatches=3, layers=6, dropout=0.1)

@@ -27,11 +27,11 @@ AGAIN = ["none", "full", "selective", "half", "cpu"]
 MODELS = ["gpt", "qwen-tied", "llama"]
 
 
-def cases(seed: int) -> list[Case]:
-    """Each schedule on three shapes; ZeRO's stage, recompute, model, dropout and places of state in turn."""
+def cases(seed: int, shapes: int = 3) -> list[Case]:
+    """Each schedule on some shapes; ZeRO's stage, recompute, model, dropout and places of state in turn."""
     found = []
     for turn, name in enumerate(NAMES):
-        for number in range(3):
+        for number in range(shapes):
             pp, dp, tp = SHAPES[(seed + turn + 2 * number) % 5]
             at = seed + turn + number
             zero = at % 4 if dp > 1 else 1
@@ -47,7 +47,7 @@ def cases(seed: int) -> list[Case]:
 
 
 def test_every_schedule_trains_to_the_weights_of_one_process() -> None:
-    run_all(cases(0))
+    run_all(cases(0, shapes=2))
 
 
 def test_plans_that_torch_publishes_train_here() -> None:
@@ -65,7 +65,7 @@ def test_plans_that_torch_publishes_train_here() -> None:
 
 @pytest.mark.grid
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(1, 12))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_schedule_trains_in_other_combinations(seed: int) -> None:
     run_all(cases(seed))
 

@@ -381,7 +381,8 @@ def test_another_order_of_parameters_on_one_rank_is_refused() -> None:
 SIZES = [0.003, 0.02, 1e6]  # MiB: two that cut parameters, and everything in one
 
 
-def training_cases() -> list[Case]:
+def training_cases(stages: int) -> list[Case]:
+    """Every size with every shape; some of ZeRO's stages with each, in turns."""
     small = functools.partial(Case, layers=1)
     shapes = (
         small(dp=2, tp=2, sequence=True),
@@ -395,13 +396,19 @@ def training_cases() -> list[Case]:
     cases = absurd + [replace(shape, bucket_mib=mib) for mib in SIZES for shape in shapes]
     return [
         replace(case, zero=zero)
-        for case in cases
-        for zero in ((case.zero,) if not case.zero else (1, 2, 3))
+        for number, case in enumerate(cases)
+        for zero in ([1 + (number + k) % 3 for k in range(stages)] if case.zero else [0])
     ]
 
 
 def test_buckets_of_any_size_give_the_training_of_one_process() -> None:
-    run_all(training_cases())
+    """Every size with every shape, in one of the stages of ZeRO; in all of them by the grid."""
+    run_all(training_cases(stages=1))
+
+
+@pytest.mark.grid
+def test_buckets_of_any_size_give_it_in_every_stage() -> None:
+    run_all(training_cases(stages=3))
 
 
 def check_few_words(vocab: int) -> list[float]:
