@@ -19,6 +19,7 @@ from torch import nn
 
 from threed import schedules
 from threed.config import Config, ConfigError
+from threed.device import is_accelerator
 from threed.layers import LanguageModelHead
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
@@ -37,7 +38,7 @@ from threed.planner.measured import Division, stage_costs, times_by_flops
 from threed.resolution import count_microbatches
 from threed.schedules import Costs, Plan
 from threed.sharding import spec_of
-from threed.topology import Topology
+from threed.topology import SECOND, Topology
 from threed.zero import agreement, layout, setup
 from threed.zero.layout import HasModules, Layout
 from threed.zero.reducer import Reducer
@@ -149,6 +150,8 @@ class Blueprint:
         wrapped, cut = model if isinstance(model, Wrapped) else None, pipeline.cut
         ties = cut.ties([names(layer) for layer in layers])
         axes = {name for name in setup.shard_axes(config, topology) if name}
+        if pipeline.plan.pairs and is_accelerator(topology.device):
+            axes.add("tp" + SECOND)
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
         held = [
             (n, chunk)

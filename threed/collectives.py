@@ -85,7 +85,7 @@ def _start(
     collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
 ) -> dist.Work | None:
     """Begins a collective; on the meta device, where tensors have shapes only, nothing is sent."""
-    return None if out.is_meta else collective(out, *args, group=axis.group, async_op=True)
+    return None if out.is_meta else collective(out, *args, group=axis.channel, async_op=True)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -285,7 +285,7 @@ def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
     total = values.clone()
     if axis.size > 1:
         axis.count(2 * _nbytes(total) * (axis.size - 1) // axis.size)
-        dist.all_reduce(total, group=axis.group)
+        dist.all_reduce(total, group=axis.channel)
     return total
 
 

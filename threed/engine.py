@@ -146,7 +146,8 @@ class Engine:
         frees = self.layout.slices_parameters or any(
             True for layer in mine for _ in layer.buffers()
         )
-        return None if frees else Overlap(self.topology.device)
+        tp, second = self.topology.axis("tp"), self.topology.second("tp")
+        return None if frees else Overlap(self.topology.device, tp, second)
 
     def _initial_value(self, part: str, piece: Piece, box: Box) -> Tensor:
         seed = self.config.train.seed

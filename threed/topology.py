@@ -42,10 +42,27 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None = None
     traffic: Counter[str] = field(default_factory=Counter)
+    _of_streams: dict[torch.Stream, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def channel(self) -> dist.ProcessGroup | None:
+        """The communicator for the current stream: `group`, unless the stream was given another one."""
+        if not self._of_streams:
+            return self.group
+        return self._of_streams.get(gpu.current_stream(), self.group)
+
+    def give_channel(self, stream: torch.Stream, twin: Axis) -> None:
+        """Has collectives of `stream` use the communicator of `twin`, an axis of the same ranks.
+
+        A communicator runs its operations in the order in which they are enqueued, on whatever stream: of two streams
+        that share one, each waits for the other.
+        """
+        if twin.group is not None:
+            self._of_streams[stream] = twin.group
 
     def count(self, sent: int) -> None:
         """Adds `sent` bytes to this axis's counter."""
@@ -69,6 +86,7 @@ def alone(label: str = "tp") -> Axis:
 
 
 TIMEOUT = timedelta(minutes=10)
+SECOND = "@second"  # after an axis's name: its ranks with a second communicator
 
 
 def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> None:
@@ -217,6 +235,10 @@ class Topology:
     def axis(self, name: str) -> Axis:
         """The axis called pp, dp, cp, tp or world, or a block of one such as "tp/2" that was prepared."""
         return self._axes[name]
+
+    def second(self, name: str) -> Axis | None:
+        """Returns the same ranks as `axis(name)` with a second communicator; None where none was prepared."""
+        return self._axes.get(name + SECOND)
 
     def stages(self, stages: tuple[int, ...]) -> Axis:
         """The ranks of the given pipeline stages in my column of the grid, prepared for a weight they all hold."""

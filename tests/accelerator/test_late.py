@@ -22,7 +22,7 @@ from tests import configs
 from tests import test_equivalence as equivalence
 from tests.accelerator import pretend
 from tests.accelerator.late import Device, Late, late, where
-from tests.accelerator.late_collectives import Work
+from tests.accelerator.late_collectives import Communication, Work
 from tests.accelerator.late_streams import LateError
 from tests.configs import Case
 from tests.covering import Space, Values
@@ -338,6 +338,50 @@ def same_on_ranks(config: Config, seeds: range, plant: Plant = nothing) -> None:
 @pytest.mark.parametrize("name", OF_RANKS)
 def test_training_is_the_same_on_two_ranks(name: str) -> None:
     run_ranks(2, same_on_ranks, config_of(OF_RANKS[name]), range(1))
+
+
+SLICED_PAIRS = Case(pp=2, tp=2, schedule="dualpipev", layers=6, microbatches=4)
+
+
+def channels_of_pairs(config: Config) -> list[tuple[int, int]]:
+    """Trains as on the CPU; returns how many collectives on each stream of pairs used each communicator of tp."""
+    uses, topologies = list[tuple[Any, Any]](), list[Topology]()
+
+    def queued(self: Communication, begin: Any, *args: Any, group: Any = None, **more: Any) -> Any:
+        uses.append((self.streams.current, group))
+        return queue(self, begin, *args, group=group, **more)
+
+    def prepared(self: Topology, *args: Any) -> None:
+        topologies.append(self)
+        prepare(self, *args)
+
+    queue, prepare = Communication.queue, Topology.prepare
+    with same_kernels(config):
+        want = train(config)
+        with late(0) as device, ExitStack() as stack:
+            stack.enter_context(patch.object(Communication, "queue", queued))
+            stack.enter_context(patch.object(Topology, "prepare", prepared))
+            assert differences(train(config), want) == []
+            side, topology = device.streams.named("copies", "overlap"), topologies[-1]
+    tp, second = topology.axis("tp"), topology.second("tp")
+    assert second is not None
+    assert tp.group is not second.group
+    return [
+        (
+            sum(used == (stream, tp.group) for used in uses),
+            sum(used == (stream, second.group) for used in uses),
+        )
+        for stream in (side, *{stream for stream, _ in uses if stream is not side})
+    ]
+
+
+def test_streams_of_a_pair_have_communicators_of_their_own() -> None:
+    """Else NCCL would run a backward's reductions after all of the forward that it runs with."""
+    for (shared, own), *others in run_ranks(4, channels_of_pairs, config_of(SLICED_PAIRS)):
+        assert shared == 0
+        assert own > 0
+        assert sum(first for first, _ in others) > 0
+        assert sum(second for _, second in others) == 0
 
 
 def test_so_it_is_with_parts_of_inputs_on_the_host() -> None:

@@ -18,13 +18,23 @@ import torch
 
 from threed.device import beside as told_beside
 from threed.device import copy_stream, current_stream, is_accelerator
+from threed.topology import Axis
 
 
 class Overlap:
-    """The main stream, and one beside it; none where `device` has no streams."""
+    """The main stream and a second one; none where `device` has no streams.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        axis: the ranks that layers communicate with during a forward or a backward.
+        twin: the same ranks with a second communicator, for what runs on the second stream.
+    """
+
+    def __init__(
+        self, device: torch.device, axis: Axis | None = None, twin: Axis | None = None
+    ) -> None:
         self._side = copy_stream(device, "overlap") if is_accelerator(device) else None
+        if self._side is not None and axis is not None and twin is not None:
+            axis.give_channel(self._side, twin)
         self._there = set[Hashable]()  # whose forward ran beside the main stream
         self._paired = False
 

@@ -82,6 +82,11 @@ class Plan:
         return all(action.kind not in backward for actions in self.ranks for action in actions)
 
     @cached_property
+    def pairs(self) -> bool:
+        """Whether some forward runs together with a backward of another micro-batch."""
+        return any(action.kind is Kind.FB for actions in self.ranks for action in actions)
+
+    @cached_property
     def splits(self) -> bool:
         """Whether some backward is in two: an I and a W."""
         return any(action.kind is Kind.W for actions in self.ranks for action in actions)
