@@ -188,7 +188,7 @@ def check(name: str, tp: int, sequence: bool, tiles: int, dtype: torch.dtype, si
     board, count = install(tiled, sinks), len(tiles_in(tiled))
     full = inputs(case).to(dtype)
     x = (
-        full[slice(*slicing.sequence_range(len(full)))]
+        slicing.positions(len(full)).rows(full)
         if case.into == "rows"
         else columns(full, whole, case, row=True)
     )

@@ -125,10 +125,10 @@ class LanguageModelHead(PipelineLayer):
         f, table = (self.slicing.tp, self.slicing.sequence_parallel), self.weight
         if micro.labels is None:
             return capped(linear(self.norm(x), table, None, *f)[..., : self.columns], self.softcap)
-        positions = [x.shape[1], x.shape[0] * (f[0].size if f[1] else 1)]
-        if (given := list(micro.labels.shape)) != positions:
+        shape = [x.shape[1], self.slicing.positions_of(x).length]
+        if (given := list(micro.labels.shape)) != shape:
             raise ValueError(
-                f"the batch's 'labels' are {given} (in a micro-batch), and {self.name} gets {positions}"
+                f"the batch's 'labels' are {given} (in a micro-batch), and {self.name} gets {shape}"
             )
         self.data_flags[0].note(micro.labels >= self.vocab)
         scale = torch.ones((), device=x.device) if micro.weight is None else micro.weight

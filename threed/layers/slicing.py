@@ -12,6 +12,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.ops import launch, sums
+from threed.ops.positions import Positions
 from threed.sharding import Piece, ShardSpec
 from threed.topology import Axis, alone
 
@@ -40,16 +41,28 @@ class Slicing:
         """Whether activations between blocks are [s/t b h] rather than [s b h]."""
         return self.sequence and self.tp.size > 1
 
-    def sequence_range(self, length: int) -> tuple[int, int]:
-        """Returns the positions of a sequence of `length` in this rank's activations between blocks: [first, last)."""
-        if not self.sequence_parallel:
-            return 0, length
-        if length % self.tp.size:
+    @property
+    def sequence_parts(self) -> int:
+        """The number of ranks that a sequence is cut over between blocks."""
+        return self.tp.size if self.sequence_parallel else 1
+
+    def positions(self, length: int) -> Positions:
+        """Returns this rank's positions of a sequence of `length`, in activations between blocks."""
+        if length % self.sequence_parts:
             raise ValueError(
                 f"sequence length {length} is not a multiple of tp {self.tp.size}: pad the batch to one"
             )
-        part = length // self.tp.size
-        return self.tp.index * part, (self.tp.index + 1) * part
+        part = length // self.sequence_parts
+        first = self.tp.index * part if self.sequence_parallel else 0
+        return Positions(((first, first + part),), length)
+
+    def positions_of(self, x: Tensor) -> Positions:
+        """Returns the positions of an activation between blocks, [s b h] (or [s/t b h])."""
+        return self.positions(x.shape[0] * self.sequence_parts)
+
+    def gathered_positions(self, x: Tensor) -> Positions:
+        """Returns the positions of an activation after `gather`, [s b ...]."""
+        return Positions.all(x.shape[0])
 
     @property
     def replicated(self) -> str | None:

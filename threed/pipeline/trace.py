@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -26,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
-from threed.ops import matmul
+from threed.ops import attention, matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, gradients_of, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
@@ -92,7 +91,9 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
 
 @functools.cache
 def _formula(operation: Any) -> Callable[..., int] | None:
-    """Torch's count of an operation's FLOPs, which knows `addmm` but not `addmm_`."""
+    """Returns torch's count of an operation's FLOPs, which has `addmm` but not `addmm_`; for attention our own."""
+    if operation in attention.FUSED:
+        return attention.kernel_flops
     plain = getattr(torch.ops.aten, operation.__name__.removesuffix("_"), operation)
     formula: Callable[..., int] | None = flop_registry.get(operation, flop_registry.get(plain))
     return formula
@@ -171,44 +172,13 @@ class Watch(TorchDispatchMode):
         return self.most
 
 
-class _Attention(torch.autograd.Function):
-    """What a fused kernel of scaled dot-product attention keeps: its inputs, its output, a number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        out = (
-            torch.empty_like(q)
-            if q.shape[-1] == v.shape[-1]
-            else q.new_empty(*q.shape[:-1], v.shape[-1])
-        )
-        rows = torch.empty(
-            q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
-        )
-        ctx.save_for_backward(q, k, v, mask, out, rows)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, *_ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
-
-
 class _Fused(TorchFunctionMode):
-    """Scaled dot-product attention as its fused kernels do it; on the meta device torch would take the plain one."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
+    """Runs scaled dot-product attention by a fused operator; on the meta device torch takes the plain one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        q, k, v, mask = (
-            (*args, None)[:4] if len(args) > 2 else (args[0], kwargs["key"], kwargs["value"], None)
-        )
-        mask = (kwargs or {}).get("attn_mask", mask)
-        self.watch.flops += 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        return _Attention.apply(q, k, v, mask)
+        if func is nn.functional.scaled_dot_product_attention:
+            func = attention.on_meta
+        return func(*args, **(kwargs or {}))
 
 
 class _Sink:
@@ -302,7 +272,7 @@ class Tracer:
         try:
             with (
                 Watch(value for value in given if isinstance(value, Tensor)) as watch,
-                _Fused(watch),
+                _Fused(),
             ):
                 cost, output = _measure(stage, form, self.micro, watch)
             sent = {
