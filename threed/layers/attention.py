@@ -60,6 +60,7 @@ class Attention(nn.Module):
             )
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
+        self.plain = core == CAUSAL and rotary is None and not qk_norm and k == heads
         shared = t // k if k < t else 1
         column = functools.partial(
             ColumnLinear, name, hidden, slicing=slicing, std=std, bias=bias, multiple=d
@@ -99,43 +100,36 @@ class Attention(nn.Module):
         return self.query(x), self.key_value(x)
 
     def heads_attend(self, *projected: Tensor) -> Tensor:
-        """Heads' norms, rotary positions and the core -> [s b (a/t d)]."""
-        (first, *rest), positions = projected, self.slicing.gathered_positions(projected[0])
-        if not rest and self._turns_in_place(first):
-            heads = (self.heads, self.kv_heads, self.kv_heads)
-            turned, theta = self.heads + self.kv_heads, self.rotary or 0.0
-            q, k, v = rotary.split_and_turn(first, heads, turned, self.d, theta, positions)
-            return self.core(q, k, v).flatten(2)
-        if not rest and self._is_short(first):
-            return short_attention.short_attention(first, self.d)
-        q, k, v = self._heads(*projected)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
-        if self.rotary is not None:
-            q, k = (rotary.rotate(x, self.rotary, positions) for x in (q, k))
-        y = self.core(q, k, v)
+        """Applies the heads' norms, rotary positions and the core -> [s b (a/t d)]."""
+        if self.plain and self._is_short(projected[0]):
+            return short_attention.short_attention(projected[0], self.d)
+        y = self.core(*self._heads(*projected))
         return y.flatten(2) if y.dim() == 4 else y
 
-    def _turns_in_place(self, qkv: Tensor) -> bool:
-        """Whether rotary positions may be written over the projection: no head's norm comes first, and none computes
-        the core again from what was projected."""
-        plain = (
-            self.rotary is not None
-            and self.query_norm is None
-            and type(self.recompute) is Recompute
-        )
-        return plain and rotary.fits(qkv, self.d, self.rotary or 0.0)
-
     def _is_short(self, qkv: Tensor) -> bool:
-        """Returns whether causal attention alone is computed of qkv [s b 3ad], by the kernels for short sequences."""
-        plain = self.core == CAUSAL and self.rotary is None and self.query_norm is None
-        plain = plain and self.heads == self.kv_heads and type(self.recompute) is Recompute
-        return plain and torch.is_grad_enabled() and short_attention.fits(qkv, self.d)
+        """Returns whether the kernels for short sequences compute attention of qkv [s b 3ad]."""
+        first_time = type(self.recompute) is Recompute and torch.is_grad_enabled()
+        return first_time and short_attention.fits(qkv, self.d)
 
-    def _heads(self, *projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [s b a/t d], key and value [s b k/t d]."""
-        sizes = [self.heads * self.d, self.kv_heads * self.d, self.kv_heads * self.d]
+    def _heads(self, *projected: Tensor) -> tuple[Tensor, ...]:
+        """Returns query [s b a/t d], key and value [s b k/t d], after norms and rotary positions."""
+        first, theta, counts = projected[0], self.rotary, (self.heads, *[self.kv_heads] * 2)
+        if len(projected) == 1 and self._turns_in_place(first):
+            positions, turned = self.slicing.gathered_positions(first), sum(counts[:2])
+            return rotary.split_and_turn(first, counts, turned, self.d, theta or 0.0, positions)
         *query, rest = projected
-        parts = (*query, *rest.split(sizes[len(query) :], dim=-1))
+        sizes = [count * self.d for count in counts[len(query) :]]
+        parts = (*query, *rest.split(sizes, dim=-1))
         q, k, v = (part.view(*part.shape[:2], -1, self.d) for part in parts)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if theta is not None:
+            positions = self.slicing.gathered_positions(q)
+            q, k = rotary.rotate(q, theta, positions), rotary.rotate(k, theta, positions)
         return q, k, v
+
+    def _turns_in_place(self, qkv: Tensor) -> bool:
+        """Returns whether rotary positions may be written over the projection: no norm of heads comes first, and
+        nothing computes the core again from the projection."""
+        plain = self.query_norm is None and type(self.recompute) is Recompute
+        return self.rotary is not None and plain and rotary.fits(qkv, self.d, self.rotary)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from threed.device import Clock, Moment, rng_states, set_rng_states
 from threed.layers.contract import contract
 from threed.layers.slicing import ForwardScope, MicroBatch
-from threed.ops import matmul
+from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
@@ -42,16 +42,16 @@ class _Sink:
 
     def __init__(self, target: Tensor, scope: ForwardScope) -> None:
         self.target, self.scope = target, scope
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.waiting: list[tuple[Tensor, Tensor, Matmul]] = []
 
     def add(self, grad: Tensor) -> None:
         self.target.add_(grad)
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        self.waiting.append((a, b))
+    def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
+        self.waiting.append((a, b, by))
 
-    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.waiting.extend(pairs)
+    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
+        self.waiting.extend((*pair, by) for pair in pairs)
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         self.target.index_add_(0, index, rows.to(self.target.dtype))
@@ -76,11 +76,8 @@ class _Sink:
 
     def run(self) -> None:
         """Makes the products that wait."""
-        for a, b in self.waiting:
-            if a.dtype == self.target.dtype or matmul.widens(a, b, self.target.dtype):
-                matmul.add_product_(self.target, a, b, fresh=False)
-            else:
-                self.target.add_(torch.mm(a, b))
+        for a, b, by in self.waiting:
+            by.add_product_(self.target, a, b, fresh=False)
         self.waiting.clear()
 
 

@@ -25,7 +25,8 @@ from torch.utils.flop_counter import flop_registry
 from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
-from threed.ops import attention, matmul
+from threed.ops import attention
+from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, gradients_of, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
@@ -190,16 +191,12 @@ class _Sink:
     def add(self, grad: Tensor) -> None:
         """Adds nothing."""
 
-    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        for a, b in pairs:
-            self.add_product(a, b)
+    def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
+        by.add_product_(self.target, a, b, fresh=False)
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Makes the product where it is not made in the buffer."""
-        if a.dtype == self.target.dtype or matmul.widens(a, b, self.target.dtype):
-            matmul.add_product_(self.target, a, b, fresh=False)
-        else:
-            torch.mm(a, b)
+    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
+        for a, b in pairs:
+            self.add_product(a, b, by)
 
     def memory(self) -> tuple[Tensor, bool]:
         return self.target, True
