@@ -182,14 +182,14 @@ class _Fused(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Sink:
-    """A gradient's buffer, which is there anyway; what else is made on the way to it is made here too."""
+class BufferSink:
+    """Adds a parameter's gradient to a buffer, as ZeRO's sinks do; nothing is counted or reduced."""
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
 
     def add(self, grad: Tensor) -> None:
-        """Adds nothing."""
+        self.target.add_(grad)
 
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
         by.add_product_(self.target, a, b, fresh=False)
@@ -197,6 +197,9 @@ class _Sink:
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
         for a, b in pairs:
             self.add_product(a, b, by)
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        self.target.index_add_(0, index, rows.to(self.target.dtype))
 
     def memory(self) -> tuple[Tensor, bool]:
         return self.target, True
@@ -210,9 +213,11 @@ class _Sink:
     def defers(self) -> bool:
         return False
 
-    def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Makes rows of the buffer's dtype."""
-        rows.to(self.target.dtype)
+    def take(self, param: Tensor) -> None:
+        """Moves `param.grad` into the buffer."""
+        if param.grad is not None:
+            self.add(param.grad.to_dense() if param.grad.is_sparse else param.grad)
+            param.grad = None
 
 
 class Tracer:
@@ -291,9 +296,9 @@ class Tracer:
                     new = nn.Parameter(
                         torch.empty(param.shape, dtype=self.dtype, device=META), param.requires_grad
                     )
-                    new.sink = _Sink(torch.empty_like(new, dtype=self.grad_dtype))  # type: ignore[attr-defined]
+                    new.sink = BufferSink(torch.empty_like(new, dtype=self.grad_dtype))  # type: ignore[attr-defined]
                     if param.requires_grad:
-                        new.register_post_accumulate_grad_hook(_drop)
+                        new.register_post_accumulate_grad_hook(new.sink.take)  # type: ignore[attr-defined]
                     made[id(param)] = new
                 module._parameters[name] = None if param is None else made[id(param)]
             for name, buffer in module._buffers.items():
@@ -301,10 +306,6 @@ class Tracer:
         for param in made.values():
             yield from (param, param.sink.target)  # type: ignore[attr-defined]
         yield from layer.buffers()
-
-
-def _drop(param: Tensor) -> None:
-    param.grad = None
 
 
 def alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
