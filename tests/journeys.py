@@ -152,7 +152,7 @@ MICROBATCH = Journey(
         Step("threed.layers.linear:linear", "the weight's gradient goes past autograd"),
         Step("threed.layers.linear:_Linear.forward", "one function to autograd", note="by autograd"),
         Step("threed.collectives:all_gather", "f, where sequences are cut"),
-        Step("threed.ops.matmul:linear", "the product", by="_Linear.forward"),
+        Step("threed.ops.matmul:linear", "the product", by="_Linear.forward", via=("product",)),
         Step("threed.layers.linear:RowLinear.forward", "the row product, then g",
              by="MLP.forward", note="called as a module"),
         Step("threed.layers.slicing:Slicing.reduce", "g: the sum of all ranks' products"),

@@ -22,7 +22,7 @@ from tests.harness import run_ranks
 from threed import collectives, layers, rng
 from threed.blueprint import blocks
 from threed.layers import MicroBatch, Slicing
-from threed.layers import attention as attention_layer
+from threed.ops import attention as attention_ops
 from threed.sharding import Piece, ShardSpec, attach, parameter, spec_of, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout
@@ -443,7 +443,7 @@ def localise(
     full: Tensor, how: str, layer: nn.Module, case: Case, slicing: Slicing, row: bool
 ) -> Tensor:
     if how == "rows":
-        return full[slice(*slicing.sequence_range(S))]
+        return slicing.positions(S).rows(full)
     return columns(full, layer, case, row) if how == "columns" else full
 
 
@@ -556,19 +556,19 @@ def test_attention_that_no_kernel_computes_is_said_once_and_one_switched_off_is_
     q = torch.randn(1, 2, 7, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attention_layer._check_fused(q, q, q, None, None, False)
+        attention_ops.check_fused(q, q, q, None, None, False)
     q = torch.randn(1, 2, 9, 8)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         with pytest.warns(
             UserWarning, match=r"without a fused kernel \(torch.float32 heads \[1, 2, 9, 8\]"
         ):
-            attention_layer._check_fused(q, q, q, None, None, False)
+            attention_ops.check_fused(q, q, q, None, None, False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            attention_layer._check_fused(q, q, q, None, None, False)
+            attention_ops.check_fused(q, q, q, None, None, False)
         q = q.to(torch.bfloat16)
         for _ in range(2):
             with pytest.raises(
                 RuntimeError, match=r"\(torch.bfloat16 heads .* there is one for these"
             ):
-                attention_layer._check_fused(q, q, q, None, None, False)
+                attention_ops.check_fused(q, q, q, None, None, False)

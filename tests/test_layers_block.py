@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,8 +17,8 @@ from torch.nn.modules import module as torch_modules
 from tests.configs import Case, batch, config_of, engine_of, share
 from threed import models
 from threed.engine import Engine
-from threed.layers import linear as linear_layers
 from threed.layers.block import Block
+from threed.layers.linear import Terms, gradients, linear
 from threed.layers.slicing import MicroBatch
 from threed.topology import Axis
 
@@ -268,13 +267,17 @@ def test_gradients_of_a_linear_layer_can_be_differentiated(trained: bool) -> Non
         (force,) = torch.autograd.grad(energy, x, create_graph=True)
         return torch.autograd.grad(force.square().sum(), x)[0]
 
-    torch.testing.assert_close(second(linear_layers.linear), second(F.linear), rtol=1e-12, atol=0)
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, Terms((weight,)))
+
+    torch.testing.assert_close(second(ours), second(F.linear), rtol=1e-12, atol=0)
 
 
 def test_gradients_over_tensor_ranks_cannot_be_differentiated() -> None:
-    back = functools.partial(
-        linear_layers.gradients, torch.ones(1, 2), torch.ones(1, 4), torch.ones(2, 4)
-    )
-    axis = Axis("tp", (0, 1), 0, None)
-    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad in a layer's forward"):
-        back((torch.ones(2, 4), None), (axis, False), True)
+    weight, axis = torch.ones(2, 4), Axis("tp", (0, 1), 0, None)
+    for terms, what in (
+        (Terms((weight,), None, axis), "tensor ranks"),
+        (Terms((weight[:1], weight[1:])), "tiles"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"grad in a layer's forward, .* cut over {what}"):
+            gradients(torch.ones(1, 2), torch.ones(1, 4), terms.weights, terms, True)

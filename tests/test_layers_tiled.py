@@ -30,6 +30,7 @@ from threed.interop.huggingface.layouts import state_dict_to_hf
 from threed.layers import ReplicatedLinear, Slicing
 from threed.layers.tiled import GRANULE, cut_rows, spans
 from threed.ops import matmul
+from threed.ops.matmul import Matmul
 from threed.sharding import Box, attach, initial, matrix, spec_of
 from threed.topology import Axis, Topology
 from threed.zero import layout
@@ -97,8 +98,8 @@ class ListSink:
         self.board.note("gradient", self.name)
         self.grads.append(grad.clone())
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        self.add(a @ b)
+    def add_product(self, a: Tensor, b: Tensor, by: Matmul) -> None:
+        self.add(by.product(a, b))
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         raise AssertionError("no linear layer adds rows")
@@ -188,7 +189,7 @@ def check(name: str, tp: int, sequence: bool, tiles: int, dtype: torch.dtype, si
     board, count = install(tiled, sinks), len(tiles_in(tiled))
     full = inputs(case).to(dtype)
     x = (
-        full[slice(*slicing.sequence_range(len(full)))]
+        slicing.positions(len(full)).rows(full)
         if case.into == "rows"
         else columns(full, whole, case, row=True)
     )

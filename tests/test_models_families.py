@@ -35,8 +35,9 @@ from threed.interop.huggingface.layouts import (
     model_of,
     state_dict_to_hf,
 )
-from threed.layers import Causal, MicroBatch, Slicing, attend, causal
+from threed.layers import Causal, MicroBatch, Slicing
 from threed.models import build
+from threed.ops import attention
 from threed.precision import DTYPES
 from threed.resolution import resolve
 from threed.sharding import spec_of
@@ -560,7 +561,7 @@ def test_windows_and_bounds_are_the_formula_in_parts_of_any_size(core: Causal) -
         for heads in (4, 2, 2)
     )
     want = plain_attention(q, k, v, core)
-    with mock.patch.object(causal, "SCORES_ON_CPU", 1):
+    with mock.patch.object(attention, "SCORES_ON_CPU", 1):
         torch.testing.assert_close(core(q, k, v), want, rtol=0, atol=1e-13)
         dy = torch.randn(want.shape, dtype=torch.float64, generator=draw)
         for got, right in zip(
@@ -573,4 +574,4 @@ def test_windows_and_bounds_are_the_formula_in_parts_of_any_size(core: Causal) -
 def test_a_model_without_window_and_bound_has_the_attention_it_had() -> None:
     for arch in ("gpt", "llama", "mistral", "qwen2", "qwen3", "phi3"):
         block = build(ModelConfig(arch=arch, vocab=VOCAB), Slicing()).layers()[1]
-        assert block.attention.core is attend
+        assert block.attention.core == Causal()

@@ -1,119 +1,129 @@
-"""Attention over short sequences with a backward on tiles, against plain torch; on other processors with a stand-in."""
+"""Attention of some queries and some keys, merged: equal to attention of all, in fp64, in any dtype that is supported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.test_layers import local_weight
-from threed.layers import Attention, Slicing
-from threed.ops import attention, fused_cpu
-from threed.topology import alone
+from tests.test_models_families import plain_attention
+from threed.layers import Causal
+from threed.ops import attention
+from threed.ops.positions import Range
 
-SHAPES = [(128, 2, 3, 64), (100, 2, 3, 32), (1, 1, 1, 32), (33, 2, 2, 96)]
-
-
-def projection(s: int, b: int, heads: int, d: int) -> tuple[Tensor, Tensor]:
-    """Returns qkv [s b 3ad] and a gradient [s b ad], bf16."""
-    draw = torch.Generator().manual_seed(s)
-    qkv, dy = (torch.randn(s, b, n * heads * d, generator=draw).bfloat16() for n in (3, 1))
-    return qkv.requires_grad_(), dy
-
-
-def _by_torch(qkv: Tensor, dy: Tensor, logarithms: Tensor, d: int) -> Tensor:
-    """Stands in for the kernel: torch's gradient, in fp64 up to its last rounding; checks the logarithms."""
-    wide = qkv.detach().double().requires_grad_()
-    q, k, _ = attention._heads(wide, d)
-    hidden = torch.ones(len(qkv), len(qkv), dtype=torch.bool).triu(1)
-    scores = (q @ k.mT * d**-0.5).masked_fill(hidden, -torch.inf)
-    want = scores.logsumexp(-1).float()
-    torch.testing.assert_close(logarithms.view_as(want), want, rtol=1e-4, atol=1e-4)
-    with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(attention.reference(wide, d), wide, dy.double())
-    return gradient.to(qkv.dtype)
+ZIGZAG = (((0, 3), (14, 17)), ((3, 7), (10, 14)), ((7, 10),))  # of 17 positions, over three ranks
+CORES = [
+    Causal(),
+    Causal(5),
+    Causal(1),
+    Causal(16),
+    Causal(99),
+    Causal(0, 0.7),
+    Causal(4, 0.7, 0.9),
+    Causal(scale=0.3),
+]
 
 
-@contextmanager
-def kernel() -> Iterator[mock.Mock | None]:
-    """The kernel on processors that have tiles; otherwise a stand-in for it, which counts its calls."""
-    if fused_cpu.has_tiles():
-        spy = mock.Mock(side_effect=fused_cpu.attention_backward)
-        with mock.patch.object(fused_cpu, "attention_backward", spy):
-            yield spy
-        return
-    stand_in = mock.Mock(side_effect=_by_torch)
-    with (
-        mock.patch.object(fused_cpu, "has_tiles", return_value=True),
-        mock.patch.object(fused_cpu, "attention_backward", stand_in),
-    ):
-        yield stand_in
+def heads(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """q [s b a d], k and v [s b k d]."""
+    draw = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(17, 2, n, 6, dtype=torch.float64, generator=draw) for n in (4, 2, 2))
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_what_torch_computes(shape: tuple[int, int, int, int]) -> None:
-    """The same forward; gradients within two roundings of bf16 (2^-8 each) of the largest in fp64."""
-    (qkv, dy), d = projection(*shape), shape[3]
-    with kernel() as spy:
-        assert attention.fits(qkv, d)
-        y = attention.short_attention(qkv, d)
-        (got,) = torch.autograd.grad(y, qkv, dy)
-        assert spy is not None
-        assert spy.call_count == 1
-    assert y.equal(attention.reference(qkv, d))
-    wide = qkv.detach().double().requires_grad_()
-    (want,) = torch.autograd.grad(attention.reference(wide, d), wide, dy.double())
-    torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
+def batch_first(*parts: Tensor) -> list[Tensor]:
+    return [part.permute(1, 2, 0, 3) for part in parts]
 
 
-def test_what_it_does_not_take() -> None:
-    qkv, _ = projection(32, 2, 2, 32)
-    long, _ = projection(257, 1, 1, 32)
-    with kernel():
-        assert attention.fits(qkv, 32)
-        assert not attention.fits(long, 32)
-        assert not attention.fits(qkv.float(), 32)
-        assert not attention.fits(qkv.transpose(0, 1), 32)
-        assert not attention.fits(qkv, 16)
-        assert not attention.fits(qkv.to("meta"), 32)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert not attention.fits(qkv, 32)
-    with mock.patch.object(fused_cpu, "has_tiles", return_value=False):
-        assert not attention.fits(qkv, 32)
+def merged(
+    q: Tensor, kv: tuple[Tensor, Tensor], rows: Range, core: Causal
+) -> tuple[Tensor, Tensor]:
+    """The result of queries at some positions: keys of all ranks, one range at a time, in another order."""
+    (queries,), y, lse = batch_first(q[slice(*rows)]), None, None
+    for keys in [part for rank in reversed(ZIGZAG) for part in rank]:
+        pair = batch_first(*(x[slice(*keys)] for x in kv))
+        more = attention.forward(rows[0] - keys[0], core, queries, *pair)
+        if y is None or lse is None:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            y, lse = (torch.zeros_like(x, dtype=wide) for x in more)
+            lse.fill_(-torch.inf)
+        attention.merge_(y, lse, *more)
+    assert y is not None
+    assert lse is not None
+    return y, lse
 
 
-LAYERS = {
-    "causal": ({}, 1),
-    "rotary": ({"rotary": 10000.0}, 0),
-    "norms of heads": ({"qk_norm": True}, 0),
-    "grouped": ({"kv_heads": 1}, 0),
-    "a custom core": ({"core": lambda q, k, v: q + k + v}, 0),
-}
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("core", CORES, ids=str)
+def test_merged_parts_are_attention_of_the_whole(core: Causal, plain: bool) -> None:
+    q, k, v = (x.requires_grad_() for x in heads())
+    want = plain_attention(q, k, v, core)
+    dy = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(4))
+    grads = torch.autograd.grad(want, (q, k, v), dy)
+    dy, want = dy.view_as(q), want.detach().view_as(q)
+    got = [torch.zeros_like(x) for x in (q, q, k, v)]
+    with torch.no_grad(), _backend(plain):
+        for rows in [part for rank in ZIGZAG for part in rank]:
+            of_rows = slice(*rows)
+            y, lse = merged(q, (k, v), rows, core)
+            got[0][of_rows] = y.permute(2, 0, 1, 3)
+            for keys in [part for rank in ZIGZAG for part in rank]:
+                pair = [x[slice(*keys)] for x in (k, v)]
+                of = batch_first(dy[of_rows], q[of_rows], *pair)
+                parts = attention.backward(rows[0] - keys[0], core, *of, y, lse)
+                for total, part, at in zip(got[1:], parts, (rows, keys, keys), strict=True):
+                    total[slice(*at)] += part.permute(2, 0, 1, 3)
+    for name, ours, right in zip("yqkv", got, (want, *grads), strict=True):
+        torch.testing.assert_close(
+            ours, right, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_the_layer_uses_it_for_causal_attention_alone(kind: str) -> None:
-    arguments, calls = LAYERS[kind]
-    layer = Attention("a", 64, 2, Slicing(alone()), **arguments)  # type: ignore[arg-type]
-    for module in layer.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
-            values = local_weight(param).bfloat16()
-            setattr(module, name, torch.nn.Parameter(values))
-    x = torch.randn(8, 2, 64).bfloat16().requires_grad_()
-    with kernel() as spy:
-        layer(x).sum().backward()
-        assert spy is not None
-        assert spy.call_count == calls
-        got, x.grad = x.grad, None
-        with torch.no_grad():
-            layer(x)
-    with mock.patch.object(fused_cpu, "has_tiles", return_value=False):
-        layer(x).sum().backward()
-    assert got is not None
-    assert x.grad is not None
-    scale = float(x.grad.abs().max())
-    torch.testing.assert_close(got, x.grad, rtol=2**-5, atol=2**-5 * scale)
+def _backend(plain: bool) -> mock._patch[object]:
+    """Torch's flash attention where it is used, or plain operations alone."""
+    chosen = (lambda *_: False) if plain else attention._is_flash
+    return mock.patch.object(attention, "_is_flash", chosen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_narrower_numbers_are_merged_in_fp32(dtype: torch.dtype) -> None:
+    """Within four roundings of the largest."""
+    q, k, v = heads(dtype)
+    for core in CORES:
+        want = plain_attention(q.double(), k.double(), v.double(), core).view(q.shape)
+        y, lse = merged(q, (k, v), (7, 10), core)
+        assert y.dtype == lse.dtype == torch.float32
+        bound = 4 * torch.finfo(dtype).eps * float(want.abs().max())
+        (right,) = batch_first(want[7:10])
+        torch.testing.assert_close(y.double(), right, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_query_that_sees_no_key_has_weight_zero(plain: bool) -> None:
+    q, k, v = batch_first(*heads())
+    cases = [(-2, Causal(), [0, 1]), (-9, Causal(), [0, 1, 2, 3]), (3, Causal(2), [1, 2, 3])]
+    with _backend(plain):
+        for offset, core, blind in cases:
+            y, lse = attention.forward(offset, core, q[:, :, :4], k[:, :, :3], v[:, :, :3])
+            sees = torch.ones(4, dtype=torch.bool)
+            sees[blind] = False
+            assert torch.equal(lse.isneginf(), ~sees.expand_as(lse))
+            assert not y[:, :, blind].any()
+            assert not y.isnan().any()
+            before = torch.zeros_like(y), torch.full_like(lse, -torch.inf)
+            attention.merge_(*before, y, lse)
+            assert torch.equal(before[0], y)
+            assert torch.equal(before[1], lse)
+            parts = attention.backward(
+                offset, core, torch.ones_like(y), q[:, :, :4], k[:, :, :3], v[:, :, :3], y, lse
+            )
+            assert not any(part.isnan().any() for part in parts)
+            assert not parts[0][:, :, blind].any()
+
+
+def test_flops_count_every_pair() -> None:
+    q, k = (torch.empty(2, n, s, 8, device="meta") for n, s in ((4, 5), (2, 7)))
+    assert attention.kernel_flops(q, k, k[..., :6]) == 2 * 2 * 4 * 5 * 7 * (8 + 6)
+    assert Causal().flops(2 * 5, 5, 4, 8) == attention.kernel_flops(q, q, q)

@@ -21,6 +21,7 @@ from threed.config import Config, ConfigError
 from threed.engine import Engine
 from threed.layers import MLP, MicroBatch, Slicing
 from threed.layers.recompute import Recompute, RngState, Selective
+from threed.ops.matmul import Matmul
 from threed.pipeline.activation_checkpointing import ActivationStore, InArena, Recomputed, choose
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.topology import Axis, Topology, alone
@@ -339,7 +340,7 @@ def test_weights_keep_their_sinks_under_saved_tensor_hooks() -> None:
     class Sink:
         products = 0
 
-        def add_product(self, a: Tensor, b: Tensor) -> None:
+        def add_product(self, a: Tensor, b: Tensor, by: Matmul) -> None:
             self.products += 1
 
         def in_forward(self) -> bool:

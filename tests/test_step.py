@@ -16,6 +16,7 @@ from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from threed.config import Config
 from threed.engine import Engine, StepMetrics
+from threed.ops.matmul import Matmul
 from threed.precision import LossScale
 from threed.sharding import Box, Piece
 from threed.zero.norm import squares
@@ -58,11 +59,11 @@ def poison_sink(engine: Engine, value: float) -> None:
     sink = next(s for s in engine.reducer.sinks if s.slot.spec.decay and s.slot.param.numel())
     inner = sink.add_product
 
-    def add_product(a: Tensor, b: Tensor) -> None:
+    def add_product(a: Tensor, b: Tensor, by: Matmul) -> None:
         sink.add_product = inner  # type: ignore[method-assign]
         a = a.clone()
         a[0, 0] = value
-        inner(a, b)
+        inner(a, b, by)
 
     sink.add_product = add_product  # type: ignore[method-assign]
 

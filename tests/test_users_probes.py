@@ -348,8 +348,8 @@ class Rebuilt(nn.Module):
         pixels = rearrange(
             micro.inputs["pixels"], "b c (i p) (j q) -> (i j) b (c p q)", p=own.PATCH, q=own.PATCH
         )
-        first, last = self.slicing.sequence_range(len(pixels))
-        error = (F.linear(x, self.weight) - pixels[first:last]).square().sum()
+        pixels = self.slicing.positions(len(pixels)).rows(pixels)
+        error = (F.linear(x, self.weight) - pixels).square().sum()
         if self.slicing.sequence_parallel:
             error = collectives.reduce_from(error, self.slicing.tp)
         return error if micro.weight is None else error * micro.weight.to(error.dtype)

@@ -172,7 +172,7 @@ def moments_survive(folder: Path) -> None:
     before = state_of(engine)
     sink = engine.reducer.sinks[0]
     inner = sink.add_product
-    sink.add_product = lambda a, b: inner(torch.full_like(a, torch.nan), b)  # type: ignore[method-assign]
+    sink.add_product = lambda a, b, by: inner(torch.full_like(a, torch.nan), b, by)  # type: ignore[method-assign]
     for other in engine.reducer.sinks:
         other.add = lambda grad, add=other.add: add(grad * torch.nan)  # type: ignore[method-assign, misc]
     steps(engine, 1)

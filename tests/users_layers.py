@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from threed import collectives, layers
 from threed.collectives import split
-from threed.layers import MicroBatch, Slicing
-from threed.layers.attention import rotate
+from threed.layers import MicroBatch, Slicing, rotate
 from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
 
 WORD = "embedding.word.weight"
@@ -177,9 +176,9 @@ class Running(nn.Module):
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         if micro.training:
             self._see(x.detach(), micro)
-        first, last = self.slicing.sequence_range(len(self.positions))
+        positions = self.slicing.positions(len(self.positions)).rows(self.positions)
         y = x if micro.training else x - self.mean
-        return x + self.positions[first:last] + self.norm(y) * self.scale
+        return x + positions + self.norm(y) * self.scale
 
     def _see(self, x: Tensor, micro: MicroBatch) -> None:
         mean = x.mean((0, 1))
@@ -388,8 +387,8 @@ class Patches(nn.Module):
         pixels = rearrange(
             micro.inputs["pixels"], "b c (i p) (j q) -> (i j) b c p q", p=PATCH, q=PATCH
         )  # a convolution with stride PATCH, but only for this rank's patches
-        first, last = self.slicing.sequence_range(len(pixels))
-        return self.positions(torch.einsum("nbcpq,hcpq->nbh", pixels[first:last], self.weight))
+        pixels = self.slicing.positions(len(pixels)).rows(pixels)
+        return self.positions(torch.einsum("nbcpq,hcpq->nbh", pixels, self.weight))
 
 
 class Encoder(nn.Module):

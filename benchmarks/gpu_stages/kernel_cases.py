@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from threed.ops import activation, adam, cross_entropy, dropout, norm, quantise, rotary, sums
+from threed.ops.positions import Positions
 from threed.ops.update import StepScalars
 
 Results = tuple[Tensor | None, ...]
@@ -308,9 +309,8 @@ def dropouts(s: Sizes, device: torch.device) -> list[Case]:
     length = s.rows // s.sequences
     x, residual = (bf16(length, s.sequences, s.h, device=device) for _ in range(2))
     bias = bf16(s.h, device=device)
-    draw = dropout.Draw(
-        1, "blocks.0.mlp.dropout", 2, torch.arange(s.sequences, device=device), 0, 0.1
-    )
+    samples = torch.arange(s.sequences, device=device)
+    draw = dropout.Draw(1, "blocks.0.mlp.dropout", 2, samples, Positions.all(length), 0.1)
     return [
         Case(
             "dropout + bias + residual", ("dropout",), 6 * x.numel(), (x, bias, residual),
@@ -409,7 +409,7 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
 
     def ours(x: Tensor) -> Callable[[], Results]:
         def work() -> Results:
-            rotary.turn_(x, s.sequences, heads, s.d, THETA)
+            rotary.turn_(x, Positions.all(length), heads, s.d, THETA)
             return parts(x)
 
         return work
@@ -421,16 +421,15 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
             q, k = (
                 part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts(x)
             )  # [b a s d]
-            angle = (
-                rotary.angles(length, s.d, THETA, x.device).repeat(1, 2).unsqueeze(0).to(x.dtype)
-            )
+            angle = rotary.angles(Positions.all(length), s.d, THETA, x.device)
+            angle = angle.repeat(1, 2).unsqueeze(0).to(x.dtype)
             cosines, sines = angle.cos(), angle.sin()
             return lambda: tuple(part.permute(2, 0, 1, 3) for part in turn(q, k, cosines, sines))
 
         return prepare
 
     def plain(x: Tensor) -> Results:
-        return tuple(rotary.reference(part, THETA).to(x.dtype) for part in parts(x))
+        return tuple(rotary.rotate(part.float(), THETA).to(x.dtype) for part in parts(x))
 
     return [
         Case(

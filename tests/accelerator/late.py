@@ -39,8 +39,8 @@ from tests.accelerator.late_collectives import communicating
 from tests.accelerator.late_streams import Block, LateError, Stream, Streams, no_values, place
 from tests.accelerator.watching import COPIES, NAME, READS, tensors_in
 from threed import device as door
-from threed.layers import attention
 from threed.memory import pool
+from threed.ops import rotary
 from threed.topology import Topology
 
 aten, prim = torch.ops.aten, torch.ops.prim
@@ -389,7 +389,7 @@ def _doors(device: Device) -> Iterator[None]:
 def late(seed: int = 0) -> Iterator[Device]:
     """Gives this process a late device, whose streams run in an order of this seed."""
     device = Device(seed)
-    attention.rotary_table.cache_clear()  # may be of another device with this name
+    rotary.plain_table.cache_clear()  # may be of another device with this name
     try:
         with (
             pretend.there(),
@@ -402,4 +402,4 @@ def late(seed: int = 0) -> Iterator[Device]:
             yield device
             device.streams.synchronize()
     finally:
-        attention.rotary_table.cache_clear()
+        rotary.plain_table.cache_clear()

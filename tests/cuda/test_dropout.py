@@ -17,15 +17,16 @@ from tests.cuda.cases import (
 from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.ops import dropout
 from threed.ops.dropout import Draw
+from threed.ops.positions import Positions, Range
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 SHAPES = [(1, 1, 8), (3, 2, 40), (5, 3, 256), (2, 2, 1032), (4, 2, 2048)]
 
 
-def draw(sequences: int, p: float, first: int = 0) -> Draw:
+def draw(sequences: int, p: float, *ranges: Range) -> Draw:
     """Samples beyond 32 bits, too."""
     samples = torch.tensor([7, 2**32 + 5, 2**40 + 1])[:sequences]
-    return Draw(1234, "blocks.3.mlp.dropout", 2**31 + 17, samples, first, p)
+    return Draw(1234, "blocks.3.mlp.dropout", 2**31 + 17, samples, Positions(ranges, 16), p)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -37,7 +38,7 @@ def test_dropout(
     shape: tuple[int, int, int], with_bias: bool, with_residual: bool, p: float
 ) -> None:
     length, sequences, h = shape
-    x, what = bf16(*shape) + 2, draw(sequences, p, first=3)
+    x, what = bf16(*shape) + 2, draw(sequences, p, (3, 3 + length))
     bias, residual = (
         bf16(h, seed=1) if with_bias else None,
         bf16(*shape, seed=2) if with_residual else None,
@@ -64,20 +65,27 @@ def test_dropout(
 
 
 def test_a_part_of_a_sequence_has_that_part_of_the_mask() -> None:
-    x = bf16(6, 2, 64)
-    with emulated():
-        whole, part = (
-            dropout.dropout(x, draw(2, 0.5)),
-            dropout.dropout(x[2:5], draw(2, 0.5, first=2)),
-        )
-    assert torch.equal(whole[2:5], part)
+    x = bf16(8, 2, 64)
+    parts = [((2, 5),), ((0, 2), (6, 8)), ((6, 8), (1, 1), (3, 4))]
+    with emulated() as machine:
+        whole = dropout.dropout(x, draw(2, 0.5, (0, 8)))
+        for ranges in parts:
+            what = draw(2, 0.5, *ranges)
+            before = len(machine.launches)
+            part = dropout.dropout(what.positions.rows(x), what, None, what.positions.rows(x))
+            assert len(machine.launches) - before == sum(last > first for first, last in ranges)
+            want = what.positions.rows(whole.double() + x.double())
+            assert_close_in_bf16(part.view(-1, 64), want.view(-1, 64))
+            part = dropout.dropout(what.positions.rows(x), what)
+            assert torch.equal(what.positions.rows(whole), part)
 
 
 def test_wrong_arguments_are_refused() -> None:
     for x, what in (
-        (bf16(2, 2, 12), draw(2, 0.1)),
-        (bf16(2, 3, 16), draw(2, 0.1)),
-        (bf16(2, 2, 16), draw(2, 1.0)),
+        (bf16(2, 2, 12), draw(2, 0.1, (0, 2))),
+        (bf16(2, 3, 16), draw(2, 0.1, (0, 2))),
+        (bf16(2, 2, 16), draw(2, 1.0, (0, 2))),
+        (bf16(2, 2, 16), draw(2, 0.1, (0, 1), (3, 5))),
     ):
         with emulated(), pytest.raises(ValueError, match=r"dropout takes bf16 \[s b h\]"):
             dropout.dropout(x, what)

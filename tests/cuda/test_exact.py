@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.cuda.cases import devices, in_every_order, integers
 from tests.cuda.emulator import COMPILER
 from threed.ops import cross_entropy, dropout, quantise, sums
+from threed.ops.positions import Positions
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 
@@ -52,7 +53,8 @@ def test_scaling_by_a_power_of_two(factor: float) -> None:
 def test_dropout(p: float) -> None:
     """1 / (1 - p) is a power of two, so that nothing is rounded: masks and all are the same bits."""
     x, bias, residual = whole(9, 2, 264), whole(264, seed=1), whole(9, 2, 264, seed=2)
-    draw = dropout.Draw(3, "blocks.1.dropout", 5, torch.tensor([7, 2**40 + 1]), 2, p)
+    positions = Positions(((2, 11),), 11)
+    draw = dropout.Draw(3, "blocks.1.dropout", 5, torch.tensor([7, 2**40 + 1]), positions, p)
     (got,) = in_every_order(lambda machine: (dropout.dropout(x, draw, bias, residual),))
     assert torch.equal(
         got, dropout.reference(x.double(), draw, bias.double(), residual.double()).bfloat16()

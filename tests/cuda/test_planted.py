@@ -18,6 +18,7 @@ from tests.cuda import emulator
 from tests.cuda.cases import bf16
 from tests.cuda.emulator import COMPILER, ORDERS, SOURCES, Fault, Order, emulated
 from threed.ops import activation, adam, cross_entropy, dropout, norm, quantise, rotary, sums
+from threed.ops.positions import Positions
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -57,12 +58,12 @@ def gates() -> Tensor:
 
 def heads() -> Tensor:
     x = bf16(10, 5 * 32)
-    rotary.turn_(x, 2, 3, 32, 1e4)
+    rotary.turn_(x, Positions.all(5), 3, 32, 1e4)
     return x
 
 
 def dropped() -> Tensor:
-    what = dropout.Draw(1, "a", 2, torch.tensor([5, 6]), 0, 0.5)
+    what = dropout.Draw(1, "a", 2, torch.tensor([5, 6]), Positions.all(9), 0.5)
     return dropout.dropout(bf16(9, 2, 264), what)
 
 

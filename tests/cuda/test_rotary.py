@@ -18,6 +18,7 @@ from tests.cuda.emulator import COMPILER, Machine, emulated
 from threed.architectures.rope_scaling import RopeScaling
 from threed.ops import rotary
 from threed.ops.frequencies import frequencies, scale_of
+from threed.ops.positions import Positions
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 # positions, sequences, heads that turn, heads that do not, size
@@ -38,8 +39,8 @@ def test_heads_turn(case: tuple[int, int, int, int, int]) -> None:
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         turned, back = x.clone(), x.clone()
-        rotary.turn_(turned, sequences, heads, size, 1e4)
-        rotary.turn_(back, sequences, heads, size, 1e4, back=True)
+        rotary.turn_(turned, Positions.all(length), heads, size, 1e4)
+        rotary.turn_(back, Positions.all(length), heads, size, 1e4, back=True)
         share = heads / (heads + others)
         for ran in machine.launches:
             assert_traffic(ran, {"x": (share, share), "table": (sequences * heads, 0)})
@@ -49,7 +50,7 @@ def test_heads_turn(case: tuple[int, int, int, int, int]) -> None:
 
     turned, back = in_every_order(work)
     heads_of = x.double().view(length, sequences, -1, size)
-    angle = rotary.angles(length, size, 1e4, x.device)
+    angle = rotary.angles(Positions.all(length), size, 1e4, x.device)
     for got, sign in ((turned, 1.0), (back, -1.0)):
         cosines, sines = angle.cos().double(), sign * angle.sin().double()
         left, right = heads_of[:, :, :heads].chunk(2, -1)
@@ -64,37 +65,42 @@ def test_heads_turn(case: tuple[int, int, int, int, int]) -> None:
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 
 
-def test_scaled_angles_turn_and_turn_back_as_the_reference_does() -> None:
+def test_scaled_angles_turn_and_turn_back_as_plain_operations_do() -> None:
     """Back is the transposed matrix: cosines and sines keep their factor."""
     x, theta = bf16(5 * 2, 3 * 32), frequencies(1e4, 32, scaling=YARN)
     assert scale_of(theta) > 1.1
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         turned, back = x.clone(), x.clone()
-        rotary.turn_(turned, 2, 3, 32, theta)
-        rotary.turn_(back, 2, 3, 32, theta, back=True)
+        rotary.turn_(turned, Positions.all(5), 3, 32, theta)
+        rotary.turn_(back, Positions.all(5), 3, 32, theta, back=True)
         return turned, back
 
     turned, back = in_every_order(work)
     heads = x.double().view(5, 2, 3, 32).requires_grad_()
-    truth = rotary.reference(heads, theta)
+    truth = rotary.rotate(heads, theta)
     assert_close_in_bf16(turned.view(-1, 32), truth.detach().reshape(-1, 32))
     (gradient,) = torch.autograd.grad(truth, heads, heads.detach())
     assert_close_in_bf16(back.view(-1, 32), gradient.reshape(-1, 32))
 
 
-def test_the_reference_is_what_the_attention_does() -> None:
-    from threed.layers.attention import rotate
+def test_two_ranges_of_a_sequence_have_these_rows_of_the_whole() -> None:
+    x, positions = bf16(8 * 2, 3 * 32), Positions(((0, 2), (6, 8)), 8)
 
-    x = torch.randn(6, 2, 3, 32, dtype=torch.float64)
-    for theta in (1e4, frequencies(1e4, 32, scaling=YARN), frequencies(1e4, 32, part=0.5)):
-        assert torch.allclose(rotary.reference(x, theta), rotate(x, theta), atol=1e-6)
+    def work(machine: Machine) -> tuple[Tensor, ...]:
+        whole, part = x.clone(), positions.rows(x.view(8, 2, -1)).reshape(8, -1).contiguous()
+        rotary.turn_(whole, Positions.all(8), 3, 32, 1e4)
+        rotary.turn_(part, positions, 3, 32, 1e4)
+        return whole, part
+
+    whole, part = in_every_order(work)
+    assert torch.equal(positions.rows(whole.view(8, 2, -1)).reshape(8, -1), part)
 
 
 def test_wrong_arguments_are_refused() -> None:
     x = bf16(6, 64)
-    for sequences, heads, size in ((4, 1, 32), (2, 3, 32), (2, 1, 24)):
+    for length, heads, size in ((4, 1, 32), (3, 3, 32), (3, 1, 24)):
         with emulated(), pytest.raises(ValueError, match="rotary takes"):
-            rotary.turn_(x, sequences, heads, size, 1e4)
+            rotary.turn_(x, Positions.all(length), heads, size, 1e4)
     with emulated(), pytest.raises(ValueError, match="rotary takes"):
-        rotary.turn_(x, 2, 1, 32, frequencies(1e4, 32, part=0.5))
+        rotary.turn_(x, Positions.all(3), 1, 32, frequencies(1e4, 32, part=0.5))

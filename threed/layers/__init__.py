@@ -5,9 +5,8 @@ Between blocks activations are [s b h] (sequence first, so that gathering along 
 pipeline stage is built.
 """
 
-from threed.layers.attention import Attention, attend, rotate
+from threed.layers.attention import Attention
 from threed.layers.block import Block, Embedding
-from threed.layers.causal import Causal
 from threed.layers.contract import PipelineLayer
 from threed.layers.dropout import Dropout
 from threed.layers.embedding import PositionEmbedding, VocabEmbedding
@@ -17,6 +16,8 @@ from threed.layers.mlp import MLP, GatedMLP, gelu
 from threed.layers.norm import LayerNorm, RMSNorm
 from threed.layers.recompute import Recompute
 from threed.layers.slicing import MicroBatch, Slicing
+from threed.ops.attention import Causal, attend
+from threed.ops.rotary import rotate
 
 __all__ = [
     "MLP",

@@ -26,7 +26,6 @@ from threed import collectives
 from threed.layers import linear, tiled
 from threed.layers.dropout import Dropout
 from threed.layers.slicing import Slicing, has_gradient_hooks, sink_of
-from threed.ops import matmul
 from threed.sharding import spec_of
 
 RECOMPILES = 64  # graphs of one function: kinds of blocks, with and without gradients, sizes
@@ -59,26 +58,26 @@ def _product(
     x: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None, out: int, parts: int, of: Opaque
 ) -> Tensor:
     """x: before f. whole: after it. weight: a single tile; else something of which y's gradient is asked."""
-    tiles = tiled.tiles_of(of.value)
-    return (
-        matmul.linear(whole, weight, bias) if len(tiles) == 1 else tiled.product(whole, tiles, bias)
-    )
+    return linear.product(whole, _values(weight, of.value), bias, of.value.matmul)
+
+
+def _values(weight: Tensor, layer: linear.Product) -> tuple[Tensor, ...]:
+    tiles = tiled.tiles_of(layer)
+    return (weight,) if len(tiles) == 1 else tiles
 
 
 def _product_backward(
     dy: Tensor, whole: Tensor, weight: Tensor, parts: int, need: list[bool], of: Opaque
 ) -> Tensor:
     """need: the gradients of x, weight and bias; the latter two go to their sinks, which may not keep dy and whole."""
-    layer, tiles, f = of.value, tiled.tiles_of(of.value), (of.value.axis, of.value.gather)
+    layer, tiles = of.value, tiled.tiles_of(of.value)
     bias = layer.bias if need[2] else None  # the parameter itself, which has the sink
     sinks = map(sink_of, tiles)
     if any(sink is not None and sink.defers() for sink in sinks):
         # They are read later, and the compiler may reuse their memory as soon as this returns.
         dy, whole = dy.clone(), whole.clone()
-    if len(tiles) == 1:
-        dx, *rest = linear.gradients(dy, whole, weight, (tiles[0], bias), f, need[0])
-    else:
-        dx, *rest = tiled.gradients(dy, whole, tiles, (tiles, bias), f, (need[0], need[2]))
+    terms = linear.Terms(tiles, bias, layer.axis, layer.gather, layer.matmul)
+    dx, *rest = linear.gradients(dy, whole, _values(weight, layer), terms, need[0])
     if any(gradient is not None for gradient in rest):
         hooked = [
             spec_of(param).name

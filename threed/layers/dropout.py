@@ -43,6 +43,5 @@ class Dropout(nn.Module):
         return ops.fused(x, draw) if ops.fits(x) else x * draw.mask(x) * draw.scale
 
     def _draw(self, x: Tensor, samples: Tensor, step: int) -> ops.Draw:
-        length = x.shape[0] * (self.slicing.tp.size if self.slicing.sequence_parallel else 1)
-        first, _ = self.slicing.sequence_range(length)
-        return ops.Draw(self.slicing.seed, self.name, step, samples, first, self.p)
+        positions = self.slicing.positions_of(x)
+        return ops.Draw(self.slicing.seed, self.name, step, samples, positions, self.p)

@@ -104,10 +104,9 @@ class PositionEmbedding(nn.Module):
         return 0
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.slicing.tp.size if self.slicing.sequence_parallel else 1
-        first, last = self.slicing.sequence_range(x.shape[0] * parts)
-        if last > len(self.weight):
+        positions = self.slicing.positions_of(x)
+        if positions.length > len(self.weight):
             raise ValueError(
-                f"position {last - 1} is beyond the {len(self.weight)} learned positions"
+                f"position {positions.length - 1} is beyond the {len(self.weight)} learned positions"
             )
-        return x + self.weight[first:last].unsqueeze(1)
+        return x + positions.rows(self.weight).unsqueeze(1)

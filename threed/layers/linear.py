@@ -15,120 +15,145 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from threed import collectives
 from threed.collectives import split
+from threed.layers import tiled
 from threed.layers.slicing import (
     Slicing,
     bias_gradient,
     for_autograd,
     goes_to_sink,
     sink_of,
+    tile_gatherer_of,
     weight_gradient,
 )
-from threed.layers.tiled import LOCAL, add_weight, tiled_linear, tiles_of
-from threed.ops import launch, matmul
+from threed.ops import launch
+from threed.ops.matmul import NATIVE, Matmul
 from threed.sharding import ShardSpec, matrix, parameter, vector
-from threed.topology import Axis
+from threed.topology import Axis, alone
+
+LOCAL = alone()
+
+
+class Terms(NamedTuple):
+    """What y = f(x) W^T + b is made of, except x.
+
+    Attributes:
+        weights: W [out in], or its tiles, which are gathered one at a time.
+        axis: the axis of f, which gathers x over it if `gather`. A single rank: no f.
+        by: how it is multiplied.
+    """
+
+    weights: Sequence[Tensor]
+    bias: Tensor | None = None
+    axis: Axis = LOCAL
+    gather: bool = False
+    by: Matmul = NATIVE
 
 
 class _Linear(torch.autograd.Function):
-    """y = f(x) w^T + b, where f belongs to `axis` (one rank: nothing) and gathers if `gather`.
-
-    w and b are `params`. Autograd gets them as `weight` and `bias` if their gradients pass through it.
-    """
+    """y = f(x) W^T + b. Autograd gets as `shown` those of weights and bias whose gradients pass through it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, gather: bool,
-        params: tuple[Tensor, Tensor | None],
-    ) -> Tensor:  # fmt: skip
-        if gather:
-            x = collectives.all_gather(x, axis)
-        ctx.save_for_backward(x, params[0])
-        ctx.params, ctx.of_f = params, (axis, gather)
-        y = matmul.linear(x, *params)
+    def forward(ctx: Any, x: Tensor, terms: Terms, *shown: Tensor | None) -> Tensor:
+        if terms.gather:
+            x = collectives.all_gather(x, terms.axis)
+        weights = terms.weights
+        # Autograd does not save gathered tiles: hooks that offload saved tensors would read freed memory.
+        kept = len(weights) == 1 or all(tile_gatherer_of(weight) is None for weight in weights)
+        ctx.save_for_backward(x, *(weights if kept else ()))
+        ctx.terms = terms
+        y = product(x, weights, terms.bias, terms.by)
         # Not a view to autograd, which would refuse a relu_() behind it.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
-    def backward(
-        ctx: Any, dy: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # Of the parameters themselves: what was saved comes back as another tensor where hooks have kept it.
-        x, weight = ctx.saved_tensors
-        return (
-            *gradients(dy, x, weight, ctx.params, ctx.of_f, ctx.needs_input_grad[0]),
-            None,
-            None,
-            None,
-        )
+        (x, *saved), terms = ctx.saved_tensors, ctx.terms
+        dx, *rest = gradients(dy, x, saved or terms.weights, terms, ctx.needs_input_grad[0])
+        return dx, None, *rest
+
+
+def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, by: Matmul) -> Tensor:
+    """Returns x W^T + b, [... in] -> [... out], of a weight or its tiles."""
+    if len(weights) == 1:
+        return by.linear(x, weights[0], bias)
+    return tiled.product(x, weights, bias, by)
 
 
 def gradients(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    params: tuple[Tensor, Tensor | None],
-    of_f: tuple[Axis, bool],
-    need_dx: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Computes the gradients of x before f, weight and bias for y = x weight^T + bias.
+    dy: Tensor, x: Tensor, weights: Sequence[Tensor], terms: Terms, need_dx: bool
+) -> tuple[Tensor | None, ...]:
+    """Computes the gradients of x before f, of each weight and of the bias.
 
-    Gradients of `params` (weight and bias) that have a sink go there, and None is returned in their place. In a forward
-    (`torch.autograd.grad` in a layer) only the gradient of x is computed, and it is differentiable.
+    Gradients of parameters (those of `terms`) that have a sink go there, and None is returned in their place. In a
+    forward (`torch.autograd.grad` in a layer) only the gradient of x is computed, and it is differentiable.
 
     Args:
-        of_f: the axis, and whether f gathered over it.
+        x: after f.
+        weights: values of the weights in `terms`.
         need_dx: whether the gradient of x is needed.
 
     Raises:
-        RuntimeError: a differentiable gradient would have to be summed over tensor ranks.
+        RuntimeError: a differentiable gradient would have to be summed over tensor ranks or tiles.
     """
-    dy, (axis, gather), dx, pending = dy.contiguous(), of_f, None, None
-    in_forward, differentiable = _in_forward(params), torch.is_grad_enabled()
-    if axis.size > 1 and (in_forward or differentiable):
+    (params, bias, axis, gather, by), dy = terms, dy.contiguous()
+    rows, cut, dx, pending = dy.flatten(0, -2), len(weights) > 1, None, None
+    grads: list[Tensor | None] = [None] * len(weights)
+    in_forward, differentiable = _in_forward(terms), torch.is_grad_enabled()
+    if (in_forward or differentiable) and (cut or axis.size > 1):
+        where = "tiles" if cut else "tensor ranks"
         raise RuntimeError(
-            "torch.autograd.grad in a layer's forward, through a layer that is cut over tensor ranks"
+            f"torch.autograd.grad in a layer's forward, through a layer that is cut over {where}"
         )
     if in_forward:
-        return dy @ weight, None, None
-    rows = dy.flatten(0, -2)
+        return dy @ weights[0], *grads, None
+
+    def take(i: int, part: Tensor) -> None:
+        grads[i] = weight_gradient(params[i], part, x, by)
+
+    early = (
+        cut and need_dx and axis.size == 1
+    )  # a tile's gradient, while the next is being gathered
     if need_dx and differentiable:
-        dx = dy @ weight
+        dx = dy @ weights[0]
     elif need_dx:
-        dx = matmul.input_gradient(rows, weight).view(*dy.shape[:-1], weight.shape[1])
+        if cut:
+            dx = tiled.input_gradient(rows, weights, params, by, take if early else None)
+        else:
+            dx = by.input_gradient(rows, weights[0])
+        dx = dx.view(*dy.shape[:-1], dx.shape[1])
         if axis.size > 1:
             reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce
             pending = reduce(dx, axis)
-    dw = weight_gradient(params[0], rows, x)
-    db = (
-        bias_gradient(params[1], rows)
-        if params[1] is not None and params[1].requires_grad
-        else None
-    )
-    return dx if pending is None else pending.wait(), dw, db
+    if not cut:
+        take(0, rows)
+    elif not early:
+        for i, part in tiled.parts(rows, weights):
+            take(i, part)
+    db = bias_gradient(bias, rows) if bias is not None and bias.requires_grad else None
+    return dx if pending is None else pending.wait(), *grads, db
 
 
-def _in_forward(params: tuple[Tensor, Tensor | None]) -> bool:
+def _in_forward(terms: Terms) -> bool:
     """Returns whether a stage is running a forward; False if no parameter has a sink."""
-    for param in params:
+    for param in (*terms.weights, terms.bias):
         sink = None if param is None else sink_of(param)
         if sink is not None:
             return sink.in_forward()
     return False
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, axis: Axis = LOCAL, gather: bool = False
-) -> Tensor:
-    """x [... in] -> [... out], with this layer's f on `axis`; weight [out in] may be a slice of a larger one."""
-    shown = for_autograd(x, weight, bias)
-    out: Tensor = _Linear.apply(x, *shown, axis, gather, (weight, bias))
+def linear(x: Tensor, terms: Terms) -> Tensor:
+    """Returns f(x) W^T + b, [... in] -> [... out]; a weight may be a slice of a larger one."""
+    shown = for_autograd(x, *terms.weights, terms.bias)
+    out: Tensor = _Linear.apply(x, terms, *shown)
     return out
 
 
@@ -162,23 +187,22 @@ class Traced:
 
 
 class Product(nn.Module):
-    """What the linear layers have in common: the product, over `axis` with its f, which gathers if `gather`."""
+    """The base class of linear layers: a product, over `axis` with its f, which gathers if `gather`."""
 
-    axis, gather = LOCAL, False
+    axis, gather, matmul = LOCAL, False, NATIVE
     traced: Traced | None = None
 
     def flops(self, tokens: int, seq: int) -> int:
-        """FLOPs of a forward."""
-        return 2 * tokens * sum(weight.numel() for weight in tiles_of(self))
+        """Returns the FLOPs of a forward."""
+        return 2 * tokens * sum(weight.numel() for weight in tiled.tiles_of(self))
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """What the layer's weight makes of x: in one product, or tile by tile."""
+        """Multiplies x by the layer's weight and adds the bias."""
         if self.traced is not None and torch.compiler.is_compiling():
             return self._traced_product(self.traced, x, bias)
         weight = self._parameters.get("weight")
-        if weight is not None:
-            return linear(x, weight, bias, self.axis, self.gather)
-        return tiled_linear(x, tiles_of(self), bias, self.axis, self.gather)
+        weights = tiled.tiles_of(self) if weight is None else (weight,)
+        return linear(x, Terms(weights, bias, self.axis, self.gather, self.matmul))
 
     def _traced_product(self, by: Traced, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = self.axis.size if self.gather else 1
@@ -214,7 +238,7 @@ class ColumnLinear(Product):
             biases.append(vector(f"{name}.{part}.bias", out, (first, last), offset=rows))
             rows += last - first
         same = f"tp/{shared}" if shared > 1 else None
-        add_weight(self, ShardSpec(tuple(weights), same, same), (rows, inputs), slicing.tile)
+        tiled.add_weight(self, ShardSpec(tuple(weights), same, same), (rows, inputs), slicing.tile)
         self.bias = (
             parameter(ShardSpec(tuple(biases), same, same, decay=False), (rows,)) if bias else None
         )
@@ -238,7 +262,7 @@ class RowLinear(Product):
         tp = slicing.tp
         first, last = (multiple * n for n in split(inputs // multiple, tp.size, tp.index))
         piece = matrix(f"{name}.weight", (outputs, inputs), 1, (first, last), std)
-        add_weight(self, ShardSpec((piece,)), (outputs, last - first), slicing.tile)
+        tiled.add_weight(self, ShardSpec((piece,)), (outputs, last - first), slicing.tile)
         self.bias = (
             parameter(slicing.shared(vector(f"{name}.bias", outputs)), (outputs,)) if bias else None
         )
@@ -270,7 +294,7 @@ class ReplicatedLinear(Product):
         super().__init__()
         piece = matrix(f"{name}.weight", (outputs, inputs), 0, (0, outputs), std)
         spec = slicing.shared(piece, partial=partial, decay=True)
-        add_weight(self, spec, (outputs, inputs), tiles or slicing.tile)
+        tiled.add_weight(self, spec, (outputs, inputs), tiles or slicing.tile)
         spec = slicing.shared(vector(f"{name}.bias", outputs), partial=partial)
         self.bias = parameter(spec, (outputs,)) if bias else None
 
@@ -291,7 +315,7 @@ class SinkLinear(nn.Linear):
             or not (goes_to_sink(weight) and goes_to_sink(bias))
         ):
             return super().forward(x)
-        return linear(x, weight, bias)
+        return linear(x, Terms((weight,), bias))
 
     def _get_name(self) -> str:
         return nn.Linear.__name__

@@ -13,38 +13,35 @@ from threed import collectives
 from threed.collectives import split
 from threed.layers.contract import PipelineLayer
 from threed.layers.embedding import vocab_table
-from threed.layers.linear import linear
+from threed.layers.linear import Terms, linear
 from threed.layers.slicing import Flag, MicroBatch, Slicing, for_autograd, sum_of_products
-from threed.ops import matmul
 from threed.ops.cross_entropy import weighted_loss
-from threed.topology import Axis
+from threed.ops.matmul import NATIVE
 
 
 @dataclass(frozen=True, eq=False)
 class _Projection:
-    """What the loss depends on beside x: the table [v/t h], targets [s b], and arguments of loss and linear layer."""
+    """What the loss depends on, except x: the table [v/t h] as a linear layer, targets [s b], arguments of the loss."""
 
-    weight: Tensor
+    terms: Terms
     targets: Tensor
     scale: Tensor
     first: int
     columns: int
     vocabulary: int
-    axis: Axis
-    gather: bool
     softcap: float = 0.0
 
     def loss(self, logits: Tensor, at: slice) -> Tensor:
         """The weighted loss at some positions, of their logits."""
         return weighted_loss(
-            capped(logits, self.softcap), self.targets[at], self.scale, self.axis, self.first, columns=self.columns,
+            capped(logits, self.softcap), self.targets[at], self.scale, self.terms.axis, self.first, columns=self.columns,
             vocabulary=self.vocabulary,
         )  # fmt: skip
 
     def gradient(self, x: Tensor, weight: Tensor, at: slice, dloss: Tensor) -> Tensor:
         """The gradient of logits at some positions, [n v/t]; they are made again of x, [.. b h]."""
         with torch.enable_grad():
-            logits = matmul.linear(x, weight).requires_grad_()
+            logits = self.terms.by.linear(x, weight, None).requires_grad_()
             loss = self.loss(
                 logits.view_as(logits), at
             )  # not a leaf to the loss, which works in its memory
@@ -62,28 +59,30 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shown: Tensor | None, of: _Projection, chunks: int) -> Tensor:
-        x = collectives.all_gather(x, of.axis) if of.gather else x
-        ctx.save_for_backward(x, of.weight)
+        (weight,), _, axis, gather, by = of.terms
+        x = collectives.all_gather(x, axis) if gather else x
+        ctx.save_for_backward(x, weight)
         ctx.of, ctx.parts = of, [slice(*split(len(x), chunks, i)) for i in range(chunks)]
-        return torch.stack([of.loss(matmul.linear(x[at], of.weight), at) for at in ctx.parts]).sum()
+        return torch.stack([of.loss(by.linear(x[at], weight, None), at) for at in ctx.parts]).sum()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        of, dx = ctx.of, torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        (param,), _, axis, gather, by = ctx.of.terms
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
 
         def products() -> Iterator[tuple[Tensor, Tensor]]:
             for at in ctx.parts:
-                dlogits = of.gradient(x[at], weight, at, dloss)
+                dlogits = ctx.of.gradient(x[at], weight, at, dloss)
                 if dx is not None:
-                    dx[at] = matmul.input_gradient(dlogits, weight).view_as(dx[at])
+                    dx[at] = by.input_gradient(dlogits, weight).view_as(dx[at])
                 yield dlogits.t(), x[at].flatten(0, -2)
 
-        dw = sum_of_products(of.weight, products())
+        dw = sum_of_products(param, products(), by)
         if dx is None:
             return None, dw, None, None
-        reduce = collectives.start_reduce_scatter if of.gather else collectives.start_all_reduce
-        return reduce(dx, of.axis).wait(), dw, None, None
+        reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce
+        return reduce(dx, axis).wait(), dw, None, None
 
 
 class LanguageModelHead(PipelineLayer):
@@ -94,7 +93,7 @@ class LanguageModelHead(PipelineLayer):
     one costs a third of the head's time.
     """
 
-    loss_chunks = 1
+    loss_chunks, matmul = 1, NATIVE
     recomputable = False  # on the last stage its backward follows at once
 
     def __init__(
@@ -122,23 +121,23 @@ class LanguageModelHead(PipelineLayer):
         return 2 * tokens * self.columns * self.weight.shape[1]
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
-        f, table = (self.slicing.tp, self.slicing.sequence_parallel), self.weight
+        slicing = self.slicing
+        terms = Terms((self.weight,), None, slicing.tp, slicing.sequence_parallel, self.matmul)
         if micro.labels is None:
-            return capped(linear(self.norm(x), table, None, *f)[..., : self.columns], self.softcap)
-        positions = [x.shape[1], x.shape[0] * (f[0].size if f[1] else 1)]
-        if (given := list(micro.labels.shape)) != positions:
+            return capped(linear(self.norm(x), terms)[..., : self.columns], self.softcap)
+        shape = [x.shape[1], slicing.positions_of(x).length]
+        if (given := list(micro.labels.shape)) != shape:
             raise ValueError(
-                f"the batch's 'labels' are {given} (in a micro-batch), and {self.name} gets {positions}"
+                f"the batch's 'labels' are {given} (in a micro-batch), and {self.name} gets {shape}"
             )
         self.data_flags[0].note(micro.labels >= self.vocab)
         scale = torch.ones((), device=x.device) if micro.weight is None else micro.weight
         of = _Projection(
-            table, micro.labels.t(), scale, self.first, self.columns, self.vocab, *f, self.softcap
+            terms, micro.labels.t(), scale, self.first, self.columns, self.vocab, self.softcap
         )
-        if self.loss_chunks > 1:
-            y = self.norm(x)
-            loss: Tensor = _ChunkedLoss.apply(
-                y, *for_autograd(y, table), of, min(self.loss_chunks, y.shape[0])
-            )
-            return loss
-        return of.loss(linear(self.norm(x), table, None, *f), slice(None))
+        y = self.norm(x)
+        if self.loss_chunks == 1:
+            return of.loss(linear(y, terms), slice(None))
+        chunks = min(self.loss_chunks, y.shape[0])
+        loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, self.weight), of, chunks)
+        return loss

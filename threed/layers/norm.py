@@ -70,7 +70,7 @@ def sum_and_norm(
 
 
 class Norm(nn.Module):
-    """What LayerNorm and RMSNorm have in common."""
+    """The base class of LayerNorm and RMSNorm."""
 
     layer = False
     eps: float
@@ -93,6 +93,14 @@ class Norm(nn.Module):
             x, residual, *for_autograd(x, *params), params, self.eps, self.layer, both
         )
 
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fused(x, None, both=False) if self.fits(x) else self.plain(x)
+        return y
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Returns the norm of x by torch's operations."""
+        raise NotImplementedError
+
     def _params(self) -> tuple[Tensor, Tensor | None]:
         return self.weight, self.bias
 
@@ -113,10 +121,8 @@ class LayerNorm(Norm):
         spec = slicing.shared(vector(f"{name}.bias", width), partial=partial)
         self.bias = parameter(spec, (width,)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fits(x):
-            y: Tensor = self.fused(x, None, both=False)
-            return y
+    def plain(self, x: Tensor) -> Tensor:
+        """Returns the norm of x by torch's operations."""
         return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
 
 
@@ -135,10 +141,8 @@ class RMSNorm(Norm):
         spec = slicing.shared(vector(f"{name}.weight", width, value=1.0 - offset), partial=partial)
         self.weight, self.bias = parameter(spec, (width,)), None
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fits(x):
-            y: Tensor = self.fused(x, None, both=False)
-            return y
+    def plain(self, x: Tensor) -> Tensor:
+        """Returns the norm of x by torch's operations."""
         if self.offset:
             wide = torch.promote_types(x.dtype, torch.float32)
             return F.rms_norm(

@@ -45,6 +45,7 @@ from torch.utils.checkpoint import (
 
 from threed import collectives
 from threed.device import rng_states, set_rng_states
+from threed.ops import attention
 from threed.sharding import storage_of
 from threed.topology import Axis
 
@@ -222,11 +223,7 @@ def _never(_: Any) -> Tensor:
     raise AssertionError("a graph made to rebuild values has no backward")
 
 
-_CORES = [getattr(torch.ops.aten, name, None) for name in (
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-)]  # fmt: skip
-_SAVED = frozenset(core.default for core in _CORES if core is not None)
+_SAVED = frozenset(operator.default for operator in attention.FUSED)
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

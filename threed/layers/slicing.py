@@ -12,6 +12,8 @@ from torch import Tensor
 
 from threed import collectives
 from threed.ops import launch, sums
+from threed.ops.matmul import NATIVE, Matmul
+from threed.ops.positions import Positions
 from threed.sharding import Piece, ShardSpec
 from threed.topology import Axis, alone
 
@@ -40,16 +42,28 @@ class Slicing:
         """Whether activations between blocks are [s/t b h] rather than [s b h]."""
         return self.sequence and self.tp.size > 1
 
-    def sequence_range(self, length: int) -> tuple[int, int]:
-        """Returns the positions of a sequence of `length` in this rank's activations between blocks: [first, last)."""
-        if not self.sequence_parallel:
-            return 0, length
-        if length % self.tp.size:
+    @property
+    def sequence_parts(self) -> int:
+        """The number of ranks that a sequence is cut over between blocks."""
+        return self.tp.size if self.sequence_parallel else 1
+
+    def positions(self, length: int) -> Positions:
+        """Returns this rank's positions of a sequence of `length`, in activations between blocks."""
+        if length % self.sequence_parts:
             raise ValueError(
                 f"sequence length {length} is not a multiple of tp {self.tp.size}: pad the batch to one"
             )
-        part = length // self.tp.size
-        return self.tp.index * part, (self.tp.index + 1) * part
+        part = length // self.sequence_parts
+        first = self.tp.index * part if self.sequence_parallel else 0
+        return Positions(((first, first + part),), length)
+
+    def positions_of(self, x: Tensor) -> Positions:
+        """Returns the positions of an activation between blocks, [s b h] (or [s/t b h])."""
+        return self.positions(x.shape[0] * self.sequence_parts)
+
+    def gathered_positions(self, x: Tensor) -> Positions:
+        """Returns the positions of an activation after `gather`, [s b ...]."""
+        return Positions.all(x.shape[0])
 
     @property
     def replicated(self) -> str | None:
@@ -186,10 +200,10 @@ class GradSink(Protocol):
     def add(self, grad: Tensor) -> None:
         """Adds a whole gradient."""
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
+    def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
         """Adds the matrix product a @ b."""
 
-    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
         """Adds matrix products a @ b, made one after the other, as one contribution."""
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
@@ -300,26 +314,38 @@ def tile_gatherer_of(weight: Tensor) -> TileGatherer | None:
     return getattr(weight, "tile_gatherer", None)
 
 
-def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """Computes dy^T x [out in] for y = x weight^T, of rows dy [m out] and x [... in]: adds it to the parameter's sink,
-    else returns it for autograd."""
+def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) -> Tensor | None:
+    """Adds dy^T x [out in] for y = x weight^T to the parameter's sink, or else returns it for autograd.
+
+    dy, x: rows [m out] and [... in].
+    """
     if not weight.requires_grad:
         return None
     a, b = dy.t(), x.flatten(0, -2)
     sink = sink_of(weight)
     if sink is None:
-        return torch.mm(a, b)
-    sink.add_product(a, b)
+        return by.product(a, b)
+    sink.add_product(a, b, by)
     return None
 
 
-def sum_of_products(weight: Tensor, pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor | None:
-    """The same of a weight whose gradient is a sum of products a @ b; all pairs are made in any case."""
+def sum_of_products(
+    weight: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE
+) -> Tensor | None:
+    """Adds the sum of products a @ b to the weight's sink, or else returns it. Every pair is made in any case."""
     sink, total = sink_of(weight), None
     if sink is not None:
-        sink.add_products(pairs)
+        sink.add_products(pairs, by)
         return None
     for a, b in pairs:
         if weight.requires_grad:
-            total = torch.mm(a, b) if total is None else total.addmm_(a, b)
+            total = add_to(total, a, b, by)
+    return total
+
+
+def add_to(total: Tensor | None, a: Tensor, b: Tensor, by: Matmul) -> Tensor:
+    """Returns total + a b, in total's memory; a b if there is no total yet."""
+    if total is None:
+        return by.product(a, b)
+    by.add_product_(total, a, b, fresh=False)
     return total

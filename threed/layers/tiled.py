@@ -14,23 +14,20 @@ gradient is a sum over tiles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
-from threed import collectives
 from threed.collectives import split
-from threed.layers.slicing import bias_gradient, tile_gatherer_of, weight_gradient
-from threed.ops import matmul
+from threed.layers.slicing import tile_gatherer_of
+from threed.ops.matmul import Matmul
 from threed.sharding import Piece, ShardSpec, parameter
-from threed.topology import Axis, alone
 
 GRANULE = 64  # rows: larger tiles are cut at multiples of it, which matrix kernels prefer
-LOCAL = alone()
 
 Span = tuple[int, int]
 
@@ -104,33 +101,9 @@ def _walk(
         yield i, whole(weights[i], following)
 
 
-class _Tiled(torch.autograd.Function):
-    """y = f(x) w^T + b tile by tile; f gathers x over `axis` if `gather`, and its gradient is summed over the axis."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, axis: Axis, gather: bool, *weights: Tensor
-    ) -> Tensor:
-        if gather:
-            x = collectives.all_gather(x, axis)
-        # Autograd does not save gathered tiles: hooks that offload saved tensors would read freed memory.
-        gathered = any(tile_gatherer_of(weight) is not None for weight in weights)
-        ctx.save_for_backward(x, *(() if gathered else weights))
-        ctx.weights, ctx.bias, ctx.axis, ctx.gather = weights, bias, axis, gather
-        return product(x, weights, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors
-        # The parameters themselves get gradients: hooks may return other tensors for saved ones.
-        of_f, need = (ctx.axis, ctx.gather), ctx.needs_input_grad[:2]
-        dx, db, *grads = gradients(dy, x, saved or ctx.weights, (ctx.weights, ctx.bias), of_f, need)
-        return dx, db, None, None, *grads
-
-
-def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """x [... in] -> [... out], tile by tile."""
-    cuts = _cuts(weights)
+def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, by: Matmul) -> Tensor:
+    """Returns x W^T + b, [... in] -> [... out], computed tile by tile."""
+    cuts = _columns_of(weights)
     y = x.new_empty(*x.shape[:-1], cuts[-1][1])
     flat_x, flat_y = x.flatten(0, -2), y.view(-1, y.shape[-1])
     for i, opened in _walk(weights, range(len(weights))):
@@ -138,78 +111,41 @@ def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor
         if bias is not None:
             out.copy_(bias[slice(*cuts[i])])
         with opened:
-            matmul.add_product_(out, flat_x, weights[i].t(), fresh=bias is None)
+            by.add_product_(out, flat_x, weights[i].t(), fresh=bias is None)
     return y
 
 
-def gradients(
-    dy: Tensor, x: Tensor, weights: Sequence[Tensor], params: tuple[Sequence[Tensor], Tensor | None],
-    of_f: tuple[Axis, bool], need: Sequence[bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The gradients of x before f, bias and each tile; those of params go to their sinks, and None is returned, where
-    they have one. of_f: the axis, and whether it gathered. need: those of x and bias."""
-    (axis, gather), (need_dx, need_db) = of_f, need
-    cuts, flat_dy = _cuts(weights), dy.flatten(0, -2)
-    grads: list[Tensor | None] = [None] * len(weights)
-    # Last tile first: the order of buckets. A tile's gradient is computed while the next tile is being gathered;
-    # but if the input's gradient is summed over ranks, that sum begins first and overlaps with the others.
-    order, pending = range(len(weights))[::-1], None
-    early = need_dx and axis.size == 1
-    if need_dx:
-        total = torch.empty(x.shape, dtype=_sum_dtype(x, len(weights)), device=x.device)
-        for i, opened in _walk(params[0], order):
-            part = _columns(flat_dy, cuts[i])
-            with opened:
-                _add(total.flatten(0, -2), part, weights[i], fresh=i == order[0])
-            if early:
-                grads[i] = weight_gradient(params[0][i], part, x)
-        reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce
-        pending = reduce(total.to(x.dtype), axis)
-    for i in () if early else order:
-        grads[i] = weight_gradient(params[0][i], _columns(flat_dy, cuts[i]), x)
-    db = (
-        bias_gradient(params[1], flat_dy.contiguous())
-        if need_db and params[1] is not None
-        else None
-    )
-    return pending.wait() if pending else None, db, *grads
+def input_gradient(
+    rows: Tensor, weights: Sequence[Tensor], params: Sequence[Tensor], by: Matmul,
+    after: Callable[[int, Tensor], None] | None,
+) -> Tensor:  # fmt: skip
+    """Returns the gradient of x [m in] for y = x W^T, of rows dy [m out]: a sum over tiles.
+
+    after: called with i and dy's columns when tile i has been used, while the next is being gathered.
+    """
+    last = len(weights) - 1
+    total = rows.new_empty(len(rows), weights[0].shape[1], dtype=_sum_dtype(rows, len(weights)))
+    opens = _walk(params, range(len(weights))[::-1])
+    for (i, opened), (_, part) in zip(opens, parts(rows, weights), strict=True):
+        with opened:
+            by.add_product_(total, part, weights[i], fresh=i == last)
+        if after is not None:
+            after(i, part)
+    return total.to(rows.dtype)
 
 
-def _columns(matrix: Tensor, span: Span) -> Tensor:
-    """Returns columns of a matrix, contiguous: oneDNN is up to a thousand times slower on a transposed window."""
-    return matrix[:, slice(*span)].contiguous()
+def parts(rows: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Yields the number of each tile and its columns of rows [m out], last first: the order of buckets."""
+    for i, span in reversed(list(enumerate(_columns_of(weights)))):
+        # Contiguous: oneDNN is up to a thousand times slower on a transposed window.
+        yield i, rows[:, slice(*span)].contiguous()
 
 
-def _cuts(weights: Sequence[Tensor]) -> list[Span]:
+def _columns_of(weights: Sequence[Tensor]) -> list[Span]:
     """Returns the columns of the output that each tile computes."""
-    cuts, at = [], 0
-    for weight in weights:
-        cuts.append((at, at + len(weight)))
-        at += len(weight)
-    return cuts
+    return list(pairwise(accumulate(map(len, weights), initial=0)))
 
 
 def _sum_dtype(x: Tensor, tiles: int) -> torch.dtype:
     """Returns fp32 for sums of more than two 16-bit terms, to round once; a sum of two is rounded once anyway."""
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) and tiles > 2 else x.dtype
-
-
-def _add(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """Computes total += a b, or total = a b if `fresh`."""
-    if total.dtype == a.dtype:
-        matmul.add_product_(total, a, b, fresh=fresh)
-    else:
-        product = torch.mm(a, b)
-        total.copy_(product) if fresh else total.add_(product)
-
-
-def tiled_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    bias: Tensor | None = None,
-    axis: Axis = LOCAL,
-    gather: bool = False,
-) -> Tensor:
-    """Returns x W^T + b: x [... in] -> [... out]; weights: tiles [out_i in] of W; `axis`, `gather`: see `_Tiled`."""
-    out: Tensor = _Tiled.apply(x, bias, axis, gather, *weights)
-    return out

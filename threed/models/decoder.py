@@ -25,10 +25,8 @@ from threed.layers import (
     LayerNorm,
     RMSNorm,
     Slicing,
-    attend,
     gelu,
 )
-from threed.layers.attention import Core
 from threed.ops.frequencies import Theta, frequencies
 from threed.resolution import resolve_model
 
@@ -128,15 +126,14 @@ class Decoder:
             positions=c.positions or c.seq,
         )
 
-    def _core(self, window: bool) -> Core:
+    def _core(self, window: bool) -> Causal:
         c = self.config
         scale = (
             None
             if c.query_pre_attn_scalar in (None, c.head_dim)
             else float(c.query_pre_attn_scalar) ** -0.5
         )
-        core = Causal((c.window or 0) if window else 0, c.attention_softcap or 0.0, scale)
-        return attend if core == Causal() else core
+        return Causal((c.window or 0) if window else 0, c.attention_softcap or 0.0, scale)
 
 
 def vocab_of(config: ModelConfig) -> int:

@@ -1,12 +1,25 @@
-"""Causal attention over short sequences in bf16, with a backward on tiles (AMX): csrc/cpu/attention.cpp.
+"""Scaled dot-product attention, in one place for layers, recompute and cost traces.
 
-The forward is torch's flash attention for CPUs. The backward reads the packed projection and writes its gradient in
-one call.
+    attend(q, k, v)                                    causal, or under a mask: torch's fused attention
+    Causal(window=4096, softcap=50.0)(q, k, v)         with a window, a soft cap on scores, or another scale
+
+A part of attention is that of some queries and some keys (arXiv 2205.14135, 2310.01889):
+
+    y, lse = forward(offset, causal, q, k, v)                   and the log-sum-exp of each query's scores
+    merge_(y, lse, *forward(..., q, more_k, more_v))            the same queries with further keys
+    dq, dk, dv = backward(offset, causal, dy, q, k, v, y, lse)  of a part; y and lse are those of all keys
+
+torch's flash attention for CPUs computes a part in fp32 and fp64. The plain operations here are for 16 bits, for soft
+caps, which it lacks, and for other devices, where it gives no log-sum-exp under a mask.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,57 +27,324 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from threed.ops import fused_cpu
+from threed.topology import default_device
+
+_ATEN = torch.ops.aten
+_FLASH = _ATEN._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+_EFFICIENT = _ATEN._scaled_dot_product_efficient_attention
+FUSED = (
+    _FLASH,
+    _EFFICIENT,
+    _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_cudnn_attention,
+)
+SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19  # of a part: 128 MiB in fp32; 2 MiB, which fit a cache
 
 
-def reference(qkv: Tensor, d: int) -> Tensor:
-    """Computes causal attention of packed heads of size d: qkv [s b 3ad] -> [s b ad]."""
-    q, k, v = _heads(qkv, d)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+# ---------------------------------------------------------------------------------------------------- whole sequences
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Returns softmax(q k^T scale + mask) v, [s b (a d)]; causal if there is no mask.
+
+    Args:
+        q: [s b a d]; k and v are [s b k d].
+        mask: [s s] or [a s s], bool (true if a query, a row, sees a key, a column) or numbers of
+            q's dtype that are added to scores. It alone decides which keys a query sees.
+        scale: by default 1 / sqrt(d).
+    """
+    q, k, v = _batch_first(q), _batch_first(k), _batch_first(v)
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and mask is not None and q.is_cuda:
+        # CUDA's fused attention under a mask does not support grouped heads.
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        grouped = False
+    if q.is_cuda and not torch.compiler.is_compiling():
+        check_fused(q, k, v, mask, scale, grouped)
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
     return y.permute(2, 0, 1, 3).flatten(2)
 
 
-def fits(qkv: Tensor, d: int) -> bool:
-    """Returns whether `short_attention` takes qkv [s b 3ad], and is faster than `reference`."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-        return False
-    if qkv.device.type != "cpu" or not fused_cpu.attends_backward(qkv, d):
-        return False
-    s, b, _ = qkv.shape
-    return _is_flash(s, b, d, qkv.dtype, torch.backends.cuda.flash_sdp_enabled())
+@dataclass(frozen=True)
+class Causal:
+    """Causal attention as a core of `layers.Attention`.
+
+    Attributes:
+        window: the number of positions that a query sees, the last of which is its own; 0: no limit.
+        softcap: c, with which scores become c tanh(score / c) (arXiv 2408.00118); 0: none.
+        scale: of scores; by default 1 / sqrt(d).
+    """
+
+    window: int = 0
+    softcap: float = 0.0
+    scale: float | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns [s b (a d)] of q [s b a d], k and v [s b k d]."""
+        if not self.window and not self.softcap:
+            return attend(q, k, v, None, self.scale)
+        length = q.shape[0]
+        window = self.window if self.window < length else 0
+        if self.softcap or (0 < 2 * window <= length and _on_cpu(q)):
+            y: Tensor = _InParts.apply(q, k, v, window, self.softcap, self.scale)
+            return y
+        mask = _mask((length, length), 0, window, q) if window else None
+        return attend(q, k, v, mask, self.scale)
+
+    def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
+        """Returns the FLOPs of a forward, over the full square of positions."""
+        return 4 * tokens * seq * heads * size
 
 
-def short_attention(qkv: Tensor, d: int) -> Tensor:
-    """As `reference`, for tensors that `fits` accepts. It can be differentiated once."""
-    y: Tensor = _ShortAttention.apply(qkv, d)
+class _InParts(torch.autograd.Function):
+    """Causal attention of some queries at a time. Saves its inputs, its output, and a number per query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        s, b, a, _ = q.shape
+        y = q.new_empty(s, b, a, v.shape[-1])
+        lse = q.new_empty(b, a, s, dtype=_wide(q))
+        for rows, keys in _parts(q, how[0]):
+            queries, *pair = map(_batch_first, (q[rows], k[keys], v[keys]))
+            part, lse[:, :, rows] = forward(rows.start - keys.start, Causal(*how), queries, *pair)
+            y[rows] = part.permute(2, 0, 1, 3)
+        ctx.save_for_backward(q, k, v, y, lse)
+        ctx.how = how
+        return y.flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, lse = ctx.saved_tensors
+        dy, dq = dy.reshape(y.shape), torch.empty_like(q)
+        dk, dv = (_batch_first(torch.zeros_like(x, dtype=lse.dtype)) for x in (k, v))
+        for rows, keys in _parts(q, ctx.how[0]):
+            offset, causal = rows.start - keys.start, Causal(*ctx.how)
+            of = map(_batch_first, (dy[rows], q[rows], k[keys], v[keys], y[rows]))
+            part, more_dk, more_dv = backward(offset, causal, *(*of, lse[:, :, rows]))
+            dq[rows] = part.permute(2, 0, 1, 3)
+            dk[:, :, keys] += more_dk
+            dv[:, :, keys] += more_dv
+        dk, dv = (x.to(k.dtype).permute(2, 0, 1, 3) for x in (dk, dv))
+        return dq, dk, dv, None, None, None
+
+
+def _parts(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
+    """Yields queries and the keys that these see, for each part of bounded size."""
+    s, b, a, _ = q.shape
+    window = window or s
+    most = SCORES_ON_CPU if _on_cpu(q) else SCORES
+    count = min(max(16, most // (b * a * min(s, 2 * window))), max(window, 64))
+    for first in range(0, s, count):
+        last = min(s, first + count)
+        # A cost trace counts the full square of positions.
+        seen = slice(0, s) if q.is_meta else slice(max(0, first - window + 1), last)
+        yield slice(first, last), seen
+
+
+# -------------------------------------------------------------------------------------------------------------- parts
+
+
+def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes attention of some queries to some keys.
+
+    Args:
+        offset: the first query's position minus the first key's.
+        q: [b a n d], of consecutive positions; k and v, also of consecutive positions, are [b k m d].
+
+    Returns:
+        y [b a n d], and the log-sum-exp of each query's scores [b a n] in fp32 at least; for a
+        query that sees no key, 0 and minus infinity.
+    """
+    if not _is_flash(q, v, causal):
+        return _plain_forward(offset, causal, q, k, v)
+    square, mask = _visible(q, k, offset, causal.window)
+    y, lse = _FLASH(q, k, v, 0.0, square, attn_mask=mask, scale=causal.scale)
+    if mask is not None and _sees_nothing(q, k, offset, causal.window):
+        lse = lse.masked_fill(mask.isneginf().all(-1), -torch.inf)  # torch gives 0
+    return y, lse
+
+
+def backward(
+    offset: int, causal: Causal, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what some queries and some keys add to the gradients of q, k and v.
+
+    y and lse are those of the queries and *all* keys; other arguments as in `forward`.
+    """
+    lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)  # for exp(-inf - 0), not NaN
+    if not _is_flash(q, v, causal):
+        return _plain_backward(offset, causal, dy, q, k, v, y, lse)
+    square, mask = _visible(q, k, offset, causal.window)
+    dq, dk, dv = _FLASH_BACKWARD(
+        dy, q, k, v, y, lse, 0.0, square, attn_mask=mask, scale=causal.scale
+    )
+    return dq, dk, dv
+
+
+def merge_(y: Tensor, lse: Tensor, more_y: Tensor, more_lse: Tensor) -> None:
+    """Adds attention of the same queries to further keys to y [b a n d] and lse [b a n], in fp32 at least."""
+    more_lse = more_lse.to(lse.dtype)
+    share = torch.sigmoid(more_lse - lse).masked_fill_(more_lse.isneginf(), 0.0)
+    y.sub_(share.unsqueeze(-1) * (y - more_y))
+    lse.copy_(torch.logaddexp(lse, more_lse))
+
+
+def _is_flash(q: Tensor, v: Tensor, causal: Causal) -> bool:
+    """Returns whether torch's flash attention computes a part. In 16 bits plain products are faster on CPUs."""
+    return (
+        _on_cpu(q) and q.dtype.itemsize >= 4 and not causal.softcap and q.shape[-1] == v.shape[-1]
+    )
+
+
+def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tensor | None]:
+    """Returns whether what is visible is the lower triangle of a square; else a mask, unless all is visible."""
+    n, m = q.shape[2], k.shape[2]
+    if offset == 0 and n == m and (not window or window >= n):
+        return True, None
+    if m - 1 <= offset and (not window or offset + n <= window):
+        return False, None
+    return False, _mask((n, m), offset, window, q)
+
+
+def _sees_nothing(q: Tensor, k: Tensor, offset: int, window: int) -> bool:
+    """Returns whether there is a query that sees no key: the first one, or the last one if there is a window."""
+    return offset < 0 or 0 < window <= offset + q.shape[2] - k.shape[2]
+
+
+def _mask(size: tuple[int, int], offset: int, window: int, like: Tensor) -> Tensor:
+    make = _cached_mask.__wrapped__ if torch.compiler.is_compiling() else _cached_mask
+    return make(size, offset, window, like.device, like.dtype)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_mask(
+    size: tuple[int, int], offset: int, window: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Returns what is added to scores [n m]: 0 if a query sees a key, else minus infinity."""
+    query = torch.arange(offset, offset + size[0], device=device).unsqueeze(1)
+    key = torch.arange(size[1], device=device)
+    hidden = (key > query) | (key <= query - window) if window else key > query
+    return torch.zeros(size, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def _plain_forward(
+    offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    scores, _ = _scores(q, k, offset, causal)
+    lse = scores.logsumexp(-1, keepdim=True)
+    shares = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min)).exp_().to(v.dtype)
+    return (shares @ v).view(*q.shape[:3], v.shape[-1]), lse.view(q.shape[:3])
+
+
+def _plain_backward(
+    offset: int, causal: Causal, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scores, capped = _scores(q, k, offset, causal)
+    dy, y, queries = _grouped(dy, k), _grouped(y, k), _grouped(q, k)
+    shares = scores.sub_(lse.reshape(*scores.shape[:3], 1)).exp_()
+    dv = shares.to(v.dtype).mT @ dy
+    sums = (dy * y).sum(-1, keepdim=True, dtype=scores.dtype)
+    change = (dy @ v.mT).to(scores.dtype).sub_(sums).mul_(shares)
+    change = change if capped is None else change.mul_(capped.square_().neg_().add_(1))
+    change = change.mul_(_scale(q, causal)).to(q.dtype)
+    return (change @ k).view(q.shape), change.mT @ queries, dv
+
+
+def _scores(q: Tensor, k: Tensor, offset: int, causal: Causal) -> tuple[Tensor, Tensor | None]:
+    """Returns scores [b k (g n) m] in fp32 at least, minus infinity where a key is hidden; and their tanh if capped."""
+    scores, capped, scale = (_grouped(q, k) @ k.mT).to(_wide(q)), None, _scale(q, causal)
+    if causal.softcap:
+        capped = scores.mul_(scale / causal.softcap).tanh_()
+        scores = capped * causal.softcap
+    else:
+        scores.mul_(scale)
+    square, mask = _visible(q, k, offset, causal.window)
+    mask = _mask((q.shape[2], k.shape[2]), 0, 0, q) if square else mask
+    if mask is not None:
+        scores.unflatten(2, (-1, q.shape[2])).masked_fill_(mask.isneginf(), -torch.inf)
+    return scores, capped
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """Returns heads [b a n d] that share one of k [b k m d] as one matrix, [b k (g n) d]."""
+    return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
+
+
+def _batch_first(x: Tensor) -> Tensor:
+    """Returns a view [b a s d] of heads [s b a d]; einops would cost 5 us."""
+    return x.permute(1, 2, 0, 3)
+
+
+def _scale(q: Tensor, causal: Causal) -> float:
+    return q.shape[-1] ** -0.5 if causal.scale is None else causal.scale
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _on_cpu(q: Tensor) -> bool:
+    """Returns whether q is on a CPU; on the meta device, whether the device of this process is one."""
+    return (default_device() if q.is_meta else q.device).type == "cpu"
+
+
+# -------------------------------------------------------------------------------------------------------------- costs
+
+
+def kernel_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    """Returns the FLOPs of a fused operator's forward, over all pairs of queries and keys."""
+    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def on_meta(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch's `scaled_dot_product_attention` of meta tensors by a fused operator; torch would take the plain one."""
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if query.shape[-1] == value.shape[-1] and not learned:
+        y: Tensor = _FLASH(query, key, value, 0.0, is_causal, attn_mask=attn_mask)[0]
+        return y
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    y = _EFFICIENT(query, key, value, attn_mask, True, 0.0, is_causal)[0]
     return y
 
 
-class _ShortAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, d: int) -> Tensor:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        y, logarithms = flash(*_heads(qkv, d), 0.0, True)
-        ctx.save_for_backward(qkv, logarithms)
-        ctx.d = d
-        out: Tensor = y.permute(2, 0, 1, 3).flatten(2)
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        qkv, logarithms = ctx.saved_tensors
-        return fused_cpu.attention_backward(qkv, dy, logarithms, ctx.d), None
+_looked_at: set[tuple[object, ...]] = set()
 
 
-def _heads(qkv: Tensor, d: int) -> list[Tensor]:
-    """Returns views of queries, keys and values [b a s d]."""
-    return [part.unflatten(-1, (-1, d)).permute(1, 2, 0, 3) for part in qkv.chunk(3, -1)]
+def check_fused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, grouped: bool
+) -> None:
+    """Looks, once for such tensors, whether torch takes a fused kernel for them, which keeps no scores of all pairs.
 
-
-@functools.lru_cache(maxsize=64)
-def _is_flash(s: int, b: int, d: int, dtype: torch.dtype, enabled: bool) -> bool:
-    """Returns whether torch takes its flash attention for such heads on a CPU; enabled: the user's setting."""
-    q = torch.empty(b, 1, s, d, dtype=dtype)
-    chosen = torch._fused_sdp_choice(q, q, q, None, 0.0, True)
-    return bool(chosen == SDPBackend.FLASH_ATTENTION.value)
+    Raises RuntimeError where there is one but it is switched off; warns where there is none.
+    """
+    kind = (q.shape, k.shape, q.dtype, mask is None, q.requires_grad)
+    if kind in _looked_at:
+        return
+    chosen = torch._fused_sdp_choice(
+        q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=grouped
+    )
+    if chosen == SDPBackend.MATH.value:
+        what = f"{q.dtype} heads {list(q.shape)} [b a s d], keys {list(k.shape)}, {'no ' if mask is None else 'a '}mask"
+        problem = f"attention without a fused kernel ({what}): it keeps the scores of all pairs of positions"
+        if (
+            q.dtype in (torch.bfloat16, torch.float16)
+            and mask is None
+            and q.shape[3] % 8 == 0
+            and q.shape[3] <= 256
+        ):
+            raise RuntimeError(
+                f"{problem}; there is one for these, which is switched off: leave out torch.nn.attention.sdpa_kernel"
+                " and torch.backends.cuda.enable_flash_sdp(False)"
+            )
+        has = "bf16 or fp16, heads of a multiple of 8 up to 256, and no mask but the causal one have one"
+        warnings.warn(f"{problem}; {has}", stacklevel=3)
+    _looked_at.add(kind)

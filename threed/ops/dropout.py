@@ -13,20 +13,21 @@ from torch import Tensor
 
 from threed import rng
 from threed.ops import launch
+from threed.ops.positions import Positions
 
 
 @dataclass(frozen=True, eq=False)
 class Draw:
     """What the mask of an activation [s b h] is a function of.
 
-    samples: int64 [b], global indices. first: the global position of the first row.
+    samples: int64 [b], global indices. positions: of the rows.
     """
 
     seed: int
     name: str
     step: int
     samples: Tensor
-    first: int
+    positions: Positions
     p: float
 
     @property
@@ -36,8 +37,9 @@ class Draw:
 
     def mask(self, x: Tensor) -> Tensor:
         """What is left of x [s b h]: bool, of its shape."""
-        h, rows = x.shape[-1], (self.first, self.first + x.shape[0])
-        return rng.keep_mask(self.seed, self.name, self.step, self.samples, rows, (0, h), h, self.p)
+        h, draw = x.shape[-1], (self.seed, self.name, self.step, self.samples)
+        parts = [rng.keep_mask(*draw, rows, (0, h), h, self.p) for rows in self.positions.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def reference(
@@ -56,47 +58,60 @@ def fits(x: Tensor) -> bool:
 def dropout(
     x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """As `reference`, of bf16; for the backward without bias and residual. One kernel."""
-    key0, key1 = rng.key(draw.seed, draw.name)
-    out: Tensor = _DROPOUT(
-        x, bias, residual, draw.samples, draw.first, key0, key1, draw.step & 0xFFFFFFFF, draw.p
-    )
+    """As `reference`, of bf16; for the backward without bias and residual. One kernel per range of positions."""
+    ranges = [edge for part in draw.positions.ranges for edge in part]
+    stream = (*rng.key(draw.seed, draw.name), draw.step & 0xFFFFFFFF)
+    out: Tensor = _DROPOUT(x, bias, residual, draw.samples, ranges, *stream, draw.p)
     return out
 
 
 def _start(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, first: int, key0: int, key1: int,
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, ranges: list[int], key0: int, key1: int,
     step: int, p: float,
 ) -> Tensor:  # fmt: skip
-    h = x.shape[-1]
-    fits = x.dim() == 3 and h % 8 == 0 and 0 <= p < 1 and x.shape[0] * x.shape[1] < 2**31
-    fits = (
-        fits
-        and (residual is None or residual.shape == x.shape)
-        and (bias is None or bias.numel() == h)
-    )
-    fits = fits and all(launch.packed(t) for t in (x, bias, residual) if t is not None)
-    fits = (
-        fits
-        and samples.dtype == torch.int64
-        and samples.shape == x.shape[1:2]
-        and samples.is_contiguous()
-    )
-    wanted = "bf16 [s b h] and [h], contiguous and 16-byte aligned, h a multiple of 8; samples int64 [b]; p below 1"
-    launch.check(fits, "dropout", wanted, x, bias, residual, samples)
-    out = torch.empty_like(x)
-    if x.numel():
-        launch.start(
-            "dropout", x, bias, residual, samples, out, x.shape[0] * x.shape[1], h, x.shape[1], first, key0, key1, step,
-            int(p * 2**32), 1.0 / (1.0 - p),
-        )  # fmt: skip
+    _check(x, bias, residual, samples, ranges, p)
+    out, (_, b, h), begin = torch.empty_like(x), x.shape, 0
+    for first, last in zip(ranges[::2], ranges[1::2], strict=True):
+        end = begin + last - first
+        part, target = x[begin:end], out[begin:end]
+        added = None if residual is None else residual[begin:end]
+        if part.numel():
+            launch.start(
+                "dropout", part, bias, added, samples, target, len(part) * b, h, b, first, key0, key1, step,
+                int(p * 2**32), 1.0 / (1.0 - p),
+            )  # fmt: skip
+        begin = end
     return out
 
 
+def _check(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, ranges: list[int], p: float
+) -> None:  # fmt: skip
+    """Raises ValueError for what the kernel would misread."""
+    h, of_ranges = x.shape[-1], sum(ranges[1::2]) - sum(ranges[::2])
+    fits = x.dim() == 3 and h % 8 == 0 and 0 <= p < 1 and x.shape[0] * x.shape[1] < 2**31
+    fits = fits and x.shape[0] == of_ranges
+    fits = fits and (residual is None or residual.shape == x.shape)
+    fits = fits and (bias is None or bias.numel() == h)
+    fits = fits and all(launch.packed(t) for t in (x, bias, residual) if t is not None)
+    fits = fits and samples.dtype == torch.int64 and samples.shape == x.shape[1:2]
+    wanted = "bf16 [s b h] and [h], contiguous and 16-byte aligned, h a multiple of 8; samples int64 [b]; p below 1"
+    launch.check(
+        fits and samples.is_contiguous(),
+        "dropout",
+        f"{wanted}; s positions",
+        x,
+        bias,
+        residual,
+        samples,
+    )
+
+
 _DROPOUT = launch.define(
-    "dropout(Tensor x, Tensor? bias, Tensor? residual, Tensor samples, int first, int key0, int key1, int step,"
+    "dropout(Tensor x, Tensor? bias, Tensor? residual, Tensor samples, int[] ranges, int key0, int key1, int step,"
     " float p) -> Tensor",
-    _start, lambda x, *rest: torch.empty_like(x), launches=1,
+    _start, lambda x, *rest: torch.empty_like(x),
+    launches=lambda x, bias, residual, samples, ranges, *rest: len(ranges) // 2,
 )  # fmt: skip
 
 

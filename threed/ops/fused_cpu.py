@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from threed import native
+from threed.ops import launch
 from threed.topology import default_device
 
 SIDE = 32  # of a block of tiles
@@ -47,10 +48,9 @@ def swiglu(gate_up: Tensor, dy: Tensor | None = None, *, instructions: str | Non
     """silu(gate) * up, [... 2f] -> [... f]; or the gradient of gate_up, where dy [... f] is given."""
     f = gate_up.shape[-1] // 2
     _check("swiglu", gate_up)
-    if gate_up.shape[-1] % 2 or (
-        dy is not None and (dy.dtype, dy.shape) != (gate_up.dtype, (*gate_up.shape[:-1], f))
-    ):
-        raise ValueError(f"swiglu takes [... 2f] and a gradient [... f], {_words(gate_up, dy)}")
+    like = (gate_up.dtype, (*gate_up.shape[:-1], f))
+    fits = gate_up.shape[-1] % 2 == 0 and (dy is None or (dy.dtype, dy.shape) == like)
+    launch.check(fits, "swiglu", "[... 2f] and a gradient [... f]", gate_up, dy)
     out = torch.empty_like(gate_up) if dy is not None else gate_up.new_empty(*gate_up.shape[:-1], f)
     rows = gate_up.numel() // (2 * f) if f else 0
     given = None if dy is None else dy.contiguous()
@@ -64,20 +64,12 @@ def row_numbers(
 ) -> tuple[Tensor, Tensor]:
     """Of the first `columns` of each row of x [... width]: the largest number, and the sum of e^(x - largest), fp32."""
     _check("row_numbers", x)
-    if not 0 < columns <= x.shape[-1]:
-        raise ValueError(f"row_numbers of {columns} columns, {_words(x)}")
+    launch.check(0 < columns <= x.shape[-1], "row_numbers", f"{columns} columns or more", x)
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     sizes = (top.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
-    _call(
-        x,
-        "threed_row_numbers",
-        "iPqqqiPPis",
-        _at(x),
-        *sizes,
-        _at(top),
-        _at(total),
-        *_how(x, instructions)[1:],
-    )
+    places = (_at(top), _at(total))
+    how = _how(x, instructions)[1:]
+    _call(x, "threed_row_numbers", "iPqqqiPPis", _at(x), *sizes, *places, *how)
     return top, total
 
 
@@ -96,14 +88,11 @@ def softmax_gradient_(
     """
     _check("softmax_gradient_", x)
     rows = (logarithm, loss)
-    fits = (
-        all(t.dtype == torch.float32 and t.shape == x.shape[:-1] for t in rows)
-        and 0 < columns <= x.shape[-1]
-    )
-    if not fits or target.dtype != torch.int64 or target.shape != x.shape[:-1]:
-        raise ValueError(
-            f"softmax_gradient_ takes fp32 and int64 [...] for [... width], {_words(x, *rows, target)}"
-        )
+    fits = all(t.dtype == torch.float32 and t.shape == x.shape[:-1] for t in rows)
+    fits = fits and 0 < columns <= x.shape[-1]
+    fits = fits and target.dtype == torch.int64 and target.shape == x.shape[:-1]
+    wanted = "fp32 and int64 [...] for [... width]"
+    launch.check(fits, "softmax_gradient_", wanted, x, *rows, target)
     given = [t.contiguous() for t in (*rows, target)]
     sizes = (target.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
     how = _how(x, instructions)[1:]
@@ -120,18 +109,9 @@ def has_tiles() -> bool:
 
 def adds_products(a: Tensor, b: Tensor) -> bool:
     """Returns whether `add_product_` takes these factors."""
-    fits = (
-        a.dtype == b.dtype == torch.bfloat16
-        and a.dim() == b.dim() == 2
-        and _on_cpu(a)
-        and _on_cpu(b)
-    )
-    fits = (
-        fits
-        and a.t().is_contiguous()
-        and b.is_contiguous()
-        and not (len(a) % SIDE or b.shape[1] % SIDE)
-    )
+    fits = a.dtype == b.dtype == torch.bfloat16 and a.dim() == b.dim() == 2
+    fits = fits and _on_cpu(a) and _on_cpu(b) and a.t().is_contiguous() and b.is_contiguous()
+    fits = fits and not (len(a) % SIDE or b.shape[1] % SIDE)
     return fits and len(b) > 0 and not torch.compiler.is_compiling() and has_tiles()
 
 
@@ -141,14 +121,10 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
     out: fp32 [m n], contiguous. a: bf16 [m k], transposed. b: bf16 [k n]. m and n are multiples of 32.
     """
     k, (m, n) = len(b), out.shape
-    if not adds_products(a, b) or out.dtype != torch.float32 or (len(a), b.shape[1]) != (m, n):
-        raise ValueError(
-            f"add_product_ takes fp32 [m n], bf16 [k m] transposed and [k n], {_words(out, a, b)}"
-        )
-    if not out.is_contiguous() or a.shape[1] != k:
-        raise ValueError(
-            f"add_product_ takes contiguous [m n], of [m k] and [k n], {_words(out, a, b)}"
-        )
+    fits = adds_products(a, b) and out.dtype == torch.float32 and out.is_contiguous()
+    fits = fits and (len(a), b.shape[1], a.shape[1]) == (m, n, k)
+    wanted = "contiguous fp32 [m n], bf16 [k m] transposed and [k n]"
+    launch.check(fits, "add_product_", wanted, out, a, b)
     packed = b.new_empty(-(-k // SIDE) * SIDE * n)
     places = (_at(a), _at(b), k, m, n, _at(out), int(fresh), _at(packed))
     _call(a, "threed_add_product", "iPPqqqPiPi", *places, torch.get_num_threads())
@@ -170,17 +146,12 @@ def attention_backward(qkv: Tensor, dy: Tensor, logarithms: Tensor, d: int) -> T
     Scores are scaled by 1 / sqrt(d).
     """
     s, b, width = qkv.shape
-    heads, out, dy, logarithms = (
-        width // (3 * d),
-        torch.empty_like(qkv),
-        dy.contiguous(),
-        logarithms.contiguous(),
-    )
+    heads, out = width // (3 * d), torch.empty_like(qkv)
+    dy, logarithms = dy.contiguous(), logarithms.contiguous()
     fits = attends_backward(qkv, d) and width == 3 * heads * d and dy.dtype == qkv.dtype
-    if not fits or dy.shape != (s, b, heads * d) or logarithms.shape != (b, heads, s):
-        raise ValueError(
-            f"attention_backward takes bf16 [s b 3ad], [s b ad], fp32 [b a s], {_words(qkv, dy, logarithms)}"
-        )
+    fits = fits and dy.shape == (s, b, heads * d) and logarithms.shape == (b, heads, s)
+    wanted = "bf16 [s b 3ad], [s b ad], fp32 [b a s]"
+    launch.check(fits, "attention_backward", wanted, qkv, dy, logarithms)
     places, sizes = (_at(qkv), _at(dy), _at(logarithms), _at(out)), (s, b, heads, d, d**-0.5)
     _call(qkv, "threed_attention_backward", "iPPPPqqqqdi", *places, *sizes, torch.get_num_threads())
     return out
@@ -200,22 +171,9 @@ def _how(x: Tensor, instructions: str | None) -> tuple[int, int, bytes | None]:
 
 def _check(name: str, x: Tensor, like: Tensor | None = None) -> None:
     fits = x.dtype in _FORMATS and _on_cpu(x) and x.is_contiguous()
-    fits = fits and (
-        like is None or (like.dtype, like.shape, like.is_contiguous()) == (x.dtype, x.shape, True)
-    )
-    if not fits:
-        raise ValueError(
-            f"{name} takes contiguous fp32 or bf16 tensors on the CPU, {_words(x, like)}"
-        )
-
-
-def _words(*tensors: Tensor | None) -> str:
-    given = (
-        f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}"
-        for t in tensors
-        if t is not None
-    )
-    return f"got {', '.join(given)}"
+    alike = (x.dtype, x.shape, True)
+    fits = fits and (like is None or (like.dtype, like.shape, like.is_contiguous()) == alike)
+    launch.check(fits, name, "contiguous fp32 or bf16 tensors on the CPU", x, like)
 
 
 def _call(x: Tensor, name: str, types: str, *arguments: object) -> None:

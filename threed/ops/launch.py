@@ -176,12 +176,9 @@ def _words(arguments: tuple[Argument, ...]) -> str:
 def check(fits: bool, name: str, wanted: str, *tensors: Tensor | None) -> None:
     """ValueError unless `fits`: a launcher would misread what it is given."""
     if not fits:
-        got = ", ".join(
-            f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}"
-            for t in tensors
-            if t is not None
-        )
-        raise ValueError(f"{name} takes {wanted}; got {got}")
+        given = [t for t in tensors if t is not None]
+        got = [f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in given]
+        raise ValueError(f"{name} takes {wanted}; got {', '.join(got)}")
 
 
 def packed(x: Tensor) -> bool:

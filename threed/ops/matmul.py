@@ -1,4 +1,12 @@
-"""Matrix products: torch's, or oneDNN's in fp32 on the processors whose BLAS kernel leaves half of them idle.
+"""The matrix products of linear layers: torch's, or oneDNN's in fp32 on processors that torch's BLAS uses half of.
+
+    by = matmul.NATIVE                          the products of y = x W^T, which layers take as `Product.matmul`
+    y = by.linear(x, weight, bias)
+    dx = by.input_gradient(dy, weight)
+    by.add_product_(dw, dy.t(), x, fresh=...)   into the gradient's buffer, without rounding where the device can
+    dw = by.product(dy.t(), x)                  a tensor of its own
+
+Another way to multiply (in fp8, say) is another `Matmul`.
 
 For fp32 torch calls MKL, which on an AVX-512 processor that is not Intel's runs a 256-bit kernel. oneDNN, which torch
 also carries and uses for narrower types, compiles one for the processor at hand: 225 against 97 GFLOP/s a core on a
@@ -9,6 +17,8 @@ and so does a run that is resumed.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -54,6 +64,15 @@ def input_gradient(rows: Tensor, weight: Tensor) -> Tensor:
     return linear(rows, weight.t()) if _by_onednn(rows, weight) else torch.mm(rows, weight)
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a b: a [m k], b [k n] -> [m n]. No gradient of its own."""
+    if not _by_onednn(a, b, default_device().type if a.is_meta else ""):
+        return torch.mm(a, b)
+    # oneDNN repacks its second operand but not the first: a tall, transposed `a` goes second.
+    turned = a.stride(0) == 1 and len(a) > b.shape[1]
+    return linear(b.t(), a).t() if turned else linear(a, b.t())
+
+
 def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
     """Returns whether the device adds products of a and b to a wider sum in one kernel, without rounding them."""
     if to != torch.float32 or a.dtype not in (torch.bfloat16, torch.float16):
@@ -64,29 +83,36 @@ def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
-    """out += a b, or out = a b when `fresh`: out [m n], a [m k], b [k n], of one dtype, or of two where it `widens`.
+    """Computes out += a b, or out = a b if `fresh`: out [m n], a [m k], b [k n].
 
-    On the meta device it makes what it would make on the device of this process: oneDNN's product is a tensor apart.
+    If out is wider than a and b, products are rounded to their dtype first, unless the device
+    `widens` them. On the meta device it makes what it would make on the device of this process.
     """
-    if a.dtype != out.dtype:
+    if a.dtype != out.dtype and widens(a, b, out.dtype):
         _add_widened_(out, a, b, fresh)
-        return
-    if not _by_onednn(a, b, default_device().type if a.is_meta else ""):
+    elif a.dtype != out.dtype or _by_onednn(a, b, default_device().type if a.is_meta else ""):
+        out.copy_(product(a, b)) if fresh else out.add_(product(a, b))
+    else:
         torch.mm(a, b, out=out) if fresh else out.addmm_(a, b)
-        return
-    # oneDNN repacks its second operand but not the first: a tall, transposed `a` goes second.
-    turned = a.stride(0) == 1 and len(a) > b.shape[1]
-    product = linear(b.t(), a).t() if turned else linear(a, b.t())
-    out.copy_(product) if fresh else out.add_(product)
 
 
 def _add_widened_(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    if launch.on_gpu(a):
-        if fresh:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-        else:
-            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-    elif fused_cpu.adds_products(a, b):
+    if not launch.on_gpu(a):
         fused_cpu.add_product_(out, a, b, fresh=fresh)
-    else:  # of a sum of products whose first one was taken
-        out.copy_(torch.mm(a, b)) if fresh else out.add_(torch.mm(a, b))
+    elif fresh:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """How a linear layer multiplies. See the functions of these names."""
+
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+    input_gradient: Callable[[Tensor, Tensor], Tensor] = input_gradient
+    product: Callable[[Tensor, Tensor], Tensor] = product
+    add_product_: Callable[..., None] = add_product_
+
+
+NATIVE = Matmul()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,61 +26,34 @@ from torch import Tensor, nn
 from threed.device import Clock, Moment, rng_states, set_rng_states
 from threed.layers.contract import contract
 from threed.layers.slicing import ForwardScope, MicroBatch
-from threed.ops import matmul
+from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.pipeline.trace import alone, fingerprint
+from threed.pipeline.trace import BufferSink, alone, fingerprint
 from threed.planner.measured import LayerTimes
 from threed.sharding import attach, boxes, initial, spec_of
 
 ROUNDS, WARM, REPEATS = 3, 2, 5
 
 
-class _Sink:
-    """Takes a parameter's gradient as ZeRO's sinks do; matrix products wait until they are asked for."""
+class _Sink(BufferSink):
+    """Adds matrix products when it is asked to."""
 
     def __init__(self, target: Tensor, scope: ForwardScope) -> None:
-        self.target, self.scope = target, scope
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        super().__init__(target)
+        self.scope, self.waiting = scope, list[tuple[Tensor, Tensor, Matmul]]()
 
-    def add(self, grad: Tensor) -> None:
-        self.target.add_(grad)
-
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        self.waiting.append((a, b))
-
-    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.waiting.extend(pairs)
-
-    def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        self.target.index_add_(0, index, rows.to(self.target.dtype))
-
-    def memory(self) -> tuple[Tensor, bool]:
-        return self.target, True
-
-    def mark_added(self) -> None:
-        """Counts nothing."""
+    def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
+        self.waiting.append((a, b, by))
 
     def in_forward(self) -> bool:
         return self.scope.active
 
-    def defers(self) -> bool:
-        return False
-
-    def take(self, param: Tensor) -> None:
-        """Takes what autograd has put into `param.grad`."""
-        if param.grad is not None:
-            self.add(param.grad.to_dense() if param.grad.is_sparse else param.grad)
-            param.grad = None
-
     def run(self) -> None:
         """Makes the products that wait."""
-        for a, b in self.waiting:
-            if a.dtype == self.target.dtype or matmul.widens(a, b, self.target.dtype):
-                matmul.add_product_(self.target, a, b, fresh=False)
-            else:
-                self.target.add_(torch.mm(a, b))
+        for a, b, by in self.waiting:
+            by.add_product_(self.target, a, b, fresh=False)
         self.waiting.clear()
 
 

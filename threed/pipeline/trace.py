@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -26,7 +25,8 @@ from torch.utils.flop_counter import flop_registry
 from threed.layers.contract import contract, title
 from threed.layers.recompute import Selective
 from threed.layers.slicing import MicroBatch
-from threed.ops import matmul
+from threed.ops import attention
+from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, gradients_of, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
@@ -92,7 +92,9 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
 
 @functools.cache
 def _formula(operation: Any) -> Callable[..., int] | None:
-    """Torch's count of an operation's FLOPs, which knows `addmm` but not `addmm_`."""
+    """Returns torch's count of an operation's FLOPs, which has `addmm` but not `addmm_`; for attention our own."""
+    if operation in attention.FUSED:
+        return attention.kernel_flops
     plain = getattr(torch.ops.aten, operation.__name__.removesuffix("_"), operation)
     formula: Callable[..., int] | None = flop_registry.get(operation, flop_registry.get(plain))
     return formula
@@ -171,65 +173,33 @@ class Watch(TorchDispatchMode):
         return self.most
 
 
-class _Attention(torch.autograd.Function):
-    """What a fused kernel of scaled dot-product attention keeps: its inputs, its output, a number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        out = (
-            torch.empty_like(q)
-            if q.shape[-1] == v.shape[-1]
-            else q.new_empty(*q.shape[:-1], v.shape[-1])
-        )
-        rows = torch.empty(
-            q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
-        )
-        ctx.save_for_backward(q, k, v, mask, out, rows)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, *_ = ctx.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
-
-
 class _Fused(TorchFunctionMode):
-    """Scaled dot-product attention as its fused kernels do it; on the meta device torch would take the plain one."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self.watch = watch
+    """Runs scaled dot-product attention by a fused operator; on the meta device torch takes the plain one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        q, k, v, mask = (
-            (*args, None)[:4] if len(args) > 2 else (args[0], kwargs["key"], kwargs["value"], None)
-        )
-        mask = (kwargs or {}).get("attn_mask", mask)
-        self.watch.flops += 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        return _Attention.apply(q, k, v, mask)
+        if func is nn.functional.scaled_dot_product_attention:
+            func = attention.on_meta
+        return func(*args, **(kwargs or {}))
 
 
-class _Sink:
-    """A gradient's buffer, which is there anyway; what else is made on the way to it is made here too."""
+class BufferSink:
+    """Adds a parameter's gradient to a buffer, as ZeRO's sinks do; nothing is counted or reduced."""
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
 
     def add(self, grad: Tensor) -> None:
-        """Adds nothing."""
+        self.target.add_(grad)
 
-    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
+        by.add_product_(self.target, a, b, fresh=False)
+
+    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
         for a, b in pairs:
-            self.add_product(a, b)
+            self.add_product(a, b, by)
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Makes the product where it is not made in the buffer."""
-        if a.dtype == self.target.dtype or matmul.widens(a, b, self.target.dtype):
-            matmul.add_product_(self.target, a, b, fresh=False)
-        else:
-            torch.mm(a, b)
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        self.target.index_add_(0, index, rows.to(self.target.dtype))
 
     def memory(self) -> tuple[Tensor, bool]:
         return self.target, True
@@ -243,9 +213,11 @@ class _Sink:
     def defers(self) -> bool:
         return False
 
-    def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Makes rows of the buffer's dtype."""
-        rows.to(self.target.dtype)
+    def take(self, param: Tensor) -> None:
+        """Moves `param.grad` into the buffer."""
+        if param.grad is not None:
+            self.add(param.grad.to_dense() if param.grad.is_sparse else param.grad)
+            param.grad = None
 
 
 class Tracer:
@@ -302,7 +274,7 @@ class Tracer:
         try:
             with (
                 Watch(value for value in given if isinstance(value, Tensor)) as watch,
-                _Fused(watch),
+                _Fused(),
             ):
                 cost, output = _measure(stage, form, self.micro, watch)
             sent = {
@@ -324,9 +296,9 @@ class Tracer:
                     new = nn.Parameter(
                         torch.empty(param.shape, dtype=self.dtype, device=META), param.requires_grad
                     )
-                    new.sink = _Sink(torch.empty_like(new, dtype=self.grad_dtype))  # type: ignore[attr-defined]
+                    new.sink = BufferSink(torch.empty_like(new, dtype=self.grad_dtype))  # type: ignore[attr-defined]
                     if param.requires_grad:
-                        new.register_post_accumulate_grad_hook(_drop)
+                        new.register_post_accumulate_grad_hook(new.sink.take)  # type: ignore[attr-defined]
                     made[id(param)] = new
                 module._parameters[name] = None if param is None else made[id(param)]
             for name, buffer in module._buffers.items():
@@ -334,10 +306,6 @@ class Tracer:
         for param in made.values():
             yield from (param, param.sink.target)  # type: ignore[attr-defined]
         yield from layer.buffers()
-
-
-def _drop(param: Tensor) -> None:
-    param.grad = None
 
 
 def alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from threed.layers.slicing import ForwardScope
-from threed.ops import matmul
+from threed.layers.slicing import ForwardScope, add_to
+from threed.ops.matmul import NATIVE, Matmul
 from threed.zero.counting import Contributions, LaunchQueue
 from threed.zero.deferral import Deferral
 from threed.zero.foreign_gradients import is_own
@@ -89,37 +89,37 @@ class Sink:
             target.copy_(grad)
         self.mark_added()
 
-    def add_product(self, a: Tensor, b: Tensor) -> None:
-        """Adds the matrix product a @ b; in the buffer itself where the dtypes allow."""
+    def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
+        """Adds the matrix product a @ b; in the buffer itself, unless its reduction was launched."""
         self._check_loss()
-        if self._deferred(self.add_product, a, b):
+        if self._deferred(partial(self.add_product, by=by), a, b):
             return None
-        if not self._takes_products(a, b):
-            return self.add(torch.mm(a, b))
-        matmul.add_product_(self._target(), a, b, fresh=not self.counts.added)
+        if self.is_late():
+            return self.add(by.product(a, b))
+        by.add_product_(self._target(), a, b, fresh=not self.counts.added)
         return self.mark_added()
 
-    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
         """Adds matrix products a @ b, made one after the other, as one contribution.
 
         If contributions are deferred, a single pair is; of several pairs only the sum is, since
         they are made one after the other to save memory.
         """
         self._check_loss()
-        total, fresh, direct = None, not self.counts.added, False
+        total, fresh = None, not self.counts.added
         pairs = iter(pairs)
         if self.defers():
             first, second = next(pairs, None), next(pairs, None)
             if first is not None and second is None:
-                return self.add_product(*first)
+                return self.add_product(*first, by)
             pairs = chain((pair for pair in (first, second) if pair is not None), pairs)
+        direct = not (self.defers() or self.is_late())
         for a, b in pairs:
-            direct = direct or (total is None and self._takes_products(a, b))
             if direct:
-                matmul.add_product_(self._target(), a, b, fresh=fresh)
+                by.add_product_(self._target(), a, b, fresh=fresh)
                 fresh = False
             else:
-                total = torch.mm(a, b) if total is None else total.addmm_(a, b)
+                total = add_to(total, a, b, by)
         self.mark_added() if total is None else self.add(total)
 
     def _check_loss(self) -> None:
@@ -138,11 +138,6 @@ class Sink:
             return False
         waiting.append((add, tensors))
         return True
-
-    def _takes_products(self, a: Tensor, b: Tensor) -> bool:
-        if self.defers():
-            return False
-        return not self.is_late() and (a.dtype == self._dtype or matmul.widens(a, b, self._dtype))
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds rows [n h] at row numbers [n]."""

@@ -1,0 +1,39 @@
+"""The positions of a rank's tokens in their sequence, as ranges.
+
+Positions.all(8)                        ranges ((0, 8),): a rank with the whole sequence
+Positions(((0, 2), (6, 8)), 8)          a rank whose rows 0 ... 3 are positions 0, 1, 6 and 7
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Range = tuple[int, int]  # [first, last)
+
+
+class Positions(NamedTuple):
+    """The positions of activations [s b h], row by row. Hashable: tables are cached by it.
+
+    ranges: in the order of the rows. length: of the full sequence.
+    """
+
+    ranges: tuple[Range, ...]
+    length: int
+
+    @classmethod
+    def all(cls, length: int) -> Positions:
+        """Returns all positions of a sequence."""
+        return cls(((0, length),), length)
+
+    def rows(self, full: Tensor) -> Tensor:
+        """Returns the rows of these positions of a tensor [length ...]: a view if there is one range."""
+        parts = [full[first:last] for first, last in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def indices(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Returns the positions as a tensor [s]."""
+        parts = [torch.arange(*part, dtype=dtype, device=device) for part in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,70 @@
+"""Causal attention over short sequences in bf16, with a backward on tiles (AMX): csrc/cpu/attention.cpp.
+
+The forward is torch's flash attention for CPUs. The backward reads the packed projection and writes its gradient in
+one call.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from threed.ops import fused_cpu
+
+
+def reference(qkv: Tensor, d: int) -> Tensor:
+    """Computes causal attention of packed heads of size d: qkv [s b 3ad] -> [s b ad]."""
+    q, k, v = _heads(qkv, d)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return y.permute(2, 0, 1, 3).flatten(2)
+
+
+def fits(qkv: Tensor, d: int) -> bool:
+    """Returns whether `short_attention` takes qkv [s b 3ad], and is faster than `reference`."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    if qkv.device.type != "cpu" or not fused_cpu.attends_backward(qkv, d):
+        return False
+    s, b, _ = qkv.shape
+    return _is_flash(s, b, d, qkv.dtype, torch.backends.cuda.flash_sdp_enabled())
+
+
+def short_attention(qkv: Tensor, d: int) -> Tensor:
+    """As `reference`, for tensors that `fits` accepts. It can be differentiated once."""
+    y: Tensor = _ShortAttention.apply(qkv, d)
+    return y
+
+
+class _ShortAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, d: int) -> Tensor:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y, logarithms = flash(*_heads(qkv, d), 0.0, True)
+        ctx.save_for_backward(qkv, logarithms)
+        ctx.d = d
+        out: Tensor = y.permute(2, 0, 1, 3).flatten(2)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        qkv, logarithms = ctx.saved_tensors
+        return fused_cpu.attention_backward(qkv, dy, logarithms, ctx.d), None
+
+
+def _heads(qkv: Tensor, d: int) -> list[Tensor]:
+    """Returns views of queries, keys and values [b a s d]."""
+    return [part.unflatten(-1, (-1, d)).permute(1, 2, 0, 3) for part in qkv.chunk(3, -1)]
+
+
+@functools.lru_cache(maxsize=64)
+def _is_flash(s: int, b: int, d: int, dtype: torch.dtype, enabled: bool) -> bool:
+    """Returns whether torch takes its flash attention for such heads on a CPU; enabled: the user's setting."""
+    q = torch.empty(b, 1, s, d, dtype=dtype)
+    chosen = torch._fused_sdp_choice(q, q, q, None, 0.0, True)
+    return bool(chosen == SDPBackend.FLASH_ATTENTION.value)
