@@ -35,8 +35,8 @@ def data(engine: Engine, step: int = 0) -> dict[str, Tensor]:
 
 def state(engine: Engine) -> list[Tensor]:
     """Copies of everything that a step changes; publishes a delayed update, as the next step would."""
-    engine.optimizer.publish_delayed()
-    engine.optimizer.settle()
+    engine.optimizer._publish_delayed()
+    engine.optimizer.wait()
     held = [group.params.clone() for group in engine.layout.groups if not group.sliced]
     for s in engine.optimizer.states:
         for storage in (s.bucket.storage, *s.storages.values()):

@@ -1,8 +1,8 @@
 """ZeRO-3 for wrapped modules: hooks that gather the parameters of any nn.Module when they are used.
 
     hooks = Hooks(module, units, layout, gatherer, prefetch)
-    hooks.on_gradient(slot)     when the gradient of a parameter is complete
-    hooks.pass_ended()          after each backward, and after a forward that none follows
+    hooks.gradient_complete(slot)   when the gradient of a parameter is complete
+    hooks.pass_ended()              after each backward, and after a forward that none follows
 
 A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter, or
 of a tensor that autograd saved as a view of it, gathers its group (`zero.access`). In a backward a group is released
@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from threed.models.wrapped import Unit
+from threed.codecs import EXACT, Codec
+from threed.models.wrapped import Unit, Wrapped
 from threed.sharding import storage_of
+from threed.topology import Axis
 from threed.zero.access import UNTRACED, Holder
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
+from threed.zero.manual_edits import Changes
 from threed.zero.modes import compiles
 
 RECENT = (
@@ -136,11 +139,6 @@ class Hooks:
                 _Hook(self, unit.module, number)
             if all(unit.module is not module for unit in units):
                 _Hook(self, module, None)
-            gatherer.before_use = self._gather_for_use
-
-    def gather_order(self) -> int:
-        """Returns a hash of the groups gathered so far, in order, which must be the same on all ranks."""
-        return self.gatherer.order
 
     # -------------------------------------------------------------------------------------------------------- forward
 
@@ -148,7 +146,7 @@ class Hooks:
         """Begins a module's call."""
         self._calls.append([])
         for group in self.gatherer.groups_of(unit) if unit is not None else ():
-            self._gather_for_use(group)
+            self.gather_for_use(group)
 
     def runs_compiled(self, module: nn.Module) -> bool:
         """Returns whether the module, or a part of it, is compiled."""
@@ -159,7 +157,7 @@ class Hooks:
             part._compiled_call_impl or "_orig_mod" in part._modules for part in module.modules()
         )
 
-    def _gather_for_use(self, group: Group) -> None:
+    def gather_for_use(self, group: Group) -> None:
         """Gathers a group before one of its parameters is used; does nothing outside of a forward or backward."""
         if self._calls:
             if group not in self._calls[-1]:
@@ -222,7 +220,7 @@ class Hooks:
                 self.gatherer.close(other, Holder.BACKWARD)
             self._recent = [other for other in self._recent if other not in old]
 
-    def on_gradient(self, slot: Slot) -> None:
+    def gradient_complete(self, slot: Slot) -> None:
         """Releases a group in a backward when the gradients of all its parameters are complete."""
         group = self._group_of_slot.get(slot)
         if group is None:
@@ -241,6 +239,43 @@ class Hooks:
         self._due.clear()
         self._node, self._in_use = None, set()
         self.gatherer.release_all()
+
+
+class ModuleGatherer(Gatherer):
+    """Gathers the parameters of a wrapped module, which the program may use and change anywhere.
+
+    Args:
+        layout: of the parameters.
+        axis: as for `Gatherer`.
+        model: the module, with its units.
+        prefetch: how many groups to gather ahead.
+        codec: as for `Gatherer`.
+
+    Attributes:
+        hooks: gather parameters when they are used.
+        changes: tracks parameters that the program changes.
+    """
+
+    wrapped = True
+
+    def __init__(
+        self, layout: Layout, axis: Axis, model: Wrapped, prefetch: int, codec: Codec = EXACT
+    ) -> None:
+        super().__init__(layout, axis, codec)
+        self.hooks = Hooks(model.module, model.units, layout, self, prefetch)
+        self.changes = Changes(model.module, layout, self)
+
+    def before_use(self, group: Group) -> None:
+        self.hooks.gather_for_use(group)
+
+    def before_free(self, group: Group) -> None:
+        self.version += self.changes.store(group)
+
+    def gradient_complete(self, slot: Slot) -> None:
+        self.hooks.gradient_complete(slot)
+
+    def pass_ended(self) -> None:
+        self.hooks.pass_ended()
 
 
 def in_backward() -> bool:

@@ -219,6 +219,10 @@ class Group:
         for slot in self.slots:
             point(slot.param, self.view(slot, self.params))
 
+    def turn(self) -> None:
+        """Exchanges the buffers of the two versions."""
+        self.params, self.previous = self.previous, self.params
+
     def free(self) -> None:
         """Drops `params` and points the parameters to their placeholders. The memory is freed with its last view."""
         self.params = self.params.new_empty(0)

@@ -1,7 +1,7 @@
 """The optimizer's states as they were at one moment, while training goes on and changes them.
 
     snapshot = Snapshot(extents, optimizer, room)     the moment; a GPU begins to copy
-    hold(optimizer, "disk", snapshot)                 an update waits, bucket by bucket, for what is not safe yet
+    optimizer.readers.add("disk", snapshot.release)   an update waits, bucket by bucket, for what is not safe yet
     for values in snapshot.values(): ...              in a thread of its own: those of the extents, in order
 
 A state is safe to change once it was copied, or written. What is copied, when, and into how much memory:
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -380,24 +380,6 @@ class Snapshot:
             for item in self._items:
                 item.safe = True
             self._changed.notify_all()
-
-
-class _Readers:
-    """Calls each of some readers, by what they read for, before a state changes."""
-
-    def __init__(self) -> None:
-        self.release: dict[str, Callable[[State], None]] = {}
-
-    def __call__(self, state: State) -> None:
-        for release in self.release.values():
-            release(state)
-
-
-def hold(optimizer: Optimizer, what: str, snapshot: Snapshot) -> None:
-    """Has updates wait for a snapshot, in place of an earlier one for the same: one of each may be read at a time."""
-    if not isinstance(optimizer.before_change, _Readers):
-        optimizer.before_change = _Readers()
-    optimizer.before_change.release[what] = snapshot.release
 
 
 def _read(place: OnDrive, before: Transfer | None, into: Tensor) -> None:
