@@ -90,11 +90,10 @@ class LanguageModelHead(PipelineLayer):
     """x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss (a scalar), or logits [s b v/t] without labels.
 
     weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.
-    softcap: a bound on logits, by tanh; 0: none. loss_chunks: parts of the rows whose logits exist at a time; more than
-    one costs a third of the head's time.
+    softcap: a bound on logits, by tanh; 0: none. If `MicroBatch.loss_chunks` is above 1, the logits of a part of the rows
+    exist at a time, which costs a third of the head's time.
     """
 
-    loss_chunks = 1
     recomputable = False  # on the last stage its backward follows at once
 
     def __init__(
@@ -135,10 +134,10 @@ class LanguageModelHead(PipelineLayer):
         of = _Projection(
             table, micro.labels.t(), scale, self.first, self.columns, self.vocab, *f, self.softcap
         )
-        if self.loss_chunks > 1:
+        if micro.loss_chunks > 1:
             y = self.norm(x)
             loss: Tensor = _ChunkedLoss.apply(
-                y, *for_autograd(y, table), of, min(self.loss_chunks, y.shape[0])
+                y, *for_autograd(y, table), of, min(micro.loss_chunks, y.shape[0])
             )
             return loss
         return of.loss(linear(self.norm(x), table, None, *f), slice(None))
