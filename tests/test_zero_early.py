@@ -184,7 +184,7 @@ def skipped(config: Config) -> list[str]:
     ):
         before = whole(engine)
         early_of(engine)._hopeful = True  # as after a step that was not skipped
-        with mock.patch.object(early_of(engine).optimizer, "before_change") as updated:
+        with mock.patch.object(engine.optimizer.readers, "wait") as updated:
             if bucket is None:
                 poison_loss(engine)
                 engine.step(data(engine, 3))
@@ -240,7 +240,7 @@ def broken_off(folder: Path, where: str) -> list[str]:
     before, updated, disk = whole(engine), list[int](), drive_of(engine).disk
 
     on: tuple[Any, str] = (
-        (disk, "write") if where == "drive" else (early_of(engine).optimizer, "before_change")
+        (disk, "write") if where == "drive" else (engine.optimizer.readers, "wait")
     )
     inner = getattr(*on)
 
