@@ -550,10 +550,10 @@ def test_a_run_with_a_flipped_bit_ends_before_it_saves(tmp_path: Path) -> None:
 
 def scale_gradients(engine: Engine, factor: float) -> None:
     """The next step's summed gradients come out larger by a factor, on every rank."""
-    inner = engine.optimizer._share
+    inner = engine.optimizer._own_sums
 
     def share(gradients: Any, carry: Any) -> Any:
-        engine.optimizer._share = inner  # type: ignore[method-assign]
+        engine.optimizer._own_sums = inner  # type: ignore[method-assign]
         for gradient in gradients:
             staged = gradient.storage.fetch()
             staged.wait().mul_(factor)
@@ -561,7 +561,7 @@ def scale_gradients(engine: Engine, factor: float) -> None:
             gradient.squares.mul_(factor**2)
         return inner(gradients, carry)
 
-    engine.optimizer._share = share  # type: ignore[method-assign]
+    engine.optimizer._own_sums = share  # type: ignore[method-assign]
 
 
 def spiking(case: Case, folder: str) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,6 +73,10 @@ def test_an_engine_is_of_the_kind_of_its_model() -> None:
     assert type(module) is ModuleEngine
     assert not hasattr(module, "logits")
     assert isinstance(module, Engine)
+    for engine in (layered, module):
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                copied(engine)
 
 
 # ------------------------------------------------------------------------------------------------------- custom loops

@@ -85,9 +85,9 @@ class Engine:
     wraps_module: ClassVar[bool]  # then the program may use and change parameters anywhere
     gatherer: Gatherer
 
-    def __new__(cls, model: Model | nn.Module, *_: Any, **__: Any) -> Engine:
+    def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
         kind = LayeredEngine if is_layered(model) else ModuleEngine
-        return super().__new__(kind if cls is Engine else cls)
+        return super().__new__(kind if cls is Engine else cls)  # a copy has its class already
 
     def __init__(
         self, model: Model | nn.Module, topology: Topology, config: Config, *,

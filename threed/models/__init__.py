@@ -56,7 +56,7 @@ def options_of(model: Model) -> ModelOptions:
     return ModelOptions(**given)
 
 
-def is_layered(model: Model | nn.Module) -> bool:
+def is_layered(model: object) -> bool:
     """Returns whether a model is made of pipeline layers; others are modules to be wrapped."""
     has_slicing = isinstance(getattr(model, "slicing", None), Slicing)
     return has_slicing and not isinstance(model, Wrapped)
