@@ -40,8 +40,8 @@ from threed.zero.records import (
     PREVIOUS,
     WEIGHT,
     Record,
-    begin_anew,
     fill_in_place,
+    initialise,
     read,
     records,
     records_of,
@@ -210,7 +210,7 @@ def _overwrite(
                 raise_together(problems, everyone, CheckpointError)
     except CheckpointError:  # on every rank
         if initial is not None:
-            begin_anew(optimizer, initial)
+            initialise(optimizer, initial, again=True, everything=True)
         raise
 
 

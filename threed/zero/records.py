@@ -117,19 +117,6 @@ def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]
             drop_all(buffers)
 
 
-def fill(
-    optimizer: Optimizer,
-    source: Callable[[str, Piece, Box], Tensor],
-    parts: tuple[str, ...] | None = None,
-) -> None:
-    """Sets every box this rank holds from `source(part, piece, box)` [*box.size], as `fill_in_place` does."""
-
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        out.copy_(source(part, piece, box))
-
-    fill_in_place(optimizer, write, parts)
-
-
 def fill_in_place(
     optimizer: Optimizer,
     write: Callable[[str, Piece, Box, Tensor], None],
@@ -147,18 +134,21 @@ def fill_in_place(
                     write(record.part, record.piece, record.box, record.of(values[record.part]))
 
 
-def initialise(optimizer: Optimizer, initial: Initial, again: bool) -> None:
-    """Sets the weights to their initial values, the other states being zero. again: `initial` can be called later."""
-    fill(optimizer, initial, (WEIGHT,))
-    if again:
-        optimizer.consistency.mark_initialised(initial)
+def initialise(
+    optimizer: Optimizer, initial: Initial, again: bool, everything: bool = False
+) -> None:
+    """Sets the weights to their initial values.
 
-
-def begin_anew(optimizer: Optimizer, initial: Initial) -> None:
-    """Sets all states, whatever they are, as `initialise` left them."""
+    Args:
+        optimizer: has the states.
+        initial: returns the values of a box.
+        again: whether it can be called later, for a load that fails.
+        everything: set all other states to zero, which they are in a new optimizer.
+    """
 
     def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
         out.copy_(initial(part, piece, box)) if part in (WEIGHT, PREVIOUS) else out.zero_()
 
-    fill_in_place(optimizer, write)
-    optimizer.consistency.mark_initialised(initial)
+    fill_in_place(optimizer, write, None if everything else (WEIGHT,))
+    if again:
+        optimizer.consistency.mark_initialised(initial)
