@@ -126,6 +126,8 @@ def test_a_step_of_a_custom_loop_can_be_discarded() -> None:
     engine.discard()
     with pytest.raises(RuntimeError, match=r"call Engine\.begin"):
         engine.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"call Engine\.begin"):
+        engine.update()
     engine.begin()
     with engine.inference() as module:
         want = float(module(x))

@@ -212,14 +212,14 @@ class Engine:
         self.runner.reduce()
         self.buffers.end_step()  # raises for what must not change, before anything is updated
         update = self.runner.update(self.faults.appended_to(loss))
+        spent = self.runner.seconds
+        passes = self._seconds + time.perf_counter() - began - sum(spent)
         self.steps += 1
         if self._numbers is not None:
             self._numbers()  # faults are counted in the order of steps
         self._numbers = Later(lambda: self._numbers_of(update()))
         if not self.runner.pending:
             self._numbers()
-        spent = self.runner.seconds
-        passes = self._seconds + time.perf_counter() - began - sum(spent)
         seconds = dict(zip(PHASES, (passes, *spent), strict=True))
         most = self.config.train.max_bad_steps
         return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults, most)
@@ -480,10 +480,7 @@ class ModuleEngine(Engine):
         Raises:
             RuntimeError: `begin` was not called.
         """
-        if not self.accumulating:
-            raise RuntimeError(
-                "call Engine.begin(microbatches) first: gradients of the last step are in the way"
-            )
+        self._check_begun()
         began = time.perf_counter()
         weight = 1.0 / (self._microbatches * self.topology.dp) if weight is None else weight
         check_scales(self.config.precision.dtype, self.layout.slots)
@@ -503,7 +500,12 @@ class ModuleEngine(Engine):
         Args:
             tokens: of the global batch, for the metrics.
         """
+        self._check_begun()
         return self._end_step(self._loss, tokens)
+
+    def _check_begun(self) -> None:
+        if not self.accumulating:
+            raise RuntimeError("call Engine.begin(microbatches) first: no step is in progress")
 
     def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
         self.accumulating = False
