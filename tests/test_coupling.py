@@ -1,4 +1,5 @@
-"""No object sets another object's fields, and modules have no state, but for the exceptions that are listed here."""
+"""No object sets another object's fields, and modules have no state, but for the exceptions that
+are listed here."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def made(function: Function) -> set[str]:
 
 
 def foreign_fields(tree: ast.Module) -> set[str]:
-    """The assignments to fields of objects that neither this module's classes nor the function has made."""
+    """The assignments to fields of objects that neither this module's classes nor the function has
+    made."""
     own, found = fields(tree), set[str]()
     for function in functions(tree):
         mine = {"self", "cls", "ctx"} | made(function)

@@ -1,4 +1,5 @@
-"""Engines that are built from Python: their kinds, custom loops, what is refused, and what metrics show."""
+"""Engines that are built from Python: their kinds, custom loops, what is refused, and what metrics
+show."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Named(nn.Module):
 
 
 def test_what_is_a_model() -> None:
-    """threed's own have a Slicing; other modules are wrapped, whatever they are called; the rest is refused."""
+    """threed's own have a Slicing; other modules are wrapped, whatever they are called; the rest is
+    refused."""
     config = config_of(Case(microbatches=-2))
     module = Named()
     x = torch.ones(2, 4, dtype=torch.float64)
@@ -83,7 +85,8 @@ def test_an_engine_is_of_the_kind_of_its_model() -> None:
 
 
 def train_by_steps(stage: int, custom: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and weights of three steps of two micro-batches on every rank, in a custom loop or by `Engine.step`."""
+    """The losses and weights of three steps of two micro-batches on every rank, in a custom loop or
+    by `Engine.step`."""
     torch.manual_seed(0)
     config = Config.model_validate({
         "train": {"global_batch": 8, "micro_batch": 4 // Topology().dp}, "precision": {"dtype": "fp64"},

@@ -160,8 +160,11 @@ class Engine:
         raise NotImplementedError
 
     def _overlap(self, layers: list[nn.Module]) -> Overlap | None:
-        """Returns the streams of pairs. A pair runs its passes one after the other if parameters are freed, or buffers
-        may be replaced: another stream could reuse the memory while it is read."""
+        """Returns the streams of pairs of a forward and a backward.
+
+        None if parameters are freed, or buffers may be replaced: the other stream could reuse the
+        memory while it is read. A pair then runs its passes one after the other.
+        """
         frees = self.layout.slices_parameters or any(
             True for layer in layers for _ in layer.buffers()
         )
@@ -240,7 +243,7 @@ class Engine:
         self.gatherer.release_all()
 
     def finish(self) -> None:
-        """Ends the last step (optimistic updates, 2bw). Does not change the training. Collective."""
+        """Ends the last step (optimistic updates, 2bw); changes no result. Collective."""
         self.reducer.recover()
         self.runner.finish(self.executor.run)
 
@@ -250,8 +253,9 @@ class Engine:
         self.finish()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Returns the mean token loss of a batch, of which each data rank passes its share, without training: a scalar,
-        the same on every rank; NaN if ids are beyond the vocabulary, or no label counts. Collective."""
+        """Returns the mean token loss of a batch, of which each data rank passes its share, without
+        training: a scalar, the same on every rank; NaN if ids are beyond the vocabulary, or no
+        label counts. Collective."""
         with self.evaluating():
             micros = self._micro_batches(batch, training=False)
             losses = self.executor.run(self.blueprint.lowered(len(micros), training=False), micros)
@@ -260,31 +264,34 @@ class Engine:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Prepares for forwards without training in the block; a step in progress goes on after it. Collective."""
+        """Prepares for forwards without training in the block; a step in progress goes on after it.
+        Collective."""
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
             self.buffers.agree()
             yield
 
     def sum_losses(self, loss: Tensor) -> Tensor:
-        """Returns the sum over all ranks of an evaluation's loss, of which fp64 [1] is this rank's part: a scalar; NaN
-        if some data was invalid. Call it inside `evaluating`. Collective."""
+        """Returns the sum over all ranks of an evaluation's loss, of which fp64 [1] is this rank's
+        part: a scalar; NaN if some data was invalid. Call it inside `evaluating`. Collective."""
         own = self.faults.appended_to(loss)
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))
 
     def bad_steps(self) -> int:
-        """Returns how many steps in a row, up to the last one, were skipped and count as bad; ends that step.
-        Collective."""
+        """Returns how many steps in a row, up to the last one, were skipped and count as bad; ends
+        that step. Collective."""
         self.finish()
         return int(self.optimizer.bad.in_a_row)
 
     def compare_replicas(self) -> None:
-        """Compares the copies that several ranks hold. ReplicaError on every rank, naming those that differ. Collective."""
+        """Compares the copies that several ranks hold. ReplicaError on every rank, naming those
+        that differ. Collective."""
         self._take_in()
         replicas.check(self.optimizer, self.topology, self.steps)
 
     def _carry(self, losses: list[Tensor], scale: Tensor | float | None = None) -> Tensor:
-        """Returns this rank's part of the loss, fp64 [1]: on the last stage's first tensor rank, else zero."""
+        """Returns this rank's part of the loss, fp64 [1]; zero unless it is the first tensor rank
+        of the last stage."""
         device = self.topology.device
         if not losses or self.topology.axis("tp").index > 0:
             return torch.zeros(1, dtype=torch.float64, device=device)
@@ -310,8 +317,8 @@ class Engine:
     ) -> Path:  # fmt: skip
         """Writes a checkpoint folder at `path`, atomically; `load` returns `extra`. Collective.
 
-        hurries: see `writing.prepare`. Raises DataError on all ranks, before anything is written, if a step had invalid
-        data and reading metrics has not raised the error.
+        hurries: see `writing.prepare`. Raises DataError on all ranks, before anything is written,
+        if a step had invalid data and reading metrics has not raised the error.
         """
         self.saver.end()
         return self.saver.save(Path(path), self.counters(extra), self.extras, hurries)
@@ -323,8 +330,9 @@ class Engine:
     ) -> Save:  # fmt: skip
         """Begins to write a checkpoint of this step while training goes on. Collective.
 
-        Waits for the save before; call `Save.wait` before the program ends. before_publishing, published: called in a
-        thread of the first rank, when all files are written, and once the checkpoint is complete. Otherwise as `save`.
+        Waits for the save before; call `Save.wait` before the program ends. before_publishing,
+        published: called in a thread of the first rank, when all files are written, and once the
+        checkpoint is complete. Otherwise as `save`.
         """
         state, now = self.counters(extra), self.wraps_module
         return self.saver.start(
@@ -333,7 +341,8 @@ class Engine:
         )  # fmt: skip
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the counters for a manifest, after the last update. Collective. DataError: see `save`."""
+        """Returns the counters for a manifest, after the last update. Raises DataError as `save`.
+        Collective."""
         self._take_in()
         if self._numbers is not None:
             self.faults.raise_before_save(
@@ -348,11 +357,12 @@ class Engine:
         return state
 
     def load(self, path: str | Path, hashed: Collection[str] | None = None) -> dict[str, Any]:
-        """Loads weights, moments, buffers and counters from a checkpoint of any topology, or only weights from a Hugging
-        Face folder. Collective.
+        """Loads weights, moments, buffers and counters from a checkpoint of any topology, or only
+        weights from a Hugging Face folder. Collective.
 
-        Returns `extra` of `save`; of a Hugging Face folder its record as `hf`. hashed: see `native.load`. Raises
-        CheckpointError, before anything is overwritten, if names or shapes are those of another model.
+        Returns `extra` of `save`; of a Hugging Face folder its record as `hf`. hashed: see
+        `native.load`. Raises CheckpointError, before anything is overwritten, if names or shapes
+        are those of another model.
         """
         self.saver.end()
         self._take_in()
@@ -366,13 +376,14 @@ class Engine:
         return dict(state["extra"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns full tensors by global name on rank 0, an empty dict elsewhere: master weights, at least fp32, and
-        persistent buffers. Collective."""
+        """Returns full tensors by global name on rank 0, an empty dict elsewhere: master weights,
+        at least fp32, and persistent buffers. Collective."""
         self._take_in()
         return native.collect(self.optimizer, self.topology) | self.buffers.collect()
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
-        """Sets weights and buffers from full tensors by global name, which every rank passes; moments stay."""
+        """Sets weights and buffers from full tensors by global name, which every rank passes;
+        moments stay."""
         self._take_in()
         fit.take_full(self.optimizer, self.buffers, self.topology, weights)
 
@@ -402,8 +413,8 @@ class LayeredEngine(Engine):
         records.initialise(self.optimizer, values, again=True)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Returns the logits [b s v/t] of tokens [b s], a part of the vocabulary per tensor rank, on the last stage;
-        None on the others."""
+        """Returns the logits [b s v/t] of tokens [b s], a part of the vocabulary per tensor rank,
+        on the last stage; None on the others."""
         self.finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
@@ -468,7 +479,8 @@ class ModuleEngine(Engine):
         self._loss = torch.zeros_like(self._loss)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
-        """Runs the backward of one micro-batch, and adds its gradients and its loss to those of the step.
+        """Runs the backward of one micro-batch, and adds its gradients and its loss to those of the
+        step.
 
         If it raises, the step's gradients are discarded: call `begin` for the next step.
 
@@ -495,7 +507,8 @@ class ModuleEngine(Engine):
         self._seconds += time.perf_counter() - began
 
     def update(self, tokens: int = 0) -> StepMetrics:
-        """Ends an optimizer step of a custom loop: sums the gradients over ranks, and updates. Collective.
+        """Ends an optimizer step of a custom loop: sums the gradients over ranks, and updates.
+        Collective.
 
         Args:
             tokens: of the global batch, for the metrics.
@@ -518,12 +531,14 @@ class ModuleEngine(Engine):
         self.reducer.give_up()
 
     def zero_grad(self) -> None:
-        """Drops all gradients so far: of the step in progress, and those from losses of other engines."""
+        """Drops all gradients so far: of the step in progress, and those from losses of other
+        engines."""
         self.reducer.drop()
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        """Yields the module for forwards without gradients, and releases its parameters after the block."""
+        """Yields the module for forwards without gradients, and releases its parameters after the
+        block."""
         try:
             # What a module caches must be usable in training too.
             with torch.inference_mode(False), torch.no_grad():
@@ -539,7 +554,8 @@ class ModuleEngine(Engine):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Yields the module with all parameters gathered. Changes must be the same on all ranks. Collective."""
+        """Yields the module with all parameters gathered. Changes must be the same on all ranks.
+        Collective."""
         if self.gatherer.is_held(Holder.GATHERED):
             yield self.module  # which the block around this one keeps gathered
             return

@@ -90,8 +90,8 @@ class LanguageModelHead(PipelineLayer):
     """x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss (a scalar), or logits [s b v/t] without labels.
 
     weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.
-    softcap: a bound on logits, by tanh; 0: none. If `MicroBatch.loss_chunks` is above 1, the logits of a part of the rows
-    exist at a time, which costs a third of the head's time.
+    softcap: a bound on logits, by tanh; 0: none. If `MicroBatch.loss_chunks` is above 1, the logits
+    of a part of the rows exist at a time, which costs a third of the head's time.
     """
 
     recomputable = False  # on the last stage its backward follows at once

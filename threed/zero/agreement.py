@@ -26,9 +26,10 @@ def check_configuration(config: Config, world: Axis) -> None:
 
 
 def check_plan(plan: Plan, world: Axis) -> None:
-    """Checks that all ranks have the same plan, if a user's file or a search by times makes it. Collective.
+    """Checks that all ranks have the same plan. Collective.
 
-    Of two plans, each waits for messages that the other never sends.
+    A user's file or a search by times may give different ones. Each waits for messages that the
+    other never sends.
 
     Raises:
         ValueError: naming the rank.

@@ -100,7 +100,8 @@ class Gatherer:
         by_storage: the group (and, for the placeholder of a sharded parameter, the slot) that a storage belongs to; the
             keys are those of `storage_of`.
         version: incremented when the values of sharded parameters change.
-        wrapped: whether the parameters are those of a wrapped module, which the program may read and change.
+        wrapped: whether the parameters are those of a wrapped module, which the program may read
+            and change.
         order: a hash of the groups that were gathered, in order; the same on all ranks.
     """
 
@@ -191,7 +192,7 @@ class Gatherer:
             self._wait_for(self._buckets_of_slot.get(slot, ()))
 
     def show(self, newest: bool) -> None:
-        """Sets which version of the parameters passes read; only those of the newest wait for its gathers."""
+        """Sets which version of the parameters passes read; only the newest has gathers to wait for."""
         self._shows_newest = newest
 
     def settle(self) -> None:

@@ -175,7 +175,7 @@ class ModuleGatherer(Gatherer):
         )
 
     def before_use(self, group: Group) -> None:
-        """Gathers a group before one of its parameters is used; does nothing outside of a forward or backward."""
+        """Gathers a group before use in a forward or backward; does nothing elsewhere."""
         if self._calls:
             if group not in self._calls[-1]:
                 self._calls[-1].append(group)

@@ -70,8 +70,10 @@ class Changes:
         point(param, place)
 
     def store(self, group: Group) -> bool:
-        """Stores this rank's slices of changed parameters, before the group's memory is freed; returns whether there
-        are any."""
+        """Stores this rank's slices of changed parameters, before the group's memory is freed.
+
+        Returns whether there are any.
+        """
         changed = self._changed(group)
         for bucket in group.buckets if changed else ():
             staged = bucket.storage.empty()

@@ -1,15 +1,16 @@
 """The ZeRO optimizer (arXiv 1910.02054): each rank updates the slices it owns and gathers the rest.
 
     step(gradients, carry)   global norm -> clip factor and skip flag -> bucket by bucket: apply the rule
-                             (AdamW, SGD, Lion) to the slice, copy it to the parameters, begin to gather
-                             them (some updates are already done: `early.py`)
+                             (AdamW, SGD, Lion) to the slice, copy it to the parameters, begin to
+                             gather them (some updates are already done: `early.py`)
     validate()               of an optimistic update, which did not wait for the norm (`optimistic.py`)
     wait()                   then states can be read: `staged(state, parts)`
     overwriting(everything)  around values that are set from outside
 
-Slices are staged from their storages: while one bucket is updated, the next is read and the previous one written.
-While the state is on the device, nothing here reads a tensor's value on the host: norm, clip factor, skip flag, loss
-scale and learning rate stay tensors. Offloaded state is updated by the host, which has to read them.
+Slices are staged from their storages: while one bucket is updated, the next is read and the
+previous one written. While the state is on the device, nothing here reads a tensor's value on the
+host: norm, clip factor, skip flag, loss scale and learning rate stay tensors. Offloaded state is
+updated by the host, which has to read them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Optimizer:
         dynamic: parameters may be unused, as those of a wrapped module.
 
     Attributes:
-        earlier: for checkpoints, states of the parameters that are one update older than the weights.
+        earlier: for checkpoints, states of the parameters that are one update older than the
+            weights.
         updates: the number of updates done, a scalar tensor; a skipped step is none.
         consistency: whether all states are of the same step.
         readers: the saves that still read the states.
@@ -151,8 +153,8 @@ class Optimizer:
         return self.optimistic is not None and self.optimistic.pending
 
     def validate(self) -> bool:
-        """Returns whether the last update was right. If not, it was undone, and done again. Parameters are not gathered
-        then. Collective if it was wrong."""
+        """Returns whether the last update was right. If not, it was undone, and done again.
+        Parameters are not gathered then. Collective if it was wrong."""
         return self.optimistic is None or self.optimistic.validate()
 
     def wait(self) -> None:
@@ -192,7 +194,8 @@ class Optimizer:
 
     @contextmanager
     def overwriting(self, everything: bool) -> Iterator[None]:
-        """Prepares the states for values that the block sets by `staged`; gathers parameters after it. Collective.
+        """Prepares the states for values that the block sets by `staged`; gathers parameters after
+        it. Collective.
 
         Args:
             everything: all values are set. A delayed update is discarded then; else the parameters
@@ -232,7 +235,8 @@ class Optimizer:
         return self.bad.before(rate, self.scaler.scale.clone(), self.grad_clip)
 
     def _guess(self) -> StepScalars:
-        """Returns the next update's scalars on the host, if nothing is clipped and nothing skipped."""
+        """Returns the next update's scalars on the host, if nothing is clipped and nothing
+        skipped."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
         return _on_host(_scalars(self._before().with_sums(sums), self.updates + 1))
 
@@ -314,8 +318,8 @@ class Optimizer:
     def _apply_rule(
         self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None
     ) -> None:
-        """Updates weights, gradient (used up) and moments, all [n]; out [n] gets the new weights. In parts if some
-        parameters are unused so far, or count their updates apart."""
+        """Updates weights, gradient (used up) and moments, all [n]; out [n] gets the new weights.
+        In parts if some parameters are unused so far, or count their updates apart."""
         options = state.bucket.group.key.options
         if options.factor != 1.0:
             now = replace(now, lr=now.lr * options.factor)
@@ -332,7 +336,8 @@ class Optimizer:
                 new.copy_(weight)
 
     def _publish(self, state: State, weight: Tensor) -> None:
-        """Copies a bucket's weights to the parameters, and begins to gather those that stay whole."""
+        """Copies a bucket's weights to the parameters, and begins to gather those that stay
+        whole."""
         if not state.shared:
             params = state.bucket.portion
             parameter = params.empty()
@@ -346,7 +351,8 @@ class Optimizer:
     # --------------------------------------------------------------------------------- updates in the background
 
     def _wait_for_update(self) -> None:
-        """Waits for a delayed update, whose weights the parameters do not have yet. Validates an optimistic one."""
+        """Waits for a delayed update, whose weights the parameters do not have yet. Validates an
+        optimistic one."""
         self.validate()
         if self._delayed is not None:
             self._delayed.result()
@@ -355,7 +361,8 @@ class Optimizer:
     def _publish_delayed(self) -> None:
         """Waits for a delayed update, and copies its weights to the parameters.
 
-        Only the next update may do this, and whoever sets weights: the next step would not be delayed.
+        Only the next update may do this, and whoever sets weights: the next step would not be
+        delayed.
         """
         self._wait_for_update()
         self._delayed = None
@@ -396,7 +403,8 @@ def _on_host(now: StepScalars) -> StepScalars:
 
 
 def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Returns gradients that the next step does not overwrite; from a device they are copied all at once."""
+    """Returns gradients that the next step does not overwrite; from a device they are copied all at
+    once."""
     values = [gradient.storage.fetch().wait() for gradient in gradients]
     copies = [
         start_copy(v, HOST) if is_accelerator(v.device) else done(v.to(HOST, copy=True))

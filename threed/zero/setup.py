@@ -221,7 +221,7 @@ def is_early(config: Config) -> bool:
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function from the updates done so far (a scalar tensor, fp64) to the learning rate of the next one.
+    """Returns a function from the number of updates done (a scalar tensor, fp64) to the next rate.
 
     A skipped step does not advance it. The rate rises linearly over the warm-up to `optim.lr`, then
     follows the named shape down to the smallest rate at `steps`.

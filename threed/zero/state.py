@@ -80,8 +80,10 @@ class Consistency:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Marks the states as inconsistent while the block changes them. If it raises they stay so, until a block
-        that overwrites them has ended."""
+        """Marks the states as inconsistent while the block changes them.
+
+        If it raises they stay so, until a block that overwrites them has ended.
+        """
         self._broken, self._depth, self.initial = True, self._depth + 1, None
         try:
             yield
@@ -117,7 +119,12 @@ class Readers:
         self._waits: dict[str, Callable[[State], None]] = {}
 
     def add(self, purpose: str, wait: Callable[[State], None]) -> None:
-        """Adds a save, in place of the earlier one for the same purpose. wait: returns when a state may change."""
+        """Adds a save, in place of the earlier one for the same purpose.
+
+        Args:
+            purpose: "disk" or "memory".
+            wait: returns when a state may change.
+        """
         self._waits[purpose] = wait
 
     def wait(self, state: State) -> None:

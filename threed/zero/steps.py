@@ -8,12 +8,12 @@
     runner.finish(executor.run)       # ends the last step, before states are read
 
 Asynchronous steps overlap: a batch's last backwards run between the next one's first forwards
-(PipeDream-2BW). A batch runs with one version of the weights: the newest one when it begins. The update of
-the batch before comes while it runs, and makes the version that the next one begins with. So an update's
-gradients are of weights that are one update older than those it changes (arXiv 2006.09503, section 3.1);
-nothing changes in that where steps are drained in between. The gradient norm is that of all stages: its sum
-begins where the last of them has its gradients, and is waited for at the end of the step. Until then a copy
-of the gradients is kept.
+(PipeDream-2BW). A batch runs with one version of the weights: the newest one when it begins. The
+update of the batch before comes while it runs, and makes the version that the next one begins with.
+So an update's gradients are of weights that are one update older than those it changes (arXiv
+2006.09503, section 3.1); nothing changes in that where steps are drained in between. The gradient
+norm is that of all stages: its sum begins where the last of them has its gradients, and is waited
+for at the end of the step. Until then a copy of the gradients is kept.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Synchronous:
     """Runs plans, and updates the weights at the end of each.
 
     Args:
-        lowered: `lowered(count, part=)` returns the plan of a step of so many micro-batches with its
-            communication, or a part of it.
+        lowered: `lowered(count, part=)` returns the plan of a step of so many micro-batches with
+            its communication, or a part of it.
         reducer: sums the gradients.
         optimizer: updates the weights.
 
@@ -134,12 +134,14 @@ class Asynchronous:
         self.restore({})
 
     def state(self) -> dict[str, list[float | None]]:
-        """Returns the state for a checkpoint: norm and learning rate of the newest update, None if not finite."""
+        """Returns the state for a checkpoint: norm and learning rate of the newest update, None if
+        not finite."""
         numbers = float(self._last.grad_norm), float(self._last.lr)
         return {"last_update": [number if math.isfinite(number) else None for number in numbers]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores norm and rate of the newest update for the next metrics; 0 for a state without them."""
+        """Restores norm and rate of the newest update for the next metrics; 0 for a state without
+        them."""
         numbers = [
             math.nan if number is None else float(number)
             for number in state.get("last_update", (0.0, 0.0))
@@ -154,8 +156,8 @@ class Asynchronous:
         """Does nothing: the gradients of a step begin when those of the step before have ended."""
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        """Runs a step: what the last one has left, and the micro-batches as far as they are not left to the next.
-        Returns their losses on the last stage."""
+        """Runs a step: what the last one has left, and the micro-batches as far as they are not
+        left to the next. Returns their losses on the last stage."""
         count = len(micros)
         if self.open not in (0, count):
             self.finish(run)
@@ -164,7 +166,8 @@ class Asynchronous:
         return self._run(run, self.lowered(count, part=None if self.open else first), micros)
 
     def finish(self, run: Run) -> None:
-        """Runs what the last step has left, and makes its update; layers read the newest weights then. Collective."""
+        """Runs what the last step has left, and makes its update; layers read the newest weights
+        then. Collective."""
         if self.open:
             with torch.inference_mode(False):
                 self._run(run, self.lowered(self.open, part=drain), ())
@@ -186,8 +189,9 @@ class Asynchronous:
         """Does nothing: the plan of the next step reduces what is left."""
 
     def update(self, carry: Tensor) -> Callable[[], Update]:
-        """Begins the sum of a step's numbers, fp64 [k], over all ranks (see `Optimizer.step`); returns a function that
-        waits for it and returns the results of the newest update with these sums. Collective."""
+        """Begins the sum of a step's numbers, fp64 [k], over all ranks (see `Optimizer.step`);
+        returns a function that waits for it and returns the results of the newest update with these
+        sums. Collective."""
         self._carry = carry
         sums = collectives.start_sum_of_scalars(carry, self.optimizer.everyone)
         last = replace(self._last, skips=self.optimizer.bad.skips.clone())
@@ -196,7 +200,8 @@ class Asynchronous:
     # ------------------------------------------------------------------------------------ what the executor comes to
 
     def use(self, before: bool) -> None:
-        """Shows the layers the weights that the next pass runs with; before: it is of the step before."""
+        """Shows the layers the weights that the next pass runs with; before: it is of the step
+        before."""
         self.versions.show(newest=not (before or self._updated))
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
