@@ -110,7 +110,7 @@ class ThreeD:
         return torch.tensor(metrics.loss)
 
     def finish(self) -> None:
-        self.trainer.optimizer.settle()
+        self.trainer.optimizer.wait()
         policy = self.trainer.layout.policy
         for tier in {policy.params_tier, policy.optimizer_tier}:
             if isinstance(tier, Drive):

@@ -109,12 +109,12 @@ def seconds_of_steps(config: Config, unit: float, steps: int) -> float:
     ids = torch.randint(VOCAB, (config.train.global_batch, SEQ + 1), generator=draw)
     batch = {"tokens": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
     engine.step(batch)  # shapes, tables, what is learnt
-    engine.optimizer.settle()
+    engine.optimizer.wait()
     barrier(engine.topology.axis("world"))
     began = time.perf_counter()
     for _ in range(steps):
         engine.step(batch)
-    engine.optimizer.settle()
+    engine.optimizer.wait()
     barrier(engine.topology.axis("world"))
     return time.perf_counter() - began
 

@@ -117,7 +117,7 @@ class Engine:
         return None
 
     def finish(self) -> None:
-        self.trainer.optimizer.settle()
+        self.trainer.optimizer.wait()
 
 
 def work(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -135,7 +135,7 @@ def damage(do: str, engine: Engine) -> None:
     from tests import test_bad_numbers, test_step
 
     mine = engine.topology.rank == 1
-    engine.optimizer.settle()
+    engine.optimizer.wait()
     if do == "nan-weight":
         test_bad_numbers.poison_weight(engine, 1)
     elif do == "nan-gradient" and mine:

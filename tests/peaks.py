@@ -43,7 +43,7 @@ def measure(config: Config) -> int:
             peak.most = 0
             tokens = torch.randint(0, 1000, (rows, config.model.seq))
             engine.step({"tokens": tokens, "labels": tokens.clone()})
-            engine.optimizer.settle()
+            engine.optimizer.wait()
     return peak.most
 
 

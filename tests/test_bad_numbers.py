@@ -32,6 +32,7 @@ from threed.precision import LossScale
 from threed.reliability.recheck import NondeterministicError, Recheck, culprits
 from threed.training import Run, final_report
 from threed.zero import replicas
+from threed.zero.steps import Asynchronous
 
 NAN = float("nan")
 
@@ -39,15 +40,19 @@ NAN = float("nan")
 # --------------------------------------------------------------------------------------------- skipped, in a row, ended
 
 
+def is_late(engine: Engine) -> bool:
+    """Whether an update comes a step later."""
+    return isinstance(engine.runner, Asynchronous)
+
+
 def poison_weight(engine: Engine, rank: int | None = None) -> None:
     """Makes one element of one weight NaN that this rank updates, its master too; on one rank only, or on all."""
-    engine.optimizer.settle()
-    engine.optimizer.flush()
-    with engine.optimizer.held(engine.optimizer.states[0], ("weight",), write=True) as held:
+    engine.optimizer.wait()
+    with engine.optimizer.staged(engine.optimizer.states[0], ("weight",), write=True) as held:
         if rank in (None, engine.topology.rank):
             held["weight"][0] = NAN
     engine.optimizer.gatherer.complete()
-    engine.optimizer.settle()
+    engine.optimizer.wait()
 
 
 def poison_loss(engine: Engine, value: float = NAN) -> None:
@@ -99,7 +104,7 @@ def skips_of(case: Case, optimistic: bool, delayed: bool) -> list[str]:
         config = with_(config, zero={"delayed_update": True})
     about = f"{case} optimistic={optimistic} delayed={delayed}"
     engine, wrong, before = engine_of(config), [], list[torch.Tensor]()
-    late, bad = engine.asynchronous is not None, engine.topology.rank == engine.topology.world - 1
+    late, bad = is_late(engine), engine.topology.rank == engine.topology.world - 1
     for step in range(5):
         if step in (1, 2):
             before = before or bits(engine)
@@ -115,9 +120,9 @@ def skips_of(case: Case, optimistic: bool, delayed: bool) -> list[str]:
             wrong.append(
                 f"{about}: {engine.bad_steps()}, {metrics.bad_steps} in a row after step {step}"
             )
-    if float(engine.optimizer.skips) != 2 or float(engine.optimizer.updates) != 3:
+    if float(engine.optimizer.bad.skips) != 2 or float(engine.optimizer.updates) != 3:
         wrong.append(
-            f"{about}: {float(engine.optimizer.skips)} skipped, {float(engine.optimizer.updates)} updates"
+            f"{about}: {float(engine.optimizer.bad.skips)} skipped, {float(engine.optimizer.updates)} updates"
         )
     return wrong
 
@@ -136,14 +141,13 @@ def ends_of(case: Case, optimistic: bool) -> list[str]:
             metrics.loss  # noqa: B018  reading it is the test
         except BadStepsError as error:
             ended = step
-            if (
-                "3 steps in a row up to step 4 were skipped (loss nan" not in str(error)
-                and not engine.asynchronous
-            ):
+            if "3 steps in a row up to step 4 were skipped (loss nan" not in str(
+                error
+            ) and not is_late(engine):
                 return [f"{case}: {error}"]
             break
     # Of steps that overlap, the update of a batch comes in the next one.
-    return [] if ended == 3 + (engine.asynchronous is not None) else [f"{case}: ended at {ended}"]
+    return [] if ended == 3 + is_late(engine) else [f"{case}: ended at {ended}"]
 
 
 def look_at_all(cases: Sequence[Case]) -> list[str]:
@@ -216,7 +220,7 @@ def poison_part(engine: Engine, part: str, value: float) -> None:
     state = next(
         s for s in engine.optimizer.states if s.bucket.group.owned and next(s.bucket.runs(), None)
     )
-    with engine.optimizer.held(state, (part,), write=True) as held:
+    with engine.optimizer.staged(state, (part,), write=True) as held:
         held[part][next(state.bucket.runs()).offset] = value
 
 
@@ -438,7 +442,7 @@ def flip_parameter(engine: Engine, replicated: bool = False) -> str:
 
 def flip_state(engine: Engine, part: str) -> str:
     """Flips the lowest bit of this rank's part of a state; the name of the parameter."""
-    engine.optimizer.flush()
+    engine.optimizer.wait()
     state = next(s for s in engine.optimizer.states if next(s.bucket.runs(), None))
     run = next(state.bucket.runs())
     buffers = state.fetch((part,))
@@ -524,7 +528,7 @@ def flipped_on_the_way(folder: Path) -> str:
     }
 
     def damage(engine: Engine) -> None:
-        engine.optimizer.settle()
+        engine.optimizer.wait()
         if engine.topology.rank == 1:
             flip_parameter(engine)
 
@@ -546,10 +550,10 @@ def test_a_run_with_a_flipped_bit_ends_before_it_saves(tmp_path: Path) -> None:
 
 def scale_gradients(engine: Engine, factor: float) -> None:
     """The next step's summed gradients come out larger by a factor, on every rank."""
-    inner = engine.optimizer._share
+    inner = engine.optimizer._own_sums
 
     def share(gradients: Any, carry: Any) -> Any:
-        engine.optimizer._share = inner  # type: ignore[method-assign]
+        engine.optimizer._own_sums = inner  # type: ignore[method-assign]
         for gradient in gradients:
             staged = gradient.storage.fetch()
             staged.wait().mul_(factor)
@@ -557,7 +561,7 @@ def scale_gradients(engine: Engine, factor: float) -> None:
             gradient.squares.mul_(factor**2)
         return inner(gradients, carry)
 
-    engine.optimizer._share = share  # type: ignore[method-assign]
+    engine.optimizer._own_sums = share  # type: ignore[method-assign]
 
 
 def spiking(case: Case, folder: str) -> list[str]:
@@ -567,7 +571,7 @@ def spiking(case: Case, folder: str) -> list[str]:
     if case.pp > 1 and case.schedule != "2bw":
         engines.append(engine_of(with_(config, parallel={"optimistic_step": True})))
     ends = []
-    with mock.patch("threed.zero.bad_steps.JUDGED_FROM", 2.0):
+    with mock.patch("threed.zero.update.JUDGED_FROM", 2.0):
         for number, engine in enumerate(engines):
             norms = []
             for step in range(8):
@@ -578,19 +582,17 @@ def spiking(case: Case, folder: str) -> list[str]:
                 metrics = engine.step(data(engine, step))
                 norms.append(metrics.grad_norm)
                 skipped, row = (
-                    (metrics.skipped, metrics.bad_steps) if engine.asynchronous is None else (0, 0)
+                    (metrics.skipped, metrics.bad_steps) if not is_late(engine) else (0, 0)
                 )
                 want = (
-                    ((step >= 3) + (step >= 5), step in (3, 5))
-                    if engine.asynchronous is None
-                    else (0, 0)
+                    ((step >= 3) + (step >= 5), step in (3, 5)) if not is_late(engine) else (0, 0)
                 )
                 if (skipped, row) != want:
                     wrong.append(
                         f"{case}: {skipped} skipped, {row} in a row after step {step}, not {want}"
                     )
             ends.append([*bits(engine), engine.optimizer.bad.mean, engine.optimizer.bad.norms])
-            if engine.asynchronous is None:
+            if not is_late(engine):
                 kept_norms = [norm for step, norm in enumerate(norms) if step not in (3, 5)]
                 if not math.isclose(
                     float(engine.optimizer.bad.mean),
@@ -600,8 +602,8 @@ def spiking(case: Case, folder: str) -> list[str]:
                     wrong.append(
                         f"{case}: the mean is {float(engine.optimizer.bad.mean)} of {norms}"
                     )
-            if float(engine.optimizer.skips) != 2:
-                wrong.append(f"{case}: {float(engine.optimizer.skips)} skipped")
+            if float(engine.optimizer.bad.skips) != 2:
+                wrong.append(f"{case}: {float(engine.optimizer.bad.skips)} skipped")
             resumed = engine_of(engine.config)
             resumed.load(f"{folder}/{number}")
             for step in range(5, 8):
@@ -636,7 +638,7 @@ def flipped_exponent(case: Case) -> list[float]:
     """A high bit of the exponent of a weight that one rank alone holds flips; what follows."""
     config = with_(config_of(case), train={"max_norm_spike": 5.0, "max_bad_steps": 3})
     engine, row = engine_of(config), []
-    with mock.patch("threed.zero.bad_steps.JUDGED_FROM", 3.0):
+    with mock.patch("threed.zero.update.JUDGED_FROM", 3.0):
         for step in range(8):
             if step == 5 and engine.topology.rank == 1:
                 state = next(s for s in engine.optimizer.states if next(s.bucket.runs(), None))
@@ -716,7 +718,7 @@ def rechecked(erring: tuple[Case, bool, int, bool, str]) -> list[str]:
     said = "; ".join(lines).replace(f"({socket.gethostname()})", "(H)")
     wrong = [] if said == says else [f"{erring}: {said}"]
     states = [
-        repr((e.optimizer.scaler.state(), e.consumed, float(e.optimizer.skips)))
+        repr((e.optimizer.scaler.state(), e.consumed, float(e.optimizer.bad.skips)))
         for e in (engine, undisturbed)
     ]
     if not same(bits(engine), bits(undisturbed)) or states[0] != states[1]:

@@ -214,7 +214,7 @@ def measure(case: Case) -> Sent:
     before = dict(engine.topology.traffic)
     engine.step(data(config, engine))
     counted = {k: v - before.get(k, 0) for k, v in engine.topology.traffic.items()}
-    engine.optimizer.settle()
+    engine.optimizer.wait()
     few, each = messages(engine, case), case.microbatches // engine.blueprint.cut.ways
     passing = [activations(case, config, stage, each) for stage in engine.blueprint.chunks]
     parts = *passing, gradients(engine, case), few
@@ -487,7 +487,7 @@ def on_the_wire(case: Case, windows: int = 6) -> list[float]:
 
 def look(engine: Engine) -> torch.Tensor:
     """Bytes counted by all ranks, and by the kernel, so far: when all that was counted has been sent."""
-    engine.optimizer.settle()
+    engine.optimizer.wait()
     dist.barrier()
     kernel = loopback_bytes()
     assert kernel is not None

@@ -218,7 +218,7 @@ def unwaited(folder: Path) -> list[bool]:
             for patch in patches:
                 stack.enter_context(patch)
             save = engine.start_save(folder / "other")
-            engine.optimizer.before_change = lambda state: None
+            engine.optimizer.readers.wait = lambda state: None
             train(engine, 1)
             save.wait()
         name = f"rank-{engine.topology.rank:05d}.safetensors"

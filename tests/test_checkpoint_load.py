@@ -104,7 +104,9 @@ def refused_then_trained(folder: Path, case: Case) -> dict[str, tuple[str, float
         collectives.exchange(None, engine.topology.axis("world"))
         with pytest.raises(CheckpointError) as refused:
             engine.load(path)
-        assert engine.optimizer.initial is not None  # so that the next one can be refused, too
+        assert (
+            engine.optimizer.consistency.initial is not None
+        )  # so that the next one can be refused, too
         found[kind] = str(refused.value), distance(before, state_of(engine))
     again = engine_of(config_of(case))
     with pytest.raises(CheckpointError):
@@ -166,7 +168,7 @@ def refused_for_a_nan(folder: Path, case: Case) -> float:
     """A new engine and a checkpoint with a NaN in one rank's file: how far it is from what it was."""
     other = engine_of(config_of(case))
     state = other.optimizer.states[-1]
-    with other.optimizer.held(state, ("weight",), write=True) as held:
+    with other.optimizer.staged(state, ("weight",), write=True) as held:
         if other.topology.rank == other.topology.world - 1:
             held["weight"][next(state.bucket.runs()).offset] = torch.nan
     with mock.patch("threed.checkpoint.finite.is_finite", return_value=True):
@@ -196,7 +198,7 @@ def too_large_for_fp16(folder: Path) -> list[float]:
     other = engine_of(config_of(case))
     other.save(folder / "fine")
     state = other.optimizer.states[-1]
-    with other.optimizer.held(state, ("weight",), write=True) as held:
+    with other.optimizer.staged(state, ("weight",), write=True) as held:
         held["weight"][next(state.bucket.runs()).offset] = 70_000.0
     other.save(folder / "large")
     far = []

@@ -141,7 +141,7 @@ def run_compressed(case: Case, compressed: dict[str, str]) -> tuple[int, int, li
             metrics = engine.step(share(batch(step, config.train.global_batch), engine.topology))
             if not math.isfinite(metrics.loss):
                 wrong.append(f"loss {metrics.loss}")
-        engine.optimizer.settle()
+        engine.optimizer.wait()
     for kind, given, axis, result in recorder.seen:
         counts[kind] += 1
         everyone = collectives.all_gather(given.view(1, -1), axis)

@@ -103,7 +103,7 @@ DIAGNOSTICS: dict[str, Diagnostic] = {
     "start_save": save_in_background,
     "bad_steps": lambda engine, metrics, folder: engine.bad_steps(),
     "counters": lambda engine, metrics, folder: engine.counters(None),
-    "settle": lambda engine, metrics, folder: engine.optimizer.settle(),
+    "settle": lambda engine, metrics, folder: engine.optimizer.wait(),
     "record": lambda engine, metrics, folder: engine.record(),
 }
 Outcome = tuple[list[float], list[float], bytes]

@@ -553,7 +553,7 @@ def skipped_steps(folder: Path) -> None:
     def planted(self: Loop, *batches: Any) -> None:
         state = self.engine.optimizer.states[0]
         if self.engine.steps == 5:
-            with self.engine.optimizer.held(state, ("weight",), write=True) as held:
+            with self.engine.optimizer.staged(state, ("weight",), write=True) as held:
                 held["weight"].mul_(1e200)
         one_step(self, *batches)
 

@@ -1,6 +1,10 @@
-"""What an engine refuses when it is built from Python, past the command line."""
+"""Engines that are built from Python: their kinds, custom loops, what is refused, and what metrics
+show."""
 
 from __future__ import annotations
+
+import copy
+import pickle
 
 import pytest
 import torch
@@ -8,10 +12,11 @@ from torch import Tensor, nn
 
 from tests.configs import Case, batch, config_of, engine_of, topology_of
 from tests.harness import run_ranks
-from threed.config import ConfigError
-from threed.engine import Engine
+from threed.config import Config, ConfigError
+from threed.engine import Engine, LayeredEngine, ModuleEngine
 from threed.metrics import BadStepsError
 from threed.models import Wrapped
+from threed.topology import Topology
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,8 @@ class Named(nn.Module):
 
 
 def test_what_is_a_model() -> None:
-    """threed's own have a Slicing; other modules are wrapped, whatever they are called; the rest is refused."""
+    """threed's own have a Slicing; other modules are wrapped, whatever they are called; the rest is
+    refused."""
     config = config_of(Case(microbatches=-2))
     module = Named()
     x = torch.ones(2, 4, dtype=torch.float64)
@@ -58,6 +64,79 @@ def test_what_is_a_model() -> None:
         TypeError, match=r"dict is no model: pass an nn\.Module, or layers with their `slicing`"
     ):
         Engine({}, topology_of(1, 1), config)  # type: ignore[arg-type]
+
+
+def test_an_engine_is_of_the_kind_of_its_model() -> None:
+    layered = engine_of(config_of(Case(layers=1)))
+    assert type(layered) is LayeredEngine
+    assert not hasattr(layered, "backward")
+    assert isinstance(layered, Engine)
+    module = Engine(Named(), topology_of(1, 1), config_of(Case(microbatches=-2)))
+    assert type(module) is ModuleEngine
+    assert not hasattr(module, "logits")
+    assert isinstance(module, Engine)
+    for engine in (layered, module):
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                copied(engine)
+
+
+# ------------------------------------------------------------------------------------------------------- custom loops
+
+
+def train_by_steps(stage: int, custom: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and weights of three steps of two micro-batches on every rank, in a custom loop or
+    by `Engine.step`."""
+    torch.manual_seed(0)
+    config = Config.model_validate({
+        "train": {"global_batch": 8, "micro_batch": 4 // Topology().dp}, "precision": {"dtype": "fp64"},
+        "zero": {"stage": stage, "resident": 0},
+    })  # fmt: skip
+    engine, losses = ModuleEngine(Named(), Topology(), config), []
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        rows = torch.randn(8, 4, generator=draw, dtype=torch.float64)
+        own = rows.chunk(engine.topology.dp)[engine.topology.rank]
+        if custom:
+            engine.begin(microbatches=2)
+            for x in own.chunk(2):
+                engine.backward(engine.module(x))
+            losses.append(engine.update().loss)
+        else:
+            losses.append(engine.step({"x": own}).loss)
+    return losses, engine.full_state_dict()
+
+
+def check_custom_loops(stage: int) -> None:
+    losses, weights = train_by_steps(stage, custom=True)
+    same_losses, same_weights = train_by_steps(stage, custom=False)
+    assert losses == pytest.approx(same_losses, rel=1e-12)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, same_weights[name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 2), (2, 3)])
+def test_a_custom_loop_trains_as_steps_do(world: int, stage: int) -> None:
+    run_ranks(world, check_custom_loops, stage)
+
+
+def test_a_step_of_a_custom_loop_can_be_discarded() -> None:
+    x = torch.ones(2, 4, dtype=torch.float64)
+    engine = ModuleEngine(Named(), topology_of(1, 1), config_of(Case(microbatches=-2)))
+    before = engine.full_state_dict()
+    engine.begin(microbatches=2)
+    engine.backward(engine.module(x))
+    engine.discard()
+    with pytest.raises(RuntimeError, match=r"call Engine\.begin"):
+        engine.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"call Engine\.begin"):
+        engine.update()
+    engine.begin()
+    with engine.inference() as module:
+        want = float(module(x))
+    engine.backward(engine.module(x))
+    assert engine.full_state_dict()["linear.weight"].equal(before["linear.weight"])
+    assert engine.update().loss == pytest.approx(want, rel=1e-12)
 
 
 # --------------------------------------------------------------------------------------------------- what metrics show

@@ -128,7 +128,7 @@ def read_from_drive(order: str) -> tuple[int, int, int, int]:
     tier.disk.read = counted  # type: ignore[method-assign]
     before = drive_bytes()[0]
     engine.step(share(batch(1, case.rows), engine.topology))
-    engine.optimizer.settle()
+    engine.optimizer.wait()
     places = {bucket.storage.offset for group in engine.layout.groups for bucket in group.buckets}  # type: ignore[attr-defined]
     params = sum(count for offset, count in read.items() if offset in places)
     return (

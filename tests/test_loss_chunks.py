@@ -80,13 +80,12 @@ def test_a_covering_set_gives_the_same() -> None:
         run_ranks(mine[0].world, compare, mine, timeout=900)
 
 
-def head(chunks: int, vocab: int, trained: bool = True) -> LanguageModelHead:
+def head(vocab: int, trained: bool = True) -> LanguageModelHead:
     """A head by itself, whose gradients autograd gets."""
     slicing = Slicing()
     made = LanguageModelHead(
         "head", "table", LayerNorm("head.norm", 16, slicing), vocab, 16, slicing
     )
-    made.loss_chunks = chunks
     made.to_empty(device="cpu")
     draw = torch.Generator().manual_seed(0)
     for p in made.parameters():
@@ -95,12 +94,15 @@ def head(chunks: int, vocab: int, trained: bool = True) -> LanguageModelHead:
     return made
 
 
-def loss_of(made: LanguageModelHead, s: int, given: bool = True) -> tuple[Tensor, Tensor]:
+def loss_of(
+    made: LanguageModelHead, s: int, chunks: int, given: bool = True
+) -> tuple[Tensor, Tensor]:
     """The loss of a micro-batch of two, and the input."""
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(s, 2, 16, generator=draw).requires_grad_(given)
     labels = torch.randint(-1, 50, (2, s), generator=draw)
-    return made(x, MicroBatch(labels=labels, weight=torch.tensor(0.25))), x
+    micro = MicroBatch(labels=labels, weight=torch.tensor(0.25), loss_chunks=chunks)
+    return made(x, micro), x
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -109,8 +111,8 @@ def loss_of(made: LanguageModelHead, s: int, given: bool = True) -> tuple[Tensor
 def test_a_head_without_an_engine_gives_its_gradients(s: int, trained: bool, given: bool) -> None:
     results = []
     for chunks in (1, 4):
-        made = head(chunks, 50, trained)
-        loss, x = loss_of(made, s, given)
+        made = head(50, trained)
+        loss, x = loss_of(made, s, chunks, given)
         (loss * 3).backward()
         results.append([loss.detach(), x.grad, *(p.grad for p in made.parameters())])
     for one, other in zip(*results, strict=True):
@@ -133,9 +135,9 @@ class Peak(Live):
 def test_memory_is_that_of_a_chunk() -> None:
     peaks = []
     for chunks in (1, 8):
-        made = head(chunks, 5000)
+        made = head(5000)
         with Peak() as live:
-            loss_of(made, 64)[0].backward()
+            loss_of(made, 64, chunks)[0].backward()
         peaks.append(live.most)
     logits, table = 64 * 2 * 5000 * 4, 5000 * 16 * 4
     assert peaks[0] > logits

@@ -82,10 +82,10 @@ def told(metrics: Sequence[StepMetrics]) -> list[str]:
 
 def bits(engine: Engine) -> tuple[list[Tensor], str]:
     """Everything that steps change."""
-    engine.optimizer.settle()  # validates
+    engine.optimizer.wait()  # validates
     scaler = engine.optimizer.scaler.state()
     return state(engine), repr(
-        [float(engine.optimizer.skips), engine.steps, engine.consumed, scaler]
+        [float(engine.optimizer.bad.skips), engine.steps, engine.consumed, scaler]
     )
 
 

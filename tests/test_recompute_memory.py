@@ -189,7 +189,7 @@ def arena_of(engine: Engine) -> Any:
 
 def step(engine: Engine, number: int) -> None:
     engine.step(share(batch(number, engine.config.train.global_batch), engine.topology))
-    engine.optimizer.settle()
+    engine.optimizer.wait()
 
 
 def most_kept(case: Case) -> int:

@@ -192,9 +192,9 @@ def with_room_made(folder: Path, data: Data) -> None:
         taken.append(nbytes)
         return buffer(nbytes)
 
-    def begin(self: Engine, *about: Any) -> Any:
+    def begin(self: Engine, *about: Any, **keywords: Any) -> Any:
         at.append(len(taken))
-        return start(self, *about)
+        return start(self, *about, **keywords)
 
     with (
         mock.patch.object(snapshot.pool, "host_buffer", counted),

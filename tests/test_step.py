@@ -20,7 +20,7 @@ from threed.ops.matmul import Matmul
 from threed.precision import LossScale
 from threed.sharding import Box, Piece
 from threed.zero.norm import squares
-from threed.zero.records import fill
+from threed.zero.records import fill_in_place
 from threed.zero.reductions import Gradient
 
 
@@ -36,8 +36,8 @@ def data(engine: Engine, step: int = 0) -> dict[str, Tensor]:
 
 def state(engine: Engine) -> list[Tensor]:
     """Copies of everything that a step changes; publishes a delayed update, as the next step would."""
-    engine.optimizer.publish_delayed()
-    engine.optimizer.settle()
+    engine.optimizer._publish_delayed()
+    engine.optimizer.wait()
     held = [group.params.clone() for group in engine.layout.groups if not group.sliced]
     for s in engine.optimizer.states:
         for storage in (s.bucket.storage, *s.storages.values()):
@@ -416,14 +416,14 @@ def break_a_load(engine: Engine, _: pytest.MonkeyPatch) -> None:
     """Weights of which the second cannot be read."""
     given: list[Piece] = []
 
-    def source(part: str, piece: Piece, box: Box) -> Tensor:
+    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
         given.append(piece)
         if len(given) == 2:
             raise OSError("no such file")
-        return torch.zeros(box.size, dtype=torch.float64)
+        out.zero_()
 
     with pytest.raises(OSError, match="no such file"):
-        fill(engine.optimizer, source)
+        fill_in_place(engine.optimizer, write)
 
 
 @pytest.mark.parametrize("breaks", [break_an_update, break_a_load])

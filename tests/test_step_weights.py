@@ -110,7 +110,7 @@ def held_parameters(case: Case) -> list[tuple[str, tuple[int, ...], tuple[int, .
     engine = engine_of(config_of(case))
     for step in range(4):
         engine.step(data(engine, step))
-    engine.optimizer.settle()
+    engine.optimizer.wait()
     held = []
     for slot in engine.layout.slots:
         flat = slot.param.detach().reshape(-1)

@@ -21,6 +21,7 @@ from tests.test_step import data, poison_sink, with_
 from threed.engine import Engine, StepMetrics
 from threed.sharding import slices
 from threed.zero.records import WEIGHT, read, records
+from threed.zero.steps import Asynchronous
 from threed.zero.update import Update
 
 STEPS = 4
@@ -234,10 +235,10 @@ def drain_on_the_way(case: Case, folder: str) -> dict[str, bool]:
     again = [read_.step(data(read_, step)).loss for step in range(2)]
     read_.evaluate(data(read_, 9))
     again.append(read_.step(data(read_, 2)).loss)
-    assert read_.asynchronous is not None
-    assert read_.asynchronous.open
+    assert isinstance(read_.runner, Asynchronous)
+    assert read_.runner.open
     path = read_.save(f"{folder}/{case.world}")
-    assert not read_.asynchronous.open
+    assert not read_.runner.open
     before = bits(read_)
     again.append(read_.step(data(read_, 3)).loss)
     found["draining changes nothing"] = same(bits(read_), end) and again == losses

@@ -197,8 +197,8 @@ class Sharded:
         return self.module(**{key: value.chunk(dp)[rank] for key, value in batch(step).items()})
 
     def backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss, 1.0 / self.topology.dp)
-        self.engine.update(torch.zeros(1, dtype=torch.float64))
+        self.engine.backward(loss)
+        self.engine.update()
 
     def gathered(self) -> Any:
         return self.engine.gathered()

@@ -66,7 +66,7 @@ def counting(engine: Engine) -> list[int]:
 
 def whole(engine: Engine) -> list[Tensor]:
     """Copies of everything that a step changes; nothing of it is left in buffers."""
-    engine.optimizer.flush()
+    engine.optimizer.wait()
     return state(engine)
 
 
@@ -184,7 +184,7 @@ def skipped(config: Config) -> list[str]:
     ):
         before = whole(engine)
         early_of(engine)._hopeful = True  # as after a step that was not skipped
-        with mock.patch.object(early_of(engine).optimizer, "before_change") as updated:
+        with mock.patch.object(engine.optimizer.readers, "wait") as updated:
             if bucket is None:
                 poison_loss(engine)
                 engine.step(data(engine, 3))
@@ -195,8 +195,8 @@ def skipped(config: Config) -> list[str]:
             wrong.append(f"skip {number} changed something")
         if not updated.called:
             wrong.append(f"nothing was updated in step {number}")
-        if float(engine.optimizer.skips) != number + 1:
-            wrong.append(f"{float(engine.optimizer.skips)} skips")
+        if float(engine.optimizer.bad.skips) != number + 1:
+            wrong.append(f"{float(engine.optimizer.bad.skips)} skips")
     if scale is not None:
         return wrong
     for step in range(3, 6):
@@ -240,7 +240,7 @@ def broken_off(folder: Path, where: str) -> list[str]:
     before, updated, disk = whole(engine), list[int](), drive_of(engine).disk
 
     on: tuple[Any, str] = (
-        (disk, "write") if where == "drive" else (early_of(engine).optimizer, "before_change")
+        (disk, "write") if where == "drive" else (engine.optimizer.readers, "wait")
     )
     inner = getattr(*on)
 

@@ -433,7 +433,7 @@ def check_padding() -> None:
     engine = engine_of(config_of(Case(dp=3, layers=2, dtype="fp32", bucket_mib=0.01)))
     for step in range(2):
         engine.step(share(batch(step, engine.config.train.global_batch), engine.topology))
-    engine.optimizer.settle()
+    engine.optimizer.wait()
     for group in engine.layout.groups:
         real = torch.zeros(group.numel, dtype=torch.bool)
         for slot in group.slots:

@@ -36,7 +36,7 @@ def rss_bytes() -> int:
 
 def step(engine: Engine, number: int) -> None:
     engine.step(share(batch(number, engine.config.train.global_batch), engine.topology))
-    engine.optimizer.settle()
+    engine.optimizer.wait()
 
 
 def bytes_at_rest(case: Case, hidden: int, layers: int, bucket_mib: float) -> tuple[int, int]:

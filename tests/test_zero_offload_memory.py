@@ -188,7 +188,7 @@ def held_by_a_delayed_update(case: Case) -> tuple[int, int, int]:
 
         engine.optimizer._update_in_turn = update  # type: ignore[method-assign]
         step(engine, 0)
-        engine.optimizer.settle()
+        engine.optimizer.wait()
     said = Forecast.of(config, case.world).ranks[engine.topology.rank].bytes
     return (
         held[0],

@@ -76,7 +76,7 @@ def keep(case: Case) -> Kept:
     held = holdings(engine.layout, engine.optimizer.states, beside_gpu=False)
     for step in range(2):
         engine.step(share(batch(step, case.rows), engine.topology))
-    engine.optimizer.settle()
+    engine.optimizer.wait()
     counts: dict[str, Tensor] = {}
     for record in records(engine.optimizer, ("exp_avg",)):
         found = counts.setdefault(

@@ -269,7 +269,7 @@ KEPT = {"adamw": "exp_avg, exp_avg_sq", "sgd": "momentum_buffer", "lion": "exp_a
 
 def everything(engine: Engine) -> tuple[Any, ...]:
     optimizer = engine.optimizer
-    counters = (engine.steps, engine.consumed, float(optimizer.updates), float(optimizer.skips))
+    counters = (engine.steps, engine.consumed, float(optimizer.updates), float(optimizer.bad.skips))
     return (
         *counters,
         optimizer.scaler.state(),

@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 from tests.test_zero_wrapped import Case, engine_of
 from threed import models
 from threed.config import Config, ConfigError
-from threed.engine import Engine
+from threed.engine import Engine, LayeredEngine
 from threed.layers import Slicing
 from threed.models.wrapped import Wrapped
 from threed.topology import Topology
@@ -416,7 +416,7 @@ class OfLayers(nn.Module):
 def test_a_model_of_layers_may_be_a_module() -> None:
     config = config_of(PlainCase(layers=2))
     engine = Engine(OfLayers(), Topology(), config)
-    assert engine.wrapped is None
+    assert isinstance(engine, LayeredEngine)
     want = train(PlainCase(layers=2))
     rows = config.train.global_batch
     assert [engine.step(batch(step, rows)).loss for step in range(STEPS)] == want.losses

@@ -39,7 +39,7 @@ class Batches:
         self.topology, self.slicing = topology, model.slicing
         self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
         self.dtype = dtype(config.precision.dtype)
-        self.casts = config.precision.cast_inputs
+        self.casts, self.loss_chunks = config.precision.cast_inputs, config.recompute.loss_chunks
         needs = {"tokens": Embedding, "labels": LanguageModelHead}
         self.ids = [
             key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)
@@ -141,7 +141,9 @@ class Batches:
         self, part: dict[str, Tensor], weight: Tensor, step: int, training: bool
     ) -> MicroBatch:
         tokens, labels, samples = (part.pop(key, None) for key in ("tokens", "labels", "samples"))
-        return MicroBatch(tokens, labels, samples, weight, step, training, part or None)
+        return MicroBatch(
+            tokens, labels, samples, weight, step, training, part or None, self.loss_chunks
+        )
 
     def _of_a_module(
         self,

@@ -20,7 +20,6 @@ from torch import nn
 from threed import schedules
 from threed.config import Config, ConfigError
 from threed.device import is_accelerator
-from threed.layers import LanguageModelHead
 from threed.layers.slicing import Flag
 from threed.models import Model, Wrapped
 from threed.models.wrapped import find_problems
@@ -69,7 +68,6 @@ class Pipeline:
         layers: the model's. costs: gives theirs, where stages are balanced by them. divide: cuts by measured times.
         Raises ConfigError, or ValueError, for what cannot be cut or planned, or where ranks have different plans.
         """
-        set_loss_chunks(layers, config)
         p, name, plan = config.parallel, schedule_of(config), step_plan(config, topology.dp)
         if p.schedule not in get_args(schedules.ScheduleName):
             _agree(plan, topology)
@@ -277,14 +275,6 @@ class Blueprint:
     def live(self) -> int:
         """Micro-batches whose activations this rank holds at the worst moment."""
         return math.ceil(schedules.peak_activations(self.plan, self.topology.axis("pp").index))
-
-
-def set_loss_chunks(layers: Sequence[nn.Module], config: Config) -> None:
-    """Sets the number of parts in which heads compute logits, also of heads inside other layers. Call it before layers
-    are traced or timed."""
-    for module in (module for layer in layers for module in layer.modules()):
-        if isinstance(module, LanguageModelHead):
-            module.loss_chunks = config.recompute.loss_chunks
 
 
 @functools.lru_cache(maxsize=32)

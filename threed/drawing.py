@@ -11,20 +11,20 @@ from threed.blueprint import Blueprint, Pipeline
 from threed.config import Config, ConfigError
 from threed.footprint import decide_order, flops
 from threed.layer_times import cut_by_times
-from threed.models import Model, options_of
+from threed.models import Model, Wrapped, options_of
 from threed.models.check import check
 from threed.topology import Topology
 
 
-def draw(
-    model: Model, topology: Topology, config: Config, *, wrapped: bool
-) -> tuple[Config, Blueprint]:
+def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blueprint]:
     """Returns the configuration with the order of layers decided, and the blueprint of this rank. Collective.
 
-    wrapped: the model is a module that knows nothing of threed. ModelError for one that is not right in this topology,
-    ValueError for one without a parameter to train, ConfigError for a wrapped one in several chunks.
+    Raises:
+        ModelError: the model is not right in this topology.
+        ValueError: it has no parameter to train.
+        ConfigError: a wrapped module in several chunks.
     """
-    chunks = config.parallel.chunks or 1
+    wrapped, chunks = isinstance(model, Wrapped), config.parallel.chunks or 1
     if wrapped and chunks > 1:
         given = f"--parallel.schedule {config.parallel.schedule} with a wrapped module"
         fix = "use a schedule with one chunk a rank, such as 1f1b or gpipe, or build it from threed.layers"

@@ -123,7 +123,8 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
         }
     tokens, labels, samples = (batch.pop(name, None) for name in ("tokens", "labels", "samples"))
     weight = torch.full((), 1.0 / (rows * seq), dtype=torch.float64, device=device)
-    return MicroBatch(tokens, labels, samples, weight, inputs=batch or None)
+    chunks = config.recompute.loss_chunks
+    return MicroBatch(tokens, labels, samples, weight, inputs=batch or None, loss_chunks=chunks)
 
 
 def _on(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import cast
 
 from threed import models, schedules
-from threed.blueprint import Blueprint, Pipeline, set_loss_chunks, step_plan
+from threed.blueprint import Blueprint, Pipeline, step_plan
 from threed.config import Config
 from threed.footprint import footprint, order_facts, trace, with_order
 from threed.layer_times import division as divided
@@ -224,7 +224,6 @@ class _Column:
             Slicing(self.topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
         )
         self.layers = self.model.layers()
-        set_loss_chunks(self.layers, config)
         self.shapes = tuple(
             tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers
         )
@@ -287,7 +286,6 @@ def _divide(
         alone = Topology.drawn(Grid(), 0)
         model = build(Slicing(alone.axis("tp"), False, config.train.seed, config.zero.tile))
         layers = model.layers()
-        set_loss_chunks(layers, config)
         found = layer_times(model, layers, config, alone, device)
         if first.grid.tp > 1:
             found = replace(

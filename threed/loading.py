@@ -17,7 +17,7 @@ from threed.checkpoint.manifest import MANIFEST
 from threed.checkpoint.retention import candidates
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, ModelConfig
-from threed.engine import Engine
+from threed.engine import LayeredEngine
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
 from threed.interop.pretrained import default_seq
 from threed.layers import Slicing
@@ -35,7 +35,7 @@ def load(
     *,
     build: Build = models.build,
     **changes: Mapping[str, Any],
-) -> Engine:
+) -> LayeredEngine:
     """Builds an engine with the model and state of a run, a checkpoint or a Hugging Face folder. Collective.
 
     The configuration's groups `model`, `precision`, `train`, `optim` and `data` are those that were saved; all others
@@ -76,11 +76,11 @@ def load(
     return engine
 
 
-def build_engine(config: Config, topology: Topology, build: Build = models.build) -> Engine:
+def build_engine(config: Config, topology: Topology, build: Build = models.build) -> LayeredEngine:
     """Returns a new engine of a resolved configuration. Collective."""
     sequence = bool(config.parallel.sequence)
     slicing = Slicing(topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
-    return Engine(build(config.model, slicing), topology, config)
+    return LayeredEngine(build(config.model, slicing), topology, config)
 
 
 def _source(path: Path) -> Path:

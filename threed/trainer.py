@@ -21,7 +21,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
 from threed.data import Data, Prefetcher
-from threed.engine import Engine, StepMetrics
+from threed.engine import LayeredEngine, StepMetrics
 from threed.forecast import Forecast
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.monitor import Monitor
@@ -55,7 +55,7 @@ class Trainer:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LayeredEngine,
         data: Data,
         command: Sequence[str],
         forecast: Forecast | None = None,
@@ -93,7 +93,6 @@ class Trainer:
         if self.topology.rank == 0:
             retention.sweep()
         stop = Stop(self.world, self.topology.device, supervision.asked)
-        self.engine.saver.hurries = lambda: bool(stop or supervision.asked())
         memory = Memory(self.engine, self.folder)
         start = self._start(resume(self.engine, self.folder, retention, memory))
         last = min(train.steps, train.stop_after or train.steps)

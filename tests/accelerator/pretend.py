@@ -203,8 +203,8 @@ class Pretend(Watching):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             engine = Engine(built, topology, config)
-        if engine.optimizer.delayed is not None:
-            engine.optimizer.delayed = AtOnce()  # another thread would not see these modes
+        if engine.optimizer._thread is not None:
+            engine.optimizer._thread = AtOnce()  # another thread would not see these modes
         length = config.model.seq // (topology.tp if slicing.sequence_parallel else 1)
         shape = (length, config.train.micro_batch, config.model.hidden)
         form = Form(None, (shape,), (dtype(config.precision.dtype),), (True,))

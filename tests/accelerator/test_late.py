@@ -412,7 +412,7 @@ def test_the_host_waits_before_it_changes_what_the_device_reads(tmp_path: Path) 
     want = evaluate_and_load(config, tmp_path / "plain")
     with late():
         assert evaluate_and_load(config, tmp_path / "late") == want
-    with late(), patch.object(Optimizer, "let_device_read", lambda self: None):
+    with late(), patch.object(Optimizer, "_let_device_read", lambda self: None):
         assert evaluate_and_load(config, tmp_path / "planted") != want
 
 

@@ -36,7 +36,7 @@ from threed.topology import Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import states
-from threed.zero.snapshot import Room, Snapshot, copy_bytes, hold
+from threed.zero.snapshot import Room, Snapshot, copy_bytes
 from threed.zero.state import PREVIOUS, WEIGHT, State
 
 PATIENCE_S = 20.0  # for a save that is written when a run fails
@@ -80,7 +80,7 @@ class Save:
             ):
                 self._published()
         except Exception as error:
-            self._saving.problem = self._saving.problem or f"{type(error).__name__}: {error}"
+            self._saving.note(f"{type(error).__name__}: {error}")
         finally:
             self._snapshot.end()
             self._written.set()
@@ -141,15 +141,12 @@ class Save:
 
 
 class Saver:
-    """Begins saves, one at a time. last: the newest one. room: for copies, once it was asked for. before_publishing:
-    called on the first rank, in a save's thread. hurries: see `writing.prepare`."""
+    """Begins saves, one at a time. last: the newest one. room: for copies, once it was asked for."""
 
     def __init__(self, optimizer: Optimizer, topology: Topology, config: Config) -> None:
         self.optimizer, self.topology, self.config = optimizer, topology, config
         self.last: Save | None = None
         self.room: Room | None = None
-        self.before_publishing: Callable[[], None] | None = None
-        self.hurries: Callable[[], bool] = never
 
     def end(self) -> None:
         """Waits for the newest save, if it is still written. Collective."""
@@ -178,10 +175,12 @@ class Saver:
             self.room = Room(whole=all(collectives.exchange(mine, everyone)))
         return self.room.whole
 
-    def save(self, path: Path, state: Mapping[str, Any], extras: Extras) -> Path:
+    def save(
+        self, path: Path, state: Mapping[str, Any], extras: Extras, hurries: Callable[[], bool]
+    ) -> Path:
         """Saves while training waits. Collective; CheckpointError on every rank alike."""
         return writing.save(
-            path, self.optimizer, self.topology, self.config, state, extras, self.hurries
+            path, self.optimizer, self.topology, self.config, state, extras, hurries
         )
 
     def make_room(self) -> None:
@@ -197,26 +196,26 @@ class Saver:
 
     def start(
         self, path: Path, state: Mapping[str, Any], extras: Extras, *, now: bool = False,
-        published: Callable[[], None] | None = None,
+        published: Callable[[], None] | None = None, before: Callable[[], None] | None = None,
+        hurries: Callable[[], bool] = never,
     ) -> Save:  # fmt: skip
         """Begins to save. Collective; CheckpointError on every rank alike, where that is known at once.
 
-        now: waits until all of it was copied, for states that may change in other ways than by updates.
+        now: waits until all of it was copied, for states that may change in other ways than by updates. published,
+        before: see `Save`. hurries: see `writing.prepare`.
         """
         self.end()
         began = time.perf_counter()
         held = copy.deepcopy(dict(state))  # the caller may change its own
         saving = writing.prepare(
-            path, self.optimizer, self.topology, self.config, held, extras, self.hurries
+            path, self.optimizer, self.topology, self.config, held, extras, hurries
         )
         self.has_room()
         assert self.room is not None
-        self.optimizer.flush()
+        self.optimizer.wait()
         snapshot = Snapshot(saving.records, self.optimizer, self.room)
-        hold(self.optimizer, "disk", snapshot)
-        self.last = Save(
-            saving, snapshot, time.perf_counter() - began, published, self.before_publishing
-        )
+        self.optimizer.readers.add("disk", snapshot.release)
+        self.last = Save(saving, snapshot, time.perf_counter() - began, published, before)
         if now:  # with the thread under way, for only what it has written makes room in a window
             snapshot.release_all()
         return self.last

@@ -42,7 +42,7 @@ from threed.topology import Link, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import states
-from threed.zero.snapshot import Room, Snapshot, hold
+from threed.zero.snapshot import Room, Snapshot
 from threed.zero.state import State
 
 MESSAGE = 2**24  # bytes sent to a neighbour at a time
@@ -95,17 +95,17 @@ class Copies:
     def save(self, state: Mapping[str, Any]) -> None:
         """Begins to write the state as it is now; waits for the save before. Collective. state: a run's counters."""
         self.end()
-        self.optimizer.settle()
+        self.optimizer.wait()
         self.extras.ready()
         said, values = self.extras.entries(_writes_buffers(self.topology, self.machines))
         beside = {key: value.to("cpu", copy=True) for key, value in values.items()}
         about = head(self.optimizer, self.topology, self.config, state)
         slot = 1 - self._whole
-        self.optimizer.flush()
+        self.optimizer.wait()
         snapshot = Snapshot(
             [e for file in self.files for e in file.held.extents()], self.optimizer, self._room
         )
-        hold(self.optimizer, "memory", snapshot)
+        self.optimizer.readers.add("memory", snapshot.release)
         rank = self.everyone.index
         base = {
             "epoch": self.epoch,

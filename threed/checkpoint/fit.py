@@ -95,8 +95,8 @@ def take_full(
         if shape is not None and tuple(given[name].shape) != shape:
             raise ValueError(f"{name}: shape {tuple(given[name].shape)}, the model has {shape}")
 
-    def source(part: str, piece: Piece, box: Box) -> Tensor:
-        return given[piece.name][slices(box.start, box.size)]
+    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
+        out.copy_(given[piece.name][slices(box.start, box.size)])
 
-    records.fill(optimizer, source, (records.WEIGHT,))
+    records.fill_in_place(optimizer, write, (records.WEIGHT,))
     buffers.restore(set(given) & set(here.buffers), given.__getitem__)

@@ -40,8 +40,8 @@ from threed.zero.records import (
     PREVIOUS,
     WEIGHT,
     Record,
-    begin_anew,
     fill_in_place,
+    initialise,
     read,
     records,
     records_of,
@@ -198,22 +198,20 @@ def _overwrite(
     path: Path, source: _Source, trained: Collection[str], optimizer: Optimizer, everyone: Axis
 ) -> None:
     """Sets all states. CheckpointError on every rank if values of `trained` are not finite, or cannot be read: a new
-    optimizer is then initialised again, another one is marked as torn."""
-    initial, watch = optimizer.initial, finite.Watch(source.write, trained)
+    optimizer is then initialised again, another one is marked as inconsistent."""
+    initial, watch = optimizer.consistency.initial, finite.Watch(source.write, trained)
+    half = optimizer.layout.policy.param_dtype == torch.float16
     try:
-        fill_in_place(optimizer, watch)
-        optimizer.tear()  # until all ranks have found nothing
-        raise_together(_unusable(path, watch.problems), everyone, CheckpointError)
-        if (
-            optimizer.layout.policy.param_dtype == torch.float16
-        ):  # a checkpoint of another format, or converted
-            problems = _attempt(path, lambda: _overflows(path, optimizer))
-            raise_together(problems, everyone, CheckpointError)
+        with optimizer.consistency.changing():
+            fill_in_place(optimizer, watch)
+            raise_together(_unusable(path, watch.problems), everyone, CheckpointError)
+            if half:  # a checkpoint of another format, or converted
+                problems = _attempt(path, lambda: _overflows(path, optimizer))
+                raise_together(problems, everyone, CheckpointError)
     except CheckpointError:  # on every rank
         if initial is not None:
-            begin_anew(optimizer, initial)
+            initialise(optimizer, initial, again=True, everything=True)
         raise
-    optimizer.mend()
 
 
 def _overflows(path: Path, optimizer: Optimizer) -> list[str]:
@@ -221,9 +219,8 @@ def _overflows(path: Path, optimizer: Optimizer) -> list[str]:
     dtype = optimizer.layout.policy.param_dtype
     try:
         for state in states(optimizer):
-            with optimizer.held(
-                state, [part for part in (WEIGHT,) if part in state.storages]
-            ) as held:
+            parts = [part for part in (WEIGHT,) if part in state.storages]
+            with optimizer.staged(state, parts) as held:
                 for record in records_of(state, (WEIGHT,)):
                     finite.narrowed(record.piece.name, record.of(held[WEIGHT]), dtype)
     except CheckpointError as error:

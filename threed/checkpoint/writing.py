@@ -67,7 +67,7 @@ def prepare(
     hurries: asked meanwhile, by any thread, whether `checkpoint.write-limit-mib` does not hold any more.
     """
     everyone = topology.axis("world")
-    optimizer.settle()
+    optimizer.wait()
     extras.ready()
     mine = held(optimizer.layout, states(optimizer))
     said, values = extras.entries()
@@ -95,7 +95,7 @@ def head(
     """Returns a manifest without sections and files: what is saved as one thing. The host waits for it."""
     counters = {
         "updates": float(optimizer.updates),
-        "skips": float(optimizer.skips),
+        "skips": float(optimizer.bad.skips),
         **optimizer.scaler.state(),
     }
     return {
@@ -228,6 +228,10 @@ class Saving:
                 left -= tensor.numel()
                 yield tensor
         yield from chain(given, self.beside.values())
+
+    def note(self, problem: str) -> None:
+        """Records an error, unless there was one before."""
+        self.problem = self.problem or problem
 
     def _fail(self, problem: str) -> None:
         self.problem = problem

@@ -89,11 +89,11 @@ class LanguageModelHead(PipelineLayer):
     """x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss (a scalar), or logits [s b v/t] without labels.
 
     weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.
-    softcap: a bound on logits, by tanh; 0: none. loss_chunks: parts of the rows whose logits exist at a time; more than
-    one costs a third of the head's time.
+    softcap: a bound on logits, by tanh; 0: none. If `MicroBatch.loss_chunks` is above 1, the logits
+    of a part of the rows exist at a time, which costs a third of the head's time.
     """
 
-    loss_chunks, matmul = 1, NATIVE
+    matmul = NATIVE
     recomputable = False  # on the last stage its backward follows at once
 
     def __init__(
@@ -136,8 +136,8 @@ class LanguageModelHead(PipelineLayer):
             terms, micro.labels.t(), scale, self.first, self.columns, self.vocab, self.softcap
         )
         y = self.norm(x)
-        if self.loss_chunks == 1:
+        if micro.loss_chunks == 1:
             return of.loss(linear(y, terms), slice(None))
-        chunks = min(self.loss_chunks, y.shape[0])
+        chunks = min(micro.loss_chunks, y.shape[0])
         loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, self.weight), of, chunks)
         return loss

@@ -127,7 +127,7 @@ class MicroBatch:
     weight: what the sum of token losses is multiplied by, 1 / the step's global number of valid labels (a scalar
     tensor; of rows where there are no integer labels). step and training rule dropout. inputs: the batch's other
     tensors [b ...], in their own dtypes unless precision.cast_inputs is on; for a wrapped module all of its keyword
-    arguments.
+    arguments. loss_chunks: the number of parts in which a head computes logits.
     """
 
     tokens: Tensor | None = None
@@ -137,6 +137,7 @@ class MicroBatch:
     step: int = 0
     training: bool = True
     inputs: Mapping[str, Any] | None = None
+    loss_chunks: int = 1
 
 
 class Flag:

@@ -81,6 +81,10 @@ class InMemory:
     def values(self) -> Tensor:
         return self.tensor
 
+    def exchange(self, other: InMemory) -> None:
+        """Exchanges the tensors of two storages."""
+        self.tensor, other.tensor = other.tensor, self.tensor
+
     def fetch(self) -> InMemory:
         return self
 
@@ -154,17 +158,12 @@ class Copied:
 
 
 class Drive:
-    """The tier of a swap file: storages in it, and `count` buffers of `nbytes` for staged values.
-
-    Size and number may be set until the first buffer is taken.
-    """
+    """The tier of a swap file: storages in it, and `count` buffers of `nbytes` for staged values."""
 
     def __init__(self, disk: Disk, nbytes: int = 0, count: int = 1) -> None:
         self.disk, self.nbytes, self.count = disk, nbytes, count
         self.device = torch.device("cpu")  # of the buffers
-        self.make_room: Callable[[], None] = lambda: (
-            None
-        )  # called when all buffers are in use, to release some
+        self._make_room: Callable[[], None] = lambda: None
         self._pool: Pool | None = None
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
@@ -181,6 +180,14 @@ class Drive:
         while self._writing:
             self._reap(wait=True)
 
+    def on_full(self, make_room: Callable[[], None]) -> None:
+        """Registers what releases buffers; it is called if all are in use."""
+        self._make_room = make_room
+
+    def size_buffers(self, nbytes: int, count: int) -> None:
+        """Sets size and number of the buffers, before the first is taken."""
+        self.nbytes, self.count = nbytes, count
+
     def take(self) -> Tensor:
         """Returns a buffer; waits for the oldest write if all are in use."""
         if self._pool is None:
@@ -189,7 +196,7 @@ class Drive:
         while self.in_use == self.count and self._writing:
             self._reap(wait=True)
         if self.in_use == self.count:
-            self.make_room()
+            self._make_room()
         return self._pool.take()
 
     def give(self, buffer: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, cast
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -56,16 +56,22 @@ def options_of(model: Model) -> ModelOptions:
     return ModelOptions(**given)
 
 
-def as_model(model: Model | nn.Module, topology: Topology) -> Model:
-    """Returns a `Model`, or an `nn.Module` as a `Wrapped` model. Collective.
+def is_layered(model: object) -> bool:
+    """Returns whether a model is made of pipeline layers; others are modules to be wrapped."""
+    has_slicing = isinstance(getattr(model, "slicing", None), Slicing)
+    return has_slicing and not isinstance(model, Wrapped)
+
+
+def wrap(model: object, topology: Topology) -> Wrapped:
+    """Returns an `nn.Module` as a `Wrapped` model. Collective.
 
     Raises:
-        TypeError: `model` is neither.
+        TypeError: `model` is not an `nn.Module`.
         ConfigError: a module with pp or tp above 1.
         ValueError: on every rank, if some rank cannot wrap its module.
     """
-    if isinstance(getattr(model, "slicing", None), Slicing):  # of threed.layers, or wrapped already
-        return cast(Model, model)
+    if isinstance(model, Wrapped):
+        return model
     if not isinstance(model, nn.Module):
         fix = "pass an nn.Module, or layers with their `slicing`, a layers.Slicing (examples/custom_model.py)"
         raise TypeError(f"{type(model).__name__} is no model: {fix}")

@@ -64,7 +64,7 @@ def _message(action: Action) -> tuple[Kind, int, int]:
 
 
 class WeightGradients(Protocol):
-    """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.deferral`)."""
+    """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.sink.Deferral`)."""
 
     def defer(self) -> AbstractContextManager[list[Any]]:
         """In the block, sets it aside in the list."""
@@ -74,16 +74,16 @@ class WeightGradients(Protocol):
 
 
 class Updates(Protocol):
-    """What updates the weights while an asynchronous plan runs (`threed.zero.asynchronous`)."""
+    """What updates the weights while an asynchronous plan runs (`threed.zero.steps`)."""
 
     def use(self, before: bool) -> None:
         """Shows the layers the weights that the next pass runs with; before: it is of the step before."""
 
-    def norm(self) -> None:
+    def start_update(self) -> None:
         """Begins the sum over all ranks that the update depends on."""
 
-    def update(self) -> None:
-        """Ends it, and updates."""
+    def end_update(self) -> None:
+        """Waits for it, and updates."""
 
 
 class Executor:
@@ -139,8 +139,8 @@ class Executor:
         }
         if updates is not None:
             self._handlers |= {
-                Kind.NORM: lambda _: updates.norm(),
-                Kind.UPDATE: lambda _: updates.update(),
+                Kind.NORM: lambda _: updates.start_update(),
+                Kind.UPDATE: lambda _: updates.end_update(),
             }
 
     def record(self, on: bool = True) -> None:

@@ -28,7 +28,7 @@ class BadSteps(Callback):
         self.run, self.engine = run, engine
         self.delays = False
         self._delayed: list[int] = []
-        self._reported = int(engine.optimizer.skips)
+        self._reported = int(engine.optimizer.bad.skips)
         self._compared = engine.steps
         self._recheck = Recheck(engine, run.note) if run.config.run.recheck_bad_steps else None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from threed.config import Config
 from threed.data import Data
-from threed.engine import Engine, StepMetrics
+from threed.engine import LayeredEngine, StepMetrics
 from threed.forecast import Forecast
 from threed.monitor import Monitor
 from threed.reliability.preemption import Stop
@@ -46,7 +46,7 @@ class Run:
         last: the last step of this process.
     """
 
-    engine: Engine
+    engine: LayeredEngine
     data: Data
     folder: Path
     forecast: Forecast | None
@@ -74,6 +74,10 @@ class Run:
     def beat(self, phase: str, step: int | None = None) -> None:
         """Records progress for the watchdog, which ends a run that makes none."""
         self.supervision.heart.beat(self.engine.steps if step is None else step, phase)
+
+    def hurries(self) -> bool:
+        """Returns whether the run is to end soon, and its saves with it. For any thread."""
+        return bool(self.stop or self.supervision.asked())
 
     def is_logged(self, step: int) -> bool:
         """Returns whether the metrics of a step are logged."""

@@ -43,7 +43,6 @@ class Checkpoints(Callback):
         self._save: Save | None = None  # the asynchronous save in progress
         self._reported: set[Path] = set()
         self._seconds = 0.0
-        self.engine.saver.before_publishing = run.monitor.sync
 
     def begin(self, run: Run) -> None:
         self.memory.begin(run.note)
@@ -95,11 +94,13 @@ class Checkpoints(Callback):
         extra = {**self._extra(), **self.bad_steps.take_delayed()}
         try:
             if asynchronous and self._has_room():
-                published = lambda: self.retention.published(path)  # noqa: E731
-                self._save = self.engine.start_save(path, extra, published)
+                self._save = self.engine.start_save(
+                    path, extra, lambda: self.retention.published(path),
+                    before_publishing=run.monitor.sync, hurries=run.hurries,
+                )  # fmt: skip
                 return
             run.monitor.sync()
-            self.engine.save(path, extra)
+            self.engine.save(path, extra, hurries=run.hurries)
         except CheckpointError as error:
             if step == run.last or run.stop:
                 raise

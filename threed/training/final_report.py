@@ -13,7 +13,7 @@ from threed.checkpoint.resuming import resuming_flags
 from threed.data import Data
 from threed.data.tokenizer import EncodeError, Tokenizer
 from threed.disk import why
-from threed.engine import Engine
+from threed.engine import LayeredEngine
 from threed.forecast import Forecast
 from threed.interop.huggingface.export import export_hf
 from threed.monitor import figures
@@ -64,7 +64,7 @@ def finish(
     run.note(f"resume     torchrun {ranks} {shlex.join([*command, *resuming_flags(config)])}")
 
 
-def sample_text(engine: Engine, data: Data, count: int) -> str:
+def sample_text(engine: LayeredEngine, data: Data, count: int) -> str:
     """Returns a prompt and the `count` tokens with which the model continues it, or why it does not. Collective."""
     try:
         prompt = [*data.tokenizer.bos_ids, *data.tokenizer.encode(PROMPT)] or [data.tokenizer.eot]

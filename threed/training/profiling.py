@@ -60,6 +60,6 @@ class PeakMemory(Callback):
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         if metrics.step == self._due:
-            run.engine.optimizer.settle()
+            run.engine.optimizer.wait()
             self._open.close()
             self.step, self.nbytes = metrics.step, self._peak()

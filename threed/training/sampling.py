@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.engine import Engine
+from threed.engine import LayeredEngine
 
 
 class NotFiniteError(RuntimeError):
@@ -14,7 +14,7 @@ class NotFiniteError(RuntimeError):
 
 
 def generate(
-    engine: Engine, prompt: list[int], count: int, temperature: float = 0.8, seed: int = 0
+    engine: LayeredEngine, prompt: list[int], count: int, temperature: float = 0.8, seed: int = 0
 ) -> list[int]:
     """`prompt` (at least one token id) continued by `count` tokens. Collective; the same on every rank.
 
@@ -35,7 +35,7 @@ def generate(
 
 
 def _next(
-    engine: Engine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator
+    engine: LayeredEngine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator
 ) -> int:
     """The next token: drawn where the model ends, told to the others; -1 where none can be drawn."""
     logits = engine.logits(tokens)
@@ -54,7 +54,7 @@ def _next(
     )
 
 
-def _whole(engine: Engine, shard: Tensor) -> Tensor:
+def _whole(engine: LayeredEngine, shard: Tensor) -> Tensor:
     """Logits of the whole vocabulary [v] from this rank's [v/t]; shards may differ by one, so they travel padded."""
     axis, vocab = engine.topology.axis("tp"), engine.config.model.vocab or 0
     widths = [b - a for a, b in (collectives.split(vocab, axis.size, i) for i in range(axis.size))]

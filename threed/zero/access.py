@@ -107,6 +107,10 @@ class Access:
         self.guards_views = on or self.exposed
         self.guard(self.absent)
 
+    def mark_touched(self, touched: bool = True) -> None:
+        """Records that the program got memory of the parameter, or that its changes were copied."""
+        self.touched = touched
+
     def require(self) -> None:
         """Gathers the parameter, or waits for its gather.
 
@@ -206,7 +210,8 @@ def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any])
             tensor.access.require_view(tensor, changes)
         else:
             tensor.access.require()
-        tensor.access.touched |= exports or (changes and isinstance(tensor, GuardedView))
+        if exports or (changes and isinstance(tensor, GuardedView)):
+            tensor.access.mark_touched()
     accesses = {id(tensor.access): tensor.access for tensor in used}.values()
     with _saving(accesses):
         out = run(*args, **kwargs)
@@ -261,12 +266,12 @@ class WatchedParameter(_Managed):
     @property
     def data(self) -> Any:
         """As `torch.Tensor.data`; reading or setting it marks the parameter as touched."""
-        self.access.touched = True
+        self.access.mark_touched()
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        self.access.touched = True
+        self.access.mark_touched()
         Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
 

@@ -13,33 +13,37 @@ from threed.zero.layout import Layout
 
 
 def check_configuration(config: Config, world: Axis) -> None:
-    """Checks that all ranks have the same configuration: a rank that makes other groups or sends other shapes hangs
-    gloo, or aborts the process without a message. Raises ValueError naming the rank. Collective."""
-    text = config.model_dump_json(
-        exclude={"zero": {"nvme_path"}}
-    )  # each machine has drives of its own
-    fingerprint = hashlib.sha256(text.encode()).hexdigest()
-    everyone = collectives.exchange(fingerprint, world)
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            raise ValueError(
-                f"rank {rank} runs another configuration than rank 0: start all ranks with the same flags"
-            )
+    """Checks that all ranks have the same configuration. Collective.
+
+    A rank that makes other groups or sends other shapes hangs gloo, or aborts the process.
+
+    Raises:
+        ValueError: naming the rank.
+    """
+    text = config.model_dump_json(exclude={"zero": {"nvme_path"}})  # machines have their own drives
+    fix = "start all ranks with the same flags"
+    _check_same(text, "runs another configuration", fix, world)
 
 
 def check_plan(plan: Plan, world: Axis) -> None:
-    """Checks that all ranks have the same plan, where a user's file makes it, or a search by times: of two plans, each
-    waits for messages that the other never sends. Raises ValueError naming the rank. Collective."""
-    mine = hashlib.sha256(f"{plan.placement} {plan.ways}\n{plan}".encode()).hexdigest()
-    everyone = collectives.exchange(mine, world)
+    """Checks that all ranks have the same plan. Collective.
+
+    A user's file or a search by times may give different ones. Each waits for messages that the
+    other never sends.
+
+    Raises:
+        ValueError: naming the rank.
+    """
+    text = f"{plan.placement} {plan.ways}\n{plan}"
+    fix = "its file or function, or the machines' arithmetic, must give the same on all ranks"
+    _check_same(text, f"has another plan of schedule {plan.name}", fix, world)
+
+
+def _check_same(text: str, differs: str, fix: str, world: Axis) -> None:
+    everyone = collectives.exchange(hashlib.sha256(text.encode()).hexdigest(), world)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
-            fix = (
-                "its file or function, or the machines' arithmetic, must give the same on all ranks"
-            )
-            raise ValueError(
-                f"rank {rank} has another plan of schedule {plan.name} than rank 0: {fix}"
-            )
+            raise ValueError(f"rank {rank} {differs} than rank 0: {fix}")
 
 
 def check_buckets(layout: Layout, topology: Topology) -> None:

@@ -117,6 +117,14 @@ class LaunchQueue:
         """Whether no bucket was launched in this step."""
         return self.rounds == self.launched == 0
 
+    def begin(self, backwards: int) -> None:
+        """Begins a step of so many backwards; `restart` begins its first round."""
+        self.backwards = backwards
+
+    def mark_launched(self) -> None:
+        """Marks the next bucket as launched."""
+        self.launched += 1
+
     def restart(self, passes: int) -> None:
         """Begins the first round of a step, of `passes` micro-batches."""
         self.rounds = 0

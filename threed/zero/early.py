@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
@@ -27,31 +26,31 @@ from threed.memory.tiers import DriveBuffer, StagedBuffer
 from threed.ops.update import StepScalars
 from threed.planner.memory import UPDATES_AHEAD
 from threed.zero.layout import Bucket, Layout
-from threed.zero.state import GRADIENT, PARAMETER, State, drop_all, early_storages
-
-
-class Updater(Protocol):
-    """What is updated, and how (`threed.zero.optimizer.Optimizer`)."""
-
-    states: list[State]
-    grad_clip: float
-    before_change: Callable[[State], None]
-
-    def guess(self) -> StepScalars:
-        """Returns the next update's scalars on the host, if nothing is clipped and nothing skipped."""
-
-    def apply_rule(
-        self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None
-    ) -> None:
-        """Updates weights, gradient (used up) and moments, all [n]; out [n] gets the new weights."""
+from threed.zero.state import GRADIENT, PARAMETER, Readers, State, drop_all, early_storages
 
 
 class Early:
-    """Updates buckets of an optimizer whose states are on a drive, with their parameters. most: gradients that wait."""
+    """Updates buckets of an optimizer whose states are on a drive, with their parameters.
 
-    def __init__(self, optimizer: Updater, most: int) -> None:
-        self.optimizer, self.most = optimizer, most
-        self._states = {state.bucket: state for state in optimizer.states if early_storages(state)}
+    Args:
+        states: of the optimizer.
+        readers: the saves that still read them.
+        most: gradients that wait at a time.
+        clips: whether a step's gradients may be clipped.
+        guess: returns the next update's scalars on the host, if nothing is clipped and nothing
+            skipped.
+        apply_rule: updates weights, gradient (used up) and moments of a state; see
+            `Optimizer._apply_rule`.
+    """
+
+    def __init__(
+        self, states: Sequence[State], readers: Readers, most: int, clips: bool, *,
+        guess: Callable[[], StepScalars],
+        apply_rule: Callable[[State, Sequence[Tensor], StepScalars, Tensor | None], None],
+    ) -> None:  # fmt: skip
+        self.readers, self.most, self.clips = readers, most, clips
+        self.guess, self.apply_rule = guess, apply_rule
+        self._states = {state.bucket: state for state in states if early_storages(state)}
         self._hopeful = True  # the last guess would have been right
         self._guess: StepScalars | None = None  # while a step runs
         self._coming = deque[State]()  # their reads have not begun
@@ -62,7 +61,7 @@ class Early:
     def begin(self) -> None:
         """Begins a step."""
         self.drop()
-        self._guess = self.optimizer.guess()
+        self._guess = self.guess()
         self._coming.extend(self._states.values())
 
     def drop(self) -> None:
@@ -80,7 +79,7 @@ class Early:
         if bucket not in self._states or self._guess is None or not self._hopeful:
             return False
         assert isinstance(gradient, DriveBuffer)
-        if self.optimizer.grad_clip:
+        if self.clips:
             gradient.write()  # if it is clipped, it is read again
         self._waiting.append((self._states[bucket], gradient))
         self.progress()
@@ -102,7 +101,7 @@ class Early:
         right = guess is not None and all(
             bool(a == b) for a, b in zip(_scalars(guess), _scalars(now), strict=True)
         )
-        if taken and not (right or bool(now.skip) or self.optimizer.grad_clip):
+        if taken and not (right or bool(now.skip) or self.clips):
             raise RuntimeError("the learning rate, or the loss scale, was changed while a step ran")
         while right and self._waiting:
             self._update()
@@ -133,12 +132,12 @@ class Early:
         buffers[GRADIENT] = gradient
         assert self._guess is not None
         try:
-            self.optimizer.before_change(state)
+            self.readers.wait(state)
             weight, *moments = (buffers[part].wait() for part in state.storages)
             if not state.shared:
                 buffers[PARAMETER] = state.bucket.portion.empty()
             out = None if state.shared else buffers[PARAMETER].values
-            self.optimizer.apply_rule(state, (weight, gradient.wait(), *moments), self._guess, out)
+            self.apply_rule(state, (weight, gradient.wait(), *moments), self._guess, out)
             buffers.pop(GRADIENT).drop()
             while buffers:
                 staged = buffers.popitem()[1]

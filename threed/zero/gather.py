@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -93,7 +93,6 @@ class Gatherer:
     Args:
         layout: of the parameters.
         axis: the shard group with a second communicator, since gathers and reductions have no common order.
-        wrapped: whether the parameters are those of a wrapped module, so that the program may read and change them.
         codec: encodes sharded parameters in gathers for layers; gathers for the program are exact.
 
     Attributes:
@@ -101,18 +100,17 @@ class Gatherer:
         by_storage: the group (and, for the placeholder of a sharded parameter, the slot) that a storage belongs to; the
             keys are those of `storage_of`.
         version: incremented when the values of sharded parameters change.
-        before_use: called with a sharded group when one of its parameters is used; may open the group.
-        leaving: called with a group before its memory is freed.
-        behind: whether passes read the parameters of the version before the gathered one.
+        wrapped: whether the parameters are those of a wrapped module, which the program may read
+            and change.
         order: a hash of the groups that were gathered, in order; the same on all ranks.
     """
 
-    def __init__(
-        self, layout: Layout, axis: Axis, wrapped: bool = False, codec: Codec = EXACT
-    ) -> None:
-        self.layout, self.axis, self.wrapped, self.codec = layout, axis, wrapped, codec
+    wrapped: ClassVar[bool] = False
+
+    def __init__(self, layout: Layout, axis: Axis, codec: Codec = EXACT) -> None:
+        self.layout, self.axis, self.codec = layout, axis, codec
         self.accesses = {
-            slot: Access(self, group, slot, wrapped)
+            slot: Access(self, group, slot, self.wrapped)
             for group in layout.groups
             for slot in group.slots
         }
@@ -132,11 +130,9 @@ class Gatherer:
         self._exact: set[Group] = set()  # groups whose gather in progress is not encoded
         self._holders: dict[Group, set[int | Holder]] = {}
         for drive in layout.policy.drives:
-            drive.make_room = self._end_gathers
+            drive.on_full(self._end_gathers)
         self._number = {group: number for number, group in enumerate(layout.groups)}
-        self.leaving: Callable[[Group], None] = lambda group: None
-        self.before_use: Callable[[Group], None] = lambda group: None
-        self.behind = False
+        self._shows_newest = True  # else passes read the version before the gathered one
         self.order = 0
         for group in layout.groups:
             if group.key.tile is not None:
@@ -192,8 +188,12 @@ class Gatherer:
 
     def wait_for(self, slot: Slot) -> None:
         """Waits until one parameter that stays whole is gathered."""
-        if self._published and not self.behind:
+        if self._published and self._shows_newest:
             self._wait_for(self._buckets_of_slot.get(slot, ()))
+
+    def show(self, newest: bool) -> None:
+        """Sets which version of the parameters passes read; only the newest has gathers to wait for."""
+        self._shows_newest = newest
 
     def settle(self) -> None:
         """Waits until all parameters that stay whole are gathered."""
@@ -220,7 +220,7 @@ class Gatherer:
 
     def ready(self, unit: int) -> None:
         """Waits until all parameters of a unit are whole; first begins to gather them if `start` has not."""
-        if self._published and not self.behind:
+        if self._published and self._shows_newest:
             self._wait_for(self._buckets_of_unit.get(unit, ()))
         for group in self._groups_of_unit.get(unit, ()):
             self.open(group, unit)
@@ -244,7 +244,19 @@ class Gatherer:
         if errors:
             raise errors[0]
 
+    def pass_ended(self) -> None:
+        """Called after each backward, and after a forward that none follows."""
+
+    def gradient_complete(self, slot: Slot) -> None:
+        """Called with each parameter whose gradient is complete, in a backward."""
+
     # -------------------------------------------------------------------------------------------------------- one group
+
+    def before_use(self, group: Group) -> None:
+        """Called with a sharded group when one of its parameters is used; may open the group."""
+
+    def before_free(self, group: Group) -> None:
+        """Called with a group before its memory is freed."""
 
     def groups_of(self, unit: int) -> list[Group]:
         """Returns the sliced groups that a unit uses."""
@@ -403,7 +415,7 @@ class Gatherer:
         del self._holders[group]
         self._exact.discard(group)
         try:
-            self.leaving(group)
+            self.before_free(group)
         finally:
             del self.by_storage[storage_of(group.params)]
             group.free()

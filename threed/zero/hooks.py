@@ -1,8 +1,8 @@
 """ZeRO-3 for wrapped modules: hooks that gather the parameters of any nn.Module when they are used.
 
-    hooks = Hooks(module, units, layout, gatherer, prefetch)
-    hooks.on_gradient(slot)     when the gradient of a parameter is complete
-    hooks.pass_ended()          after each backward, and after a forward that none follows
+    gatherer = ModuleGatherer(layout, axis, model, prefetch)
+    gatherer.gradient_complete(slot)    when the gradient of a parameter is complete
+    gatherer.pass_ended()               after each backward, and after a forward that none follows
 
 A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter, or
 of a tensor that autograd saved as a view of it, gathers its group (`zero.access`). In a backward a group is released
@@ -13,7 +13,6 @@ Groups are gathered ahead in the order of the last pass. A wrong prediction cost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from threed.models.wrapped import Unit
+from threed.codecs import EXACT, Codec
+from threed.models.wrapped import Wrapped
 from threed.sharding import storage_of
+from threed.topology import Axis
 from threed.zero.access import UNTRACED, Holder
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
+from threed.zero.manual_edits import Changes
 from threed.zero.modes import compiles
 
 RECENT = (
@@ -69,8 +71,8 @@ class _Hook:
     a `_NoHook`.
     """
 
-    def __init__(self, hooks: Hooks, module: nn.Module, unit: int | None) -> None:
-        self.hooks, self.module, self.unit = hooks, module, unit
+    def __init__(self, gatherer: ModuleGatherer, module: nn.Module, unit: int | None) -> None:
+        self.gatherer, self.module, self.unit = gatherer, module, unit
         self.saving: list[saved_tensors_hooks] = []  # of running calls
         # Here, not as decorators: `torch.compiler.disable` imports a compiler that most programs do not need.
         self._begin = torch.compiler.disable(self._enter, reason=UNTRACED)
@@ -89,16 +91,16 @@ class _Hook:
     def _enter(self) -> None:
         hooks: Any = self.module._forward_hooks
         hooks.move_to_end(self.after_id)  # so that hooks added by the user may use parameters
-        self.hooks.enter(self.unit)
-        if self.hooks.runs_compiled(self.module):
+        self.gatherer.enter(self.unit)
+        if self.gatherer.runs_compiled(self.module):
             # Compiled code reads parameters, and autograd saves them, without a call of `__torch_function__`.
-            self.saving.append(self.hooks.gatherer.saving)
+            self.saving.append(self.gatherer.saving)
             self.saving[-1].__enter__()
 
     def _leave(self, output: Any) -> None:
         if self.saving:
             self.saving.pop().__exit__()
-        self.hooks.leave(output)
+        self.gatherer.leave(output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return self
@@ -115,40 +117,53 @@ class _NoHook:
     def after(self, module: nn.Module, args: Any, output: Any) -> None: ...
 
 
-class Hooks:
-    """Installs itself in `module` and its units."""
+class ModuleGatherer(Gatherer):
+    """Gathers the parameters of a wrapped module, which the program may use and change anywhere.
+
+    Args:
+        layout: of the parameters.
+        axis: as for `Gatherer`.
+        model: the module, with its units, in which the gatherer installs its hooks.
+        prefetch: how many groups to gather ahead.
+        codec: as for `Gatherer`.
+
+    Attributes:
+        changes: tracks parameters that the program changes.
+    """
+
+    wrapped = True
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], layout: Layout, gatherer: Gatherer, prefetch: int
-    ) -> None:  # fmt: skip
-        self.gatherer, self.prefetch = gatherer, prefetch
+        self, layout: Layout, axis: Axis, model: Wrapped, prefetch: int, codec: Codec = EXACT
+    ) -> None:
+        super().__init__(layout, axis, codec)
+        self.changes = Changes(model.module, layout, self)
+        self.prefetch = prefetch
         self.forwards, self.backwards = Trace(), Trace()
         self._calls: list[list[Group]] = []  # the groups that each running call holds
         self._recent: list[Group] = []
         self._node: Any = None  # the running autograd node, and the groups it uses
         self._in_use: set[Group] = set()
-        self._sliced = [group for group in layout.groups if group.sliced]
-        self._group_of_slot = {slot: group for group in self._sliced for slot in group.slots}
+        sliced = [group for group in layout.groups if group.sliced]
+        self._group_of_slot = {slot: group for group in sliced for slot in group.slots}
         self._due: dict[Group, int] = {}
         self._compiles = False
-        if self._sliced:
-            for number, unit in enumerate(units):
-                _Hook(self, unit.module, number)
-            if all(unit.module is not module for unit in units):
-                _Hook(self, module, None)
-            gatherer.before_use = self._gather_for_use
+        for number, unit in enumerate(model.units if sliced else ()):
+            _Hook(self, unit.module, number)
+        if sliced and all(unit.module is not model.module for unit in model.units):
+            _Hook(self, model.module, None)
 
-    def gather_order(self) -> int:
-        """Returns a hash of the groups gathered so far, in order, which must be the same on all ranks."""
-        return self.gatherer.order
+    def before_free(self, group: Group) -> None:
+        """Stores changes of the group's parameters."""
+        self.version += self.changes.store(group)
 
     # -------------------------------------------------------------------------------------------------------- forward
 
     def enter(self, unit: int | None) -> None:
         """Begins a module's call."""
         self._calls.append([])
-        for group in self.gatherer.groups_of(unit) if unit is not None else ():
-            self._gather_for_use(group)
+        for group in self.groups_of(unit) if unit is not None else ():
+            self.before_use(group)
 
     def runs_compiled(self, module: nn.Module) -> bool:
         """Returns whether the module, or a part of it, is compiled."""
@@ -159,8 +174,8 @@ class Hooks:
             part._compiled_call_impl or "_orig_mod" in part._modules for part in module.modules()
         )
 
-    def _gather_for_use(self, group: Group) -> None:
-        """Gathers a group before one of its parameters is used; does nothing outside of a forward or backward."""
+    def before_use(self, group: Group) -> None:
+        """Gathers a group before use in a forward or backward; does nothing elsewhere."""
         if self._calls:
             if group not in self._calls[-1]:
                 self._calls[-1].append(group)
@@ -179,19 +194,19 @@ class Hooks:
             if group in returned and self._calls:  # the caller holds it now
                 if group not in self._calls[-1]:
                     self._calls[-1].append(group)
-                    self.gatherer.open(group, depth - 1)
+                    self.open(group, depth - 1)
             elif (
                 stays or group in returned
             ):  # a recompute, whose backward follows; or where the backward begins
-                self.gatherer.open(group, Holder.BACKWARD)
-            self.gatherer.close(group, depth)
+                self.open(group, Holder.BACKWARD)
+            self.close(group, depth)
         if not self._calls and not in_backward():
             self.forwards.end()
 
     def _groups_in(self, output: Any) -> set[Group]:
         """Returns the groups whose parameters, or views of them, are in a module's output."""
         owners = (
-            self.gatherer.by_storage.get(storage_of(leaf))
+            self.by_storage.get(storage_of(leaf))
             for leaf in tree_leaves(output)
             if isinstance(leaf, Tensor)
         )
@@ -199,12 +214,12 @@ class Hooks:
 
     def _hold(self, group: Group, holder: int | Holder) -> None:
         """Gathers a group, and begins to gather those predicted next."""
-        self.gatherer.open(group, holder)
+        self.open(group, holder)
         following = (self.backwards if in_backward() else self.forwards).note(group, self.prefetch)
-        self.gatherer.wait(group)
-        self.gatherer.close(group, Holder.AHEAD)
+        self.wait(group)
+        self.close(group, Holder.AHEAD)
         for other in following:
-            self.gatherer.open(other, Holder.AHEAD)
+            self.open(other, Holder.AHEAD)
 
     # ------------------------------------------------------------------------------------------------------- backward
 
@@ -214,15 +229,15 @@ class Hooks:
         if node is not self._node:
             self._node, self._in_use = node, set()
         self._in_use.add(group)
-        if not (self._recent and self._recent[-1] is group and self.gatherer.is_open(group)):
+        if not (self._recent and self._recent[-1] is group and self.is_open(group)):
             self._hold(group, Holder.BACKWARD)
             self._recent = [*(other for other in self._recent if other is not group), group]
             old = [other for other in self._recent[:-RECENT] if other not in self._in_use]
             for other in old:
-                self.gatherer.close(other, Holder.BACKWARD)
+                self.close(other, Holder.BACKWARD)
             self._recent = [other for other in self._recent if other not in old]
 
-    def on_gradient(self, slot: Slot) -> None:
+    def gradient_complete(self, slot: Slot) -> None:
         """Releases a group in a backward when the gradients of all its parameters are complete."""
         group = self._group_of_slot.get(slot)
         if group is None:
@@ -231,7 +246,7 @@ class Hooks:
         self._due[group] -= 1
         if self._due[group] == 0:
             self._recent = [other for other in self._recent if other is not group]
-            self.gatherer.close(group, Holder.BACKWARD)
+            self.close(group, Holder.BACKWARD)
 
     def pass_ended(self) -> None:
         """Ends a pass: releases all groups."""
@@ -240,7 +255,7 @@ class Hooks:
         self._recent.clear()
         self._due.clear()
         self._node, self._in_use = None, set()
-        self.gatherer.release_all()
+        self.release_all()
 
 
 def in_backward() -> bool:

@@ -20,7 +20,7 @@ own, so that one can be whole while the others are slices; small parameters stay
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,18 +28,88 @@ import torch
 from torch import Tensor, nn
 
 from threed.layers.contract import contract
-from threed.memory.tiers import InMemory, Storage, memory_tier
+from threed.memory.tiers import Drive, InMemory, Storage, Tier, memory_tier
 from threed.planner.cut import Tie
 from threed.sharding import Piece, ShardSpec, attach, spec_of
 from threed.topology import Axis, Topology, alone
-from threed.zero.policy import GroupOptions as GroupOptions
-from threed.zero.policy import Policy as Policy
 
+CPU = torch.device("cpu")
 ALIGN = 32  # elements: every parameter starts on a 64-byte line or better
 PIECES, SMALLEST = (
     8,
     2**18,
 )  # a group has at least PIECES buckets, unless they had fewer than SMALLEST elements
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """The options of a parameter group: a factor on the learning rate, and the weight decay."""
+
+    factor: float = 1.0
+    decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a stage's parameters are laid out: which ranks have slices, and where they are stored.
+
+    With a tier, parameters and states are slices also on one rank.
+
+    Attributes:
+        stage: of ZeRO, 0 to 3.
+        shard: the axis S that slices are spread over.
+        replicas: the axis R of ranks that hold the same slice.
+        bucket_bytes: the largest size of a bucket.
+        param_dtype: of the layers.
+        grad_dtype: of the summed gradients.
+        resident: parameters with fewer elements stay whole under stage 3.
+        options: returns the options of a parameter's group.
+        arena: gradient buffers are kept from step to step, also under stage 3.
+        params_tier: stores slices of parameters under stage 3; None for the device.
+        optimizer_tier: stores the optimizer's states and, from stage 2 on, slices of gradients;
+            None for the device.
+        host: where a tier's values are worked on.
+        states_once: pipeline ranks that hold the same parameters share the optimizer's states of
+            them, each a part; not with tiers.
+        versions: 2 if a step begins before the update of the one before it: of parameters, and a
+            copy of the slices of gradients.
+        early: updates begin in the backward, and write to second regions of the drive
+            (`threed.zero.early`).
+        delayed: an update runs during the next step, which uses the parameters from before it.
+    """
+
+    stage: int
+    shard: Axis
+    replicas: Axis
+    bucket_bytes: int
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    resident: int = 0
+    options: Callable[[ShardSpec], GroupOptions] = lambda spec: GroupOptions()
+    arena: bool = False
+    params_tier: Tier | None = None
+    optimizer_tier: Tier | None = None
+    host: torch.device = CPU
+    states_once: bool = False
+    versions: int = 1
+    early: bool = False
+    delayed: bool = False
+
+    @property
+    def drives(self) -> set[Drive]:
+        """The drives among the tiers."""
+        return {tier for tier in (self.params_tier, self.optimizer_tier) if isinstance(tier, Drive)}
+
+    @property
+    def slices_gradients(self) -> bool:
+        """Whether gradients exist in full only bucket by bucket (stages 2 and 3)."""
+        return self.stage >= 2 and (self.shard.size > 1 or self.optimizer_tier is not None)
+
+    def slices_parameter(self, param: nn.Parameter) -> bool:
+        """Returns whether a parameter is whole only while it is used (stage 3)."""
+        spread = self.shard.size > 1 or self.params_tier is not None
+        whole = param.numel() * spec_of(param).tile[1]  # of the whole matrix, for a tile
+        return self.stage == 3 and spread and whole >= max(self.resident, 1)
 
 
 @dataclass(frozen=True)
@@ -218,6 +288,10 @@ class Group:
         self.params = torch.empty(self.numel, dtype=self.params.dtype, device=self.params.device)
         for slot in self.slots:
             point(slot.param, self.view(slot, self.params))
+
+    def turn(self) -> None:
+        """Exchanges the buffers of the two versions."""
+        self.params, self.previous = self.previous, self.params
 
     def free(self) -> None:
         """Drops `params` and points the parameters to their placeholders. The memory is freed with its last view."""

@@ -1,7 +1,8 @@
 """Parameters that the program changes itself: an EMA teacher, clipped weights, renormalised embeddings.
 
-    changes = Changes(module, layout, optimizer, gatherer)      tracks every change from now on
-    changes.take_in()                                   call it before an update, and before states are read or written
+    changes = Changes(module, layout, gatherer)
+    changes.begin()                 tracks every change from now on
+    changes.take_in(optimizer)      call it before an update, and before states are read or written
 
 A change in place increments the parameter's version, and its class records accesses to `.data`. So changes are known
 without reading values. When a changed group is released, this rank's slice is stored; a `.data` that was replaced is
@@ -10,7 +11,7 @@ copied into the flat buffer; a separate master weight takes over values that dif
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -24,23 +25,19 @@ from threed.zero.state import WEIGHT, State, store_all
 class Changes:
     """Tracks changes of a wrapped module's parameters, and copies them to slices and master weights."""
 
-    def __init__(
-        self, module: nn.Module, layout: Layout, optimizer: Optimizer, gatherer: Gatherer
-    ) -> None:
-        self.module = module
-        self.layout, self.optimizer, self.gatherer = layout, optimizer, gatherer
+    def __init__(self, module: nn.Module, layout: Layout, gatherer: Gatherer) -> None:
+        self.module, self.layout, self.gatherer = module, layout, gatherer
         self._versions: dict[Slot, int] = {}
-        self._apart = {state.bucket: state for state in optimizer.states if not state.shared}
-        self._to_masters: dict[
-            State, Slot
-        ] = {}  # states whose parameters are newer, with one of these
-        for slot in layout.slots:
+        self._newer: dict[Bucket, Slot] = {}  # changed buckets, with one of the changed parameters
+
+    def begin(self) -> None:
+        """Begins to track changes."""
+        for slot in self.layout.slots:
             self._note(slot)
-        gatherer.leaving = self._leaving
 
     def _note(self, slot: Slot) -> None:
         self._versions[slot] = slot.param._version
-        self.gatherer.accesses[slot].touched = False
+        self.gatherer.accesses[slot].mark_touched(False)
 
     def _changed(self, group: Group) -> list[Slot]:
         """Returns the group's changed parameters, after copying their values into its buffer."""
@@ -72,41 +69,40 @@ class Changes:
         place.copy_(param.detach())
         point(param, place)
 
-    def _leaving(self, group: Group) -> None:
-        """Stores this rank's slices of changed parameters, before the group's memory is freed."""
+    def store(self, group: Group) -> bool:
+        """Stores this rank's slices of changed parameters, before the group's memory is freed.
+
+        Returns whether there are any.
+        """
         changed = self._changed(group)
-        self.gatherer.version += bool(changed)
         for bucket in group.buckets if changed else ():
             staged = bucket.storage.empty()
             staged.values.copy_(group.params[bucket.own_first : bucket.own_last])
             staged.store()
-            self._masters_follow(bucket, changed[0])
+            self._newer[bucket] = changed[0]
+        return bool(changed)
 
-    def _masters_follow(self, bucket: Bucket, slot: Slot) -> None:
-        if bucket in self._apart:
-            self._to_masters[self._apart[bucket]] = slot
-
-    def take_in(self) -> None:
+    def take_in(self, optimizer: Optimizer) -> None:
         """Copies all changes so far to the states; RuntimeError naming a parameter for which that is impossible.
         Sliced groups must have been released."""
         _check_structure(self.module, self.layout)
         for group in self.layout.groups:
             if not group.sliced and (changed := self._changed(group)):
-                for bucket in group.buckets:
-                    self._masters_follow(bucket, changed[0])
-        if self._to_masters:
-            self._update_masters()
+                self._newer |= dict.fromkeys(group.buckets, changed[0])
+        apart = [s for s in optimizer.states if s.bucket in self._newer and not s.shared]
+        if apart:
+            self._update_masters(optimizer, apart)
+        self._newer.clear()
 
-    def _update_masters(self) -> None:
-        slot = next(iter(self._to_masters.values()))
-        if self.optimizer.delayed is not None:
+    def _update_masters(self, optimizer: Optimizer, states: Sequence[State]) -> None:
+        slot = self._newer[states[0].bucket]
+        if self.layout.policy.delayed:
             raise RuntimeError(
                 f"{slot.spec.name} was changed by hand, or its .data was read, while a delayed update of it"
                 " was running: set --zero.delayed-update false"
             )
-        self.optimizer.flush()
-        while self._to_masters:
-            state, _ = self._to_masters.popitem()
+        optimizer.wait()
+        for state in states:
             buffers, storage = state.fetch((WEIGHT,)), state.bucket.storage.fetch()
             master, param = buffers[WEIGHT].wait(), storage.wait().to(buffers[WEIGHT].values.device)
             master.copy_(

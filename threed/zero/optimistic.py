@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,35 +24,13 @@ from threed import collectives
 from threed.collectives import Pending
 from threed.device import beside, copy_stream, current_stream, is_accelerator
 from threed.memory.tiers import InMemory, start_copy
-from threed.precision import Scaler
 from threed.topology import Axis
-from threed.zero.bad_steps import BadSteps
 from threed.zero.gather import Gatherer
 from threed.zero.reductions import Gradient
-from threed.zero.state import State
+from threed.zero.state import Consistency, State
 from threed.zero.update import Before, Update
 
 HOST = torch.device("cpu")
-
-
-class Updater(Protocol):
-    """What is updated, and how (`threed.zero.optimizer.Optimizer`)."""
-
-    states: list[State]
-    gatherer: Gatherer
-    everyone: Axis
-    updates: Tensor
-    scaler: Scaler
-    bad: BadSteps
-
-    def before(self) -> Before:
-        """Returns what an update begins with."""
-
-    def apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
-        """Does an update."""
-
-    def changing(self) -> AbstractContextManager[None]:
-        """Marks the states as inconsistent in the block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +52,32 @@ class Unspent(InMemory):
 
 
 class Optimistic:
-    """Does the updates of an optimizer whose states are in the device's memory. restarts: how many were undone."""
+    """Does the updates of an optimizer whose states are in the device's memory.
 
-    def __init__(self, optimizer: Updater) -> None:
-        self.optimizer, self.restarts = optimizer, 0
+    Args:
+        states: of the optimizer.
+        gatherer: of their parameters.
+        everyone: the axis of all ranks.
+        consistency: of the states.
+        counters: scalar tensors that an update changes.
+        before: returns what an update begins with.
+        apply: does an update; its third argument is whether it is done on a guess.
+        observe: called with the results of an update that was done on a guess, once they are known.
+
+    Attributes:
+        restarts: how many updates were undone.
+    """
+
+    def __init__(
+        self, states: Sequence[State], gatherer: Gatherer, everyone: Axis, consistency: Consistency,
+        counters: Sequence[Tensor], *, before: Callable[[], Before],
+        apply: Callable[[Sequence[Gradient], Update, bool], None],
+        observe: Callable[[Update], None],
+    ) -> None:  # fmt: skip
+        self.states, self.gatherer, self.everyone = states, gatherer, everyone
+        self.consistency, self.counters = consistency, counters
+        self.before, self.apply, self.observe = before, apply, observe
+        self.restarts = 0
         self._hopeful = True  # the last guess would have been right; the same on all ranks
         self._attempt: Attempt | None = None
         self._copies: list[Tensor] = []  # of what an update changes
@@ -94,18 +92,15 @@ class Optimistic:
 
         mine: this rank's share of the sums that an update depends on, fp64 [k].
         """
-        optimizer, before = self.optimizer, self.optimizer.before()
+        before = self.before()
         guess, guessed = before.with_sums(torch.zeros_like(mine)), self._hopeful
         attempt = self._begin(gradients, before, guess, mine)
         if guessed:
             self._copy()
-            optimizer.apply(
-                [Gradient(Unspent(g.storage.fetch().wait()), g.squares) for g in gradients],
-                guess,
-                True,
-            )
+            copies = [Gradient(Unspent(g.storage.fetch().wait()), g.squares) for g in gradients]
+            self.apply(copies, guess, True)
         else:
-            optimizer.apply(gradients, attempt.results())
+            self.apply(gradients, attempt.results(), False)
         self._attempt = attempt
         return attempt.results
 
@@ -113,10 +108,7 @@ class Optimistic:
         self, gradients: Sequence[Gradient], before: Before, guess: Update, mine: Tensor
     ) -> Attempt:
         """Begins the sum; on a GPU what it says goes to the host as soon as it is there, beside the update."""
-        pending, device = (
-            collectives.start_sum_of_scalars(mine, self.optimizer.everyone),
-            mine.device,
-        )
+        pending, device = collectives.start_sum_of_scalars(mine, self.everyone), mine.device
 
         def is_wrong() -> Tensor:
             found = before.with_sums(pending.wait())
@@ -146,12 +138,12 @@ class Optimistic:
             return True
         self._hopeful = not bool(attempt.wrong.wait())
         if self._hopeful and attempt.guessed:
-            self.optimizer.bad.observe(attempt.results())
+            self.observe(attempt.results())
         if self._hopeful or not attempt.guessed:
             return True
         self.restarts += 1
         self._restore()
-        self.optimizer.apply(attempt.gradients, attempt.results())
+        self.apply(attempt.gradients, attempt.results(), False)
         return False
 
     def discard(self) -> None:
@@ -163,10 +155,9 @@ class Optimistic:
     # --------------------------------------------------------------------------------------------------------- copies
 
     def _changed(self) -> list[Tensor]:
-        """What an update changes: counters, and what is of every bucket."""
-        optimizer = self.optimizer
-        slices = [storage.fetch().wait() for state in optimizer.states for storage in state.changed]
-        return [optimizer.updates, optimizer.bad.skips, *optimizer.scaler.tensors, *slices]
+        """Returns what an update changes: counters, and the slices of every bucket."""
+        slices = [storage.fetch().wait() for state in self.states for storage in state.changed]
+        return [*self.counters, *slices]
 
     def _copy(self) -> None:
         changed = self._changed()
@@ -175,9 +166,9 @@ class Optimistic:
             copy.copy_(tensor)
 
     def _restore(self) -> None:
-        self.optimizer.gatherer.settle()  # gathers in flight still read the slices
-        self.optimizer.gatherer.release_all()
-        with self.optimizer.changing():
+        self.gatherer.settle()  # gathers in flight still read the slices
+        self.gatherer.release_all()
+        with self.consistency.changing():
             for copy, tensor in zip(self._copies, self._changed(), strict=True):
                 tensor.copy_(copy)
 

@@ -1,13 +1,16 @@
 """The ZeRO optimizer (arXiv 1910.02054): each rank updates the slices it owns and gathers the rest.
 
-    step(gradients, carry) :  global norm -> clip factor and skip flag -> bucket by bucket: apply the rule (AdamW, SGD,
-                              Lion) to the slice, copy it to the parameters, begin to gather them
-                              (of some the update is done by then: `early.py`)
-    validate()             :  of an optimistic update, which did not wait for the global norm (`optimistic.py`)
+    step(gradients, carry)   global norm -> clip factor and skip flag -> bucket by bucket: apply the rule
+                             (AdamW, SGD, Lion) to the slice, copy it to the parameters, begin to
+                             gather them (some updates are already done: `early.py`)
+    validate()               of an optimistic update, which did not wait for the norm (`optimistic.py`)
+    wait()                   then states can be read: `staged(state, parts)`
+    overwriting(everything)  around values that are set from outside
 
-Slices are staged from their storages: while one bucket is updated, the next is read and the previous one written.
-While the state is on the device, nothing here reads a tensor's value on the host: norm, clip factor, skip flag, loss
-scale and learning rate stay tensors. Offloaded state is updated by the host, which has to read them.
+Slices are staged from their storages: while one bucket is updated, the next is read and the
+previous one written. While the state is on the device, nothing here reads a tensor's value on the
+host: norm, clip factor, skip flag, loss scale and learning rate stay tensors. Offloaded state is
+updated by the host, which has to read them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,9 +29,7 @@ from threed.device import is_accelerator, synchronize
 from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.ops.update import Rule, StepScalars
 from threed.precision import LossScale, Scaler
-from threed.sharding import Box, Piece
 from threed.topology import Axis
-from threed.zero.bad_steps import BadSteps
 from threed.zero.early import Early, most_waiting
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Layout
@@ -39,6 +41,8 @@ from threed.zero.state import (
     PARAMETER,
     PREVIOUS,
     WEIGHT,
+    Consistency,
+    Readers,
     State,
     drop_all,
     fetched_in_turn,
@@ -46,7 +50,7 @@ from threed.zero.state import (
     store_all,
 )
 from threed.zero.unused import Stretch, Unused
-from threed.zero.update import Before, Update
+from threed.zero.update import BadSteps, Before, Update
 from threed.zero.versions import Versions
 
 HOST = torch.device("cpu")
@@ -55,117 +59,93 @@ HOST = torch.device("cpu")
 class Optimizer:
     """Applies a rule to the buckets of a layout.
 
-    learning_rate: maps the number of updates done (a tensor) to a learning rate (a tensor). grad_clip: the largest
-    norm a step may have, 0 for no clipping. everyone: the axis of all ranks, for the norm. loss_scale: the factor in
-    the gradients. optimistic: the update does not wait for the norm, and is validated later. max_spike: see `BadSteps`.
-    dynamic: parameters may be unused, as those of a wrapped module. device: where the layers run.
+    Args:
+        layout: the parameters and their buckets.
+        gatherer: gathers the parameters after an update.
+        everyone: the axis of all ranks, for the norm.
+        rule: the optimizer's formula.
+        learning_rate: maps the number of updates done (a tensor) to a learning rate (a tensor).
+        device: of the layers.
+        grad_clip: the largest norm that a step may have, 0 for no clipping.
+        loss_scale: the factor in the gradients.
+        optimistic: updates do not wait for the norm, and are validated later.
+        max_spike: see `BadSteps`.
+        dynamic: parameters may be unused, as those of a wrapped module.
 
-    earlier: for checkpoints, states of the parameters that are one update older than the weights.
+    Attributes:
+        earlier: for checkpoints, states of the parameters that are one update older than the
+            weights.
+        updates: the number of updates done, a scalar tensor; a skipped step is none.
+        consistency: whether all states are of the same step.
+        readers: the saves that still read the states.
     """
 
     def __init__(
         self, layout: Layout, gatherer: Gatherer, everyone: Axis, rule: Rule,
-        learning_rate: Callable[[Tensor], Tensor], *, device: torch.device, grad_clip: float, loss_scale: LossScale,
-        optimistic: bool = False, max_spike: float = 0.0, dynamic: bool = False,
+        learning_rate: Callable[[Tensor], Tensor], *, device: torch.device, grad_clip: float,
+        loss_scale: LossScale, optimistic: bool = False, max_spike: float = 0.0,
+        dynamic: bool = False,
     ) -> None:  # fmt: skip
         self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
-        self.states = [
-            new_state(bucket, rule.state_names, layout.policy) for bucket in layout.buckets
-        ]
+        policy = layout.policy
+        self.states = [new_state(bucket, rule.state_names, policy) for bucket in layout.buckets]
         self.frozen = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
-        self.on_host = not (
-            layout.policy.optimizer_tier is None and layout.policy.params_tier is None
-        )
-        self.delayed = ThreadPoolExecutor(1, "delayed-update") if layout.policy.delayed else None
-        self._under_way: Future[None] | None = None
-        self._unpublished = (
-            False  # the weights of a delayed update were not copied to the parameters yet
-        )
-        self.torn = False  # a change of states began and did not end
-        # What gives the initial weights, while all states are as they were initialised and it can do so again.
-        self.initial: Callable[[str, Piece, Box], Tensor] | None = None
-        self.updates = torch.zeros(
-            (), dtype=torch.float64, device=device
-        )  # done so far; a skipped step is none
+        self.consistency, self.readers = Consistency(), Readers()
+        self.updates = torch.zeros((), dtype=torch.float64, device=device)
         self.scaler = Scaler(loss_scale, device)
         self.bad = BadSteps(device, max_spike, loss_scale)
-        self.optimistic = Optimistic(self) if optimistic else None
-        self.early = Early(self, most_waiting(layout)) if layout.policy.early else None
-        self.versions = Versions(layout, gatherer) if layout.policy.versions > 1 else None
+        self.optimistic = Optimistic(
+            self.states, gatherer, everyone, self.consistency,
+            (self.updates, self.bad.skips, *self.scaler.tensors),
+            before=self._before, apply=self._apply, observe=self.bad.observe,
+        ) if optimistic else None  # fmt: skip
+        self.early = Early(
+            self.states, self.readers, most_waiting(layout), grad_clip > 0,
+            guess=self._guess, apply_rule=self._apply_rule,
+        ) if policy.early else None  # fmt: skip
+        self.versions = Versions(layout, gatherer) if policy.versions > 1 else None
         self.earlier = self.versions.earlier if self.versions else []
-        if layout.policy.delayed:
+        if policy.delayed:
             self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
         self.unused = Unused(layout, self.updates) if dynamic else None
-        self.before_change: Callable[[State], None] = lambda state: (
-            None
-        )  # a save may still read what it is called with
         self._stretches: dict[Bucket, list[Stretch]] = {}
+        self._on_host = not (policy.optimizer_tier is None and policy.params_tier is None)
+        self._thread = ThreadPoolExecutor(1, "delayed-update") if policy.delayed else None
+        self._delayed: Future[None] | None = None  # the update that the thread runs, or has run
+        self._unpublished = False  # the parameters do not have a delayed update's weights yet
 
     def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
-        """Updates the weights from every bucket's slice of the summed gradients; returns what gives the results.
+        """Updates the weights. Collective.
 
-        carry: fp64 [1 + k], numbers of this rank, summed over all ranks in the same all-reduce as the norm: its loss,
-        and flags of invalid data, for which the step is skipped. An optimistic update does not wait for this sum; the
-        returned function does.
+        Args:
+            gradients: every bucket's slice of the summed gradients.
+            carry: fp64 [1 + k], numbers of this rank, summed over all ranks in the same all-reduce
+                as the norm: its loss, and flags of invalid data, for which the step is skipped.
+
+        Returns:
+            A function that returns the results. Of an optimistic update it waits for the sum.
         """
-        mine = self._share(gradients, carry)
         if self.optimistic is not None:
-            return self.optimistic.step(gradients, mine)
-        update = self.before().with_sums(collectives.sum_of_scalars(mine, self.everyone))
-        self.apply(gradients, update)
+            return self.optimistic.step(gradients, self._own_sums(gradients, carry))
+        update = self.start_step(gradients, carry)()
         return lambda: update
 
-    def begin(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
-        """Begins the sum over all ranks, with `carry` as in `step`; returns a function that waits for it, updates, and
-        returns the results."""
-        mine = self._share(gradients, carry)
-        before, pending = self.before(), collectives.start_sum_of_scalars(mine, self.everyone)
+    def start_step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
+        """Starts the sum over all ranks of an update, with arguments as in `step`. Collective.
+
+        Returns:
+            A function that waits for the sum, updates, and returns the results.
+        """
+        own = self._own_sums(gradients, carry)
+        before, pending = self._before(), collectives.start_sum_of_scalars(own, self.everyone)
 
         def end() -> Update:
             update = before.with_sums(pending.wait())
-            self.apply(gradients, update)
+            self._apply(gradients, update)
             return update
 
         return end
-
-    def _share(self, gradients: Sequence[Gradient], carry: Tensor) -> Tensor:
-        """This rank's share of the sums that an update depends on, fp64 [2 + k]."""
-        self.finish_delayed()
-        self._stretches = {} if self.unused is None else self.unused.stretches
-        found = [gradient.squares for gradient in gradients]
-        return torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
-
-    def before(self) -> Before:
-        """Returns what an update begins with."""
-        return self.bad.before(
-            self.learning_rate(self.updates), self.scaler.scale.clone(), self.grad_clip
-        )
-
-    def apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
-        """Counts an update, and begins to do it. guessed: its norm is not known yet; call `bad.observe` when it is."""
-        if self.versions is not None:
-            for state in self.earlier:
-                self.before_change(state)
-            self.versions.turn()
-        self.updates += 1 - update.skip
-        self.bad.count(update)
-        if not guessed:
-            self.bad.observe(update)
-        self.scaler.update(update.overflow)
-        self._update_all(gradients, _scalars(update, self.updates))
-
-    def guess(self) -> StepScalars:
-        """Returns the next update's scalars on the host, if nothing is clipped and nothing skipped."""
-        update = self.before().with_sums(
-            torch.zeros(3, dtype=torch.float64, device=self.updates.device)
-        )
-        return _on_host(_scalars(update, self.updates + 1))
-
-    @property
-    def skips(self) -> Tensor:
-        """Steps skipped so far."""
-        return self.bad.skips
 
     @property
     def pending(self) -> bool:
@@ -173,129 +153,35 @@ class Optimizer:
         return self.optimistic is not None and self.optimistic.pending
 
     def validate(self) -> bool:
-        """Whether the last update was right; if it was not, it was undone, and done again. Parameters are not gathered
-        then. Collective where it was wrong."""
+        """Returns whether the last update was right. If not, it was undone, and done again.
+        Parameters are not gathered then. Collective if it was wrong."""
         return self.optimistic is None or self.optimistic.validate()
 
-    def _update_all(self, gradients: Sequence[Gradient], now: StepScalars) -> None:
-        self.publish_delayed()
-        if self.on_host:
-            read = _on_host(now)
-            now = now if self.layout.policy.optimizer_tier is None else read
-            if self.early is not None:
-                self._end_early(self.early, gradients, now)
-                return
-            if bool(read.skip):
-                return
-        self.let_device_read()
-        if self.delayed is not None:
-            kept = _copies_on_host(gradients)
-            self._unpublished = True
-            self._under_way = self.delayed.submit(self._update_in_turn, kept, now, False)
-        else:
-            self._update_in_turn(gradients, now, True)
+    def wait(self) -> None:
+        """Waits for the last update and for gathers in flight: then the states can be read.
 
-    def _end_early(self, early: Early, gradients: Sequence[Gradient], now: StepScalars) -> None:
-        self.let_device_read()
-        with self.changing():
-            done = early.end(now)
-            if not bool(now.skip):
-                self._update_in_turn(gradients, now, True, done)
-
-    def _update_in_turn(
-        self,
-        gradients: Sequence[Gradient],
-        now: StepScalars,
-        publish: bool,
-        done: Set[State] = frozenset(),
-    ) -> None:
-        """Updates all states but those `done`, from the last layers to the first."""
-        pairs = zip(reversed(self.states), reversed(gradients), strict=True)
-        work = [(state, gradient.storage) for state, gradient in pairs if state not in done]
-        with self.changing():
-            for state, buffers in fetched_in_turn(
-                (state, state.fetch_for_update(storage)) for state, storage in work
-            ):
-                try:
-                    self._update(state, buffers, now, publish)
-                except BaseException:
-                    drop_all(buffers)
-                    raise
-            if publish:
-                self.gatherer.complete()
-
-    def _update(
-        self,
-        state: State,
-        buffers: dict[str, StagedBuffer],
-        now: StepScalars,
-        publish: bool,
-    ) -> None:
-        """Updates one bucket; parameters on the same device are written in the same pass."""
-        self.before_change(state)
-        gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
-        storage = state.bucket.portion
-        beside = publish and not state.shared and storage.device == weight.device
-        if beside:
-            buffers[PARAMETER] = storage.empty()
-        out = buffers[PARAMETER].values if beside else None
-        self.apply_rule(state, (weight, gradient, *moments), now, out)
-        buffers.pop(GRADIENT).drop()
-        if beside:
-            buffers.pop(PARAMETER).store()
-            self.gatherer.publish(state.bucket)
-        elif publish:
-            self._publish(state, weight)
-        store_all(buffers)
-
-    def apply_rule(
-        self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None
-    ) -> None:
-        """Updates weights, gradient (used up) and moments, all [n]; out [n] gets the new weights. In parts if some
-        parameters are unused so far, or count their updates apart."""
-        options = state.bucket.group.key.options
-        decay = options.decay
-        if options.factor != 1.0:
-            now = StepScalars(now.lr * options.factor, now.step, now.scale, now.skip)
-        if state.bucket not in self._stretches:
-            self.rule.update(values[0], values[1], values[2:], now, decay, out)
-        for first, last, since in self._stretches.get(state.bucket, ()):
-            weight, gradient, *moments = (tensor[first:last] for tensor in values)
-            new = None if out is None else out[first:last]
-            if since is not None:
-                step = (now.step - since.to(now.step.device)).clamp(min=1)
-                self.rule.update(
-                    weight,
-                    gradient,
-                    moments,
-                    StepScalars(now.lr, step, now.scale, now.skip),
-                    decay,
-                    new,
-                )
-            elif new is not None:
-                new.copy_(weight)
-
-    def _publish(self, state: State, weight: Tensor) -> None:
-        """Copies a bucket's weights to the parameters, and begins to gather those that stay whole."""
-        if not state.shared:
-            params = state.bucket.portion
-            parameter = params.empty()
-            stay = isinstance(state.weight, InMemory) and isinstance(params, InMemory)
-            parameter.values.copy_(
-                weight, non_blocking=stay
-            )  # else one of the buffers is reused, or written, at once
-            parameter.store()
-        self.gatherer.publish(state.bucket)
+        Parameters do not get the weights of a delayed update by this.
+        """
+        if self.early is not None:
+            self.early.drop()  # what a step has updated that an error broke off
+        self._wait_for_update()
+        self.gatherer.settle()
 
     @contextmanager
-    def held(
+    def staged(
         self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True
     ) -> Iterator[dict[str, Tensor]]:
-        """Yields some parts of a bucket's state to read. With `write` they may be changed, and are stored after the
-        block; with `publish` too, changed weights are published."""
+        """Yields the values of some parts of a state.
+
+        Args:
+            state: one of a bucket.
+            parts: their names.
+            write: the block may change the values; they are stored after it.
+            publish: copy changed weights to the parameters, too.
+        """
         if write:
-            self.initial = None
-            self.before_change(state)
+            self.consistency.mark_changed()
+            self.readers.wait(state)
         buffers = state.fetch(parts)
         try:
             yield {part: staged.wait() for part, staged in buffers.items()}
@@ -306,86 +192,202 @@ class Optimizer:
             self._publish(state, buffers[WEIGHT].wait())
         store_all(buffers) if write else drop_all(buffers)
 
-    def finish_delayed(self) -> None:
-        """Waits for a delayed update, if one is running: then the states are new, the parameters not yet. Validates an
+    @contextmanager
+    def overwriting(self, everything: bool) -> Iterator[None]:
+        """Prepares the states for values that the block sets by `staged`; gathers parameters after
+        it. Collective.
+
+        Args:
+            everything: all values are set. A delayed update is discarded then; else the parameters
+                get its weights first.
+        """
+        if everything:
+            self._discard_update()
+        else:
+            self._publish_delayed()
+            self.wait()
+        self._let_device_read()
+        with self.consistency.changing():
+            self.gatherer.settle()  # a gather in flight may still read what is written here
+            self.gatherer.release_all()  # what is gathered now would be stale
+            yield
+            if everything and self.layout.policy.delayed:
+                for state in reversed(self.earlier):
+                    self.gatherer.publish(state.bucket)
+                self._unpublished = True
+            self.gatherer.complete()
+            self.gatherer.settle()
+            if self.versions is not None:
+                self.versions.restore(whole=everything)
+
+    # -------------------------------------------------------------------------------- the scalars of an update
+
+    def _own_sums(self, gradients: Sequence[Gradient], carry: Tensor) -> Tensor:
+        """Returns this rank's part of the sums that an update depends on, fp64 [2 + k]."""
+        self._wait_for_update()
+        self._stretches = {} if self.unused is None else self.unused.stretches
+        found = [gradient.squares for gradient in gradients]
+        return torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
+
+    def _before(self) -> Before:
+        """Returns what an update begins with."""
+        rate = self.learning_rate(self.updates)
+        return self.bad.before(rate, self.scaler.scale.clone(), self.grad_clip)
+
+    def _guess(self) -> StepScalars:
+        """Returns the next update's scalars on the host, if nothing is clipped and nothing
+        skipped."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
+        return _on_host(_scalars(self._before().with_sums(sums), self.updates + 1))
+
+    # ----------------------------------------------------------------------------------------------- an update
+
+    def _apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
+        """Counts an update, and begins to do it. guessed: its norm is not known yet."""
+        if self.versions is not None:
+            for state in self.earlier:
+                self.readers.wait(state)
+            self.versions.turn()
+        self.updates += 1 - update.skip
+        self.bad.count(update)
+        if not guessed:
+            self.bad.observe(update)
+        self.scaler.update(update.overflow)
+        self._update_all(gradients, _scalars(update, self.updates))
+
+    def _update_all(self, gradients: Sequence[Gradient], now: StepScalars) -> None:
+        self._publish_delayed()
+        done: Set[State] = frozenset()
+        if self._on_host:
+            read = _on_host(now)
+            now = now if self.layout.policy.optimizer_tier is None else read
+            self._let_device_read()
+            if self.early is not None:
+                with self.consistency.changing():
+                    done = self.early.end(now)
+            if bool(read.skip):
+                return
+        if self._thread is not None:
+            kept = _copies_on_host(gradients)
+            self._unpublished = True
+            self._delayed = self._thread.submit(self._update_in_turn, kept, now, False)
+        else:
+            self._update_in_turn(gradients, now, True, done)
+
+    def _update_in_turn(
+        self, gradients: Sequence[Gradient], now: StepScalars, publish: bool,
+        done: Set[State] = frozenset(),
+    ) -> None:  # fmt: skip
+        """Updates all states but those `done`, from the last layers to the first."""
+        pairs = zip(reversed(self.states), reversed(gradients), strict=True)
+        reads = (
+            (state, state.fetch_for_update(gradient.storage))
+            for state, gradient in pairs
+            if state not in done
+        )
+        with self.consistency.changing():
+            for state, buffers in fetched_in_turn(reads):
+                try:
+                    self._update(state, buffers, now, publish)
+                except BaseException:
+                    drop_all(buffers)
+                    raise
+            if publish:
+                self.gatherer.complete()
+
+    def _update(
+        self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool
+    ) -> None:
+        """Updates one bucket; parameters on the same device are written in the same pass."""
+        self.readers.wait(state)
+        gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
+        storage = state.bucket.portion
+        fused = publish and not state.shared and storage.device == weight.device
+        if fused:
+            buffers[PARAMETER] = storage.empty()
+        out = buffers[PARAMETER].values if fused else None
+        self._apply_rule(state, (weight, gradient, *moments), now, out)
+        buffers.pop(GRADIENT).drop()
+        if fused:
+            buffers.pop(PARAMETER).store()
+            self.gatherer.publish(state.bucket)
+        elif publish:
+            self._publish(state, weight)
+        store_all(buffers)
+
+    def _apply_rule(
+        self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None
+    ) -> None:
+        """Updates weights, gradient (used up) and moments, all [n]; out [n] gets the new weights.
+        In parts if some parameters are unused so far, or count their updates apart."""
+        options = state.bucket.group.key.options
+        if options.factor != 1.0:
+            now = replace(now, lr=now.lr * options.factor)
+        if state.bucket not in self._stretches:
+            self.rule.update(values[0], values[1], values[2:], now, options.decay, out)
+        for first, last, since in self._stretches.get(state.bucket, ()):
+            weight, gradient, *moments = (tensor[first:last] for tensor in values)
+            new = None if out is None else out[first:last]
+            if since is not None:
+                step = (now.step - since.to(now.step.device)).clamp(min=1)
+                own = replace(now, step=step)
+                self.rule.update(weight, gradient, moments, own, options.decay, new)
+            elif new is not None:
+                new.copy_(weight)
+
+    def _publish(self, state: State, weight: Tensor) -> None:
+        """Copies a bucket's weights to the parameters, and begins to gather those that stay
+        whole."""
+        if not state.shared:
+            params = state.bucket.portion
+            parameter = params.empty()
+            stay = isinstance(state.weight, InMemory) and isinstance(params, InMemory)
+            parameter.values.copy_(
+                weight, non_blocking=stay
+            )  # else one of the buffers is reused, or written, at once
+            parameter.store()
+        self.gatherer.publish(state.bucket)
+
+    # --------------------------------------------------------------------------------- updates in the background
+
+    def _wait_for_update(self) -> None:
+        """Waits for a delayed update, whose weights the parameters do not have yet. Validates an
         optimistic one."""
         self.validate()
-        if self._under_way is not None:
-            self._under_way.result()
-        self.check_whole()
+        if self._delayed is not None:
+            self._delayed.result()
+        self.consistency.check()
 
-    def flush(self) -> None:
-        """Waits for a delayed update, and drops the buffers of early updates: the storages have the states."""
-        if self.early is not None:
-            self.early.drop()
-        self.finish_delayed()
+    def _publish_delayed(self) -> None:
+        """Waits for a delayed update, and copies its weights to the parameters.
 
-    def publish_delayed(self) -> None:
-        """Waits for a delayed update, if there is one, and copies its weights to the parameters.
-
-        Called by the next update, and before weights are set from outside. A call at any other time would change the
-        training: the next step would not be delayed.
+        Only the next update may do this, and whoever sets weights: the next step would not be
+        delayed.
         """
-        self.finish_delayed()
-        self._under_way = None
+        self._wait_for_update()
+        self._delayed = None
         if self._unpublished:
-            self.let_device_read()
+            self._let_device_read()
             for state, earlier in zip(reversed(self.states), reversed(self.earlier), strict=True):
-                self.before_change(earlier)
-                with self.held(state, (WEIGHT,), write=True):
+                self.readers.wait(earlier)
+                with self.staged(state, (WEIGHT,), write=True):
                     pass
             self._unpublished = False
 
-    def restore_delayed(self) -> None:
-        """Begins to gather the parameters that were loaded from a checkpoint; the next update publishes the weights."""
-        for state in reversed(self.earlier):
-            self.gatherer.publish(state.bucket)
-        self._unpublished = True
-
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Marks the states as inconsistent while the block changes them; they stay so, until a load, if it raises."""
-        self.torn, self.initial = True, None
-        yield
-        self.torn = False
-
-    def tear(self) -> None:
-        """Marks the states as inconsistent, until a load."""
-        self.torn = True
-
-    def mend(self) -> None:
-        """Takes that back."""
-        self.torn = False
-
-    def check_whole(self) -> None:
-        """Raises RuntimeError when a change of the states was interrupted."""
-        if self.torn:
-            raise RuntimeError(
-                "an update, or a load, broke off (see the first error): some values are a step older than others, and"
-                " training on, or saving, would mix them; load a checkpoint"
-            )
-
-    def discard(self) -> None:
-        """Drops a delayed update, before everything is overwritten."""
+    def _discard_update(self) -> None:
+        """Drops the last update, as far as it is not done, before everything is overwritten."""
         if self.early is not None:
             self.early.drop()
         if self.optimistic is not None:
             self.optimistic.discard()
-        if self._under_way is not None:
-            wait((self._under_way,))
-        self._under_way, self._unpublished = None, False
-        self.let_device_read()
+        if self._delayed is not None:
+            wait((self._delayed,))
+        self._delayed, self._unpublished = None, False
 
-    def let_device_read(self) -> None:
+    def _let_device_read(self) -> None:
         """Waits until the GPU has finished its reads of host memory, which is about to change."""
-        if self.on_host and is_accelerator(self.updates.device):
+        if self._on_host and is_accelerator(self.updates.device):
             synchronize(self.updates.device)
-
-    def settle(self) -> None:
-        """Waits until updates are done and all parameters that are not sliced are gathered. Does not publish a delayed
-        update."""
-        self.finish_delayed()
-        self.gatherer.settle()
 
 
 def _scalars(update: Update, updates: Tensor) -> StepScalars:
@@ -401,7 +403,8 @@ def _on_host(now: StepScalars) -> StepScalars:
 
 
 def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Returns gradients that the next step does not overwrite; from a device they are copied all at once."""
+    """Returns gradients that the next step does not overwrite; from a device they are copied all at
+    once."""
     values = [gradient.storage.fetch().wait() for gradient in gradients]
     copies = [
         start_copy(v, HOST) if is_accelerator(v.device) else done(v.to(HOST, copy=True))

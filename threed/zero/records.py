@@ -18,7 +18,7 @@ from threed.sharding import Box, Piece, boxes
 from threed.zero.optimizer import Optimizer
 from threed.zero.state import PREVIOUS as PREVIOUS
 from threed.zero.state import WEIGHT as WEIGHT
-from threed.zero.state import State, drop_all, fetched_in_turn
+from threed.zero.state import Initial, State, drop_all, fetched_in_turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[R
 def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]]:
     """Yields records with their values [*box.size], or extents with theirs [numel]: views of this rank's state, valid
     until the next iteration."""
-    optimizer.flush()
+    optimizer.wait()
     by_state = [
         (state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)
     ]
@@ -117,19 +117,6 @@ def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]
             drop_all(buffers)
 
 
-def fill(
-    optimizer: Optimizer,
-    source: Callable[[str, Piece, Box], Tensor],
-    parts: tuple[str, ...] | None = None,
-) -> None:
-    """Sets every box this rank holds from `source(part, piece, box)` [*box.size], as `fill_in_place` does."""
-
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        out.copy_(source(part, piece, box))
-
-    fill_in_place(optimizer, write, parts)
-
-
 def fill_in_place(
     optimizer: Optimizer,
     write: Callable[[str, Piece, Box, Tensor], None],
@@ -138,42 +125,30 @@ def fill_in_place(
     """Calls `write(part, piece, box, out)` for every box this rank holds, to set out [*box.size], and gathers the
     parameters. Where there are two versions of them and one is set, the other becomes the same."""
     late = parts is None and optimizer.layout.policy.delayed
-    if parts is None:
-        optimizer.discard()
-    else:
-        optimizer.publish_delayed()
-        optimizer.flush()
-        optimizer.let_device_read()
-    with optimizer.changing():
-        optimizer.gatherer.settle()  # a gather in flight may still read what is written here
-        optimizer.gatherer.release_all()  # what is gathered now would be stale
+    with optimizer.overwriting(everything=parts is None):
         for state in states(optimizer):
             wanted = [part for part in state.storages if parts is None or part in parts]
             publish = not (late and state.bucket.group.key.trainable)
-            with optimizer.held(state, wanted, write=True, publish=publish) as held:
+            with optimizer.staged(state, wanted, write=True, publish=publish) as values:
                 for record in records_of(state, parts):
-                    write(record.part, record.piece, record.box, record.of(held[record.part]))
-        if late:
-            optimizer.restore_delayed()
-        optimizer.gatherer.complete()
-        optimizer.gatherer.settle()
-        if optimizer.versions is not None:
-            optimizer.versions.restore(whole=parts is None)
+                    write(record.part, record.piece, record.box, record.of(values[record.part]))
 
 
 def initialise(
-    optimizer: Optimizer, initial: Callable[[str, Piece, Box], Tensor], again: bool
+    optimizer: Optimizer, initial: Initial, again: bool, everything: bool = False
 ) -> None:
-    """Sets the weights to their initial values, the other states being zero. again: `initial` can give them again."""
-    fill(optimizer, initial, (WEIGHT,))
-    optimizer.initial = initial if again else None
+    """Sets the weights to their initial values.
 
-
-def begin_anew(optimizer: Optimizer, initial: Callable[[str, Piece, Box], Tensor]) -> None:
-    """Sets all states, whatever they are, as `initialise` left them."""
+    Args:
+        optimizer: has the states.
+        initial: returns the values of a box.
+        again: whether it can be called later, for a load that fails.
+        everything: set all other states to zero, which they are in a new optimizer.
+    """
 
     def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
         out.copy_(initial(part, piece, box)) if part in (WEIGHT, PREVIOUS) else out.zero_()
 
-    fill_in_place(optimizer, write)
-    optimizer.initial = initial
+    fill_in_place(optimizer, write, None if everything else (WEIGHT,))
+    if again:
+        optimizer.consistency.mark_initialised(initial)

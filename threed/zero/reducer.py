@@ -27,14 +27,13 @@ from torch import Tensor
 from threed.layers.slicing import ForwardScope
 from threed.memory.tiers import StagedBuffer
 from threed.zero.counting import Contributions, LaunchQueue
-from threed.zero.deferral import Deferral
 from threed.zero.early import Early
 from threed.zero.foreign_gradients import foreign_gradients
 from threed.zero.gradients import BucketGradients, FullGradients, Gradients
 from threed.zero.late import LateGradients
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.reductions import PLAIN, Gradient, GradientCodecs, Reductions, later_sums
-from threed.zero.sink import Sink, too_late
+from threed.zero.sink import Deferral, Sink, too_late
 from threed.zero.unused import Unused, warn_of_unused
 
 
@@ -142,7 +141,7 @@ class Reducer:
         for sink in self._sinks_of[number]:
             if not sink.counts.added:
                 self.memory.set_zero(sink.slot, bucket)
-        queue.launched += 1
+        queue.mark_launched()
         self.reductions.make_room(bucket)
         window = self.memory.take_window(bucket)
         last = not self.rounds or queue.backwards <= 1
@@ -191,7 +190,7 @@ class Reducer:
         self.recover()
         self._passes = 1 if self.rounds else microbatches
         for queue in self._queues:
-            queue.backwards = microbatches * len(queue.chunks)
+            queue.begin(microbatches * len(queue.chunks))
         self._restart()
         self._state = StepState.RUNNING
 

@@ -74,8 +74,7 @@ def fingerprint(values: Tensor) -> Tensor:
 def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
     """Compares all copies after a step. ReplicaError on every rank where any differ. Collective; the host waits for the
     device."""
-    optimizer.settle()
-    optimizer.flush()
+    optimizer.wait()
     held = list(_held(optimizer, topology))
     found = [
         text
@@ -90,8 +89,7 @@ def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
 
 def compared(optimizer: Optimizer, topology: Topology) -> tuple[int, int]:
     """Returns the bytes of weights and moments that this rank holds copies of, and of those that it alone holds."""
-    optimizer.settle()
-    optimizer.flush()
+    optimizer.wait()
     sizes = Counter[bool]()
     for one in _held(optimizer, topology):
         sizes[any(axis.size > 1 for axis in one.axes)] += one.nbytes

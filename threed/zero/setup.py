@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
@@ -25,8 +26,17 @@ from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
 from threed.zero.early import most_waiting
 from threed.zero.layout import GroupOptions, HasModules, Layout, Policy
-from threed.zero.learning_rate import schedule
 from threed.zero.reductions import GradientCodecs
+
+# From progress after warm-up (0 to 1) to a share between 0 (min_lr) and 1 (lr).
+RATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "constant": torch.ones_like,
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: 0.5 * (1 + torch.cos(math.pi * done)),
+    "wsd": lambda done: ((1 - done) / 0.2).clamp(
+        max=1.0
+    ),  # warm-up, stable, decay over the last fifth
+}
 
 
 def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
@@ -116,10 +126,8 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     waiting = most_waiting(layout) if policy.early else 0
     for drive in policy.drives:
         mine = gathered if drive is policy.params_tier else 0
-        drive.count = drive_buffers(mine, buffers, waiting)
-        drive.nbytes = (
-            max((b.share for group in layout.groups for b in group.buckets), default=1) * width
-        )
+        largest = max((b.share for group in layout.groups for b in group.buckets), default=1)
+        drive.size_buffers(largest * width, drive_buffers(mine, buffers, waiting))
 
 
 def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
@@ -213,8 +221,20 @@ def is_early(config: Config) -> bool:
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
-    """Returns the function from updates done to the next one's learning rate."""
-    return schedule(optim.schedule, optim.lr, *_end_and_warmup(optim, steps), steps)
+    """Returns a function from the number of updates done (a scalar tensor, fp64) to the next rate.
+
+    A skipped step does not advance it. The rate rises linearly over the warm-up to `optim.lr`, then
+    follows the named shape down to the smallest rate at `steps`.
+    """
+    shape, lr = RATES[optim.schedule], optim.lr
+    min_lr, warmup = _end_and_warmup(optim, steps)
+
+    def rate(done: Tensor) -> Tensor:
+        rising = lr * (done + 1) / max(warmup, 1)
+        progress = ((done - warmup) / max(steps - warmup, 1)).clamp(0, 1)
+        return torch.where(done < warmup, rising, min_lr + (lr - min_lr) * shape(progress))
+
+    return rate
 
 
 def describe_rate(optim: OptimConfig, steps: int) -> str:

@@ -4,20 +4,56 @@ autograd's hook."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from threed.layers.slicing import ForwardScope, add_to
 from threed.ops.matmul import NATIVE, Matmul
 from threed.zero.counting import Contributions, LaunchQueue
-from threed.zero.deferral import Deferral
 from threed.zero.foreign_gradients import is_own
 from threed.zero.gradients import Gradients
 from threed.zero.layout import Layout, Slot
+
+# What adds a contribution, and with what.
+Contribution = tuple[Callable[..., None], tuple[Tensor, ...]]
+
+
+class Deferral:
+    """Defers contributions to weight gradients, for split backwards (arXiv 2401.10241, section 2).
+
+    with deferral.defer() as waiting: ...   # I: the input's gradient
+    deferral.add_deferred(waiting)          # W: the weights' gradients
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Contribution] | None = None
+
+    @contextmanager
+    def defer(self) -> Iterator[list[Contribution]]:
+        """Yields a list to which sinks append contributions in the block, instead of adding them.
+
+        Of a product only the factors are kept. A round of reductions is that of the micro-batch
+        whose contributions are added, so the schedule decides how long they wait.
+        """
+        self.waiting = waiting = list[Contribution]()
+        try:
+            yield waiting
+        finally:
+            self.waiting = None
+
+    @torch.no_grad()
+    def add_deferred(self, waiting: list[Contribution]) -> None:
+        """Adds the contributions of the list, in order, and removes each from it."""
+        waiting.reverse()
+        while waiting:
+            add, tensors = waiting.pop()
+            add(*tensors)
 
 
 class Collector(Protocol):

@@ -1,7 +1,7 @@
 """The optimizer's states as they were at one moment, while training goes on and changes them.
 
     snapshot = Snapshot(extents, optimizer, room)     the moment; a GPU begins to copy
-    hold(optimizer, "disk", snapshot)                 an update waits, bucket by bucket, for what is not safe yet
+    optimizer.readers.add("disk", snapshot.release)   an update waits, bucket by bucket, for what is not safe yet
     for values in snapshot.values(): ...              in a thread of its own: those of the extents, in order
 
 A state is safe to change once it was copied, or written. What is copied, when, and into how much memory:
@@ -16,9 +16,10 @@ A state is safe to change once it was copied, or written. What is copied, when, 
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -146,12 +147,24 @@ class Room:
             item.buffer = None
 
 
+class _Progress(enum.Enum):
+    """How far the snapshot is with a state."""
+
+    WAITING = enum.auto()
+    BUSY = enum.auto()  # a thread copies it, or writes it from where it is
+    SAFE = enum.auto()  # it may change
+
+
 @dataclass(eq=False)
 class _Item:
-    """A state of the snapshot. parts: where its values are, from the element of `first` on. eager: it is copied at
-    once. on_gpu: the thread cannot read it where it is.
+    """A state of the snapshot.
 
-    safe: it may change. busy: somebody copies it, or writes it from where it is.
+    Attributes:
+        parts: where its values are, from the element of `first` on.
+        nbytes: of a copy.
+        eager: it is copied at once.
+        on_gpu: the thread cannot read it where it is.
+        before: writes to a drive that come first.
     """
 
     state: State
@@ -161,14 +174,11 @@ class _Item:
     nbytes: int
     eager: bool
     on_gpu: bool
-    safe: bool = False
-    busy: bool = False
+    progress: _Progress = _Progress.WAITING
     buffer: Tensor | None = None
     copies: dict[str, Tensor] | None = None
     copied: torch.Event | None = None
-    before: dict[str, Transfer | None] = field(
-        default_factory=dict
-    )  # writes to a drive that come first
+    before: dict[str, Transfer | None] = field(default_factory=dict)
 
 
 class Snapshot:
@@ -231,7 +241,7 @@ class Snapshot:
         self.waited_s += time.perf_counter() - began
 
     def _release(self, item: _Item) -> None:
-        while not item.safe:
+        while item.progress is not _Progress.SAFE:
             if (next_one := self._claim_for(item)) is not None:
                 self._copy(next_one)
         if (copied := item.copied) is not None:
@@ -252,17 +262,18 @@ class Snapshot:
         with self._changed:
             turn = item
             if item.on_gpu and not self._room.whole:
-                turn = next((one for one in self._queue if not (one.safe or one.busy)), item)
+                waiting = (one for one in self._queue if one.progress is _Progress.WAITING)
+                turn = next(waiting, item)
             if self._claim(turn):
                 return turn
-            if not item.safe:
+            if item.progress is not _Progress.SAFE:
                 self._changed.wait()
             return None
 
     def _claim(self, item: _Item) -> bool:
-        if item.safe or item.busy or not self._room.take(item):
+        if item.progress is not _Progress.WAITING or not self._room.take(item):
             return False
-        item.busy = True
+        item.progress = _Progress.BUSY
         return True
 
     # --------------------------------------------------------------------------------------------------------- copies
@@ -284,7 +295,7 @@ class Snapshot:
             self.end()
             raise
         with self._changed:
-            item.copies, item.safe, item.busy = copies, True, False
+            item.copies, item.progress = copies, _Progress.SAFE
             self._changed.notify_all()
 
     def _into(self, buffer: Tensor, item: _Item) -> dict[str, Tensor]:
@@ -338,7 +349,7 @@ class Snapshot:
                 yield item.copies
         finally:
             with self._changed:
-                item.safe, item.busy, item.copies = True, False, None
+                item.copies, item.progress = None, _Progress.SAFE
                 if not in_place:
                     self._room.give(item)
                 self._changed.notify_all()
@@ -351,8 +362,8 @@ class Snapshot:
                     raise GivenUp(GIVEN_UP)
                 if item.copies is not None:
                     return False
-                if not (item.busy or item.on_gpu):
-                    item.busy = True
+                if item.progress is _Progress.WAITING and not item.on_gpu:
+                    item.progress = _Progress.BUSY
                     return True
                 self._changed.wait(POLL_S)
 
@@ -378,26 +389,8 @@ class Snapshot:
         with self._changed:
             self._over = True
             for item in self._items:
-                item.safe = True
+                item.progress = _Progress.SAFE
             self._changed.notify_all()
-
-
-class _Readers:
-    """Calls each of some readers, by what they read for, before a state changes."""
-
-    def __init__(self) -> None:
-        self.release: dict[str, Callable[[State], None]] = {}
-
-    def __call__(self, state: State) -> None:
-        for release in self.release.values():
-            release(state)
-
-
-def hold(optimizer: Optimizer, what: str, snapshot: Snapshot) -> None:
-    """Has updates wait for a snapshot, in place of an earlier one for the same: one of each may be read at a time."""
-    if not isinstance(optimizer.before_change, _Readers):
-        optimizer.before_change = _Readers()
-    optimizer.before_change.release[what] = snapshot.release
 
 
 def _read(place: OnDrive, before: Transfer | None, into: Tensor) -> None:

@@ -8,7 +8,8 @@ for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from threed.memory.tiers import Copied, InMemory, OnDrive, StagedBuffer, Storage, memory_tier
 from threed.planner.memory import UPDATES_AHEAD
+from threed.sharding import Box, Piece
 from threed.zero.layout import Bucket, Layout, Policy
 from threed.zero.reductions import later_sums
 
 WEIGHT = "weight"
+Initial = Callable[[str, Piece, Box], Tensor]
 PREVIOUS = "previous"  # parameters one update older than the weights, under 2bw and delayed updates
 GRADIENT, PARAMETER = "gradient", "parameter"  # what an update stages besides a bucket's state
 
@@ -61,6 +64,73 @@ class State:
         if gradient.device != self.weight.device:
             found[GRADIENT] = Copied(found[GRADIENT], self.weight.device)
         return found
+
+
+class Consistency:
+    """Whether all states are of the same step.
+
+    Attributes:
+        initial: returns the initial weights of a box, while all values are those of the
+            initialisation; else None.
+    """
+
+    def __init__(self) -> None:
+        self.initial: Initial | None = None
+        self._broken, self._depth = False, 0
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Marks the states as inconsistent while the block changes them.
+
+        If it raises they stay so, until a block that overwrites them has ended.
+        """
+        self._broken, self._depth, self.initial = True, self._depth + 1, None
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        self._broken = self._depth > 0
+
+    def invalidate(self) -> None:
+        """Marks the states as inconsistent, until a load."""
+        self._broken = True
+
+    def mark_initialised(self, initial: Initial) -> None:
+        """Records that all values are those of the initialisation, which can be repeated."""
+        self.initial = initial
+
+    def mark_changed(self) -> None:
+        """Records that some values are not those of the initialisation."""
+        self.initial = None
+
+    def check(self) -> None:
+        """Raises RuntimeError if a change of the states was interrupted."""
+        if self._broken:
+            raise RuntimeError(
+                "an update, or a load, broke off (see the first error): some values are a step older than others, and"
+                " training on, or saving, would mix them; load a checkpoint"
+            )
+
+
+class Readers:
+    """The asynchronous saves that still read states: an update waits for them, state by state."""
+
+    def __init__(self) -> None:
+        self._waits: dict[str, Callable[[State], None]] = {}
+
+    def add(self, purpose: str, wait: Callable[[State], None]) -> None:
+        """Adds a save, in place of the earlier one for the same purpose.
+
+        Args:
+            purpose: "disk" or "memory".
+            wait: returns when a state may change.
+        """
+        self._waits[purpose] = wait
+
+    def wait(self, state: State) -> None:
+        """Waits until a state may change."""
+        for wait in self._waits.values():
+            wait(state)
 
 
 def fetched_in_turn(

@@ -1,24 +1,41 @@
-"""What an update begins with, and what it finds out, as scalar tensors.
+"""What an update begins with, what it finds out, and whether it is skipped: as scalar tensors.
 
-update = before.with_sums(sums)       once the sums over all ranks are known; or guessed
+    bad = BadSteps(device, max_spike=0.0, rule=scale.rule)
+    before = bad.before(learning_rate, loss_scale, grad_clip)
+    update = before.with_sums(sums)       once the sums over all ranks are known, or guessed
+    bad.count(update)                     once it is done
+    bad.observe(update)                   once its norm is known, and not guessed
+
+A step is skipped if its loss or gradient norm is not finite, if its data are invalid, or as a
+spike: if its norm is more than `max_spike` times the running mean of the norms of the steps that
+were not skipped. This is the mean of all, later one whose newest norm counts a hundredth; it is
+judged from the twentieth on, since the first norms of a run fall fast. Nothing here is read on the
+host. While a loss scale falls, gradients that are not finite are expected: such steps are skipped,
+but do not count in a row of bad steps.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from threed.precision import LossScale
+
+WINDOW, JUDGED_FROM = 100.0, 20.0  # norms
+
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """The results of a step: the gradient norm before clipping, the factor that clips it, the learning rate used, the
-    loss scale of its backward, whether the step is skipped (1.0), how many were so far; and the sums over all ranks of
-    its `carry` [k].
+    """The results of a step: the gradient norm before clipping, the factor that clips it, the
+    learning rate used, the loss scale of its backward, whether the step is skipped (1.0), how many
+    were so far; and the sums over all ranks of its `carry` [k].
 
-    overflow: whether it is skipped because its loss or norm is not finite (1.0), and not as a spike or for its data.
-    in_a_row: skipped steps that count (`threed.zero.bad_steps`) since the last one that was not.
+    overflow: whether it is skipped because its loss or norm is not finite (1.0), and not as a spike
+    or for its data.
+    in_a_row: skipped steps that count (`BadSteps`) since the last one that was not.
     """
 
     grad_norm: Tensor
@@ -34,8 +51,9 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Before:
-    """What an update begins with: learning rate, loss scale, steps skipped so far; grad_clip, 0 for no clipping;
-    skipped steps in a row so far; the loss scale up to which such a step counts; the largest norm that is no spike."""
+    """What an update begins with: learning rate, loss scale, steps skipped so far; grad_clip, 0 for
+    no clipping; skipped steps in a row so far; the loss scale up to which such a step counts; the
+    largest norm that is no spike."""
 
     lr: Tensor
     loss_scale: Tensor
@@ -49,8 +67,9 @@ class Before:
         """Returns the results of a step.
 
         Args:
-            sums: over all ranks, fp64 [3 + k]: the squared norm, ranks with gradients that are not finite, the loss,
-                and k flags of invalid data, which skip the step if they are not 0.
+            sums: over all ranks, fp64 [3 + k]: the squared norm, ranks with gradients that are not
+                finite, the loss, and k flags of invalid data, which skip the step if they are not
+                0.
         """
         norm = sums[0].sqrt() / self.loss_scale
         finite = (sums[1] == 0) & torch.isfinite(norm) & torch.isfinite(sums[2])
@@ -67,3 +86,54 @@ class Before:
         return Update(
             norm, clip, self.lr, self.loss_scale, skip, self.skips + skip, sums[2:], overflow, row
         )
+
+
+class BadSteps:
+    """Counts skipped steps. max_spike: a factor over the running mean of norms, 0 for none. rule:
+    of the loss scale.
+
+    skips: all of them. in_a_row: those that ended the run so far. mean, norms: of how many norms,
+    and their mean.
+    """
+
+    def __init__(self, device: torch.device, max_spike: float, rule: LossScale) -> None:
+        self.max_spike = max_spike
+        self.counts_from = rule.minimum if rule.dynamic else math.inf
+        self.skips, self.in_a_row, self.mean, self.norms = torch.zeros(
+            4, dtype=torch.float64, device=device
+        ).unbind()
+
+    def before(self, lr: Tensor, loss_scale: Tensor, grad_clip: float) -> Before:
+        """Returns what an update begins with."""
+        limit = None
+        if self.max_spike:
+            limit = torch.where(self.norms < JUDGED_FROM, math.inf, self.mean * self.max_spike)
+        row = self.in_a_row.clone()
+        return Before(lr, loss_scale, self.skips.clone(), grad_clip, row, self.counts_from, limit)
+
+    def count(self, update: Update) -> None:
+        """Counts a step, which may be one that is undone and counted again."""
+        self.skips += update.skip
+        self.in_a_row.copy_(update.in_a_row)
+
+    def observe(self, update: Update) -> None:
+        """Adds the norm of a step that was not skipped to the running mean."""
+        if not self.max_spike:
+            return
+        good = update.skip == 0
+        norms = self.norms + good
+        mean = self.mean + (update.grad_norm - self.mean) / norms.clamp(min=1, max=WINDOW)
+        self.mean.copy_(torch.where(good, mean, self.mean))
+        self.norms.copy_(norms)
+
+    def state(self) -> dict[str, float]:
+        """Returns what a checkpoint keeps of it, beside the number of skips."""
+        return {"norm_mean": float(self.mean), "norms": float(self.norms)} if self.max_spike else {}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Takes up where a checkpoint left off; rows begin anew. One without norms begins to
+        observe them."""
+        self.skips.fill_(state["skips"])
+        self.in_a_row.zero_()
+        self.mean.fill_(state.get("norm_mean") or 0.0)
+        self.norms.fill_(state.get("norms") or 0.0)

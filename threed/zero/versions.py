@@ -42,16 +42,16 @@ class Versions:
         others come with the gathers of the update."""
         self.gatherer.settle()
         for group in self._groups:
-            group.params, group.previous = group.previous, group.params
+            group.turn()
         self._newest = 1 - self._newest
         for bucket, storage in self._before.items():
             assert isinstance(bucket.storage, InMemory)
-            storage.tensor, bucket.storage.tensor = bucket.storage.tensor, storage.tensor
+            storage.exchange(bucket.storage)
             bucket.storage.tensor.copy_(storage.tensor)
 
     def show(self, newest: bool) -> None:
         """Points the layers' parameters at a version. Only passes on the newest wait for its gathers."""
-        self.gatherer.behind = not newest
+        self.gatherer.show(newest)
         which = self._newest if newest else 1 - self._newest
         if which != self._shown:
             self._shown = which

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from threed import collectives, metrics
+from threed import collectives
 from threed.atomic import building
-from threed.engine import Engine, StepMetrics
+from threed.engine import ModuleEngine, StepMetrics
 from threed.interop.deepspeed.config import PassedOptimizer, Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.missing import INSTEAD
@@ -34,15 +34,27 @@ LATEST = "latest"  # the file with the newest checkpoint's tag
 class DeepSpeedEngine:
     """A `threed.Engine` with DeepSpeed's interface; other attributes are looked up in the module.
 
-    passed: the optimizer that was passed to `initialize`. engine: the wrapped engine. metrics: of the last step.
-    micro_steps: calls of `step` so far, except in discarded steps. notes: the messages of `initialize`.
+    Args:
+        model: the module to train.
+        topology: data ranks only.
+        translation: of DeepSpeed's configuration.
+        passed: the optimizer that was passed to `initialize`.
+        training_loader: the default of `train_batch`.
+        notes: messages of `initialize`, before those of the translation.
+
+    Attributes:
+        engine: the wrapped engine.
+        metrics: of the last step.
+        micro_steps: calls of `step` so far, except in discarded steps.
     """
 
     def __init__(
-        self, model: nn.Module, topology: Topology, translation: Translation, passed: PassedOptimizer | None = None
+        self, model: nn.Module, topology: Topology, translation: Translation,
+        passed: PassedOptimizer | None = None, training_loader: DataLoader[Any] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:  # fmt: skip
         t = self.translation = translation
-        self.engine = Engine(
+        self.engine = ModuleEngine(
             model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale
         )
         self.module, self.topology = model, topology
@@ -53,13 +65,11 @@ class DeepSpeedEngine:
         )
         self.optimizer = OptimizerView(self.engine, self.zero_grad)
         self._passed = passed
-        self.notes: tuple[str, ...] = translation.notes
-        self.training_loader: DataLoader[Any] | None = None
+        self.notes = (*notes, *translation.notes)
+        self.training_loader = training_loader
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
-        self._open = False  # a step has begun
         self._pending = False  # a backward without a call of `step` so far
-        self._loss = torch.zeros(1, dtype=torch.float64, device=topology.device)
         self._batches: Iterator[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -82,24 +92,15 @@ class DeepSpeedEngine:
         if torch.is_grad_enabled():
             self._begin()
             return self.module(*args, **kwargs)
-        try:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):  # what a module caches must be usable in training too
-                return self.module(*args, **kwargs)
-        finally:
-            if self.engine.hooks is not None:
-                self.engine.hooks.pass_ended()
-            self.engine.gatherer.release_all()
+        with self.engine.inference() as module:
+            return module(*args, **kwargs)
 
     forward = __call__
 
     def _begin(self) -> None:
         """Begins a step."""
-        if not self._open:
+        if not self.engine.accumulating:
             self.engine.begin(self.translation.accumulation)
-            self._open = True
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -122,15 +123,11 @@ class DeepSpeedEngine:
             )
         self._begin()
         weight = 1.0 / (self.topology.dp * (self.translation.accumulation if scale_wrt_gas else 1))
-        wide = (
-            loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
-        )  # for the loss scale to fit
         try:
-            self.engine.backward(wide, weight)
+            self.engine.backward(loss, weight)
         except BaseException as error:
             self._give_up_step(error)
             raise
-        self._loss += loss.detach().double() * weight
         self._pending = True
         return loss
 
@@ -141,10 +138,9 @@ class DeepSpeedEngine:
                 f"threed: the step is discarded, with its {done} earlier micro-batches of"
                 f" {self.translation.accumulation}; the next micro-batch is the first of a new step"
             )
-        self.engine.reducer.give_up()
+        self.engine.discard()
         self.micro_steps -= done
-        self._open = self._pending = False
-        self._loss = torch.zeros_like(self._loss)
+        self._pending = False
 
     def step(self) -> None:
         """Ends a micro-batch; at the accumulation boundary, does one optimizer step. Collective there.
@@ -159,9 +155,7 @@ class DeepSpeedEngine:
         if self._passed is not None:
             self._passed.check()
         if self.is_gradient_accumulation_boundary():
-            self.metrics = self.engine.update(self._loss)
-            self._loss = torch.zeros_like(self._loss)
-            self._open = False
+            self.metrics = self.engine.update()
         self.micro_steps += 1
         self._pending = False
 
@@ -170,7 +164,7 @@ class DeepSpeedEngine:
         return (self.micro_steps + 1) % self.translation.accumulation == 0
 
     def _check_boundary(self, what: str, instead: str) -> None:
-        self.engine.reducer.recover()
+        self.engine.finish()
         if self._pending or self.micro_steps % self.translation.accumulation:
             raise RuntimeError(f"{what} in the middle of a step: {instead}")
 
@@ -200,16 +194,10 @@ class DeepSpeedEngine:
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """Returns the mean loss over the micro-batches of a step and over ranks, without training; NaN if a batch has
         ids beyond the vocabulary. Collective."""
-        n, wrapped = self.translation.accumulation, self.engine.wrapped
-        assert wrapped is not None
-        self.engine.reducer.recover()
-        self.engine.buffers.agree()
-        with wrapped.evaluating(), self.engine.faults.apart():
+        n = self.translation.accumulation
+        with self.engine.evaluating():
             losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]
-            mine = self.engine.faults.appended_to(
-                torch.cat(losses).sum().view(1) / (n * self.topology.dp)
-            )
-        return metrics.loss_of(collectives.sum_of_scalars(mine, self.topology.axis("world")))
+            return self.engine.sum_losses(torch.cat(losses).sum().view(1) / (n * self.topology.dp))
 
     def _run(self, batch: Any) -> Any:
         batch = to_device(batch, self.device)
@@ -265,7 +253,7 @@ class DeepSpeedEngine:
     @property
     def skipped_steps(self) -> int:
         """Steps skipped because a gradient was not finite."""
-        return int(self.engine.optimizer.skips)
+        return int(self.engine.optimizer.bad.skips)
 
     def get_lr(self) -> list[float]:
         """Returns the learning rate of the next update, of every parameter group."""

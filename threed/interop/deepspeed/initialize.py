@@ -79,9 +79,7 @@ def initialize(
             training_data, topology, translation.micro_batch, translation.drop_last, collate_fn
         )
     passed = None if optimizer is None else PassedOptimizer(optimizer)
-    engine = DeepSpeedEngine(model, topology, translation, passed)
-    engine.training_loader = loader
-    engine.notes = (*notes, *translation.notes)
+    engine = DeepSpeedEngine(model, topology, translation, passed, loader, notes)
     if topology.rank == 0:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
     scheduler = None if translation.learning_rate is None else SchedulerView(engine.optimizer)

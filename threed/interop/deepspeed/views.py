@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from threed.engine import Engine
+from threed.engine import ModuleEngine
 from threed.zero.layout import GroupOptions
 
 
@@ -49,7 +49,7 @@ class ReadOnlyList(list[Any]):
 class OptimizerView:
     """A view of the optimizer; the engine does the steps."""
 
-    def __init__(self, engine: Engine, zero_grad: Callable[[], None]) -> None:
+    def __init__(self, engine: ModuleEngine, zero_grad: Callable[[], None]) -> None:
         self._engine, self._zero_grad = engine, zero_grad
 
     @property

@@ -89,10 +89,10 @@ def load_hf(
             out.zero_()
 
     watch = finite.Watch(write, here.trained)
-    fill_in_place(optimizer, watch)
-    optimizer.tear()  # until all ranks have found nothing
-    raise_together([f"{path}: {problem}" for problem in watch.problems], everyone, CheckpointError)
-    optimizer.mend()
+    with optimizer.consistency.changing():
+        fill_in_place(optimizer, watch)
+        problems = [f"{path}: {problem}" for problem in watch.problems]
+        raise_together(problems, everyone, CheckpointError)
     optimizer.updates.zero_()
     optimizer.bad.restore({"skips": 0.0})
     optimizer.scaler.restore({})

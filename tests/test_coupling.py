@@ -1,0 +1,210 @@
+"""No object sets another object's fields, and modules have no state, but for the exceptions that
+are listed here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+OTHER = "an object of another library, whose interface is this field"
+PARAMETER = "a parameter carries what belongs to it, wherever the program refers to it"
+LAYER = "a layer is changed in place: the user's code refers to the object"
+RELIABILITY = "not yet passed to a constructor (issue 31)"
+# Assignments to a field of an object whose class is in another module, with the reason.
+SET: dict[str, str] = {
+    "data.tokenizer: self._backend.encode_special_tokens": OTHER,
+    "layers.compiled: module.opaque": LAYER,
+    "layers.compiled: module.traced": LAYER,
+    "layers.compiled: torch._dynamo.config.recompile_limit": OTHER,
+    "layers.linear: module.__class__": LAYER,
+    "layers.recompute: module.recompute": LAYER,
+    "models.wrapped: module.training": OTHER,
+    "pipeline.timing: param.grad": OTHER,
+    "pipeline.trace: param.grad": OTHER,
+    "reliability.recheck: executor.run": RELIABILITY,
+    "reliability.recheck: executor.transport": RELIABILITY,
+    "reliability.recheck: memory.fill_uninitialized_memory": OTHER,
+    "reliability.recheck: reducer.memory": RELIABILITY,
+    "sharding: param.spec": PARAMETER,
+    "testing.ranks: os.environ": OTHER,
+    "trainer: supervision.before_exit": RELIABILITY,
+    "zero.access: out.__class__": PARAMETER,
+    "zero.access: self.slot.param.__class__": PARAMETER,
+    "zero.foreign_gradients: slot.param.grad": OTHER,
+    "zero.gather: group.slots[0].param.tile_gatherer": PARAMETER,
+    "zero.reducer: sink.slot.param.grad": OTHER,
+    "zero.reducer: slot.param.grad": OTHER,
+    "zero.sink: slot.param.sink": PARAMETER,
+    "zero.versions: param.data": OTHER,
+}
+# Module-level objects that functions change, by reason.
+STATE: dict[str, str] = {
+    "architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
+    "launch: _interrupted": "a signal handler has no other way to its program",
+    "layers.attention: _looked_at": "a message is given once per process",
+    "ops.launch: OPERATORS": "torch's registry of operators is per process, too",
+    "schedules: _SCHEDULES": "schedules of the user, added before a configuration is read",
+    "testing.ranks: _pipe": "the rank of a process that `run_ranks` has started",
+    "testing.ranks: _preloaded": "modules that processes are forked with",
+    "zero.foreign_gradients: _running": "autograd's engine is per process, too",
+}
+CHANGES = {
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove",
+    "set", "setdefault", "update",
+}  # fmt: skip
+
+
+def sources(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    """Every module of the package, by its name without `threed.`."""
+    for path in sorted((root / "threed").rglob("*.py")):
+        parts = path.relative_to(root / "threed").with_suffix("").parts
+        yield ".".join(part for part in parts if part != "__init__"), ast.parse(path.read_text())
+
+
+def functions(tree: ast.AST) -> list[Function]:
+    return [node for node in ast.walk(tree) if isinstance(node, Function)]
+
+
+def stored(node: ast.AST) -> list[ast.expr]:
+    """What a statement assigns to."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        targets = [node.target]
+    return [
+        part
+        for target in targets
+        for part in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])
+    ]
+
+
+def fields(tree: ast.Module) -> set[str]:
+    """The fields of the classes of a module, and its own names for what is in them."""
+    found = set[str]()
+    for node in (
+        node for kind in ast.walk(tree) if isinstance(kind, ast.ClassDef) for node in ast.walk(kind)
+    ):
+        for target in stored(node):
+            if isinstance(target, ast.Name):
+                found.add(target.id)
+            elif isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+                found.add(target.attr)
+    return found
+
+
+def made(function: Function) -> set[str]:
+    """The names of objects that a function makes itself."""
+    return {
+        target.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def foreign_fields(tree: ast.Module) -> set[str]:
+    """The assignments to fields of objects that neither this module's classes nor the function has
+    made."""
+    own, found = fields(tree), set[str]()
+    for function in functions(tree):
+        mine = {"self", "cls", "ctx"} | made(function)
+        set_here = (target for node in ast.walk(function) for target in stored(node))
+        found |= {
+            ast.unparse(target)
+            for target in set_here
+            if isinstance(target, ast.Attribute)
+            and target.attr not in own
+            and ast.unparse(target.value) not in mine
+        }
+    return found
+
+
+def module_state(tree: ast.Module) -> set[str]:
+    """The module-level names whose objects a function changes, or replaces."""
+    names = {
+        name.id
+        for node in tree.body
+        for target in stored(node)
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    }
+    found = set[str]()
+    for function in functions(tree):
+        replaced = {
+            n for node in ast.walk(function) if isinstance(node, ast.Global) for n in node.names
+        }
+        arguments = function.args
+        local = {a.arg for a in (*arguments.args, *arguments.kwonlyargs, *arguments.posonlyargs)}
+        local |= {
+            n.id
+            for n in ast.walk(function)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        } - replaced  # fmt: skip
+        found |= replaced | {
+            name for name in map(changed, ast.walk(function)) if name in names - local
+        }
+    return found
+
+
+def changed(node: ast.AST) -> str | None:
+    """The name whose object an expression changes."""
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in CHANGES
+    ):
+        node = node.func.value
+    elif isinstance(node, ast.Subscript | ast.Attribute) and isinstance(
+        node.ctx, ast.Store | ast.Del
+    ):
+        node = node.value
+    else:
+        return None
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def test_no_object_sets_the_fields_of_another() -> None:
+    found = {
+        f"{module}: {target}" for module, tree in sources(ROOT) for target in foreign_fields(tree)
+    }
+    assert found == SET.keys()
+
+
+def test_modules_have_no_state() -> None:
+    found = {f"{module}: {name}" for module, tree in sources(ROOT) for name in module_state(tree)}
+    assert found == STATE.keys()
+
+
+PLANTED = {
+    "a field": ("def f(engine):\n    engine.saver.hurries = f", {"engine.saver.hurries"}, set()),
+    "a method": (
+        "class A:\n    def f(self):\n        self.other.run = f",
+        {"self.other.run"},
+        set(),
+    ),
+    "several": ("def f(a, b):\n    a.x, b = 1, 2", {"a.x"}, set()),
+    "added to": ("def f(a):\n    a.x += 1", {"a.x"}, set()),
+    "its own": ("class A:\n    def f(self):\n        self.x = 1", set(), set()),
+    "of a class here": ("class A:\n    x: int\ndef f(a):\n    a.x = 1", set(), set()),
+    "made here": ("def f():\n    a = A()\n    a.x = 1", set(), set()),
+    "a table": ("T = {1: 2}\ndef f():\n    return T[1]", set(), set()),
+    "a list": ("T = []\ndef f():\n    T.append(1)", set(), {"T"}),
+    "a dict": ("T = {}\ndef f():\n    T[1] = 2", set(), {"T"}),
+    "global": ("T = None\ndef f():\n    global T\n    T = 1", set(), {"T"}),
+    "a local list": ("T = []\ndef f():\n    T = []\n    T.append(1)", set(), set()),
+}
+
+
+@pytest.mark.parametrize(("text", "fields_set", "state"), PLANTED.values(), ids=PLANTED.keys())
+def test_the_checks_bite(text: str, fields_set: set[str], state: set[str]) -> None:
+    tree = ast.parse(text)
+    assert foreign_fields(tree) == fields_set
+    assert module_state(tree) == state
