@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from threed.memory.tiers import Drive, Tier
+from threed.ops.adam import Adam
+from threed.ops.update import Rule
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis
 
@@ -17,8 +19,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """The options of a parameter group: a factor on the learning rate, and the weight decay."""
+    """The options of a parameter group: its rule, a factor on the learning rate, and the weight decay."""
 
+    rule: Rule = field(default_factory=Adam)
     factor: float = 1.0
     decay: float = 0.0
 
