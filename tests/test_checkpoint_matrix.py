@@ -27,6 +27,7 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.layers import Slicing
 from threed.resolution import resolve
+from threed.zero.setup import state_names
 
 ROWS, STEPS = 8, 2
 
@@ -113,7 +114,7 @@ def step(engine: Engine, name: str) -> float:
 
 def everything(engine: Engine) -> dict[str, Tensor]:
     """All weights and moments on rank 0, an empty dict elsewhere."""
-    parts = ("weight", *engine.optimizer.rule.state_names)
+    parts = ("weight", *state_names(engine.config.optim))
     found = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
     return {f"{part} {name}": value for part, some in found.items() for name, value in some.items()}
 

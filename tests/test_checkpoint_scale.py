@@ -91,7 +91,7 @@ class World:
 
 def sections_of(blueprint: Blueprint) -> list[Held]:
     layout = blueprint.layout
-    states = [new_state(bucket, PARTS, layout.policy) for bucket in layout.buckets]
+    states = [new_state(bucket, layout.policy) for bucket in layout.buckets]
     return held(layout, states)
 
 

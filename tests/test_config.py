@@ -587,6 +587,9 @@ def test_groups_of_a_flag() -> None:
     )
     assert groups_of("blocks.[0-3].*: lr=none") == (ParamGroup(match="blocks.[0-3].*"),)
     assert groups_of("none") == ()
+    (own,) = groups_of("embedding.*: name=sgd, lr=0.1")
+    assert own == ParamGroup(match="embedding.*", name="sgd", lr=0.1)
+    assert str(own) == "embedding.*: name=sgd, lr=0.1"
 
 
 def test_groups_of_a_file_and_of_python(tmp_path: Path) -> None:
@@ -621,7 +624,7 @@ def test_groups_of_a_file_and_of_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("embedding.*", ["'embedding.*' is no group", "pattern: lr=X, weight-decay=X"]),
+        ("embedding.*", ["'embedding.*' is no group", "pattern: name=sgd, lr=X, weight-decay=X"]),
         ("*.bias:", ["'*.bias:' is no group"]),
         (": lr=1", ["': lr=1' is no group"]),
         ("a: lr=1; b", ["'b' is no group"]),
@@ -635,7 +638,8 @@ def test_groups_of_a_file_and_of_python(tmp_path: Path) -> None:
         ("a: lr=-1", ["lr of 'a' must be a number of at least 0, not -1"]),
         ("a: weight-decay=nan", ["weight-decay of 'a' must be a number"]),
         ("a: lr=inf", ["lr of 'a' must be a number"]),
-        ("a: betas=0", ["betas of 'a': no such setting; a group has lr and weight-decay"]),
+        ("a: betas=0", ["betas of 'a': no such setting; a group has name, lr and weight-decay"]),
+        ("a: name=adam", ["name of 'a' must be one of adamw, sgd, lion, not adam"]),
     ],
 )
 def test_a_bad_group_is_refused_with_its_fix(text: str, parts: list[str]) -> None:
@@ -801,7 +805,7 @@ def test_help_names_every_key_with_its_default() -> None:
     assert "--parallel.sequence true|false" in text
     assert "(default 77)" in text
     assert "(default )" not in text
-    assert '--optim.groups "PATTERN: lr=X, weight-decay=X; …"' in text
+    assert '--optim.groups "PATTERN: name=sgd, lr=X, weight-decay=X; …"' in text
     assert "--optim.name adamw|sgd|lion" in text
     assert "llama-tiny" in text
     assert max(len(line) for line in text.splitlines() if "|" not in line) <= 90

@@ -26,6 +26,7 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.memory.io import SwapError
 from threed.memory.tiers import Drive, StagedBuffer
+from threed.ops.adam import Adam
 from threed.zero import optimizer
 from threed.zero.reductions import Gradient
 
@@ -238,7 +239,7 @@ def break_an_update(folder: Path, delayed: bool) -> str:
     steps(engine, 2)
     engine.save(folder / "good")
     before = state_of(engine)
-    inner, calls = type(engine.optimizer.rule).update, 0
+    inner, calls = Adam.update, 0
 
     def update(*args: object) -> None:
         nonlocal calls
@@ -247,10 +248,10 @@ def break_an_update(folder: Path, delayed: bool) -> str:
             raise OSError(5, "Input/output error")
         inner(*args)  # type: ignore[arg-type]
 
-    type(engine.optimizer.rule).update = update  # type: ignore[method-assign, assignment]
+    Adam.update = update  # type: ignore[method-assign, assignment]
     with pytest.raises(OSError, match="Input/output"):
         steps(engine, 2)
-    type(engine.optimizer.rule).update = inner  # type: ignore[method-assign]
+    Adam.update = inner  # type: ignore[method-assign]
     messages = []
     for attempt in (
         lambda: engine.save(folder / "bad"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from tests.configs import STEPS, Case, Result, config_of, engine_of, result_of, 
 from tests.harness import run_ranks
 from tests.test_step import data, with_
 from threed import models
+from threed.checkpoint.files import CheckpointError
 from threed.config import Config, ConfigError
 from threed.engine import Engine
 from threed.forecast import Forecast
@@ -35,6 +38,13 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd", "momentum": 0.9},
     "sgd-plain": {"name": "sgd", "momentum": 0.0},
     "lion": {"name": "lion", "betas": (0.9, 0.99)},
+    "mixed": {
+        "groups": (
+            ParamGroup(match="embedding.*", name="sgd", lr=2e-2),
+            ParamGroup(match="blocks.*norm.weight", name="lion", lr=5e-3),
+            ParamGroup(match="blocks.1.*", lr=5e-3, weight_decay=0.0),
+        )
+    },
 }
 SHAPES = [(1, 2, 1), (1, 2, 2), (2, 2, 1)]
 
@@ -126,9 +136,8 @@ def test_every_optimizer_with_groups_equals_one_process(shape: tuple[int, int, i
         Case(pp, dp, tp, sequence=tp > 1, zero=zero, layers=2, bucket_mib=0.02)
         for zero in (0, 1, 2, 3)
     ]
-    for (case, optimizer), got in run_ranks(pp * dp * tp, run, cases, ["adamw", "sgd", "lion"])[
-        0
-    ].items():
+    names = ["adamw", "sgd", "lion", "mixed"]
+    for (case, optimizer), got in run_ranks(pp * dp * tp, run, cases, names)[0].items():
         check(got, *truth_of(case, optimizer), f"{optimizer} {case}")
 
 
@@ -166,6 +175,31 @@ def test_groups_do_what_they_say() -> None:
         torch.testing.assert_close(
             moved[GROUPS][name], rate * (grad + decay * start[name]), rtol=0, atol=1e-12
         )
+
+
+def saved(case: Case, folder: Path) -> Result:
+    """Saves after a step, and goes on."""
+    engine = engine_of(config(case, "mixed"))
+    engine.step(data(engine, 0))
+    engine.save(folder)
+    return result_of(engine, [engine.step(data(engine, 1))])
+
+
+def resumed(case: Case, folder: Path) -> Result:
+    """The step after the save, elsewhere; with other optimizers the checkpoint is refused."""
+    engine = engine_of(config(case, "adamw"))
+    with pytest.raises(CheckpointError, match=r"optimizer is adamw --optim\.groups"):
+        engine.load(folder)
+    engine = engine_of(config(case, "mixed"))
+    engine.load(folder)
+    return result_of(engine, [engine.step(data(engine, 1))])
+
+
+def test_optimizers_of_groups_resume_in_another_topology(tmp_path: Path) -> None:
+    here, there = Case(tp=2, layers=2), Case(pp=2, layers=2)
+    want = run_ranks(2, saved, here, tmp_path / "step")[0]
+    got = run_ranks(2, resumed, there, tmp_path / "step")[0]
+    check(got, want, {}, "resumed")
 
 
 # ---------------------------------------------------------------------------------------------------------- plain torch
@@ -225,29 +259,38 @@ PLAIN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=LR, momentum=0.9),
     "sgd-plain": lambda groups: torch.optim.SGD(groups, lr=LR),
     "lion": lambda groups: Lion(groups, LR, (0.9, 0.99)),
+    "lion of mixed": lambda groups: Lion(groups, LR, (0.9, 0.95)),
 }
 NET_GROUPS = (
     ParamGroup(match="blocks.1.*", lr=3e-3),
     ParamGroup(match="*.bias", lr=LR / 2, weight_decay=0.25),
 )
+NET_MIXED = (
+    ParamGroup(match="blocks.1.*", name="lion", lr=3e-3),
+    ParamGroup(match="*.bias", name="sgd", lr=LR / 2, weight_decay=0.25),
+)
 
 
 def train_plainly(optimizer: str) -> dict[str, Tensor]:
     """By torch, with its own parameter groups."""
-    net, groups = Net(), []
+    net, groups = Net(), defaultdict[str, list[dict[str, Any]]](list)
+    mixed = optimizer == "mixed"
     for name, param in net.named_parameters():
         group = {"params": [param], "lr": LR, "weight_decay": DECAY if param.dim() > 1 else 0.0}
+        kind = "adamw" if mixed else optimizer
         if name.startswith("blocks.1."):
-            group["lr"] = 3e-3
+            kind, group["lr"] = "lion of mixed" if mixed else optimizer, 3e-3
         elif name.endswith(".bias"):
+            kind = "sgd" if mixed else optimizer
             group |= {"lr": LR / 2, "weight_decay": 0.25}
-        groups.append(group)
-    stepper = PLAIN[optimizer](groups)
+        groups[kind].append(group)
+    steppers = [PLAIN[kind](some) for kind, some in groups.items()]
     for step in range(STEPS):
-        stepper.zero_grad()
+        net.zero_grad()
         net(**inputs(step)).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        stepper.step()
+        for stepper in steppers:
+            stepper.step()
     return {name: param.detach() for name, param in net.named_parameters()}
 
 
@@ -256,8 +299,8 @@ def wrapped(optimizer: str, stage: int, groups: tuple[ParamGroup, ...] = NET_GRO
         "zero": {"stage": stage, "resident": 0, "bucket_mib": 0.004}, "precision": {"dtype": "fp64"},
         "train": {"global_batch": ROWS, "micro_batch": 2, "grad_clip": 0.5},
         "optim": {
-            "lr": LR, "warmup": 0, "schedule": "constant", "weight_decay": DECAY, "groups": groups,
-            **OPTIMIZERS[optimizer],
+            "lr": LR, "warmup": 0, "schedule": "constant", "weight_decay": DECAY,
+            **OPTIMIZERS[optimizer], "groups": NET_MIXED if optimizer == "mixed" else groups,
         },
     })  # fmt: skip
     return Engine(Net(), topology_of(1, 1), config)

@@ -169,7 +169,7 @@ class Blueprint:
         laid_out = layout.build(
             units, ties, topology, setup.policy(config, topology, cut.ways), chunks
         )
-        setup.size_buffers(laid_out, config, len(setup.rule(config.optim).state_names))
+        setup.size_buffers(laid_out, config, len(setup.state_names(config.optim)))
         return cls(
             model, topology, config, layers, recomputed_layers(config, layers), pipeline, laid_out
         )

@@ -329,7 +329,7 @@ class OptimConfig(_Group):
     )
     groups: ParamGroups = Field(
         (),
-        description="lr and weight-decay of parameters by name, such as *.bias; of all patterns the first that fits",
+        description="optimizer, lr and weight-decay of parameters by name, such as *.bias; the first pattern that fits counts",
     )
 
 

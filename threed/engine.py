@@ -114,7 +114,7 @@ class Engine:
         )
         self.gatherer = self._make_gatherer()
         self.optimizer = Optimizer(
-            self.layout, self.gatherer, topology.axis("world"), setup.rule(config.optim),
+            self.layout, self.gatherer, topology.axis("world"),
             learning_rate or setup.learning_rate(config.optim, config.train.steps),
             device=topology.device, grad_clip=config.train.grad_clip,
             loss_scale=loss_scale or setup.loss_scale(config.precision),

@@ -139,8 +139,8 @@ def _on(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
 def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     """What this rank holds and sends. costs: of all layers of the model."""
     config, layout, traffic = blueprint.config, blueprint.layout, blueprint.topology.traffic
-    rule, delayed, before = setup.rule(config.optim), config.zero.delayed_update, Counter(traffic)
-    states = [new_state(bucket, rule.state_names, layout.policy) for bucket in layout.buckets]
+    delayed, before = config.zero.delayed_update, Counter(traffic)
+    states = [new_state(bucket, layout.policy) for bucket in layout.buckets]
     held = holdings(layout, states, default_device().type == "cuda")
     if blueprint.optimistic:
         held["optimizer"] += copied_bytes(states)

@@ -28,7 +28,7 @@ from threed.planner.memory import regime
 from threed.precision import dtype
 from threed.sharding import spec_of
 from threed.topology import Topology, default_device
-from threed.zero.setup import rule
+from threed.zero.setup import state_names
 
 GIB = 2**30
 _VERSIONS = "a second one of the parameters, and a copy of the slices of gradients; updates are one step late"
@@ -133,7 +133,7 @@ class Forecast:
             " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1)
             or "one rank"
         )
-        widths, moments, dp = _widths(c), len(rule(c.optim).state_names), self.sizes["dp"]
+        widths, moments, dp = _widths(c), len(state_names(c.optim)), self.sizes["dp"]
         shards = dp if c.zero.shard_size == "all" or c.zero.stage == 0 else int(c.zero.shard_size)
         small = c.zero.resident
         states = regime(

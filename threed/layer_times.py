@@ -53,7 +53,7 @@ from threed.planner.partition import balanced, uniform
 from threed.precision import dtype
 from threed.schedules import Costs, Plan, is_asynchronous
 from threed.topology import Axis, Topology
-from threed.zero.setup import rule
+from threed.zero.setup import state_names
 
 GIB = 2**30
 
@@ -383,7 +383,7 @@ def _state_bytes(config: Config, shards: int, device: torch.device, ways: int) -
     grads = dtype(config.precision.grad_dtype or "fp32").itemsize / (
         shards if zero.stage >= 2 else 1
     )
-    optimizer = optimizer_bytes(width, len(rule(config.optim).state_names)) / (
+    optimizer = optimizer_bytes(width, len(state_names(config.optim))) / (
         shards if zero.stage else 1
     )
     once = ways if zero.offload_optimizer == zero.offload_params == "none" else 1

@@ -1,34 +1,39 @@
-"""Parameter groups: a learning rate and a decay of their own for the parameters whose names match a pattern.
+"""Parameter groups: an optimizer, a learning rate and a decay of their own for parameters whose names match a pattern.
 
     groups = read_groups("embedding.*: lr=1e-4; *.bias: weight-decay=0")       # one flag, groups separated by ;
-    groups = read_groups(["embedding.*: lr=1e-4", "*.bias: weight-decay=0"])   # a list in TOML
+    groups = read_groups(["embedding.*: name=sgd, lr=0.1", "*.bias: weight-decay=0"])   # a list in TOML
 
 Patterns are those of `fnmatch`, on global parameter names, and the first group that matches has the parameter. A group
-is read from `pattern: key=number, key=number`, and `str` writes it back in that form.
+is read from `pattern: key=value, key=value`, and `str` writes it back in that form.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 from threed.schema import BaseModel, ConfigDict, Field, model_validator
 
-_FORM = '"pattern: lr=X, weight-decay=X"'
+_FORM = '"pattern: name=sgd, lr=X, weight-decay=X"'
 _SEPARATE = "separate groups by ; in a flag, in TOML they are items of a list"
-_KEYS = ("lr", "weight_decay")
+_KEYS = ("name", "lr", "weight_decay")
+OptimizerName = Literal["adamw", "sgd", "lion"]
 
 
 class ParamGroup(BaseModel):
-    """What the parameters that `match` have of their own; None: as the optimizer has it.
+    """The options of the parameters whose names match a pattern; None: as in `optim`.
 
-    `lr` is the peak, in place of `optim.lr`: warmup and schedule go with it. `weight_decay` also reaches norms and
-    biases where they match.
+    Attributes:
+        match: the pattern.
+        name: the optimizer that updates them, with the constants of `optim`.
+        lr: the peak learning rate; warmup and schedule are those of `optim`.
+        weight_decay: also for norms and biases that match.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     match: Annotated[str, Field(min_length=1)]
+    name: OptimizerName | None = None
     lr: Annotated[float, Field(ge=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] | None = None
 
@@ -47,7 +52,11 @@ class ParamGroup(BaseModel):
     def __str__(self) -> str:
         """The group as users write it; `lr=none` where it has nothing of its own."""
         given = [(key.replace("_", "-"), getattr(self, key)) for key in _KEYS]
-        settings = [f"{key}={value!r}" for key, value in given if value is not None]
+        settings = [
+            f"{key}={value if key == 'name' else repr(value)}"
+            for key, value in given
+            if value is not None
+        ]
         return f"{self.match}: {', '.join(settings) or 'lr=none'}"
 
 
@@ -66,14 +75,14 @@ def _from_text(text: str) -> dict[str, Any]:
         raise ValueError(f"{text.strip()!r} is no group; write {_FORM}")
     table: dict[str, Any] = {"match": match}
     for setting in settings.split(","):
-        key, equals, number = (part.strip() for part in setting.partition("="))
+        key, equals, value = (part.strip() for part in setting.partition("="))
         if not equals or key == "match":
             raise ValueError(
                 f"{setting.strip()!r} of {text.strip()!r} is no setting; write {_FORM}"
             )
         if key in table:
             raise ValueError(f"{text.strip()!r} says {key} twice; keep one")
-        table[key] = number
+        table[key] = value
     return _from_table(table)
 
 
@@ -88,13 +97,25 @@ def _from_table(table: dict[Any, Any]) -> dict[str, Any]:
         field = str(key).replace("-", "_")
         if field in values and field != "match":
             raise ValueError(f"{match.strip()!r} says {field.replace('_', '-')} twice; keep one")
-        if field in _KEYS:
+        if field == "name":
+            values[field] = _optimizer(value, match.strip())
+        elif field in _KEYS:
             values[field] = _number(key, value, match.strip())
         elif field != "match":
             raise ValueError(
-                f"{key} of {match.strip()!r}: no such setting; a group has lr and weight-decay"
+                f"{key} of {match.strip()!r}: no such setting; a group has name, lr and weight-decay"
             )
     return values
+
+
+def _optimizer(value: object, match: str) -> str | None:
+    if value is None or value == "none":
+        return None
+    if value not in get_args(OptimizerName):
+        raise ValueError(
+            f"name of {match!r} must be one of {', '.join(get_args(OptimizerName))}, not {value}"
+        )
+    return str(value)
 
 
 def _number(key: object, value: object, match: str) -> float | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 from threed import architectures, schedules
 from threed.architectures.rope_scaling import RopeScaling, read_scaling
-from threed.param_groups import ParamGroup, read_groups
+from threed.param_groups import OptimizerName, ParamGroup, read_groups
 from threed.schema import AfterValidator, BeforeValidator, Field
 
 
@@ -195,7 +195,7 @@ ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(_number), Takes("0
 ShardSize = Annotated[Literal["all"] | int, _word_or("all", int), Takes("all|N")]
 LossScale = Annotated[Literal["dynamic"] | float, _word_or("dynamic", float), Takes("dynamic|X")]
 Betas = Annotated[tuple[Share, Share], BeforeValidator(_betas), Takes("X,X")]
-Optimizer = Annotated[Literal["adamw", "sgd", "lion"], BeforeValidator(_optimizer)]
+Optimizer = Annotated[OptimizerName, BeforeValidator(_optimizer)]
 Schedule = Annotated[
     str,
     BeforeValidator(_schedule),
@@ -208,7 +208,7 @@ Scaling = Annotated[RopeScaling, BeforeValidator(read_scaling), Takes('"TYPE: ke
 ParamGroups = Annotated[
     tuple[ParamGroup, ...],
     BeforeValidator(read_groups),
-    Takes('"PATTERN: lr=X, weight-decay=X; …"'),
+    Takes('"PATTERN: name=sgd, lr=X, weight-decay=X; …"'),
 ]
 RecomputeOps = Annotated[
     tuple[str, ...], BeforeValidator(_operations), Takes("attention,activation,norm")

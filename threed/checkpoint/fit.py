@@ -21,26 +21,32 @@ MOST = 10  # names in a message
 
 @dataclass(frozen=True)
 class Expected:
-    """The global tensors of a model: shapes of its weights, which of them are trained, and of its persistent buffers
-    (None: one without a value so far)."""
+    """The global tensors of a model: shapes of its weights, which of them are trained, and by a rule that keeps
+    moments; and of its persistent buffers (None: one without a value so far)."""
 
     weights: dict[str, Shape]
     trained: frozenset[str]
+    with_moments: frozenset[str]
     buffers: dict[str, Shape | None]
 
 
 def expected(optimizer: Optimizer, buffers: Buffers, topology: Topology) -> Expected:
     """Returns the tensors of an engine's model, over all stages. Collective."""
-    found: dict[str, tuple[Shape, bool]] = {}
-    for slot in optimizer.layout.slots:
-        for piece in slot.spec.pieces:
+    found: dict[str, tuple[Shape, bool, bool]] = {}
+    for group in optimizer.layout.groups:
+        trained, moments = group.key.trainable, bool(group.key.options.rule.state_names)
+        for piece in (piece for slot in group.slots for piece in slot.spec.pieces):
             if 0 not in piece.shape:  # such buffers are not saved
-                found[piece.name] = piece.shape, slot.param.requires_grad
+                found[piece.name] = piece.shape, trained, trained and moments
     for axis in ("pp", "tp"):
-        lists = collectives.exchange([[n, *both] for n, both in found.items()], topology.axis(axis))
-        found = {name: (tuple(shape), trained) for some in lists for name, shape, trained in some}
-    trained = frozenset(name for name, (_, trained) in found.items() if trained)
-    return Expected({name: shape for name, (shape, _) in found.items()}, trained, buffers.shapes())
+        lists = collectives.exchange([[n, *rest] for n, rest in found.items()], topology.axis(axis))
+        found = {name: (tuple(shape), *flags) for some in lists for name, shape, *flags in some}
+    return Expected(
+        {name: shape for name, (shape, *_) in found.items()},
+        frozenset(name for name, (_, trained, _) in found.items() if trained),
+        frozenset(name for name, (*_, moments) in found.items() if moments),
+        buffers.shapes(),
+    )
 
 
 def listed(names: Iterable[str]) -> str:

@@ -77,11 +77,7 @@ def load(
     problem = f"{path} is another model's: {other}: {fix}" if other else None
     raise_together([problem], everyone, CheckpointError)
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
-    fresh = (
-        {name for name in here.trained if kept[name] == {WEIGHT}}
-        if optimizer.rule.state_names
-        else set()
-    )
+    fresh = {name for name in here.with_moments if kept[name] == {WEIGHT}}
     same = manifest["topology"] == topology.sizes
 
     source = _Source(reader, fresh)
@@ -118,10 +114,7 @@ def _checked(
 
     def check() -> list[str]:
         manifest = read_manifest(path)
-        parts = optimizer.rule.state_names
-        problems = model_differences(manifest, config) or optimizer_differences(
-            manifest, config, parts
-        )
+        problems = model_differences(manifest, config) or optimizer_differences(manifest, config)
         mine = _share(manifest, everyone, hashed)
         problems = problems or missing(path, mine)
         if not problems:

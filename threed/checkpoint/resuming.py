@@ -10,7 +10,7 @@ were trained by another framework, its keys are not those of a run: only the mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,8 +25,7 @@ from threed.config import Config, ModelConfig, OptimConfig, key_name, python_nam
 from threed.data import Data
 from threed.resolution import resolve_model, spelt_as
 from threed.zero.records import PREVIOUS, WEIGHT
-from threed.zero.setup import learning_rate
-from threed.zero.setup import rule as optimizer_rule
+from threed.zero.setup import learning_rate, state_names
 
 Change = Literal["free", "applied", "refused"]
 Manifest = Mapping[str, Any]
@@ -103,7 +102,7 @@ RULES = (
     Rule("optim", "lr min-lr warmup schedule", "applied", "the learning rate follows this run's keys"),
     Rule(
         "optim", "betas momentum eps weight-decay groups", "applied",
-        "takes effect from the next step on; moments stay",
+        "takes effect from the next step on; moments stay; another optimizer of a group is refused",
     ),
     Rule("data", "path", "free", "the contents are compared instead"),
     Rule("data", "tokenizer", "free", "the ids are compared instead"),
@@ -158,7 +157,7 @@ def compare(manifest: Manifest | None, config: Config, data: Data) -> Comparison
     if manifest is None:
         return Comparison()
     model = model_differences(manifest, config)
-    model += optimizer_differences(manifest, config, optimizer_rule(config.optim).state_names)
+    model += optimizer_differences(manifest, config)
     if not _is_of_a_run(manifest):
         return Comparison(model)
     saved, extra, found = manifest["config"], manifest["state"]["extra"], Comparison()
@@ -264,19 +263,26 @@ def _how(key: str, saved: Mapping[str, Any]) -> str:
     )
 
 
-def optimizer_differences(manifest: Manifest, config: Config, parts: Sequence[str]) -> list[str]:
+def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
     """Returns a line if the checkpoint is another optimizer's: Lion's momentum has the name of an Adam moment."""
-    saved, wanted = manifest["config"]["optim"]["name"], config.optim.name
+    optim = OptimConfig.model_validate(manifest["config"]["optim"])
+    saved, wanted = _optimizers(optim), _optimizers(config.optim)
     kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
     if saved == wanted or not (
         kept or manifest["state"]["steps"]
     ):  # weights alone, of another format
         return []
-    there, here = (", ".join(names) or "nothing" for names in (kept, parts))
+    there, here = (", ".join(names) or "nothing" for names in (kept, state_names(config.optim)))
     fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"
     return [
         f"the checkpoint's optimizer is {saved}, which keeps {there}; this run has {wanted}, which keeps {here}: {fix}"
     ]
+
+
+def _optimizers(optim: OptimConfig) -> str:
+    """Returns the optimizer of a configuration, with those of groups that have their own."""
+    own = "; ".join(f"{group.match}: name={group.name}" for group in optim.groups if group.name)
+    return f'{optim.name} --optim.groups "{own}"' if own else optim.name
 
 
 def resuming_flags(config: Config) -> list[str]:

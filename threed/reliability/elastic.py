@@ -112,9 +112,7 @@ class Memory:
             raise CheckpointError(f"step {found.step} is not whole in memory: {found.problem}")
         engine = self.engine
         others = resuming.model_differences(found.manifest, engine.config)
-        others += resuming.optimizer_differences(
-            found.manifest, engine.config, engine.optimizer.rule.state_names
-        )
+        others += resuming.optimizer_differences(found.manifest, engine.config)
         if others:  # as with a checkpoint: a start anew would drop it
             raise RunFolderError(
                 f"step {found.step} of this run is in memory, and {'; '.join(others)}"

@@ -20,6 +20,7 @@ from threed.checkpoint import native
 from threed.engine import Engine, StepMetrics
 from threed.sharding import slices
 from threed.zero.records import PREVIOUS, WEIGHT, Record, read, records
+from threed.zero.setup import state_names
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and size
 KEPT = 2**16  # elements of a tensor that differs which a finding brings along
@@ -69,7 +70,7 @@ class Finding:
 def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
     """What an engine holds after these steps; ends the last one (`Engine.finish`). Collective."""
     engine.finish()
-    parts = [*engine.optimizer.rule.state_names, *([PREVIOUS] if engine.optimizer.earlier else [])]
+    parts = [*state_names(engine.config.optim), *([PREVIOUS] if engine.optimizer.earlier else [])]
     moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
     state, names = engine.full_state_dict(), engine.buffers.shapes()
     buffers = {name: state.pop(name) for name in names if name in state}
@@ -90,10 +91,9 @@ def differences(
     engine.finish()
     losses = scalars("loss", [m.loss for m in metrics], truth.losses, tolerance)
     norms = scalars("norm", [m.grad_norm for m in metrics], truth.norms, tolerance)
-    if set(truth.moments) - {PREVIOUS} != set(engine.optimizer.rule.state_names):
-        raise ValueError(
-            f"{list(engine.optimizer.rule.state_names)} cannot be compared with {list(truth.moments)}"
-        )
+    names = state_names(engine.config.optim)
+    if set(truth.moments) - {PREVIOUS} != set(names):
+        raise ValueError(f"{list(names)} cannot be compared with {list(truth.moments)}")
     found = [
         *losses,
         *norms,

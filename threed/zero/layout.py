@@ -29,6 +29,8 @@ from torch import Tensor, nn
 
 from threed.layers.contract import contract
 from threed.memory.tiers import Drive, InMemory, Storage, Tier, memory_tier
+from threed.ops.adam import Adam
+from threed.ops.update import Rule
 from threed.planner.cut import Tie
 from threed.sharding import Piece, ShardSpec, attach, spec_of
 from threed.topology import Axis, Topology, alone
@@ -43,8 +45,9 @@ PIECES, SMALLEST = (
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """The options of a parameter group: a factor on the learning rate, and the weight decay."""
+    """The options of a parameter group: its rule, a factor on the learning rate, and the weight decay."""
 
+    rule: Rule = field(default_factory=Adam)
     factor: float = 1.0
     decay: float = 0.0
 

@@ -27,7 +27,7 @@ from threed import collectives
 from threed.collectives import done
 from threed.device import is_accelerator, synchronize
 from threed.memory.tiers import InMemory, StagedBuffer, start_copy
-from threed.ops.update import Rule, StepScalars
+from threed.ops.update import StepScalars
 from threed.precision import LossScale, Scaler
 from threed.topology import Axis
 from threed.zero.early import Early, most_waiting
@@ -57,13 +57,12 @@ HOST = torch.device("cpu")
 
 
 class Optimizer:
-    """Applies a rule to the buckets of a layout.
+    """Applies the rules of the groups of a layout to their buckets.
 
     Args:
         layout: the parameters and their buckets.
         gatherer: gathers the parameters after an update.
         everyone: the axis of all ranks, for the norm.
-        rule: the optimizer's formula.
         learning_rate: maps the number of updates done (a tensor) to a learning rate (a tensor).
         device: of the layers.
         grad_clip: the largest norm that a step may have, 0 for no clipping.
@@ -81,15 +80,15 @@ class Optimizer:
     """
 
     def __init__(
-        self, layout: Layout, gatherer: Gatherer, everyone: Axis, rule: Rule,
+        self, layout: Layout, gatherer: Gatherer, everyone: Axis,
         learning_rate: Callable[[Tensor], Tensor], *, device: torch.device, grad_clip: float,
         loss_scale: LossScale, optimistic: bool = False, max_spike: float = 0.0,
         dynamic: bool = False,
     ) -> None:  # fmt: skip
-        self.layout, self.gatherer, self.everyone, self.rule = layout, gatherer, everyone, rule
+        self.layout, self.gatherer, self.everyone = layout, gatherer, everyone
         self.learning_rate, self.grad_clip = learning_rate, grad_clip
         policy = layout.policy
-        self.states = [new_state(bucket, rule.state_names, policy) for bucket in layout.buckets]
+        self.states = [new_state(bucket, policy) for bucket in layout.buckets]
         self.frozen = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
         self.consistency, self.readers = Consistency(), Readers()
         self.updates = torch.zeros((), dtype=torch.float64, device=device)
@@ -324,14 +323,14 @@ class Optimizer:
         if options.factor != 1.0:
             now = replace(now, lr=now.lr * options.factor)
         if state.bucket not in self._stretches:
-            self.rule.update(values[0], values[1], values[2:], now, options.decay, out)
+            options.rule.update(values[0], values[1], values[2:], now, options.decay, out)
         for first, last, since in self._stretches.get(state.bucket, ()):
             weight, gradient, *moments = (tensor[first:last] for tensor in values)
             new = None if out is None else out[first:last]
             if since is not None:
                 step = (now.step - since.to(now.step.device)).clamp(min=1)
                 own = replace(now, step=step)
-                self.rule.update(weight, gradient, moments, own, options.decay, new)
+                options.rule.update(weight, gradient, moments, own, options.decay, new)
             elif new is not None:
                 new.copy_(weight)
 

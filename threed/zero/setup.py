@@ -132,7 +132,6 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
 
 def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
     """Returns the options of a parameter: those of the first group that its name matches, else the optimizer's."""
-
     groups = optim.groups
 
     def of_name(name: str, decays: bool) -> GroupOptions:
@@ -140,8 +139,9 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
         factor = 1.0 if own is None or own.lr is None else own.lr / optim.lr
         decay = optim.weight_decay if decays else 0.0
         return GroupOptions(
-            factor, decay if own is None or own.weight_decay is None else own.weight_decay
-        )
+            rule(optim, None if own is None else own.name), factor,
+            decay if own is None or own.weight_decay is None else own.weight_decay,
+        )  # fmt: skip
 
     def of(spec: ShardSpec) -> GroupOptions:
         found = {of_name(piece.name, spec.decay) for piece in spec.pieces}
@@ -149,7 +149,7 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
             names = ", ".join(piece.name for piece in spec.pieces)
             raise ConfigError(
                 [
-                    f"--optim.groups gives {names} different rates, but they are one matrix: match all"
+                    f"--optim.groups gives {names} different options, but they are one matrix: match all"
                 ]
             )
         return found.pop()
@@ -185,13 +185,20 @@ def weight_codec(config: Config) -> Codec:
     return EXACT if config.zero.compress_weights == "none" else Int8Blocks()
 
 
-def rule(optim: OptimConfig) -> Rule:
-    """Returns the optimizer's update rule."""
-    if optim.name == "sgd":
+def rule(optim: OptimConfig, name: str | None = None) -> Rule:
+    """Returns the update rule of an optimizer, by default `optim.name`, with the constants of `optim`."""
+    name = name or optim.name
+    if name == "sgd":
         return SGD(optim.momentum)
-    if optim.name == "lion":
+    if name == "lion":
         return Lion(*optim.betas)
     return Adam(*optim.betas, optim.eps)
+
+
+def state_names(optim: OptimConfig) -> tuple[str, ...]:
+    """Returns the names of all tensors that the rules of some parameters keep."""
+    rules = [rule(optim, name) for name in (None, *(group.name for group in optim.groups))]
+    return tuple(dict.fromkeys(name for each in rules for name in each.state_names))
 
 
 def is_optimistic(config: Config, plan: Plan) -> bool:

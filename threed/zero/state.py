@@ -1,6 +1,6 @@
 """The optimizer's state of what a rank updates of each bucket: where it is stored, and how it is read and written.
 
-state = new_state(bucket, parts, policy)
+state = new_state(bucket, policy)
 for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in states):    reads ahead by one
     buffers["weight"].wait()                                                               [n]
 """
@@ -174,7 +174,7 @@ def _fetch_all(storages: Mapping[str, Storage]) -> dict[str, StagedBuffer]:
     return buffers
 
 
-def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy) -> State:
+def new_state(bucket: Bucket, policy: Policy) -> State:
     """Returns a bucket's state, on the tier that the policy names. On one device weights and parameters share memory,
     unless parameters are narrower than fp32, or in use while the weights are updated."""
     device = bucket.group.params.device
@@ -184,6 +184,7 @@ def new_state(bucket: Bucket, parts: tuple[str, ...], policy: Policy) -> State:
     same_device = params.device == (policy.host if policy.optimizer_tier else device)
     dtype = params.dtype if full_precision else torch.float32
     weight = params if full_precision and same_device and not policy.delayed else tier(n, dtype)
+    parts = bucket.group.key.options.rule.state_names
     state = State(bucket, {WEIGHT: weight, **{part: tier(n, dtype) for part in parts}})
     for storage in early_storages(state) if policy.early else ():
         storage.double()
