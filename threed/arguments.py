@@ -423,6 +423,8 @@ def reason(detail: ErrorDetails) -> str:
         return "must be a whole number"
     if kind in ("float_parsing", "float_type"):
         return "must be a number"
+    if kind == "bool_type":
+        return "must be true or false"
     if kind == "string_pattern_mismatch":
         return "must be a plain folder name, without slashes"
     message = detail["msg"].removeprefix("Value error, ")
