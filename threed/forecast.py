@@ -17,7 +17,7 @@ from threed.blueprint import Blueprint, Pipeline, set_loss_chunks, step_plan
 from threed.config import Config
 from threed.footprint import footprint, order_facts, trace, with_order
 from threed.layer_times import division as divided
-from threed.layer_times import fullest, held_by, known_times, layer_times
+from threed.layer_times import fullest, held_by, layer_times
 from threed.layers import Slicing
 from threed.models import Model, options_of
 from threed.pipeline.activation_checkpointing import recomputed_layers
@@ -278,32 +278,25 @@ class _Column:
 def _divide(
     columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]
 ) -> Division:
-    """The cut by times of this machine: those of an earlier start if there are any, else of layers that are whole, for
-    there are no other tensor ranks here."""
+    """Returns the cut by times that are measured here, of layers that are whole: there are no other tensor ranks."""
     first, device = columns[0], default_device()
     config, plan = first.config, step_plan(first.config, first.topology.dp)
-    found = known_times(first.model, first.layers, config, device)
-    if found is None:
-        alone = Topology.drawn(Grid(), 0)
-        model = build(Slicing(alone.axis("tp"), False, config.train.seed, config.zero.tile))
-        layers = model.layers()
-        set_loss_chunks(layers, config)
-        found = layer_times(model, layers, config, alone, device)
-        if first.grid.tp > 1:
-            found = replace(
-                found,
-                notices=(
-                    *found.notices,
-                    f"times of whole layers, not of 1/{first.grid.tp} of them",
-                ),
-            )
+    alone = Topology.drawn(Grid(), 0)
+    model = build(Slicing(alone.axis("tp"), False, config.train.seed, config.zero.tile))
+    layers = model.layers()
+    set_loss_chunks(layers, config)
+    times = layer_times(model, layers, config, alone, device)
 
     def held() -> list[LayerBytes]:
         return fullest(
             [held_by(c.model, c.layers, config, c.topology, device, plan.ways) for c in columns]
         )
 
-    return divided(plan, first.layers, found, flops, held, config, device)
+    division = divided(plan, first.layers, times, flops, held, config, device)
+    if first.grid.tp == 1:
+        return division
+    notice = f"times of whole layers, not of 1/{first.grid.tp} of them"
+    return replace(division, notices=(notice, *division.notices))
 
 
 def _order_text(microbatches: int) -> str:
