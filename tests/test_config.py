@@ -20,7 +20,6 @@ from threed.arguments import (
     format_problems,
     help_text,
     load,
-    load_checked,
     to_toml,
 )
 from threed.checks import REFUSALS, find_problems
@@ -57,7 +56,7 @@ def read(line: str, **kwargs: Any) -> Config:
 def problems(line: str, world_size: int = 1, **kwargs: Any) -> list[str]:
     """What is wrong with this command line, parse and combinations."""
     try:
-        load_checked(line.split(), world_size=world_size, **kwargs)
+        load(line.split(), world_size=world_size, **kwargs)
     except ConfigError as error:
         return error.problems
     return []
