@@ -75,21 +75,25 @@ Begin = Callable[[Config], Pretrained | None]
 
 @dataclass
 class _Draft:
-    """A configuration in the making: values by (group, field), where each was said, and what is wrong so far.
+    """A configuration in the making: values by group and field, the source of each, and what is wrong so far.
 
     `suspects` are the flags that are wrong, or that a misspelt one may have meant: checks that look at them would only
     add noise. `complete` is false where a whole layer could not be read.
     """
 
-    values: dict[tuple[str, str], Any] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: dict[tuple[str, str], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
     complete: bool = True
 
     def say(self, group: str, key: str, value: Any, source: str = FLAG) -> None:
-        place = (python_name(group), python_name(key))
-        self.values[place], self.sources[place] = value, source
+        group, key = python_name(group), python_name(key)
+        self.values.setdefault(group, {})[key] = value
+        self.sources[group, key] = source
+
+    def value(self, group: str, key: str) -> Any:
+        return self.values.get(group, {}).get(key)
 
 
 def load(
@@ -211,9 +215,9 @@ def _read(
         group, _, key = flag.partition(".")
         draft.say(group, key, value)
     if {flag for flag, _ in settings} & {"run.name", "run.dir"} == {"run.name"}:
-        draft.values.pop(("run", "dir"), None)  # a resolved file's folder is that of its own name
-    if source is not None:
-        draft.values.setdefault(("run", "name"), source.stem)
+        draft.values["run"].pop("dir", None)  # a resolved file's folder is that of its own name
+    if source is not None and draft.value("run", "name") is None:
+        draft.say("run", "name", source.stem, str(source))
     _fit_warmup(draft, {PROGRAM, *([str(source)] if "preset" in words else [])})
     world_size, config = _world_size(words, draft.problems), _judge(draft)
     found = None if begin is None or draft.problems else begin(config)
@@ -242,9 +246,7 @@ def _begin_from(found: Pretrained, draft: _Draft, config: Config) -> Config:
 def _fit_warmup(draft: _Draft, suggested: set[str]) -> None:
     """Resets a warm-up that is not shorter than the run to its default, if it comes from one of the `suggested`
     sources."""
-    steps, warmup = (
-        str(draft.values.get(place)) for place in (("train", "steps"), ("optim", "warmup"))
-    )
+    steps, warmup = str(draft.value("train", "steps")), str(draft.value("optim", "warmup"))
     from_them = draft.sources.get(("optim", "warmup")) in suggested
     if from_them and steps.isdecimal() and warmup.isdecimal() and int(warmup) >= int(steps):
         draft.say("optim", "warmup", "none")
@@ -345,38 +347,31 @@ def _world_size(words: dict[str, str], problems: list[str]) -> int | None:
 
 
 def _judge(draft: _Draft) -> Config:
-    """Validate what was said; put pydantic's errors into words, and give the Config of the rest."""
+    """Validates the values, puts pydantic's errors into words, and returns the Config of the valid ones."""
     try:
-        return Config.model_validate(_nested(draft.values))
+        return Config.model_validate(draft.values)
     except ValidationError as error:
         for detail in error.errors():
             _describe(detail, draft)
-    said = {
-        place: value for place, value in draft.values.items() if _flag(*place) not in draft.suspects
+    valid = {
+        group: {
+            key: value for key, value in keys.items() if _flag(group, key) not in draft.suspects
+        }
+        for group, keys in draft.values.items()
     }
-    return Config.model_validate(_nested(said))
-
-
-def _nested(values: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
-    tables: dict[str, dict[str, Any]] = {}
-    for (group, name), value in values.items():
-        tables.setdefault(group, {})[name] = value
-    return tables
+    return Config.model_validate({group: keys for group, keys in valid.items() if keys})
 
 
 def _describe(detail: ErrorDetails, draft: _Draft) -> None:
     """Add one of pydantic's errors to the problems, in the words of the command line."""
     group, *rest = (str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        for place in [
-            place
-            for place in draft.values
-            if place[0] == group and (not rest or place[1] == rest[0])
-        ]:
-            _describe_unknown(_flag(*place).removeprefix("--"), draft.sources[place], draft)
+        for place, source in draft.sources.items():
+            if place[0] == group and (not rest or place[1] == rest[0]):
+                _describe_unknown(_flag(*place).removeprefix("--"), source, draft)
         return
     place = (group, rest[0])
-    flag, value, source = _flag(*place), draft.values[place], draft.sources[place]
+    flag, value, source = _flag(*place), draft.value(*place), draft.sources[place]
     draft.suspects.add(flag)
     given = value if isinstance(value, str) else _toml_value(value)
     where = f" (in {source})" if source else ""
