@@ -10,7 +10,7 @@ import functools
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
@@ -39,7 +39,14 @@ from threed.layers import (
 )
 from threed.planner import balanced, uniform
 from threed.planner.grid import Grid
-from threed.planner.measured import LayerBytes, LayerTimes, divide, most_kept, stage_costs
+from threed.planner.measured import (
+    Division,
+    LayerBytes,
+    LayerTimes,
+    divide,
+    most_kept,
+    stage_costs,
+)
 from threed.resolution import resolve
 from threed.topology import Topology
 
@@ -152,19 +159,31 @@ def test_no_cut_is_faster_on_paper_and_all_bytes_fit() -> None:
             LayerBytes(draw.randint(1, 9), draw.randint(1, 5), draw.randint(0, 3)) for _ in range(n)
         ]
         costs = {cut: seconds(times, plan, cut) for cut in cuts(n, plan.total_stages)}
-        free = divide(times, plan, {"uniform": uniform(n, plan.total_stages)})
+        free = divided(times, plan, {"uniform": uniform(n, plan.total_stages)})
         assert free.seconds == pytest.approx(min(costs.values()))
         assert free.gains["uniform"] >= 1
         limit = sorted(fullest(plan, held, cut) for cut in costs)[len(costs) // 3]
         best = min(cost for cut, cost in costs.items() if fullest(plan, held, cut) <= limit)
-        found = divide(times, plan, {"uniform": uniform(n, plan.total_stages)}, held, limit)
+        found = divided(times, plan, {"uniform": uniform(n, plan.total_stages)}, held, limit)
         assert fullest(plan, held, found.ranges) <= limit
         assert found.seconds == pytest.approx(best, rel=0.15 if plan.chunks > 1 else 1e-9)
         bound += found.seconds > free.seconds
         least = min(fullest(plan, held, cut) for cut in costs)
         with pytest.raises(ValueError, match="no cut"):
-            divide(times, plan, {}, held, least - 1)
+            divided(times, plan, {}, held, least - 1)
     assert bound >= 5
+
+
+def divided(
+    times: Sequence[LayerTimes],
+    plan: schedules.Plan,
+    others: Mapping[str, Sequence[range]],
+    held: Sequence[LayerBytes] | None = None,
+    limit: float | None = None,
+) -> Division:
+    """A division under a plan that does not depend on times."""
+    with_plan = {name: (cut, plan) for name, cut in others.items()}
+    return divide(times, lambda costs, most: plan, with_plan, held, limit)
 
 
 def cuts(n: int, stages: int) -> list[tuple[range, ...]]:
@@ -218,8 +237,8 @@ def test_a_limit_moves_layers_to_later_stages() -> None:
         model = models.build(given.model, Slicing(topology.axis("tp")))
         times, layers = [LayerTimes(1, 1, 1)] * 12, model.layers()
         held = functools.partial(held_by, model, layers, given, topology, CPU)
-        divided = division(step_plan(given, 1), layers, times, None, held, given, CPU)
-        return Forecast.of(given, pp, division=divided)
+        cut_by = division(step_plan(given, 1), layers, times, None, held, given, CPU)
+        return Forecast.of(given, pp, division=cut_by)
 
     free = [cut(pp) for pp in (2, 4)]
     assert [len(rank.layers[0]) for rank in free[1].ranks] == [3, 3, 3, 3]
@@ -302,11 +321,11 @@ def test_a_layer_slower_than_its_flops_moves_the_cut_and_changes_no_weight() -> 
     assert measured.times[1].forward >= 3 * NAP
     by_flops = balanced([0, *[16 * 16] * 6, 16 * VOCAB], 2)
     others = {"uniform": uniform(8, 2), "balanced": by_flops}
-    assert measured.gains == divide(measured.times, schedules.build("1f1b", 2, 8), others).gains
+    assert measured.gains == divided(measured.times, schedules.build("1f1b", 2, 8), others).gains
     naps = [
         LayerTimes(n, 2 * n, 0) for n in (0, *SLOW_FIRST, 0)
     ]  # by which 1.15 and 1.56 are to be gained
-    assert divide(naps, schedules.build("1f1b", 2, 8), others).gains == pytest.approx(
+    assert divided(naps, schedules.build("1f1b", 2, 8), others).gains == pytest.approx(
         {"uniform": 31 / 27, "balanced": 42 / 27}
     )
     assert min(measured.gains.values()) > 1

@@ -20,7 +20,7 @@ from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.planner import uniform
-from threed.planner.measured import Division, LayerBytes, LayerTimes, divide_and_plan
+from threed.planner.measured import Division, LayerBytes, LayerTimes, divide
 from threed.schedules import Costs, Kind, Plan, build, simulate
 from threed.schedules.action import COMPUTE
 
@@ -37,7 +37,7 @@ def divided(
         return build("zb-auto", p, m, chunks, costs, most)
 
     others = {"uniform": (uniform(7, p * chunks), equal)}
-    return divide_and_plan(times, planner, others, held, limit), equal
+    return divide(times, planner, others, held, limit), equal
 
 
 def most_bytes(division: Division, held: Sequence[LayerBytes]) -> int:

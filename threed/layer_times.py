@@ -32,7 +32,6 @@ from threed.planner.measured import (
     LayerBytes,
     LayerTimes,
     divide,
-    divide_and_plan,
     stage_costs,
     times_by_flops,
 )
@@ -154,25 +153,20 @@ def _cutter(
 ) -> Callable[[Sequence[LayerBytes] | None, float | None], Division]:
     """What cuts, given bytes of the layers and the limit of a rank."""
     name, stages = config.parallel.schedule, plan.total_stages
-    again = (
-        activation_checkpointing.recomputed_layers(config, layers)
-        if config.recompute.mode == "full"
-        else ()
-    )
-    cuts = {"uniform": uniform(len(layers), stages)}
-    if flops is not None:
-        cuts["balanced"] = balanced(activation_checkpointing.with_recompute(flops, again), stages)
-    if not schedules.plans_by_times(name):
-        return partial(divide, times, plan, cuts)
 
     def planner(costs: Costs | None, limit: float | None) -> Plan:
+        if not schedules.plans_by_times(name):
+            return plan
         return schedules.build(name, plan.stages, plan.microbatches, plan.chunks, costs, limit)
 
-    others = {"uniform": (cuts["uniform"], plan)}
+    others = {"uniform": (uniform(len(layers), stages), plan)}
     if flops is not None:
-        costs = stage_costs(times_by_flops(flops, again), cuts["balanced"])
-        others["balanced"] = cuts["balanced"], planner(costs, None)
-    return partial(divide_and_plan, times, planner, others)
+        full = config.recompute.mode == "full"
+        again = activation_checkpointing.recomputed_layers(config, layers) if full else ()
+        cut = balanced(activation_checkpointing.with_recompute(flops, again), stages)
+        costs = stage_costs(times_by_flops(flops, again), cut)
+        others["balanced"] = cut, planner(costs, None)
+    return partial(divide, times, planner, others)
 
 
 def held_by(
