@@ -225,7 +225,7 @@ class _Search:
         stages = self.plan.total_stages
         if self.limit is None or self.plan.chunks > 1:
             return tuple(balanced(self.totals, stages))
-        return tuple(balanced(self.totals, stages, bytes=self._held_by_stage(), limit=self.limit))
+        return tuple(balanced(self.totals, stages, self._held_by_stage(), floor(self.limit)))
 
     def simulate(self, cut: Ranges) -> Timeline:
         """The plan played out with the cut's times."""
