@@ -379,6 +379,11 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         ),
         ("--train.global-batch 2 --train.micro-batch 4", 1, ["use 4, or", "--train.micro-batch 2"]),
         (
+            "--train.global-batch 2147483648",
+            1,
+            ["makes 1073741824 micro-batches", "at most 100000", "a larger --train.micro-batch"],
+        ),
+        (
             "--train.steps 10 --train.stop-after 11",
             1,
             ["--train.stop-after 11", "--train.steps 11"],

@@ -351,6 +351,7 @@ def test_auto_sizes_come_from_the_hidden_size() -> None:
     [
         ({"stage": 4}, "zero_optimization.stage: 4 must be less than 4"),
         ({"stage": "2"}, "must be a whole number"),
+        ({"stage": {"x": 1}}, 'zero_optimization.stage: {"x": 1} must be a whole number'),
         (
             {"stage": 3, "mics_shard_size": 3},
             "mics_shard_size: 3 does not divide 4 data-parallel ranks",

@@ -142,7 +142,8 @@ class Reader:
     def _remove(self, values: dict[str, Any], path: list[str], why: str) -> None:
         """Takes a wrong value out. path: names of groups, a key, and perhaps a place in the key's value."""
         for depth, part in enumerate(path, 1):
-            if not isinstance(inner := values.get(part), dict):
+            inner = values.get(part)
+            if depth == len(path) or not isinstance(inner, dict):
                 self.problem(".".join(path[:depth]), f"{shown(values.pop(part, None))} {why}")
                 return
             values = inner
