@@ -18,7 +18,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -243,25 +242,10 @@ def main() -> None:
             print(json.dumps(record), flush=True)
         dist.barrier()
         os._exit(0)
-    with tempfile.TemporaryDirectory() as cache:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            __file__,
-        ]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "THREED_CACHE": cache,
-        }
-        done = subprocess.run(
-            [*command, *sys.argv[1:]], env=environment, stdout=subprocess.PIPE, text=True
-        )
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *launcher, __file__, *sys.argv[1:]]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     records = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not records:
         sys.exit("the ranks said nothing")

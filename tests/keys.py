@@ -44,7 +44,8 @@ def rows(group: str) -> Iterator[str]:
     defaults = getattr(Config(), group)
     for name, info in GROUPS[group].model_fields.items():
         value, default = takes(info).replace("|", "\\|"), written(name, getattr(defaults, name))
-        meaning = str(info.description).replace("<", "&lt;").replace("*", "\\*")
+        meaning = " ".join(str(info.description).split())
+        meaning = meaning.replace("<", "&lt;").replace("*", "\\*")
         yield f"| `--{group}.{key_name(name)}` | `{value}` | `{default}` | {meaning}{missing(group, name)} |"
 
 

@@ -20,7 +20,6 @@ from threed.arguments import (
     format_problems,
     help_text,
     load,
-    load_checked,
     to_toml,
 )
 from threed.checks import REFUSALS, find_problems
@@ -57,7 +56,7 @@ def read(line: str, **kwargs: Any) -> Config:
 def problems(line: str, world_size: int = 1, **kwargs: Any) -> list[str]:
     """What is wrong with this command line, parse and combinations."""
     try:
-        load_checked(line.split(), world_size=world_size, **kwargs)
+        load(line.split(), world_size=world_size, **kwargs)
     except ConfigError as error:
         return error.problems
     return []
@@ -379,6 +378,11 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
             ["4 × dp 2 = 8", "use 8 or 16", "--train.micro-batch 1"],
         ),
         ("--train.global-batch 2 --train.micro-batch 4", 1, ["use 4, or", "--train.micro-batch 2"]),
+        (
+            "--train.global-batch 2147483648",
+            1,
+            ["makes 1073741824 micro-batches", "at most 100000", "a larger --train.micro-batch"],
+        ),
         (
             "--train.steps 10 --train.stop-after 11",
             1,

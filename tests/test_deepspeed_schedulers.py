@@ -94,7 +94,7 @@ def test_learning_rates_by_the_formula() -> None:
         ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: not given"),
         (
             {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
-            "warmup_num_steps: 0 must be at least 1",
+            "warmup_num_steps: 0 must be greater than or equal to 1",
         ),
         (
             {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
@@ -107,7 +107,7 @@ def test_learning_rates_by_the_formula() -> None:
         ({"type": "WarmupLR", "params": {"total_num_steps": 9}}, "total_num_steps: no such key"),
         (
             {"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2]}},
-            "warmup_max_lr: [1, 2] is no number",
+            "warmup_max_lr: [1, 2] must be a number",
         ),
         (
             {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}},

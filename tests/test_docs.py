@@ -23,7 +23,7 @@ from benchmarks import gpu
 from tests import hf_models, house, keys, mutants
 from tests.harness import run_ranks, run_script
 from threed import cli, schedules
-from threed.arguments import GROUPS, format_problems, load_checked
+from threed.arguments import GROUPS, format_problems, load
 from threed.config import ConfigError, key_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -230,15 +230,15 @@ def world_of(flags: list[str]) -> int:
 def check_training(script: str, flags: list[str], world: int) -> None:
     assert (ROOT / script).is_file(), script
     arch = "llama" if "llama" in script else "gpt"
-    load_checked(flags, defaults={"model": {"arch": arch}}, world_size=world)
+    load(flags, defaults={"model": {"arch": arch}}, world_size=world)
 
 
 def check_tool(words: list[str], world: int = 1) -> None:
     if words[0] in ("train", "plan"):
         arch = words.pop(1) if words[1] in ("gpt", "llama") else "gpt"
-        load_checked(words[1:], defaults={"model": {"arch": arch}}, world_size=world)
+        load(words[1:], defaults={"model": {"arch": arch}}, world_size=world)
     elif words[0] == "verify":
-        load_checked(cli._parser().parse_known_args(words)[1], world_size=1)
+        load(cli._parser().parse_known_args(words)[1], world_size=1)
     else:
         cli._parser().parse_args(words)
 
@@ -256,7 +256,7 @@ def test_make_train_runs_the_command_of_the_readme() -> None:
 def test_the_report_of_problems_is_a_real_one() -> None:
     flags = "--preset tiny --optim.lrr 1e-3 --parallel.tp 3 --parallel.sequence false".split()
     with pytest.raises(ConfigError) as caught:
-        load_checked(flags, world_size=3)
+        load(flags, world_size=3)
     assert (
         f"```text\n{format_problems(caught.value.problems)}\n```"
         in (ROOT / "README.md").read_text()

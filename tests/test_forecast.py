@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import re
@@ -27,7 +28,7 @@ from threed import models
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError
 from threed.engine import Engine
-from threed.forecast import Forecast
+from threed.forecast import EFFICIENCY, Forecast
 from threed.layers import Slicing
 from threed.models import Model
 from threed.pipeline.trace import TraceError
@@ -355,3 +356,54 @@ def test_a_users_model_is_forecast_whole_and_cut(name: str) -> None:
     assert alone.ranks[0].bytes["parameters"] <= both
     assert cut.ranks[0].sends["pp"] > 0 == alone.ranks[0].sends["pp"]
     assert "layers 0–" in cut.text()
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def forecast_of(**changes: Any) -> Forecast:
+    config = resolve(Config.model_validate({
+        "parallel": changes, "precision": {"dtype": "bf16"},
+        "model": {"layers": 6, "hidden": 64, "heads": 4, "seq": 16},
+        "train": {"global_batch": 16, "micro_batch": 2, "steps": 10},
+    }), VOCAB, 4)  # fmt: skip
+    return dataclasses.replace(Forecast.of(config, 4), device=H100)
+
+
+def test_seconds_of_a_step_follow_from_flops_and_bytes() -> None:
+    flops = forecast_of().flops_per_token * 16 * 16 / 4
+    for sizes in ({}, {"tp": 2}, {"tp": 4}):
+        found = forecast_of(**sizes)
+        assert found.seconds == pytest.approx(flops / (989e12 * EFFICIENCY), rel=0.01)
+        sent = max(sum(rank.sends.values()) for rank in found.ranks)
+        assert found.step_seconds(1.0, 100.0, 1.0) == pytest.approx(
+            flops / 1e12 + sent / 100e9, rel=0.01
+        )
+        assert f"tokens/s at 50% of {H100}'s peak" in found.text()
+    for schedule in ("1f1b", "gpipe"):
+        found = forecast_of(pp=2, schedule=schedule)
+        assert found.seconds is not None
+        never_waiting = flops / (989e12 * EFFICIENCY)
+        assert found.seconds * (1 - found.idle) == pytest.approx(never_waiting, rel=0.01)
+        assert found.idle > 0.1
+
+
+def test_seconds_that_are_not_known_are_not_said() -> None:
+    found = forecast_of()
+    for device in (None, "Tesla T4", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        unknown = dataclasses.replace(found, device=device)
+        assert unknown.seconds is None
+        assert "\ntime " not in unknown.text()
+    fp32 = found.config.precision.model_copy(update={"dtype": "fp32"})
+    config = found.config.model_copy(update={"precision": fp32})
+    assert dataclasses.replace(found, config=config).seconds is None
+    with pytest.raises(ValueError, match="FLOPs of a step are not known"):
+        dataclasses.replace(found, step_flops=None).step_seconds(1.0)
+
+
+def test_seconds_of_a_measured_cut_are_those_of_its_times() -> None:
+    found = forecast_of(pp=2, partition="measured")
+    assert found.division is not None
+    assert found.seconds == pytest.approx(found.division.seconds)
+    assert "tokens/s by measured times" in found.text()
+    assert forecast_of(pp=2, tp=2, partition="measured").seconds is None  # times of whole layers

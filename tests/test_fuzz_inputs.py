@@ -32,7 +32,7 @@ from torch import Tensor
 from tests.test_checkpoint_fuzz import VALUES, change
 from tests.test_models_families import FAMILIES, theirs
 from threed import launch
-from threed.arguments import PRESETS, load_checked, to_toml
+from threed.arguments import PRESETS, load, to_toml
 from threed.cli import main
 from threed.config import ConfigError
 from threed.data.megatron import open_tokens, tokenize_to_megatron
@@ -250,11 +250,11 @@ def judge_run(folder: Path) -> str:
 def judge_toml(folder: Path) -> str:
     """Reads a file of keys; what is accepted can be written and read again."""
     try:
-        config, _ = load_checked(["--config", str(folder / "in" / "x.toml")], world_size=2)
+        config, _ = load(["--config", str(folder / "in" / "x.toml")], world_size=2)
     except ConfigError as error:
         return refused(*error.problems)
     (folder / "in" / "again.toml").write_text(to_toml(config))
-    again, _ = load_checked(["--config", str(folder / "in" / "again.toml")], world_size=2)
+    again, _ = load(["--config", str(folder / "in" / "again.toml")], world_size=2)
     assert again == config
     return "same"
 

@@ -12,7 +12,7 @@ import pytest
 from threed.arguments import load
 from threed.config import ConfigError
 from threed.data.sources import find_text
-from threed.interop.deepspeed.config import section
+from threed.interop.deepspeed.config import read
 from threed.parse import MOST_DEPTH, ParseError, parse_json, read_json, read_toml
 
 DEEP = b"[" * 100_000
@@ -43,7 +43,7 @@ def test_json_beyond_the_bounds_is_refused_in_one_line(name: str, tmp_path: Path
     assert str(error.value).startswith(f"{tmp_path}/x.json: ")
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=re.escape(problem)):
-        section.read(tmp_path / "x.json")
+        read(tmp_path / "x.json")
 
 
 def test_what_is_within_the_bounds_is_read(tmp_path: Path) -> None:

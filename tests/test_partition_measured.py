@@ -1,4 +1,4 @@
-"""Partition by measured times: what is measured, kept, cut by, and trained; `benchmarks/partition.py` has the speed.
+"""Partition by measured times: what is measured, cut by, and trained; `benchmarks/partition.py` has the speed.
 
 Layers that sleep are the slow ones: their times hold on a busy machine, and their FLOPs say nothing of it.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import os
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +28,7 @@ from threed.blueprint import step_plan
 from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
-from threed.layer_times import Found, division, held_by, layer_times
+from threed.layer_times import division, held_by, layer_times
 from threed.layers import (
     Embedding,
     LanguageModelHead,
@@ -42,7 +39,14 @@ from threed.layers import (
 )
 from threed.planner import balanced, uniform
 from threed.planner.grid import Grid
-from threed.planner.measured import LayerBytes, LayerTimes, divide, most_kept, stage_costs
+from threed.planner.measured import (
+    Division,
+    LayerBytes,
+    LayerTimes,
+    divide,
+    most_kept,
+    stage_costs,
+)
 from threed.resolution import resolve
 from threed.topology import Topology
 
@@ -110,79 +114,34 @@ def alone() -> Topology:
     return Topology.drawn(Grid(), 0)
 
 
-def timed(settings: Config, naps: Sequence[int] = SLOW_FIRST) -> tuple[Found, int]:
-    """The times of the sleeping model in this process, and how many blocks ran for them."""
+def timed(settings: Config, naps: Sequence[int] = SLOW_FIRST) -> list[LayerTimes]:
+    """The times of the sleeping model in this process; RUNS are the blocks that ran for them."""
     RUNS.clear()
     model = Sleepers(Slicing(alone().axis("tp")), naps)
-    found = layer_times(model, model.layers(), settings, alone(), CPU)
-    return found, len(RUNS)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where times are kept."""
-    monkeypatch.setenv("THREED_CACHE", str(tmp_path))
-    return tmp_path / "times"
+    return layer_times(model, model.layers(), settings, alone(), CPU)
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
-def test_layers_are_timed_one_of_a_kind_and_kept(cache: Path) -> None:
+def test_layers_are_timed_one_of_a_kind() -> None:
     settings, drawn = config(Case(dtype="fp32", pp=2)), torch.get_rng_state()
-    first, ran = timed(settings)
+    times = timed(settings)
     assert torch.equal(
         torch.get_rng_state(), drawn
     )  # blocks draw, the training's numbers stay as they were
     assert set(RUNS) == {"blocks.0", "blocks.1"}  # the other four are built as the second
-    slow, quick = first.times[1], first.times[2]
+    slow, quick = times[1], times[2]
     assert slow.forward >= 3 * NAP > quick.forward >= NAP
     assert slow.backward_input >= 6 * NAP > quick.backward_input >= 2 * NAP
     assert quick.backward_weight < 2 * NAP  # products alone
-    assert first.times[2:7] == [quick] * 5
-    again, none = timed(settings)
-    assert (again, none) == (first, 0)  # from the file
-    micro = settings.model_copy(
-        update={"train": settings.train.model_copy(update={"micro_batch": 1})}
-    )
-    assert timed(micro)[1] == ran  # other shapes, other times
-    assert timed(settings, (1, 3, 1, 1, 1, 1))[0].times[1:3] != first.times[1:3]
-    assert len(list(cache.iterdir())) == 3
+    assert times[2:7] == [quick] * 5
 
 
-def test_files_of_other_versions_and_broken_ones_are_timed_again(cache: Path) -> None:
-    settings = config(Case(dtype="fp32", pp=2, microbatches=8))
-    timed(settings, (0,))
-    (path,) = cache.iterdir()
-    whole = json.loads(path.read_text())
-    stale = json.dumps({**whole, "made_by": {"threed": "0.0.1", "torch": "2.9"}})
-    short, negative = (
-        {**whole, "times": times} for times in (whole["times"][:1], [[-1, 0, 0]] * 3)
-    )
-    for text, said in (
-        (stale, "is of threed 0.0.1 and torch 2.9"), ("{", "is broken"), (json.dumps(short), "is broken"),
-        (json.dumps(negative), "is broken"), (json.dumps([]), "is broken"),
-        (json.dumps({**whole, "identity": {}}), "is broken"),
-    ):  # fmt: skip
-        path.write_text(text)
-        found, ran = timed(settings, (0,))
-        assert ran > 0
-        assert said in found.notices[0], text
-        assert timed(settings, (0,)) == (replace(found, notices=()), 0)  # and it is whole again
-
-
-def test_what_is_computed_again_counts_with_the_backward(cache: Path) -> None:
-    found, _ = timed(config(Case(dtype="fp32", pp=2, recompute="full")), (1,))
-    assert found.times[1].backward_input >= 3 * NAP
-    assert (
-        found.times[1].forward < found.times[1].backward_input / 2
-    )  # and not with the forward as well
-
-
-def test_a_folder_that_cannot_be_written_to_costs_only_the_time(cache: Path) -> None:
-    cache.parent.mkdir(exist_ok=True)
-    cache.write_text("in the way")
-    assert len(timed(config(Case(dtype="fp32", pp=2)), (0,))[0].times) == 3
+def test_what_is_computed_again_counts_with_the_backward() -> None:
+    times = timed(config(Case(dtype="fp32", pp=2, recompute="full")), (1,))
+    assert times[1].backward_input >= 3 * NAP
+    assert times[1].forward < times[1].backward_input / 2  # and not with the forward as well
 
 
 # ------------------------------------------------------------------------------------------------------------- cutting
@@ -200,19 +159,31 @@ def test_no_cut_is_faster_on_paper_and_all_bytes_fit() -> None:
             LayerBytes(draw.randint(1, 9), draw.randint(1, 5), draw.randint(0, 3)) for _ in range(n)
         ]
         costs = {cut: seconds(times, plan, cut) for cut in cuts(n, plan.total_stages)}
-        free = divide(times, plan, {"uniform": uniform(n, plan.total_stages)})
+        free = divided(times, plan, {"uniform": uniform(n, plan.total_stages)})
         assert free.seconds == pytest.approx(min(costs.values()))
         assert free.gains["uniform"] >= 1
         limit = sorted(fullest(plan, held, cut) for cut in costs)[len(costs) // 3]
         best = min(cost for cut, cost in costs.items() if fullest(plan, held, cut) <= limit)
-        found = divide(times, plan, {"uniform": uniform(n, plan.total_stages)}, held, limit)
+        found = divided(times, plan, {"uniform": uniform(n, plan.total_stages)}, held, limit)
         assert fullest(plan, held, found.ranges) <= limit
         assert found.seconds == pytest.approx(best, rel=0.15 if plan.chunks > 1 else 1e-9)
         bound += found.seconds > free.seconds
         least = min(fullest(plan, held, cut) for cut in costs)
         with pytest.raises(ValueError, match="no cut"):
-            divide(times, plan, {}, held, least - 1)
+            divided(times, plan, {}, held, least - 1)
     assert bound >= 5
+
+
+def divided(
+    times: Sequence[LayerTimes],
+    plan: schedules.Plan,
+    others: Mapping[str, Sequence[range]],
+    held: Sequence[LayerBytes] | None = None,
+    limit: float | None = None,
+) -> Division:
+    """A division under a plan that does not depend on times."""
+    with_plan = {name: (cut, plan) for name, cut in others.items()}
+    return divide(times, lambda costs, most: plan, with_plan, held, limit)
 
 
 def cuts(n: int, stages: int) -> list[tuple[range, ...]]:
@@ -264,10 +235,10 @@ def test_a_limit_moves_layers_to_later_stages() -> None:
         given = settings.model_copy(update={"parallel": changed})
         topology = Topology.drawn(Grid.of(pp, pp=pp), 0)
         model = models.build(given.model, Slicing(topology.axis("tp")))
-        found, layers = Found([LayerTimes(1, 1, 1)] * 12), model.layers()
+        times, layers = [LayerTimes(1, 1, 1)] * 12, model.layers()
         held = functools.partial(held_by, model, layers, given, topology, CPU)
-        divided = division(step_plan(given, 1), layers, found, None, held, given, CPU)
-        return Forecast.of(given, pp, division=divided)
+        cut_by = division(step_plan(given, 1), layers, times, None, held, given, CPU)
+        return Forecast.of(given, pp, division=cut_by)
 
     free = [cut(pp) for pp in (2, 4)]
     assert [len(rank.layers[0]) for rank in free[1].ranks] == [3, 3, 3, 3]
@@ -282,7 +253,7 @@ def test_a_limit_moves_layers_to_later_stages() -> None:
             cut(pp, memory_limit_gib=1e-6)
 
 
-def test_a_plan_says_the_predicted_gain(cache: Path) -> None:
+def test_a_plan_says_the_predicted_gain() -> None:
     build, settings = (
         (lambda slicing: Sleepers(slicing)),
         config(Case(dtype="fp32", pp=2, microbatches=8)),
@@ -303,7 +274,7 @@ def test_a_plan_says_the_predicted_gain(cache: Path) -> None:
     )  # one process has no other tensor ranks
     assert "times of whole layers, not of 1/2 of them" in sliced.text()
     assert sliced.division is not None
-    assert sliced.division.times == found.division.times
+    assert len(sliced.division.times) == len(found.division.times)
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -317,9 +288,8 @@ class Run:
     weights: dict[str, Tensor]
 
 
-def sleepers(cases: Sequence[Case], folder: str) -> list[Run]:
+def sleepers(cases: Sequence[Case]) -> list[Run]:
     """Trains the sleeping model in a world of one or two ranks, by each case's schedule and partition."""
-    os.environ["THREED_CACHE"] = folder
     found = []
     for case in cases:
         settings = config(case, partition=case.partition)
@@ -335,34 +305,32 @@ def sleepers(cases: Sequence[Case], folder: str) -> list[Run]:
     return found
 
 
-def test_a_layer_slower_than_its_flops_moves_the_cut_and_changes_no_weight(tmp_path: Path) -> None:
+def test_a_layer_slower_than_its_flops_moves_the_cut_and_changes_no_weight() -> None:
     case = Case(pp=2, microbatches=8, partition="measured")
-    cases = [case, case, replace(case, partition="uniform"), replace(case, schedule="vee")]
-    truth = sleepers([case.truth], str(tmp_path))[0].weights
-    ranks = run_ranks(2, sleepers, cases, str(tmp_path), timeout=120)
+    cases = [case, replace(case, partition="uniform"), replace(case, schedule="vee")]
+    truth = sleepers([case.truth])[0].weights
+    ranks = run_ranks(2, sleepers, cases, timeout=120)
     for mine, other in zip(*ranks, strict=True):
         assert (mine.ranges, mine.times) == (
             other.ranges,
             other.times,
         )  # each measured its own, all took the median
-    measured, kept, plain, vee = ranks[0]
+    measured, plain, vee = ranks[0]
     assert plain.ranges == [(0, 4), (4, 8)]
     assert measured.ranges == [(0, 3), (3, 8)]
-    assert kept.times == measured.times
-    assert kept.ranges == measured.ranges
     assert measured.times[1].forward >= 3 * NAP
     by_flops = balanced([0, *[16 * 16] * 6, 16 * VOCAB], 2)
     others = {"uniform": uniform(8, 2), "balanced": by_flops}
-    assert measured.gains == divide(measured.times, schedules.build("1f1b", 2, 8), others).gains
+    assert measured.gains == divided(measured.times, schedules.build("1f1b", 2, 8), others).gains
     naps = [
         LayerTimes(n, 2 * n, 0) for n in (0, *SLOW_FIRST, 0)
     ]  # by which 1.15 and 1.56 are to be gained
-    assert divide(naps, schedules.build("1f1b", 2, 8), others).gains == pytest.approx(
+    assert divided(naps, schedules.build("1f1b", 2, 8), others).gains == pytest.approx(
         {"uniform": 31 / 27, "balanced": 42 / 27}
     )
     assert min(measured.gains.values()) > 1
     assert len(vee.ranges) == 4
-    assert vee.times == measured.times
+    assert vee.times[1].forward >= 3 * NAP
     for run in ranks[0]:
         for name, value in truth.items():
             torch.testing.assert_close(
@@ -370,31 +338,27 @@ def test_a_layer_slower_than_its_flops_moves_the_cut_and_changes_no_weight(tmp_p
             )
 
 
-def sliced(case: Case, folder: str) -> tuple[list[range], list[LayerTimes], int]:
+def sliced(case: Case) -> tuple[list[range], list[LayerTimes], int]:
     """An engine of a model cut over tensor ranks, whose layers talk while they are timed."""
-    os.environ["THREED_CACHE"] = folder
     engine = engine_of(config(case))
     division = engine.blueprint.division
     assert division is not None
     return list(division.ranges), list(division.times), sum(engine.topology.traffic.values())
 
 
-def test_tensor_ranks_measure_together_and_agree(tmp_path: Path) -> None:
+def test_tensor_ranks_measure_together_and_agree() -> None:
     ranks = run_ranks(
         4,
         sliced,
         Case(pp=2, tp=2, sequence=True, recompute="selective"),
-        str(tmp_path),
         timeout=120,
     )
     assert all(found[:2] == ranks[0][:2] for found in ranks)
     assert all(min(layer[:2]) > 0 for layer in ranks[0][1])
-    assert len(list((tmp_path / "times").iterdir())) == 1
 
 
-def test_one_stage_has_nothing_to_divide(cache: Path) -> None:
+def test_one_stage_has_nothing_to_divide() -> None:
     engine = engine_of(config(Case(dtype="fp32")))
     assert engine.blueprint.division is None
     assert engine.blueprint.cut.ranges == (range(5),)
-    assert not cache.exists()
     assert balanced([1, 1, 1], 1) == uniform(3, 1)

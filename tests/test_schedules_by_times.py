@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.planner import uniform
-from threed.planner.measured import Division, LayerBytes, LayerTimes, divide_and_plan
+from threed.planner.measured import Division, LayerBytes, LayerTimes, divide
 from threed.schedules import Costs, Kind, Plan, build, simulate
 from threed.schedules.action import COMPUTE
 
@@ -39,7 +37,7 @@ def divided(
         return build("zb-auto", p, m, chunks, costs, most)
 
     others = {"uniform": (uniform(7, p * chunks), equal)}
-    return divide_and_plan(times, planner, others, held, limit), equal
+    return divide(times, planner, others, held, limit), equal
 
 
 def most_bytes(division: Division, held: Sequence[LayerBytes]) -> int:
@@ -131,9 +129,8 @@ def config_of_run(case: Case) -> Config:
     return config(case, partition=case.partition, chunks=min(case.pp, 2))
 
 
-def trained(cases: Sequence[Case], folder: str) -> list[Run]:
+def trained(cases: Sequence[Case]) -> list[Run]:
     """Trains the model whose first block sleeps three times as long as the others, by each case's partition."""
-    os.environ["THREED_CACHE"] = folder
     found = []
     for case in cases:
         settings, topology = config_of_run(case), topology_of(case.pp, 1)
@@ -151,17 +148,15 @@ def trained(cases: Sequence[Case], folder: str) -> list[Run]:
     return found
 
 
-def test_a_run_trains_by_the_plan_for_its_own_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_trains_by_the_plan_for_its_own_times() -> None:
     measured = Case(pp=2, microbatches=8, schedule="zb-auto", partition="measured")
     cases = [
         measured,
         replace(measured, partition="balanced"),
         replace(measured, partition="uniform"),
     ]
-    truth = trained([measured.truth], str(tmp_path))[0].weights
-    ranks = run_ranks(2, trained, cases, str(tmp_path), timeout=120)
+    truth = trained([measured.truth])[0].weights
+    ranks = run_ranks(2, trained, cases, timeout=120)
     equal = build("zb-auto", 2, 8, 2)
     for rank, runs in enumerate(ranks):
         for run in runs:
@@ -180,9 +175,3 @@ def test_a_run_trains_by_the_plan_for_its_own_times(
             )
     assert ranks[0][0].plan != equal
     assert ranks[0][2].costs is None
-    monkeypatch.setenv("THREED_CACHE", str(tmp_path))
-    on_paper = Forecast.of(
-        config_of_run(measured), 2, Sleepers
-    )  # `threed plan`, after a run has measured
-    assert on_paper.division is not None
-    assert on_paper.division.plan == ranks[0][0].plan

@@ -14,7 +14,7 @@ from tests.runs import configuration, open_text
 from tests.test_pretrain import QUICK, again
 from tests.test_pretrain import folder as folder  # a fixture
 from threed import schedules
-from threed.arguments import load_checked
+from threed.arguments import load
 from threed.cli import main
 from threed.config import ConfigError, ParallelConfig
 from threed.monitor import metrics
@@ -367,7 +367,7 @@ def test_the_tool_takes_the_time_of_pairs(
 
 def problems(line: str, world: int = 2) -> str:
     with pytest.raises(ConfigError) as found:
-        load_checked(line.split(), world_size=world)
+        load(line.split(), world_size=world)
     return str(found.value)
 
 
@@ -403,9 +403,7 @@ def test_a_resolved_configuration_has_the_whole_path_and_the_chunks(
     mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config, _ = load_checked(
-        ["--parallel.pp", "2", "--parallel.schedule", "mine.py:unnamed"], world_size=2
-    )
+    config, _ = load(["--parallel.pp", "2", "--parallel.schedule", "mine.py:unnamed"], world_size=2)
     assert resolve(config, 10, 2).parallel.schedule == f"{tmp_path}/mine.py:unnamed"
     assert resolve(config, 10, 2).parallel.chunks == 2
     assert resolve(config, 10).parallel.chunks is None  # nor is dp known
@@ -447,7 +445,7 @@ def test_runs_with_a_schedule_of_ones_own_train_as_others_do(
         in (run / "figures" / "pipeline.svg").read_text()
     )
     monkeypatch.chdir(run)  # who goes on from elsewhere finds the file
-    assert load_checked(["--config", "config.toml"], world_size=2)[0].parallel.chunks == 2
+    assert load(["--config", "config.toml"], world_size=2)[0].parallel.chunks == 2
 
 
 def differ(folder: str) -> str:

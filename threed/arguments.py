@@ -1,7 +1,7 @@
 """The command line and TOML files: read into a `Config`, explained by `--help`, written back.
 
-    config, options = load(sys.argv[1:])
-    config, options = load_checked(...)          # the same, with the combinations of `threed.checks` in one report
+    config, options = load(sys.argv[1:])                    # single keys are checked
+    config, options = load(sys.argv[1:], world_size=8)      # and their combinations, by `threed.checks`
 
 Layers, later ones win: the program's defaults, the preset or TOML file, the flags. Phases: split the tokens, note every
 value with where it was said, let pydantic judge them all, put its verdict in words.
@@ -34,6 +34,7 @@ GROUPS: Mapping[str, type[BaseModel]] = {
 PRESETS = Path(__file__).with_name("presets")
 _WORDS = ("preset", "config", "world-size")
 _SWITCHES = ("dry-run", "help")
+_COLUMN = 34  # of meanings in the help
 PROGRAM, FLAG = "the program's defaults", ""  # sources of values, besides files
 Groups = Mapping[str, Mapping[str, Any]]
 
@@ -60,12 +61,12 @@ class Pretrained:
 
     Attributes:
         defaults: used where neither a file nor a flag gives a value.
-        model: keys of its model, which count more than those of a preset or file.
+        model: its model, whose keys count more than those of a preset or file.
         differences: returns how a model differs from the folder's.
     """
 
     defaults: Groups
-    model: Mapping[str, str]
+    model: ModelConfig
     differences: Callable[[ModelConfig], list[str]]
 
 
@@ -74,21 +75,25 @@ Begin = Callable[[Config], Pretrained | None]
 
 @dataclass
 class _Draft:
-    """A configuration in the making: values by (group, field), where each was said, and what is wrong so far.
+    """A configuration in the making: values by group and field, the source of each, and what is wrong so far.
 
     `suspects` are the flags that are wrong, or that a misspelt one may have meant: checks that look at them would only
     add noise. `complete` is false where a whole layer could not be read.
     """
 
-    values: dict[tuple[str, str], Any] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
     sources: dict[tuple[str, str], str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
     complete: bool = True
 
     def say(self, group: str, key: str, value: Any, source: str = FLAG) -> None:
-        place = (python_name(group), python_name(key))
-        self.values[place], self.sources[place] = value, source
+        group, key = python_name(group), python_name(key)
+        self.values.setdefault(group, {})[key] = value
+        self.sources[group, key] = source
+
+    def value(self, group: str, key: str) -> Any:
+        return self.values.get(group, {}).get(key)
 
 
 def load(
@@ -97,42 +102,23 @@ def load(
     defaults: Groups | None = None,
     presets: Path = PRESETS,
     begin: Begin | None = None,
+    world_size: int | None = None,
+    local_world: int | None = None,
+    more: Callable[[Config], Iterable[str]] = lambda config: (),
 ) -> tuple[Config, Options]:
-    """Reads the command line.
+    """Reads the command line, and checks the configuration for a number of ranks.
 
     Args:
         defaults: the program's own values, {group: {key: value}}.
         presets: the folder of the named TOML files, by default the package's.
         begin: returns the values of the folder that a configuration begins from, if there is one. May raise
             ConfigError.
+        world_size: the number of ranks if there is no `--world-size`. By default combinations of keys are not checked.
+        local_world: the number of ranks on this machine.
+        more: returns further problems of a configuration whose values are all valid.
 
     Returns:
         The configuration, and what is asked of the program. With `--help` nothing but the defaults is read.
-
-    Raises:
-        ConfigError: with every problem of every key.
-    """
-    config, options, draft = _read(argv, defaults or {}, presets, begin)
-    if draft.problems:
-        raise ConfigError(list(dict.fromkeys(draft.problems)))
-    return config, options
-
-
-def load_checked(
-    argv: list[str],
-    *,
-    defaults: Groups | None = None,
-    presets: Path = PRESETS,
-    world_size: int,
-    local_world: int | None = None,
-    begin: Begin | None = None,
-    more: Callable[[Config], Iterable[str]] = lambda config: (),
-) -> tuple[Config, Options]:
-    """Reads the command line as `load` does, and checks the configuration.
-
-    Args:
-        world_size: the number of ranks if there is no `--world-size`.
-        more: returns further problems of a configuration whose values are all valid.
 
     Raises:
         ConfigError: with every problem of keys and of their combinations.
@@ -140,13 +126,11 @@ def load_checked(
     config, options, draft = _read(argv, defaults or {}, presets, begin)
     if options.help:
         return config, options
-    asked = options.world_size
-    found = (
-        find_problems(config, asked or world_size, None if asked else local_world)
-        if draft.complete
-        else []
-    )
-    problems = draft.problems + [
+    problems, found = list(draft.problems), []
+    if world_size is not None and draft.complete:
+        asked = options.world_size
+        found = find_problems(config, asked or world_size, None if asked else local_world)
+    problems += [
         text for text in found if not any(_mentions(text, flag) for flag in draft.suspects)
     ]
     problems += [] if draft.problems else more(config)
@@ -189,28 +173,28 @@ def help_text(
     """
     width = width or min(110, shutil.get_terminal_size().columns)
     start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
-    file = ("--config FILE.toml", "start from a TOML file, such as the config.toml of a run")
+    options = {"--config FILE.toml": "start from a TOML file, such as the config.toml of a run"}
+    usage = "[--help] [--config FILE.toml]"
     if about is None:
-        usage = f"usage: {start}{prog} [--preset NAME | --config FILE.toml] [--dry-run] [--world-size N]"
-        options = [
-            ("--preset NAME", f"start from a preset: {', '.join(_preset_names(PRESETS))}"),
-            file,
-            ("--dry-run", "check everything, print rank map, bytes and bubble, and end"),
-            ("--world-size N", "ranks to assume in a dry run"),
-        ]
-    else:
-        usage, options = f"usage: {start}{prog} [--help] [--config FILE.toml]", [file]
-    blocks = [textwrap.fill(f"{usage} [--group.key value …]", width, subsequent_indent="    ")]
-    blocks += [*([] if about is None else [about.strip()]), _help_rows(options, width)]
+        usage = "[--preset NAME | --config FILE.toml] [--dry-run] [--world-size N]"
+        options |= {
+            "--preset NAME": f"start from a preset: {', '.join(_preset_names(PRESETS))}",
+            "--dry-run": "check everything, print rank map, bytes and bubble, and end",
+            "--world-size N": "ranks to assume in a dry run",
+        }
+    usage = f"usage: {start}{prog} {usage} [--group.key value …]"
+    parts = [textwrap.fill(usage, width, subsequent_indent="    ")]
+    parts += [*([] if about is None else [about.strip()]), _help_rows(options, width)]
     for name, group in GROUPS.items():
-        rows = [
-            _help_row(name, key, info, getattr(config, name))
+        values = getattr(config, name)
+        rows = {
+            f"{_flag(name, key)} {takes(info)}": f"{info.description} (default {written(key, getattr(values, key))})"
             for key, info in group.model_fields.items()
-        ]
-        blocks.append(
-            textwrap.fill(f"{name}: {group.__doc__}", width) + "\n" + _help_rows(rows, width)
+        }
+        parts.append(
+            f"{textwrap.fill(f'{name}: {group.__doc__}', width)}\n{_help_rows(rows, width)}"
         )
-    return "\n\n".join(blocks) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def _read(
@@ -231,37 +215,38 @@ def _read(
         group, _, key = flag.partition(".")
         draft.say(group, key, value)
     if {flag for flag, _ in settings} & {"run.name", "run.dir"} == {"run.name"}:
-        draft.values.pop(("run", "dir"), None)  # a resolved file's folder is that of its own name
-    if source is not None:
-        draft.values.setdefault(("run", "name"), source.stem)
+        draft.values["run"].pop("dir", None)  # a resolved file's folder is that of its own name
+    if source is not None and draft.value("run", "name") is None:
+        draft.say("run", "name", source.stem, str(source))
     _fit_warmup(draft, {PROGRAM, *([str(source)] if "preset" in words else [])})
     world_size, config = _world_size(words, draft.problems), _judge(draft)
     found = None if begin is None or draft.problems else begin(config)
     if found is not None:
-        _begin_from(found, draft)
-        config = _judge(draft)
+        config = _begin_from(found, draft, config)
         draft.problems += found.differences(config.model)
     options = Options("dry-run" in words, world_size, False, source, found is not None)
     return config, options, draft
 
 
-def _begin_from(found: Pretrained, draft: _Draft) -> None:
+def _begin_from(found: Pretrained, draft: _Draft, config: Config) -> Config:
     """Adds the values of a folder to begin from: its defaults below those of files, its model above them."""
+    flags = {
+        key for (group, key), source in draft.sources.items() if (group, source) == ("model", FLAG)
+    }
+    updates = {key: value for key, value in config.model if key in flags or key == "seq"}
+    groups: dict[str, BaseModel] = {name: getattr(config, name) for name in GROUPS} | {
+        "model": found.model.model_copy(update=updates)
+    }
     for group, keys in found.defaults.items():
-        for key, value in keys.items():
-            if draft.sources.get((group, key), PROGRAM) == PROGRAM:
-                draft.say(group, key, value, PROGRAM)
-    for key, text in found.model.items():
-        if draft.sources.get(("model", key)) != FLAG:
-            draft.say("model", key, text, "the folder to begin from")
+        unset = {key for key in keys if draft.sources.get((group, key), PROGRAM) == PROGRAM}
+        groups[group] = groups[group].model_copy(update={key: keys[key] for key in unset})
+    return config.model_copy(update=groups)
 
 
 def _fit_warmup(draft: _Draft, suggested: set[str]) -> None:
     """Resets a warm-up that is not shorter than the run to its default, if it comes from one of the `suggested`
     sources."""
-    steps, warmup = (
-        str(draft.values.get(place)) for place in (("train", "steps"), ("optim", "warmup"))
-    )
+    steps, warmup = str(draft.value("train", "steps")), str(draft.value("optim", "warmup"))
     from_them = draft.sources.get(("optim", "warmup")) in suggested
     if from_them and steps.isdecimal() and warmup.isdecimal() and int(warmup) >= int(steps):
         draft.say("optim", "warmup", "none")
@@ -362,38 +347,31 @@ def _world_size(words: dict[str, str], problems: list[str]) -> int | None:
 
 
 def _judge(draft: _Draft) -> Config:
-    """Validate what was said; put pydantic's errors into words, and give the Config of the rest."""
+    """Validates the values, puts pydantic's errors into words, and returns the Config of the valid ones."""
     try:
-        return Config.model_validate(_nested(draft.values))
+        return Config.model_validate(draft.values)
     except ValidationError as error:
         for detail in error.errors():
             _describe(detail, draft)
-    said = {
-        place: value for place, value in draft.values.items() if _flag(*place) not in draft.suspects
+    valid = {
+        group: {
+            key: value for key, value in keys.items() if _flag(group, key) not in draft.suspects
+        }
+        for group, keys in draft.values.items()
     }
-    return Config.model_validate(_nested(said))
-
-
-def _nested(values: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
-    tables: dict[str, dict[str, Any]] = {}
-    for (group, name), value in values.items():
-        tables.setdefault(group, {})[name] = value
-    return tables
+    return Config.model_validate({group: keys for group, keys in valid.items() if keys})
 
 
 def _describe(detail: ErrorDetails, draft: _Draft) -> None:
     """Add one of pydantic's errors to the problems, in the words of the command line."""
     group, *rest = (str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        for place in [
-            place
-            for place in draft.values
-            if place[0] == group and (not rest or place[1] == rest[0])
-        ]:
-            _describe_unknown(_flag(*place).removeprefix("--"), draft.sources[place], draft)
+        for place, source in draft.sources.items():
+            if place[0] == group and (not rest or place[1] == rest[0]):
+                _describe_unknown(_flag(*place).removeprefix("--"), source, draft)
         return
     place = (group, rest[0])
-    flag, value, source = _flag(*place), draft.values[place], draft.sources[place]
+    flag, value, source = _flag(*place), draft.value(*place), draft.sources[place]
     draft.suspects.add(flag)
     given = value if isinstance(value, str) else _toml_value(value)
     where = f" (in {source})" if source else ""
@@ -423,6 +401,8 @@ def reason(detail: ErrorDetails) -> str:
         return "must be a whole number"
     if kind in ("float_parsing", "float_type"):
         return "must be a number"
+    if kind == "bool_type":
+        return "must be true or false"
     if kind == "string_pattern_mismatch":
         return "must be a plain folder name, without slashes"
     message = detail["msg"].removeprefix("Value error, ")
@@ -470,13 +450,6 @@ def _toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _help_row(group: str, name: str, info: FieldInfo, values: BaseModel) -> tuple[str, str]:
-    return (
-        f"{_flag(group, name)} {takes(info)}",
-        f"{info.description} (default {written(name, getattr(values, name))})",
-    )
-
-
 def written(name: str, value: Any) -> str:
     """The value of a field as a command line has it."""
     if name == "groups":  # the text of a group has commas and brackets of its own
@@ -486,17 +459,20 @@ def written(name: str, value: Any) -> str:
     return _toml_value(value).replace('"', "").replace("[", "").replace("]", "").replace(", ", ",")
 
 
-def _help_rows(rows: list[tuple[str, str]], width: int) -> str:
-    """Two columns; a long left side has a line of its own."""
-    column = 34
+def _help_rows(rows: Mapping[str, str], width: int) -> str:
+    """Returns two columns; a long left side has a line of its own."""
     lines: list[str] = []
-    for left, right in rows:
-        wrapped = textwrap.wrap(right, max(20, width - column))
-        if len(left) + 3 > column:
-            lines.append(f"  {left}")
-        else:
-            wrapped[0] = f"  {left}".ljust(column) + wrapped[0]
-        lines += [line if line.startswith("  ") else " " * column + line for line in wrapped]
+    for left, right in rows.items():
+        first = f"  {left}".ljust(_COLUMN) if len(left) + 3 <= _COLUMN else " " * _COLUMN
+        lines += [f"  {left}"] if not first.strip() else []
+        lines.append(
+            textwrap.fill(
+                right,
+                max(width, _COLUMN + 20),
+                initial_indent=first,
+                subsequent_indent=" " * _COLUMN,
+            )
+        )
     return "\n".join(lines)
 
 

@@ -52,6 +52,7 @@ _OTHERS = (
     Refusal("parallel", "ep", (1,), "expert parallelism"),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
 )
+MOST_MICROBATCHES = 100_000  # of a step; to build a plan takes time and memory for each
 LAYER_MAJOR = ("1f1b", "gpipe")  # on one stage the same: no bubble, whatever comes first
 REFUSALS = (*_OTHERS, *_of_schedule("interleaved"))
 """Features that are not there yet, under a schedule with any number of chunks. Who builds one deletes its line."""
@@ -307,7 +308,10 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
     count = (
         count_microbatches(config, dp) if whole and dp else None
     )  # a batch that cannot be cut is said elsewhere
-    if schedules.names_file(name):
+    if count is not None and count > MOST_MICROBATCHES:
+        given = f"--train.global-batch {train.global_batch} makes {count} micro-batches a data rank"
+        yield f"{given}: a plan has at most {MOST_MICROBATCHES}; use a larger --train.micro-batch"
+    elif schedules.names_file(name):
         yield from _check_file(config, count)
     elif name in schedules.available():
         chunks = (

@@ -15,11 +15,13 @@ from typing import cast
 from threed import models, schedules
 from threed.blueprint import Blueprint, Pipeline, step_plan
 from threed.config import Config
+from threed.device import name as device_name
 from threed.footprint import footprint, order_facts, trace, with_order
 from threed.layer_times import division as divided
-from threed.layer_times import fullest, held_by, known_times, layer_times
+from threed.layer_times import fullest, held_by, layer_times
 from threed.layers import Slicing
 from threed.models import Model, options_of
+from threed.monitor.meter import peak_tflops
 from threed.pipeline.activation_checkpointing import recomputed_layers
 from threed.pipeline.trace import LayerCost
 from threed.planner.grid import AXES, Grid
@@ -31,6 +33,9 @@ from threed.topology import Topology, default_device
 from threed.zero.setup import state_names
 
 GIB = 2**30
+# share of a device's peak that compute is assumed to reach; Megatron-LM reached 44 to 52 % of an A100's with messages
+# and bubbles (arXiv 2104.04473, table 1)
+EFFICIENCY = 0.5
 _VERSIONS = "a second one of the parameters, and a copy of the slices of gradients; updates are one step late"
 
 
@@ -54,7 +59,9 @@ class Forecast:
 
     bubble: of the pipeline rank with the longest time from its first to its last action, the share in which it does not
     compute (arXiv 2401.10241). idle: mean over pipeline ranks of the share of the step in which they do not compute.
-    ways: ranks of the pipeline that hold every stage.
+    ways: ranks of the pipeline that hold every stage. step_flops: FLOPs of one device in the time of a step's forwards
+    and backwards as simulated, waits included; None if they are not known. measured_s: that time in seconds, by
+    measured times of layers. device: the name of a GPU here.
     """
 
     config: Config
@@ -68,6 +75,9 @@ class Forecast:
     ranks: Sequence[RankForecast]
     division: Division | None = None
     ways: int = 1
+    step_flops: float | None = None
+    measured_s: float | None = None
+    device: str | None = None
 
     @classmethod
     def of(
@@ -97,6 +107,7 @@ class Forecast:
             column.config = config
         whole = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
         flops = [sum(costs) for costs in zip(*(column.flops for column in columns), strict=True)]
+        whole_layers = division is None and grid.tp > 1
         if division is None and p.partition == "measured" and grid.pp > 1:
             division = _divide(list(alike.values()), flops, build)
         pipeline = columns[0].pipeline(flops, division)
@@ -121,10 +132,48 @@ class Forecast:
         )  # not what the model says it costs, in a unit of its own
         per_token = counted / (config.train.micro_batch * config.model.seq)
         name = type(whole.model).__name__ if own else config.model.arch
+        own_costs = options_of(whole.model).costs is not None
         return cls(
             config, name, grid.sizes, whole.parameters, pipeline.plan.microbatches, timeline.bubble,
             fmean(schedules.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
+            step_flops=None if division or own_costs else timeline.makespan / grid.tp,
+            measured_s=timeline.makespan if division and not whole_layers else None,
+            device=device_name(default_device()),
         )  # fmt: skip
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted seconds of a step's forwards and backwards; None if they are not known.
+
+        With `--parallel.partition measured` they follow from the measured times of layers. Otherwise they are
+        `step_seconds` of this machine's GPU, if its peak is known (`monitor.meter`); messages are not counted, as
+        the speed of links is not known.
+        """
+        if self.division is not None:
+            return self.measured_s
+        peak = peak_tflops(self.device, self.config.precision.dtype)
+        return None if peak is None or self.step_flops is None else self.step_seconds(peak)
+
+    def step_seconds(
+        self, tflops: float, gb_per_s: float | None = None, efficiency: float = EFFICIENCY
+    ) -> float:
+        """Returns the seconds of a step on given devices: FLOPs / (peak × efficiency) + bytes / bandwidth.
+
+        Every stage takes time by its FLOPs, in the simulated schedule. Messages are those of the rank that sends most,
+        and none of them overlaps with compute. Updates are not counted.
+
+        Args:
+            tflops: the peak of a device.
+            gb_per_s: what a device sends in a second; by default messages take no time.
+
+        Raises:
+            ValueError: the FLOPs are not known, as the model counts costs in a unit of its own.
+        """
+        if self.step_flops is None:
+            raise ValueError("FLOPs of a step are not known: layers have measured times or costs")
+        sent = max(sum(rank.sends.values()) for rank in self.ranks)
+        messages = 0.0 if gb_per_s is None else sent / (gb_per_s * 1e9)
+        return self.step_flops / (tflops * 1e12 * efficiency) + messages
 
     def text(self) -> str:
         """Returns the forecast as text: one line per fact, and one per set of ranks that hold the same."""
@@ -151,6 +200,7 @@ class Forecast:
             ),
             f"ranks      {grid}",
             f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches a data rank",
+            *([f"time       {self._time_text(self.seconds)}"] if self.seconds else []),
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
             *([f"partition  {self.division.text()}"] if self.division else []),
             *(
@@ -163,6 +213,13 @@ class Forecast:
             *_lines(self.ranks),
         ]
         return "\n".join(lines)
+
+    def _time_text(self, seconds: float) -> str:
+        tokens = self.config.train.global_batch * self.config.model.seq / seconds
+        by = (
+            "by measured times" if self.division else f"at {EFFICIENCY:.0%} of {self.device}'s peak"
+        )
+        return f"{seconds:.3g} s, {tokens:,.0f} tokens/s {by}, without messages and updates"
 
 
 def _lines(ranks: Sequence[RankForecast]) -> list[str]:
@@ -277,31 +334,24 @@ class _Column:
 def _divide(
     columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]
 ) -> Division:
-    """The cut by times of this machine: those of an earlier start if there are any, else of layers that are whole, for
-    there are no other tensor ranks here."""
+    """Returns the cut by times that are measured here, of layers that are whole: there are no other tensor ranks."""
     first, device = columns[0], default_device()
     config, plan = first.config, step_plan(first.config, first.topology.dp)
-    found = known_times(first.model, first.layers, config, device)
-    if found is None:
-        alone = Topology.drawn(Grid(), 0)
-        model = build(Slicing(alone.axis("tp"), False, config.train.seed, config.zero.tile))
-        layers = model.layers()
-        found = layer_times(model, layers, config, alone, device)
-        if first.grid.tp > 1:
-            found = replace(
-                found,
-                notices=(
-                    *found.notices,
-                    f"times of whole layers, not of 1/{first.grid.tp} of them",
-                ),
-            )
+    alone = Topology.drawn(Grid(), 0)
+    model = build(Slicing(alone.axis("tp"), False, config.train.seed, config.zero.tile))
+    layers = model.layers()
+    times = layer_times(model, layers, config, alone, device)
 
     def held() -> list[LayerBytes]:
         return fullest(
             [held_by(c.model, c.layers, config, c.topology, device, plan.ways) for c in columns]
         )
 
-    return divided(plan, first.layers, found, flops, held, config, device)
+    division = divided(plan, first.layers, times, flops, held, config, device)
+    if first.grid.tp == 1:
+        return division
+    notice = f"times of whole layers, not of 1/{first.grid.tp} of them"
+    return replace(division, notices=(notice, *division.notices))
 
 
 def _order_text(microbatches: int) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from threed import collectives, device
-from threed.arguments import Pretrained, format_problems, help_text, load_checked
+from threed.arguments import Pretrained, format_problems, help_text, load
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
 from threed.checkpoint.resuming import compare, resuming_flags
@@ -82,7 +82,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         return refuse(f"threed: {error}")
     local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
     try:
-        config, options = load_checked(
+        config, options = load(
             argv, defaults=defaults, world_size=world, local_world=local_world, begin=_begin,
             more=_data_problems,
         )  # fmt: skip

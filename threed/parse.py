@@ -10,7 +10,6 @@ differ in which of the two counts; so are NaN and infinities, which JSON does no
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -25,6 +24,8 @@ MOST_BYTES = 2**26  # of a file
 MOST_TOML = 2**17
 MOST_DEPTH = 64
 MOST_DIGITS = 40  # of a whole number: published files have 1e30, written out, for "no limit"
+_PART = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'=,.]+)"""
+_DEEP_KEY = re.compile(rf"""(?<![^\s"'=,.])(?:{_PART}[ \t]*\.[ \t]*){{{MOST_DEPTH + 1}}}""")
 
 
 class ParseError(ValueError):
@@ -60,21 +61,9 @@ def read_toml(path: Path, most: int = MOST_TOML) -> dict[str, Any]:
 
 
 def _toml(text: str) -> dict[str, Any]:
-    """As tomllib, which takes the square of the time for a key of so many parts."""
-    for some in re.split(r"[=,\n]", text):
-        if some.count(".") > MOST_DEPTH:
-            words = [part.strip(" \t") for part in some.split(".")]
-            parts = [
-                " " in word and word[0] not in "\"'" for word in words
-            ]  # that is no key, but text or numbers
-            if (
-                max(
-                    (len(list(run)) for spaced, run in itertools.groupby(parts) if not spaced),
-                    default=0,
-                )
-                > MOST_DEPTH
-            ):
-                raise RecursionError
+    """As tomllib, which needs quadratic time for a key with many parts."""
+    if _DEEP_KEY.search(text):
+        raise RecursionError
     return tomllib.loads(text)
 
 

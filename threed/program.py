@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from threed.arguments import help_text, load_checked
+from threed.arguments import help_text, load
 from threed.config import Config, ConfigError
 
 
@@ -36,7 +36,7 @@ def program_config(
     Raises:
         ConfigError: with every problem of the command line at once.
     """
-    config, options = load_checked(argv, defaults=defaults, presets=Path(), world_size=world_size)
+    config, options = load(argv, defaults=defaults, presets=Path(), world_size=world_size)
     if options.help:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(help_text(config, prog, about=about))

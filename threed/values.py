@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
@@ -67,15 +68,22 @@ def _word_or(word: str, number: type[int] | type[float]) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
+def _items(value: object, separator: str = ",") -> list[object]:
+    """Returns the items of a flag's text, or of a list; none of another thing."""
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(separator)]
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _whole_numbers(items: Iterable[object]) -> list[int]:
+    """Returns whole numbers, and 0 for other items."""
+    return [int(str(item)) if str(item).isdigit() else 0 for item in items]
+
+
 def _partition(value: object) -> object:
     if value in ("balanced", "uniform", "measured"):
         return value
-    items = value.split(",") if isinstance(value, str) else value
-    counts = (
-        [int(str(i)) if str(i).strip().isdigit() else 0 for i in items]
-        if isinstance(items, list | tuple)
-        else []
-    )
+    counts = _whole_numbers(_items(value))
     if not counts or min(counts) < 1:
         raise ValueError(
             "must be balanced, uniform, measured, or the layers of each stage, such as 3,2,2"
@@ -84,19 +92,14 @@ def _partition(value: object) -> object:
 
 
 def _betas(value: object) -> object:
-    items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, list | tuple) or len(items) != 2:
+    items = _items(value)
+    if len(items) != 2:
         raise ValueError("must be two numbers, such as 0.9,0.95")
     return tuple(items)
 
 
 def _steps(value: object) -> object:
-    items = str(value).split(":") if isinstance(value, int | str) else value
-    numbers = (
-        [int(str(i)) if str(i).isdigit() else 0 for i in items]
-        if isinstance(items, list | tuple)
-        else []
-    )
+    numbers = _whole_numbers([value] if isinstance(value, int) else _items(value, ":"))
     if len(numbers) not in (1, 2) or min(numbers) < 1 or numbers[0] > numbers[-1]:
         raise ValueError("must be a step or first:last, such as 10:12, counted from 1")
     return (numbers[0], numbers[-1])
@@ -136,9 +139,7 @@ def _zero_or_above_one(value: float) -> float:
 
 
 def _operations(value: object) -> object:
-    items = value.split(",") if isinstance(value, str) else value
-    known = ("attention", "activation", "norm")
-    names = [str(item).strip() for item in items] if isinstance(items, list | tuple) else []
+    known, names = ("attention", "activation", "norm"), list(map(str, _items(value)))
     if not names or not set(names) <= set(known):
         raise ValueError(f"must be names among {', '.join(known)}, such as attention,activation")
     return tuple(dict.fromkeys(names))
@@ -149,14 +150,10 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 def _duration(value: object) -> object:
     """Seconds, from 3h, 1h30m, 90m, 45s, 1:30:00, or a number of seconds."""
-    text = str(value).strip()
-    if isinstance(value, str) and re.fullmatch(r"\d{1,9}:[0-5]\d:[0-5]\d", text):
-        hours, minutes, rest = map(int, text.split(":"))
-        return float(hours * 3600 + minutes * 60 + rest)
-    if isinstance(value, str) and re.fullmatch(r"(\d{1,12}(\.\d{1,12})?[dhms])+", text):
-        return sum(
-            float(number) * _UNITS[unit] for number, unit in re.findall(r"([\d.]+)([dhms])", text)
-        )
+    text = re.sub(r"^(\d{1,9}):([0-5]\d):([0-5]\d)$", r"\1h\2m\3s", str(value).strip())
+    if re.fullmatch(r"(\d{1,12}(\.\d{1,12})?[dhms])+", text):
+        parts = re.findall(r"([\d.]+)([dhms])", text)
+        return sum(float(number) * _UNITS[unit] for number, unit in parts)
     try:
         seconds = float("nan") if isinstance(value, bool) else float(text)
     except ValueError:

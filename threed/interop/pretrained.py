@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from threed.arguments import Pretrained, written
+from threed.arguments import Pretrained
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, plain
 from threed.config import Config, ConfigError, ModelConfig
@@ -48,13 +48,12 @@ def find(config: Config, check: bool = True) -> Pretrained | None:
     defaults: dict[str, dict[str, Any]] = {"model": {"seq": default_seq(model)}}
     if tokenizer is not None:
         defaults["data"] = {"tokenizer": tokenizer}
-    keys = {name: written(name, value) for name, value in model if name != "seq"}
 
     def differences(asked: ModelConfig) -> list[str]:
         fix = "leave the flag out, the folder says what its model is"
         return [f"{text}: {fix}" for text in model_differences(path, model, asked)]
 
-    return Pretrained(defaults, keys, differences)
+    return Pretrained(defaults, model, differences)
 
 
 def default_seq(model: ModelConfig) -> int:

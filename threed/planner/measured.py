@@ -1,10 +1,10 @@
 """Cut a model by measured times: the cut whose step is the fastest on paper, within a limit of memory.
 
-division = divide(times, plan, {"uniform": uniform(n, stages)})     # times: LayerTimes of every layer
+division = divide(times, planner, {"uniform": (cut, plan)})         # times: LayerTimes of every layer
 division.ranges                                                     # layers of each stage
 division.text()                                                     # what it leaves unequal, what it gains
 
-A schedule that plans by times has no plan before the model is cut: `divide_and_plan` cuts, then plans.
+A schedule that plans by times has no plan before the model is cut: `divide` cuts, then asks the planner for a plan.
 
 The slowest stage is not all that counts: under 1F1B the first stage's forwards and the last one's backwards are waited
 for as well. So cuts are played out under the schedule in use. The search begins at the cuts that make the slowest stage
@@ -111,52 +111,29 @@ def times_by_flops(flops: Sequence[float], again: Sequence[int]) -> list[LayerTi
 
 def divide(
     times: Sequence[LayerTimes],
-    plan: Plan,
-    others: Mapping[str, Sequence[range]],
-    held: Sequence[LayerBytes] | None = None,
-    limit: float | None = None,
-) -> Division:
-    """Returns the fastest cut that the search finds, never slower on paper than any of `others` that fits.
-
-    others: cuts to begin at and to compare with, by name. held, limit: bytes of the layers, and the most that a rank
-    may hold. The same on every rank that has the same times. Raises ValueError where there are fewer layers than
-    stages, or no cut fits the limit.
-    """
-    search = _Search(times, plan, held, limit)
-    starts = [search.balanced(), *map(tuple, others.values())]
-    best = min([search.descend(start) for start in starts], key=search.price)
-    excess, _ = search.price(best)
-    if excess:
-        raise ValueError(
-            f"no cut was found that keeps every rank within {in_units(floor(limit or 0))}: the best one is"
-            f" {in_units(ceil(excess))} above."
-            " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
-        )
-    timeline, work = search.simulate(best), search.work(best)
-    gains = {
-        name: search.simulate(tuple(cut)).makespan / timeline.makespan
-        for name, cut in others.items()
-    }
-    mean = sum(work) / len(work)
-    imbalance = max(work) / mean if mean else 1.0
-    return Division(best, plan, tuple(times), timeline.makespan, timeline.bubble, imbalance, gains)
-
-
-def divide_and_plan(
-    times: Sequence[LayerTimes],
     planner: Planner,
     others: Mapping[str, tuple[Sequence[range], Plan]],
     held: Sequence[LayerBytes] | None = None,
     limit: float | None = None,
 ) -> Division:
-    """Returns a cut, and the plan that is made for its times: never slower on paper than that for equal times.
+    """Returns the fastest cut that the search finds, with its plan.
 
-    It is cut as `divide` cuts, by the plan for equal times. others: cuts with the plans that they would run. limit:
-    where a plan does not fit, it is made for fewer micro-batches on a rank. Raises ValueError where none fits.
+    The search is by the plan for equal times. If the planner plans by times, the cut then gets the plan for its own
+    times, if that is not slower. On paper no cut of `others` that fits is faster. The result is the same on every rank
+    that has the same times.
+
+    Args:
+        planner: returns a plan for times of stages; where it does not fit, it is asked for fewer micro-batches.
+        others: cuts to begin at and to compare with, with the plans that they would run, by name.
+        held: bytes of the layers.
+        limit: the most bytes that a rank may hold.
+
+    Raises:
+        ValueError: there are fewer layers than stages, or no cut fits the limit.
     """
     equal = planner(None, None)
-    cuts = {name: cut for name, (cut, _) in others.items()}
-    most, found = _widest(equal, lambda most: divide(times, planner(None, most), cuts, held, limit))
+    starts = [tuple(cut) for cut, _ in others.values()]
+    most, found = _widest(equal, lambda most: _cut(times, planner(None, most), starts, held, limit))
 
     def plan_for_times(most: float | None) -> Plan:
         plan = planner(found.costs, most)
@@ -180,6 +157,29 @@ def divide_and_plan(
         for name, (cut, plan) in others.items()
     }
     return replace(found, gains=gains, limit=most)
+
+
+def _cut(
+    times: Sequence[LayerTimes],
+    plan: Plan,
+    starts: Sequence[Ranges],
+    held: Sequence[LayerBytes] | None,
+    limit: float | None,
+) -> Division:
+    """Returns the fastest cut under one plan, by searches from several cuts; ValueError if none fits the limit."""
+    search = _Search(times, plan, held, limit)
+    best = min(map(search.descend, [search.balanced(), *starts]), key=search.price)
+    excess, _ = search.price(best)
+    if excess:
+        raise ValueError(
+            f"no cut was found that keeps every rank within {in_units(floor(limit or 0))}: the best one is"
+            f" {in_units(ceil(excess))} above."
+            " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
+        )
+    timeline, work = search.simulate(best), search.work(best)
+    mean = sum(work) / len(work)
+    imbalance = max(work) / mean if mean else 1.0
+    return Division(best, plan, tuple(times), timeline.makespan, timeline.bubble, imbalance, {})
 
 
 def _widest(plan: Plan, attempt: Callable[[float | None], _Result]) -> tuple[float | None, _Result]:
@@ -225,7 +225,7 @@ class _Search:
         stages = self.plan.total_stages
         if self.limit is None or self.plan.chunks > 1:
             return tuple(balanced(self.totals, stages))
-        return tuple(balanced(self.totals, stages, bytes=self._held_by_stage(), limit=self.limit))
+        return tuple(balanced(self.totals, stages, self._held_by_stage(), floor(self.limit)))
 
     def simulate(self, cut: Ranges) -> Timeline:
         """The plan played out with the cut's times."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import ceil, floor, lcm
+from math import lcm
 
 from threed.disk import in_units
 
@@ -21,33 +21,34 @@ Held = Callable[[int, int, int], int]  # the same -> the bytes that the stage th
 
 
 def balanced(
-    costs: Sequence[float],
-    stages: int,
-    bytes: Sequence[float] | Sequence[Sequence[float]] | Held | None = None,
-    limit: float | None = None,
+    costs: Sequence[float], stages: int, held: Held | None = None, limit: int | None = None
 ) -> list[range]:
     """Cut so that the largest sum of costs of a stage is the smallest possible.
 
-    bytes, limit: only cuts in which no stage's sum of bytes exceeds the limit; bytes is one value a layer, or a row
-    of them for every stage, where stages hold different numbers of micro-batches; or a function of stage, first layer
-    and the one behind the last, where a stage holds more than a sum. Of several best cuts it takes the most even one
-    (the smallest sum of squares), and of several such the one with fewest layers on the last stage, then on the one
-    before, and so on. Dynamic programming over exact integers, so that ties are ties; it takes stages x layers^2 steps.
-    Raises ValueError where there are fewer layers than stages, or no cut fits the limit.
+    Of several best cuts it takes the most even one (the smallest sum of squares), and of several such the one with
+    fewest layers on the last stage, then on the one before, and so on. Dynamic programming over exact integers, so that
+    ties are ties; it takes stages x layers^2 steps.
+
+    Args:
+        held: returns the bytes that a stage holds with some layers.
+        limit: the most bytes that a stage may hold.
+
+    Raises:
+        ValueError: there are fewer layers than stages, or no cut fits the limit.
     """
     _check_stages(len(costs), stages)
-    if (bytes is None) != (limit is None):
+    if (held is None) != (limit is None):
         raise ValueError("a memory bound needs both: bytes of the layers, and the limit of a stage")
-    (total,), _ = _prefix_sums([costs])
-    held, unit = (bytes, 1) if callable(bytes) else _sums(_rows(bytes, len(costs), stages))
-    most = 0 if limit is None else floor(Fraction(limit) * unit)
+    total = _prefix_sums(costs)
 
     def price(stage: int, start: int, stop: int) -> int | None:
-        return total[stop] - total[start] if held(stage, start, stop) <= most else None
+        fits = held is None or limit is None or held(stage, start, stop) <= limit
+        return total[stop] - total[start] if fits else None
 
     slowest = _optimum(len(costs), stages, price, max)
-    if slowest is None:
-        raise _no_cut(held, unit, limit or 0, len(costs), stages)
+    if slowest is None and held is not None and limit is not None:
+        raise _no_cut(held, limit, len(costs), stages)
+    assert slowest is not None  # without a limit there is a cut
 
     def square(stage: int, start: int, stop: int) -> int | None:
         paid = price(stage, start, stop)
@@ -92,42 +93,22 @@ def _check_stages(n: int, stages: int) -> None:
         )
 
 
-def _prefix_sums(rows: Sequence[Sequence[float]]) -> tuple[list[list[int]], int]:
-    """Running sums of every row, as integers in units of 1 / (the second value): nothing is rounded."""
-    exact = [[Fraction(value) for value in row] for row in rows]
-    if any(value < 0 for row in exact for value in row):
-        raise ValueError("a layer's cost or bytes are negative")
-    unit = lcm(*(value.denominator for row in exact for value in row))
-    return [[0, *accumulate(int(value * unit) for value in row)] for row in exact], unit
+def _prefix_sums(costs: Sequence[float]) -> list[int]:
+    """Returns running sums as integers in a common unit: nothing is rounded."""
+    exact = [Fraction(value) for value in costs]
+    if any(value < 0 for value in exact):
+        raise ValueError("a layer's cost is negative")
+    unit = lcm(*(value.denominator for value in exact))
+    return [0, *accumulate(int(value * unit) for value in exact)]
 
 
-def _sums(rows: Sequence[Sequence[float]]) -> tuple[Held, int]:
-    """What a stage holds where that is a sum over its layers, in units of 1 / (the second value)."""
-    sums, unit = _prefix_sums(rows)
-    return lambda stage, start, stop: sums[stage][stop] - sums[stage][start], unit
-
-
-def _rows(
-    bytes: Sequence[float] | Sequence[Sequence[float]] | None, n: int, stages: int
-) -> list[list[float]]:
-    """Bytes of every layer, for every stage."""
-    rows = [list(row) for row in bytes or () if isinstance(row, Sequence)]
-    if not rows:
-        rows = [[value for value in bytes or [0.0] * n if not isinstance(value, Sequence)]] * stages
-    if [len(row) for row in rows] != [n] * stages:
-        raise ValueError(
-            f"bytes must have one value for each of {n} layers, or such a row for each of {stages} stages"
-        )
-    return rows
-
-
-def _no_cut(held: Held, unit: int, limit: float, n: int, stages: int) -> ValueError:
-    """What to say where no cut fits the limit: which limit one would."""
+def _no_cut(held: Held, limit: int, n: int, stages: int) -> ValueError:
+    """Returns the error if no cut fits the limit: which limit one would fit."""
     least = _optimum(n, stages, held, max)
-    most, needed = floor(limit), ceil(Fraction(least[0], unit)) if least else 0
-    given, best = (in_units(value) for value in (most, needed))
+    needed = least[0] if least else 0
+    given, best = in_units(limit), in_units(needed)
     if given == best:  # the difference is less than the unit shows
-        given, best = f"{most} bytes", f"{needed} bytes"
+        given, best = f"{limit} bytes", f"{needed} bytes"
     return ValueError(
         f"no cut of {n} layers into {stages} stages keeps every stage within {given}: the best one needs {best}."
         " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"

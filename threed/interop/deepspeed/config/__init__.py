@@ -2,12 +2,12 @@
 
     translation = translate(read("ds_config.json"), world=8)
     translation.config · .accumulation · .learning_rate · .loss_scale      # what is acted on
-    translation.notes                                                      # what has no effect, which defaults apply
+    translation.notes                                                      # keys without effect, values of "auto"
 
-Three phases. `section` reads a group of keys and remembers which it was asked for. `keys` lists what has no effect here
-and what is refused. `translate` asks for the rest, group by group, with `schedulers` and `offload` for theirs; what
-nobody asked for is a misspelling. `optimizers` reads the objects that stand in for keys. No key is ignored in silence,
-and all problems are raised at once, as `threed.config.ConfigError`.
+`keys` has a model of the keys that are acted on, and tables of those without effect and those that are refused.
+`reader` reads a file into the model. `translate` goes from group to group and looks at keys that depend on each other,
+with `schedulers` for the learning rate. `optimizers` reads the objects that stand in for keys. No key is ignored in
+silence, and all problems are raised at once, as `threed.config.ConfigError`.
 
 Names, defaults and formulas are those of DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).
@@ -19,8 +19,8 @@ from threed.interop.deepspeed.config.optimizers import (
     find_groups,
     read_optimizer,
 )
+from threed.interop.deepspeed.config.reader import read
 from threed.interop.deepspeed.config.schedulers import LearningRate
-from threed.interop.deepspeed.config.section import read
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,43 +52,37 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
             more than lr and decay.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
-        name = type(optimizer).__name__
-        raise ConfigError(
-            [
-                f"optimizer: {name} is not there: pass torch's AdamW, Adam or SGD, or use the config's"
-            ]
-        )
-    if is_scheduled(optimizer):
-        raise ConfigError([f"optimizer: a learning rate scheduler drives it: {NO_SCHEDULERS}"])
-    if optimizer.state:
-        raise ConfigError(
-            ["optimizer: has made steps, and its moments would be lost: pass a fresh one"]
-        )
-    if has_hooks(optimizer):
-        raise ConfigError(
-            [f"optimizer: it has hooks for its steps, which the engine would not call: {NO_HOOKS}"]
-        )
+        name, fix = type(optimizer).__name__, "pass torch's AdamW, Adam or SGD, or use the config's"
+        raise ConfigError([f"optimizer: {name} is not there: {fix}"])
     name, keys = READ[type(optimizer)]
-    first, *others = optimizer.param_groups
-    if differ := [
-        key
-        for key in (*keys, DECOUPLED)
-        if any(group.get(key) != first.get(key) for group in others)
-    ]:
-        raise ConfigError(
-            [f"optimizer: groups differ in {', '.join(differ)}: only lr and weight_decay may"]
-        )
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    if not any(rates):
-        raise ConfigError(
-            ["optimizer: lr is 0 in every group: nothing would be trained; give the learning rate"]
-        )
+    if problem := _problem(optimizer, (*keys, DECOUPLED)):
+        raise ConfigError([f"optimizer: {problem}"])
+    first = optimizer.param_groups[0]
     params = {key: first[key] for key in keys if first[key] is not False}
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
     params |= {"lr": next(rate for rate in rates if rate), "weight_decay": first["weight_decay"]}
     if name == "Adam":
         params["adam_w_mode"] = bool(first.get(DECOUPLED))
-    said = ", ".join(f"{key} {value}" for key, value in params.items())
-    return {"type": name, "params": params}, f"optimizer: torch.optim.{name} as passed, with {said}"
+    values = ", ".join(f"{key} {value}" for key, value in params.items())
+    note = f"optimizer: torch.optim.{name} as passed, with {values}"
+    return {"type": name, "params": params}, note
+
+
+def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | None:
+    """Returns the first reason why an optimizer cannot be read. keys: must be the same in all groups."""
+    first, *others = optimizer.param_groups
+    if is_scheduled(optimizer):
+        return f"a learning rate scheduler drives it: {NO_SCHEDULERS}"
+    if optimizer.state:
+        return "has made steps, and its moments would be lost: pass a fresh one"
+    if has_hooks(optimizer):
+        return f"it has hooks for its steps, which the engine would not call: {NO_HOOKS}"
+    differ = [key for key in keys if any(group.get(key) != first.get(key) for group in others)]
+    if differ:
+        return f"groups differ in {', '.join(differ)}: only lr and weight_decay may"
+    if not any(float(group["lr"]) for group in optimizer.param_groups):
+        return "lr is 0 in every group: nothing would be trained; give the learning rate"
+    return None
 
 
 def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
@@ -115,21 +109,18 @@ class PassedOptimizer:
         for number, (group, read) in enumerate(zip(now, self._read, strict=False)):
             if changed := [key for key in read if group.get(key) != read[key]]:
                 what = ", ".join(f"{key} from {read[key]} to {group.get(key)}" for key in changed)
-                raise RuntimeError(
-                    f"param_groups[{number}] of the passed optimizer changed {what}: {NO_SCHEDULERS}"
-                )
-        if len(now) != len(self._read):
-            raise RuntimeError(
-                "add_param_group on the passed optimizer: pass all groups to initialize"
-            )
-        if is_scheduled(self._optimizer):
-            raise RuntimeError(
-                f"a learning rate scheduler was made for the passed optimizer: {NO_SCHEDULERS}"
-            )
-        if has_hooks(self._optimizer, self._own):
-            raise RuntimeError(
-                f"the passed optimizer was given hooks for its steps, which the engine does not call: {NO_HOOKS}"
-            )
+                name = f"param_groups[{number}] of the passed optimizer"
+                raise RuntimeError(f"{name} changed {what}: {NO_SCHEDULERS}")
+        problems = {
+            "had groups added: pass all groups to initialize": len(now) != len(self._read),
+            f"has a new learning rate scheduler: {NO_SCHEDULERS}": is_scheduled(self._optimizer),
+            f"has new hooks for its steps, which the engine does not call: {NO_HOOKS}": has_hooks(
+                self._optimizer, self._own
+            ),
+        }
+        for text, there in problems.items():
+            if there:
+                raise RuntimeError(f"the passed optimizer {text}")
 
     def _values(self) -> list[dict[str, Any]]:
         keys = ("lr", "weight_decay", *READ[type(self._optimizer)][1])
@@ -145,7 +136,9 @@ def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return float(value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _refuse_step(*_: Any) -> None:
@@ -173,46 +166,34 @@ def find_groups(
         return ()
     names = {id(param): name for name, param in model.named_parameters()}
     wanted = {names[id(param)] for param in model.parameters() if param.requires_grad}
-    items = list(given)
-    dicts: list[Mapping[str, Any]] = [
-        item if isinstance(item, Mapping) else {"params": [item]} for item in items
+    items: list[Mapping[str, Any]] = [
+        item if isinstance(item, Mapping) else {"params": [item]} for item in given
     ]
     groups, unknown, problems = [], 0, []
-    for number, item in enumerate(dicts):
+    for number, item in enumerate(items):
+        which = f"model_parameters[{number}]"
         if "params" not in item:
-            raise ConfigError(
-                [
-                    f"model_parameters[{number}]: no 'params': a group is a dict of its parameters and values"
-                ]
-            )
-        members = (
-            [item["params"]] if isinstance(item["params"], torch.Tensor) else list(item["params"])
-        )
+            fix = "a group is a dict of its parameters and values"
+            raise ConfigError([f"{which}: no 'params': {fix}"])
+        members = item["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
         unknown += sum(id(param) not in names for param in members)
         own = tuple(names[id(p)] for p in members if id(p) in names and p.requires_grad)
         lr, decay = item.get("lr"), item.get("weight_decay")
-        groups.append(
-            Group(own, None if lr is None else float(lr), None if decay is None else float(decay))
-        )
-        problems += [
-            f"model_parameters[{number}]: {text}" for text in _other_values(item, params or {})
-        ]
+        groups.append(Group(own, *(None if x is None else float(x) for x in (lr, decay))))
+        problems += [f"{which}: {text}" for text in _other_values(item, params or {})]
     counts = Counter(name for group in groups for name in group.names)
     if unknown:
         problems.append(f"model_parameters: {unknown} of them are not the model's")
-    if missing := sorted(wanted - set(counts)):
-        problems.append(
-            f"model_parameters: without {few(missing)}: set requires_grad_(False) on them, or add them"
-        )
-    if twice := sorted(name for name, count in counts.items() if count > 1):
-        problems.append(f"model_parameters: {few(twice)} in more than one group, or twice in one")
+    if missing := few(sorted(wanted - set(counts))):
+        fix = "set requires_grad_(False) on them, or add them"
+        problems.append(f"model_parameters: without {missing}: {fix}")
+    if twice := few(sorted(name for name, count in counts.items() if count > 1)):
+        problems.append(f"model_parameters: {twice} in more than one group, or twice in one")
     if problems:
         raise ConfigError(problems)
-    return (
-        tuple(groups)
-        if any((group.lr, group.weight_decay) != (None, None) for group in groups)
-        else ()
-    )
+    own_values = any((group.lr, group.weight_decay) != (None, None) for group in groups)
+    return tuple(groups) if own_values else ()
 
 
 def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[str]:
@@ -222,9 +203,7 @@ def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterat
         yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
     for key in HYPER.intersection(group):
         own, common = _plain(group[key]), params.get(key, "auto")
-        common = HYPER_DEFAULTS.get(key, False) if common == "auto" else common
-        own, common = (
-            tuple(value) if isinstance(value, list) else value for value in (own, common)
-        )
+        common = HYPER_DEFAULTS.get(key, False) if common == "auto" else _plain(common)
         if own != common:
-            yield f"{key} {own}, but the optimizer's is {common}: only lr and weight_decay may differ between groups"
+            fix = "only lr and weight_decay may differ between groups"
+            yield f"{key} {own}, but the optimizer's is {common}: {fix}"

@@ -1,6 +1,6 @@
 """DeepSpeed's learning rates as functions of the updates done, on tensors: a skipped step does not advance them.
 
-    rate = learning_rate(section, lr=1e-3)         # of the section "scheduler"
+    rate = learning_rate(reader, config.scheduler, lr=1e-3)
     rate(torch.tensor(0.0, dtype=torch.float64))   # of the first update
 
 DeepSpeed steps its scheduler after an update, and starts it at -1: the first update runs at the warm-up's start (at 0
@@ -13,23 +13,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from threed.interop.deepspeed.config import keys
-from threed.interop.deepspeed.config.section import Auto, Section
+from threed.interop.deepspeed.config.keys import STEPS, Scheduler
+from threed.interop.deepspeed.config.reader import Reader
 
-NAMES, REFUSED = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"), ("onecycle", "lrrangetest")
-AGAIN = Auto(instead="write the number of optimizer steps")
+LINEAR, COSINE = ("warmup_min_lr", "warmup_max_lr"), ("warmup_min_ratio", "cos_min_ratio")
+# of each scheduler, the keys of SchedulerParams that it does not have
+NOT_OF = {
+    "warmuplr": (*COSINE, "total_num_steps"),
+    "warmupdecaylr": COSINE,
+    "warmupcosinelr": LINEAR,
+}
 
 
 @dataclass(frozen=True)
 class Warmup:
     """The share of the way up, before step `steps` (at least 2)."""
 
-    kind: Literal["log", "linear"]
+    kind: str  # "log" or "linear"
     steps: int
 
     def share(self, step: Tensor) -> Tensor:
@@ -65,58 +70,43 @@ class LearningRate:
         )
 
 
-def learning_rate(scheduler: Section, lr: float) -> LearningRate | None:
-    """The schedule of a ds_config's section; None without one, for a constant rate. lr: the optimizer's."""
-    if not scheduler.values:
+def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate | None:
+    """Returns the schedule of a ds_config's "scheduler"; None for a constant rate, if there is no schedule.
+
+    Args:
+        lr: the optimizer's learning rate.
+    """
+    if not found.model_fields_set:
         return None
-    name = scheduler.word("type", None, NAMES, named=False, refused=REFUSED)
-    scheduler.need("type", "use WarmupLR, WarmupDecayLR or WarmupCosineLR")
-    params = scheduler.section("params")
-    scheduler.close()
-    if name is None:
-        return None
-    warmup = Warmup(
-        params.word("warmup_type", "log", ("log", "linear")),
-        max(2, params.whole("warmup_num_steps", 1000, least=1, auto=AGAIN)),
+    if found.type is None:
+        fix = "use WarmupLR, WarmupDecayLR or WarmupCosineLR"
+        reader.problem("scheduler.type", f"not given: {fix}")
+    name, params, path = found.type or "warmuplr", found.params, "scheduler.params"
+    reader.refuse_keys(params, path, NOT_OF[name])
+    total, warmup = (
+        params.total_num_steps,
+        Warmup(params.warmup_type, max(2, params.warmup_num_steps)),
     )
-    total = 0
-    if name != "warmuplr":
-        params.need("total_num_steps", AGAIN.instead)
-        total = params.whole("total_num_steps", 0, least=1, auto=AGAIN, named=False)
-    rate = (
-        cosine(params, warmup, total, lr)
-        if name == "warmupcosinelr"
-        else linear(params, warmup, total, lr, name)
-    )
-    params.close(keys.SCHEDULER)
-    return rate
+    if total is None and name != "warmuplr":
+        reader.problem(f"{path}.total_num_steps", f"not given: {STEPS}")
+    if name == "warmupcosinelr":
+        fall = partial(decay_cosine, warmup.steps, total or 1, params.cos_min_ratio)
+        return LearningRate(warmup, 0.0, params.warmup_min_ratio * lr, lr, fall, True)
+    low, high = params.warmup_min_lr, params.warmup_max_lr
+    if name == "warmuplr":
+        high = lr if high is None else high
+        return LearningRate(warmup, low, low, high, torch.ones_like, False)
+    high = 0.001 if high is None else high
+    fall = partial(decay_linear, warmup.steps, total or 1)
+    return LearningRate(warmup, low, low, high, fall, False)
 
 
-def linear(params: Section, warmup: Warmup, total: int, lr: float, name: str) -> LearningRate:
-    """WarmupLR: constant after the warm-up. WarmupDecayLR: down to the warm-up's start, linearly."""
-    low = params.number(
-        "warmup_min_lr", 0.0, least=0, auto=Auto(0.0, "as Hugging Face fills it in")
-    )
-    peak = lr if name == "warmuplr" else 0.001
-    high = params.number(
-        "warmup_max_lr", peak, least=0, auto=Auto(lr, "the optimizer's lr, as Hugging Face does")
-    )
-
-    def decay(step: Tensor) -> Tensor:
-        return ((total - step) / max(1, total - warmup.steps)).clamp(min=0)
-
-    return LearningRate(
-        warmup, low, low, high, torch.ones_like if name == "warmuplr" else decay, False
-    )
+def decay_linear(warmup: int, total: int, step: Tensor) -> Tensor:
+    """Returns the share of WarmupDecayLR: down to 0 at the last step, linearly."""
+    return ((total - step) / max(1, total - warmup)).clamp(min=0)
 
 
-def cosine(params: Section, warmup: Warmup, total: int, lr: float) -> LearningRate:
-    """WarmupCosineLR: shares of the optimizer's learning rate."""
-    low = params.number("warmup_min_ratio", 0.0, least=0)
-    end = params.number("cos_min_ratio", 0.0001, least=0)
-
-    def fall(step: Tensor) -> Tensor:
-        progress = ((step - warmup.steps + 1) / max(1, total - warmup.steps)).clamp(max=1)
-        return (end + (1 - end) * (1 + torch.cos(math.pi * progress)) / 2).clamp(min=0)
-
-    return LearningRate(warmup, 0.0, low * lr, lr, fall, True)
+def decay_cosine(warmup: int, total: int, end: float, step: Tensor) -> Tensor:
+    """Returns the share of WarmupCosineLR: down to `end` at the last step, by a cosine."""
+    progress = ((step - warmup + 1) / max(1, total - warmup)).clamp(max=1)
+    return (end + (1 - end) * (1 + torch.cos(math.pi * progress)) / 2).clamp(min=0)

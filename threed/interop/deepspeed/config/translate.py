@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from threed.config import Config, ConfigError
 from threed.interop.deepspeed.config import keys
-from threed.interop.deepspeed.config.offload import find_places, settle_aio
 from threed.interop.deepspeed.config.optimizers import Group
+from threed.interop.deepspeed.config.reader import Reader, shown
 from threed.interop.deepspeed.config.schedulers import LearningRate, learning_rate
-from threed.interop.deepspeed.config.section import Auto, Report, Section
 from threed.precision import LossScale
 from threed.schema import ValidationError
 
-DTYPE_NAMES = {
-    "fp32": "fp32", "float32": "fp32", "float": "fp32", "torch.float32": "fp32",
-    "bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16",
-    "fp16": "fp16", "float16": "fp16", "half": "fp16", "torch.float16": "fp16",
-}  # fmt: skip
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion")
-NOT_HERE = "adagrad lamb onebitadam zerooneadam onebitlamb muadam muadamw musgd muon".split()
 SHARED = "the default of DeepSpeed and Hugging Face"
+TRAINER = "as Hugging Face fills it in"
+NO_NVME = "nothing is offloaded to NVMe"
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+ZERO = "zero_optimization"
+THRESHOLD = f"{ZERO}.stage3_param_persistence_threshold"
+PLACES = (f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param")
+OLD_SWITCHES = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+# of each optimizer, the keys of Params that it does not have
+NOT_OF = {
+    "adam": ("momentum",),
+    "adamw": ("momentum",),
+    "sgd": ("betas", "eps", "adam_w_mode"),
+    "lion": ("momentum", "eps", "adam_w_mode"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,9 +50,12 @@ class ModelFacts:
 class Translation:
     """A ds_config as threed understands it.
 
-    train_batch_size = micro_batch × accumulation × world, in samples. learning_rate: None for a constant rate.
-    loss_scale: None unless fp16. drop_last: of the data loader. notes: keys without effect, defaults of DeepSpeed that
-    apply, "auto" values as they were resolved; one line each, beginning with the key.
+    Attributes:
+        train_batch_size: micro_batch × accumulation × world, in samples.
+        learning_rate: None for a constant rate.
+        loss_scale: None unless the format is fp16.
+        drop_last: of the data loader.
+        notes: keys without effect and values of "auto"; one line each, which begins with the key.
     """
 
     config: Config
@@ -60,31 +74,27 @@ def translate(
     model: ModelFacts = ModelFacts(),
     groups: Sequence[Group] = (),
 ) -> Translation:
-    """Reads a ds_config for `world` data-parallel ranks; ConfigError with everything that is wrong with it.
+    """Translates a ds_config.
 
-    groups: parameters with learning rate or decay of their own.
+    Args:
+        world: the number of data-parallel ranks.
+        groups: parameters with a learning rate or decay of their own.
+
+    Raises:
+        ConfigError: with every problem.
     """
-    report = Report()
-    top = Section(report, ds)
-    micro, accumulation = _batch(top, world)
-    clip = top.number("gradient_clipping", 1.0, least=0, auto=Auto(1.0, SHARED))
-    precision, scale = _precision(top, model)
-    zero = _zero(top, world, model, BYTES[precision["grad_dtype"]])
-    optim = _optimizer(top, any(group.weight_decay for group in groups))
-    scheduler = top.section("scheduler")
-    rate = learning_rate(scheduler, optim["lr"])
-    optim["groups"] = _groups(scheduler, groups, rate, optim["lr"], optim["weight_decay"])
-    drop_last = top.switch("dataloader_drop_last", False)
-    settle_aio(top, "nvme_path" in zero)
-    top.section("checkpoint").close(keys.CHECKPOINT)
-    top.section("compile").close(keys.COMPILE)
-    top.section("tensor_parallel").close(keys.TENSOR_PARALLEL)
-    top.section("activation_checkpointing").close(keys.ACTIVATION_CHECKPOINTING)
-    top.close(keys.TOP)
-    if report.problems:
-        raise ConfigError(report.problems)
+    reader = Reader(_autos(ds, model), _inactive(ds))
+    found = reader.read(ds)
+    micro, accumulation = _batch(reader, found, world)
+    precision, scale = _precision(reader, found, model)
+    zero = _zero(reader, found.zero_optimization, world, BYTES[precision["grad_dtype"]])
+    optim = _optimizer(reader, found.optimizer, any(group.weight_decay for group in groups))
+    rate = learning_rate(reader, found.scheduler, optim["lr"])
+    optim["groups"] = _groups(reader, groups, rate, optim["lr"], optim["weight_decay"])
+    if reader.problems:
+        raise ConfigError([f"{key}: {text}" for key, text in reader.problems.items()])
     batch = micro * accumulation * world
-    train = {"global_batch": batch, "micro_batch": micro, "grad_clip": clip}
+    train = {"global_batch": batch, "micro_batch": micro, "grad_clip": found.gradient_clipping}
     try:
         config = Config.model_validate(
             {"zero": zero, "precision": precision, "optim": optim, "train": train}
@@ -93,246 +103,192 @@ def translate(
         raise ConfigError(
             [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         ) from None
-    return Translation(
-        config, batch, micro, accumulation, rate, scale, drop_last, tuple(report.notes)
-    )
+    last, notes = found.dataloader_drop_last, tuple(reader.notes)
+    return Translation(config, batch, micro, accumulation, rate, scale, last, notes)
 
 
-def _batch(top: Section, world: int) -> tuple[int, int]:
-    """Micro-batch and accumulation steps; "auto" is what the others say."""
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total, micro, steps = (
-        None
-        if top.given(name) and top.values[name] == "auto"
-        else top.whole(name, None, least=1, named=False)
-        for name in names
-    )
-    if total is None and micro is None:
-        top.problem(
-            names[1],
-            "not given: write the samples in one forward pass of one rank (or train_batch_size)",
-        )
-        return 1, 1
-    if steps is None and (total is None or micro is None):
-        steps = 1
-        top.note(names[2], "not given: DeepSpeed's default, 1")
-    if total is None:
-        return int(micro or 1), int(steps or 1)
-    given = " × ".join(
-        f"{name} {n}" for name, n in zip(names[1:], (micro, steps), strict=True) if n
-    )
-    share = (micro or 1) * (steps or 1) * world
-    if total % share or (micro and steps and total != share):
-        near = share if micro and steps else max(total // share, 1) * share
-        top.problem(
-            names[0],
-            f"{total} does not fit {given} × {world} data-parallel ranks = {share}: use {near}",
-        )
-        return micro or 1, steps or 1
-    return int(micro or total // share), int(steps or total // share)
+def _value(ds: Any, path: str) -> Any:
+    """Returns the value of a key before it is read; None if it is not given."""
+    for key in path.split("."):
+        ds = ds.get(key) if isinstance(ds, Mapping) else None
+    return ds
 
 
-def _precision(top: Section, model: ModelFacts) -> tuple[dict[str, Any], LossScale | None]:
-    fp16, bf16 = top.section("fp16"), top.section("bf16" if top.given("bf16") else "bfloat16")
-    chosen = []
-    for name, section in (("fp16", fp16), ("bf16", bf16)):
-        own = model.dtype == name if model.dtype else None
-        auto = Auto(own, f"as the model's weights are {model.dtype}", "write true or false")
-        if section.switch("enabled", False, auto=auto):
-            chosen.append(name)
-    if len(chosen) > 1:
-        top.problem("bf16", "fp16 and bf16 are both enabled: choose one")
-    wide = "fp64" if model.dtype == "fp64" else "fp32"
-    dtype = chosen[0] if chosen else wide
-    if model.dtype in ("bf16", "fp16") and model.dtype != dtype:
-        top.note(
-            model.dtype, f"not enabled: the model's {model.dtype} weights are trained in {dtype}"
-        )
-    scale = _loss_scale(fp16, dtype == "fp16")
-    fp16.close(keys.FP16)
-    bf16.close(keys.BF16)
-    grad = _grad_dtype(top.section("data_types"), dtype, wide)
-    wire = _dtype(top, "communication_data_type")
-    fixed = "dynamic" if scale is None or scale.dynamic else scale.initial
+def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str]]:
+    """Returns the values of "auto", and their origins."""
+    hidden, size = model.hidden, f"from the model's hidden size {model.hidden}, {TRAINER}"
+    dtype = f"as the model's weights are {model.dtype}"
+    lr = _value(ds, "optimizer.params.lr")
+    lr = lr if isinstance(lr, int | float) else 1e-3
     return {
+        **dict.fromkeys(BATCH, (None, "")),
+        "gradient_clipping": (1.0, SHARED),
+        "optimizer.params.betas": ((0.9, 0.999), SHARED),
+        "optimizer.params.eps": (1e-8, SHARED),
+        "optimizer.params.weight_decay": (0.0, SHARED),
+        "scheduler.params.warmup_min_lr": (0.0, TRAINER),
+        "scheduler.params.warmup_max_lr": (lr, "the optimizer's lr, as Hugging Face does"),
+        "fp16.enabled": (model.dtype and model.dtype == "fp16", dtype),
+        "bf16.enabled": (model.dtype and model.dtype == "bf16", dtype),
+        f"{ZERO}.reduce_bucket_size": (hidden and hidden * hidden, size),
+        THRESHOLD: (hidden and 10 * hidden, size),
+    }
+
+
+def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the keys that have no effect because of the ZeRO stage or the devices, and the reasons."""
+    off: dict[str, str] = {}
+    if (stage := _value(ds, f"{ZERO}.stage")) != 3:
+        off[f"{ZERO}.sub_group_size"] = "a bucket's slice is the unit of the update below stage 3"
+        off[THRESHOLD] = "parameters are whole anyway below stage 3"
+    if not stage:
+        off[f"{ZERO}.mics_shard_size"] = "stage 0 slices nothing"
+    devices = [str(_value(ds, f"{place}.device")).lower() for place in PLACES]
+    for place, device in zip(PLACES, devices, strict=True):
+        if device != "nvme":
+            off[f"{place}.nvme_path"] = NO_NVME
+        if device not in ("nvme", "cpu"):
+            for key in (*keys.NO_EFFECT, *keys.REFUSED):
+                off |= {key: "nothing is offloaded"} if key.startswith(f"{place}.") else {}
+    if "nvme" not in devices:
+        off["aio"] = NO_NVME
+    return off
+
+
+def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int, int]:
+    """Returns micro-batch and accumulation steps; if they are not given, they follow from the batch."""
+    total, micro = found.train_batch_size, found.train_micro_batch_size_per_gpu
+    steps = found.gradient_accumulation_steps
+    if total is None:
+        fix = "write the samples in one forward pass of one rank (or train_batch_size)"
+        reader.check(micro is not None, BATCH[1], f"not given: {fix}")
+        return micro or 1, steps or 1
+    if micro is None and steps is None:
+        steps = 1
+    share = (micro or 1) * (steps or 1) * world
+    both = micro is not None and steps is not None
+    sizes = zip(BATCH[1:], (micro, steps), strict=True)
+    given = " × ".join(f"{name} {size}" for name, size in sizes if size)
+    near = share if both else max(total // share, 1) * share
+    text = f"does not fit {given} × {world} data-parallel ranks = {share}: use {near}"
+    fits = total == share if both else total % share == 0
+    reader.check(fits, BATCH[0], f"{total} {text}")
+    return micro or total // share, steps or total // share
+
+
+def _precision(
+    reader: Reader, found: keys.DeepSpeedConfig, model: ModelFacts
+) -> tuple[dict[str, Any], LossScale | None]:
+    """Returns the keys of `precision`, and the loss scale if the format is fp16."""
+    fp16, bf16, types = found.fp16, found.bf16.enabled, found.data_types
+    wide = "fp64" if model.dtype == "fp64" else "fp32"
+    dtype = "fp16" if fp16.enabled else "bf16" if bf16 else wide
+    reader.check(not (fp16.enabled and bf16), "bf16", "fp16 and bf16 are both enabled: choose one")
+    text = f"{types.param_dtype}, but weights are {dtype}"
+    fix = "enable bf16 or fp16, or leave it out"
+    reader.check(types.param_dtype in (None, dtype), "data_types.param_dtype", f"{text}: {fix}")
+    if model.dtype in ("bf16", "fp16") and model.dtype != dtype:
+        text = f"not enabled: the model's {model.dtype} weights are trained in {dtype}"
+        reader.note(model.dtype, text)
+    scale = LossScale(
+        initial=fp16.loss_scale or 2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
+        dynamic=not fp16.loss_scale,
+    )
+    grad = types.grad_accum_dtype or wide
+    precision = {
         "dtype": dtype,
         "grad_dtype": grad,
-        "reduce_dtype": wire or grad,
-        "loss_scale": fixed,
-    }, scale
+        "reduce_dtype": found.communication_data_type or grad,
+        "loss_scale": (fp16.enabled and fp16.loss_scale) or "dynamic",
+    }
+    return precision, scale if fp16.enabled else None
 
 
-def _loss_scale(fp16: Section, enabled: bool) -> LossScale | None:
-    fixed = fp16.number("loss_scale", 0, least=0, named=False)
-    dynamic = enabled and not fixed
-    power = fp16.whole("initial_scale_power", 16, least=0, below=128, named=dynamic)
-    scale = LossScale(
-        initial=float(fixed) if fixed else 2.0**power,
-        window=fp16.whole("loss_scale_window", 1000, least=1, named=dynamic),
-        hysteresis=fp16.whole("hysteresis", 2, least=1, named=dynamic),
-        consecutive=fp16.switch("consecutive_hysteresis", False),
-        minimum=float(fp16.number("min_loss_scale", 1, above=0, named=dynamic)),
-        dynamic=not fixed,
+def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, Any]:
+    """Returns the keys of `zero`. width: bytes of a gradient element."""
+    stage, ranks = zero.stage, world if zero.mics_shard_size < 1 else zero.mics_shard_size
+    text = f"{ranks} does not divide {world} data-parallel ranks"
+    reader.check(world % ranks == 0, f"{ZERO}.mics_shard_size", text)
+    reader.check(
+        not zero.zero_quantized_weights or stage == 3,
+        f"{ZERO}.zero_quantized_weights",
+        f"true with stage {stage}: use stage 3",
     )
-    return scale if enabled else None
+    if zero.zero_quantized_gradients:
+        reader.note(f"{ZERO}.zero_quantized_gradients", "blocks of 256 numbers in 8 bits, not 4")
+    elements = zero.reduce_bucket_size or 64 * 2**20 // width
+    if zero.sub_group_size is not None:  # of one rank's slice
+        elements = min(elements, zero.sub_group_size * ranks)
+    return {
+        "stage": stage,
+        "shard_size": "all" if zero.mics_shard_size < 1 else ranks,
+        "bucket_mib": elements * width / 2**20,
+        # below this a parameter stays whole; at DeepSpeed's threshold it does, too
+        "resident": zero.stage3_param_persistence_threshold + 1 if stage == 3 else 0,
+        "compress_weights": "int8" if zero.zero_quantized_weights else "none",
+        "compress_gradients": "int8" if zero.zero_quantized_gradients else "none",
+        **_offload(reader, zero),
+    }
 
 
-def _grad_dtype(types: Section, dtype: str, wide: str) -> str:
-    own = _dtype(types, "param_dtype")
-    if own not in (None, dtype):
-        types.problem(
-            "param_dtype", f"{own}, but weights are {dtype}: enable bf16 or fp16, or leave it out"
-        )
-    grad = _dtype(types, "grad_accum_dtype")
-    if grad is None and dtype != wide:
-        types.note(
-            "grad_accum_dtype", f"not given: {wide}, threed's own default (DeepSpeed's is {dtype})"
-        )
-    types.close(keys.DATA_TYPES)
-    return grad or wide
+def _offload(reader: Reader, zero: keys.Zero) -> dict[str, Any]:
+    """Returns the keys of `zero` for where optimizer states and parameters live."""
+    groups = (zero.offload_optimizer, zero.offload_param)
+    devices = {place: group.device for place, group in zip(PLACES, groups, strict=True)}
+    for old, key in OLD_SWITCHES.items():
+        if getattr(zero, old):
+            devices[f"{ZERO}.{key}"] = "cpu"
+            reader.note(f"{ZERO}.{old}", f'the old form of "{key}": {{"device": "cpu"}}')
+            text = f"is the old form of {key}, which is there too: leave it out"
+            reader.check(key not in zero.model_fields_set, f"{ZERO}.{old}", text)
+    folders = []
+    for place, group in zip(PLACES, groups, strict=True):
+        if group.device == "nvme":
+            fix = "not given: write a folder on a fast local drive"
+            reader.check(group.nvme_path is not None, f"{place}.nvme_path", fix)
+            folders += [group.nvme_path] if group.nvme_path else []
+    if len({os.path.normpath(folder) for folder in folders}) > 1:
+        text = f"{shown(folders[1])}, but offload_optimizer.nvme_path is {shown(folders[0])}"
+        fix = "write one folder for both (several drives: as one RAID-0 volume)"
+        reader.problem(f"{PLACES[1]}.nvme_path", f"{text}: a rank swaps to one file; {fix}")
+    optimizer, params = devices.values()
+    text = f"{optimizer} with stage 0: it moves what ZeRO slices; use stage 1, 2 or 3"
+    reader.check(optimizer == "none" or zero.stage > 0, PLACES[0], text)
+    text = f"{params} with stage {zero.stage}: parameters are whole there; use stage 3"
+    reader.check(params == "none" or zero.stage == 3, PLACES[1], text)
+    path = folders[0] if folders else None
+    return {"offload_optimizer": optimizer, "offload_params": params, "nvme_path": path}
 
 
-def _dtype(section: Section, key: str) -> str | None:
-    name = section.word(key, None, tuple(DTYPE_NAMES), named=False)
-    return None if name is None else DTYPE_NAMES[name]
-
-
-def _zero(top: Section, world: int, model: ModelFacts, width: int) -> dict[str, Any]:
-    """width: bytes of a gradient element."""
-    if isinstance(top.values.get("zero_optimization"), bool):
-        top.problem("zero_optimization", 'a switch is the old form: write {"stage": 1}')
-        top.values["zero_optimization"] = {}
-    zero = top.section("zero_optimization")
-    stage = zero.whole("stage", 0, least=0, below=4)
-    values: dict[str, Any] = {"stage": stage}
-    hidden = model.hidden
-    told = f"from the model's hidden size {hidden}, as Hugging Face fills it in"
-    instead = "write a number of elements (the model tells no hidden size)"
-    bucket = Auto(hidden * hidden if hidden else None, told, instead)
-    if stage == 0:
-        zero.ignore("mics_shard_size", "stage 0 slices nothing")
-    elif (size := _shard_size(zero, world)) is not None:
-        values["shard_size"] = size
-    values["bucket_mib"] = (
-        _bucket_bytes(zero, stage, values.get("shard_size", world), width, bucket) / 2**20
-    )
-    values["resident"] = _resident(
-        zero, stage, Auto(10 * hidden if hidden else None, told, instead)
-    )
-    values |= find_places(zero, stage)
-    values |= _compressed(zero, stage)
-    zero.close(keys.ZERO)
-    return values
-
-
-def _bucket_bytes(zero: Section, stage: int, ranks: int, width: int, auto: Auto) -> int:
-    """Bytes of gradients reduced together; under stage 3 each of `ranks` updates no more of them than a sub-group."""
-    elements = zero.whole("reduce_bucket_size", None, least=1, auto=auto, named=False)
-    if elements is None:
-        if stage:
-            zero.note(
-                "reduce_bucket_size",
-                "not given: 64 MiB, threed's own default (DeepSpeed's is 5e8 elements)",
-            )
-        elements = 64 * 2**20 // width
-    if stage < 3:
-        zero.ignore(
-            "sub_group_size", "a bucket's slice is the unit of the optimizer step below stage 3"
-        )
-    elif (most := zero.whole("sub_group_size", None, least=1, named=False)) is not None:
-        elements = min(elements, most * ranks)
-    return int(elements) * width
-
-
-def _resident(zero: Section, stage: int, auto: Auto) -> int:
-    """Elements below which a parameter stays whole under stage 3; DeepSpeed's threshold stays whole itself."""
-    long, short = "stage3_param_persistence_threshold", "param_persistence_threshold"
-    key = short if zero.given(short) and not zero.given(long) else long
-    if stage < 3:
-        zero.ignore(key, "parameters are whole anyway below stage 3")
-        return 0
-    return int(zero.whole(key, 100_000, least=0, auto=auto)) + 1
-
-
-def _compressed(zero: Section, stage: int) -> dict[str, str]:
-    """Returns what ZeRO++ sends as int8 blocks; DeepSpeed's gradients have 4 bits."""
-    values = {}
-    if zero.switch("zero_quantized_weights", False):
-        values["compress_weights"] = "int8"
-        if stage != 3:
-            zero.problem("zero_quantized_weights", f"true with stage {stage}: use stage 3")
-    if zero.switch("zero_quantized_gradients", False):
-        values["compress_gradients"] = "int8"
-        zero.note("zero_quantized_gradients", "blocks of 256 numbers in 8 bits, not 4")
-    return values
-
-
-def _shard_size(zero: Section, world: int) -> int | None:
-    size = zero.whole("mics_shard_size", -1, least=-1, named=False)
-    if size in (-1, 0):
-        return None
-    if world % size:
-        zero.problem("mics_shard_size", f"{size} does not divide {world} data-parallel ranks")
-        return None
-    return int(size)
-
-
-def _optimizer(top: Section, group_decay: bool) -> dict[str, Any]:
-    """Returns the keys of `optim` for an "optimizer" section. group_decay: whether a parameter group has a decay."""
-    section = top.section("optimizer")
-    optim: dict[str, Any] = {"lr": 1e-3, "warmup": 0, "schedule": "constant", "weight_decay": 0.0}
-    if not section.values:
-        top.problem(
-            "optimizer",
-            'not given: write {"type": "AdamW", "params": {"lr": …}}, or pass a torch optimizer',
-        )
-        return optim
-    name = section.word("type", None, OPTIMIZERS, named=False, refused=NOT_HERE)
-    section.need("type", "use AdamW, Adam, SGD or Lion")
-    params = section.section("params")
-    section.close(keys.OPTIMIZER)
-    if name is None:
-        return optim
-    optim["lr"] = params.number("lr", 1e-3, above=0, auto=Auto(instead="write the learning rate"))
-    decay = optim["weight_decay"] = params.number(
-        "weight_decay", 0.0, least=0, auto=Auto(0.0, SHARED)
-    )
-    optim["name"] = "adamw" if name == "adam" else name
-    if name == "sgd":
-        optim["momentum"] = params.number("momentum", 0.0, least=0, below=1)
-    else:
-        optim["betas"] = tuple(
-            params.take("betas", (0.9, 0.999), _no_betas, Auto((0.9, 0.999), SHARED))
-        )
-    if optim["name"] == "adamw":
-        optim["eps"] = params.number("eps", 1e-8, above=0, auto=Auto(1e-8, SHARED))
-        if not params.switch("adam_w_mode", True) and name == "adam" and (decay or group_decay):
-            params.problem(
-                "adam_w_mode",
-                "decay as part of the gradient is not there: use true, or weight_decay 0",
-            )
-    params.close(keys.PARAMS, {"sgd": keys.SGD, "lion": keys.LION}.get(name, keys.ADAM))
-    return optim
-
-
-def _no_betas(value: Any) -> str:
-    """What is wrong with a value that should be two decays."""
-    fits = isinstance(value, list | tuple) and len(value) == 2
-    fits = fits and all(type(beta) in (int, float) and 0 <= beta < 1 for beta in value)
-    return "" if fits else "must be two numbers from 0 up to, but not, 1"
+def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict[str, Any]:
+    """Returns the keys of `optim`. group_decay: whether a parameter group has a decay."""
+    fix = "use AdamW, Adam, SGD or Lion, or pass a torch optimizer"
+    reader.check(found.type is not None, "optimizer.type", f"not given: {fix}")
+    name, path, params = found.type or "adamw", "optimizer.params", found.params
+    reader.refuse_keys(params, path, NOT_OF[name])
+    coupled = name == "adam" and not params.adam_w_mode
+    text = "decay as part of the gradient is not there: use true, or weight_decay 0"
+    decays = bool(params.weight_decay or group_decay)
+    reader.check(not (coupled and decays), f"{path}.adam_w_mode", text)
+    values = params.model_dump(exclude={"adam_w_mode", *NOT_OF[name]})
+    name = "adamw" if name == "adam" else name
+    return {**values, "name": name, "warmup": 0, "schedule": "constant"}
 
 
 def _groups(
-    scheduler: Section, groups: Sequence[Group], rate: LearningRate | None, lr: float, decay: float
+    reader: Reader, groups: Sequence[Group], rate: LearningRate | None, lr: float, decay: float
 ) -> tuple[dict[str, Any], ...]:
     """Returns the groups of `optim`, if one has another rate or decay than the optimizer. The last group matches all
     parameters: DeepSpeed, unlike threed, applies decay to norms and biases too."""
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
     if rate is not None and not rate.relative and rates - {lr}:
-        scheduler.note(
-            "params.warmup_max_lr", "one learning rate for all parameter groups, as in DeepSpeed"
-        )
+        text = "one learning rate for all parameter groups, as in DeepSpeed"
+        reader.note("scheduler.params.warmup_max_lr", text)
         groups = [Group(group.names, None, group.weight_decay) for group in groups]
         rates = {lr}
     groups = groups if rates - {lr} or decays - {decay} else ()

@@ -1,0 +1,157 @@
+"""From a ds_config to `keys.DeepSpeedConfig`, with a problem or a note for each key that is not acted on.
+
+reader = Reader(autos, inactive)
+config = reader.read(read("ds_config.json"))        # keys with problems have their defaults
+reader.problems, reader.notes
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from threed.arguments import reason
+from threed.config import ConfigError
+from threed.interop.deepspeed.config.keys import NO_EFFECT, REFUSED, RENAMED, DeepSpeedConfig, Group
+from threed.parse import ParseError, read_json
+from threed.schema import ValidationError
+
+
+def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a ds_config, given as a mapping or as the path of a JSON file, as a dict.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not JSON.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    try:
+        return read_json(Path(config))
+    except ParseError as error:
+        fix = (
+            "give the path of a ds_config.json, or a dict; JSON has no comments or trailing commas"
+        )
+        raise ConfigError([f"{error}: {fix}"]) from None
+
+
+def shown(value: object) -> str:
+    """Returns a value as JSON."""
+    return json.dumps(value, default=str)
+
+
+class Reader:
+    """The problems and notes of one ds_config.
+
+    Args:
+        autos: by key, the value of "auto" and its origin. A value of None is unknown; without an origin the key then
+            counts as not given.
+        inactive: keys without effect in this configuration, with the reason.
+
+    Attributes:
+        problems: the first problem of each key.
+        notes: lines that begin with a key.
+    """
+
+    def __init__(self, autos: Mapping[str, tuple[Any, str]], inactive: Mapping[str, str]) -> None:
+        self.problems: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._autos = autos
+        self._no_effect = {**NO_EFFECT, **inactive}
+
+    def problem(self, key: str, text: str) -> None:
+        """Adds a problem of a key, unless it has one."""
+        self.problems.setdefault(key, text)
+
+    def check(self, fits: bool, key: str, text: str) -> None:
+        """Adds a problem of a key if a condition is not met."""
+        if not fits:
+            self.problem(key, text)
+
+    def note(self, key: str, text: str) -> None:
+        """Adds a note on a key."""
+        self.notes.append(f"{key}: {text}")
+
+    def read(self, ds: Mapping[str, Any]) -> DeepSpeedConfig:
+        """Returns the keys that are acted on; those with problems have their defaults."""
+        values = self._select(ds, DeepSpeedConfig, "")
+        try:
+            return DeepSpeedConfig.model_validate(values)
+        except ValidationError as error:
+            for detail in error.errors():
+                self._remove(values, [str(part) for part in detail["loc"]], reason(detail))
+        return DeepSpeedConfig.model_validate(values)
+
+    def refuse_keys(self, group: Group, path: str, keys: Iterable[str]) -> None:
+        """Adds a problem for each given key of a group that its type does not have."""
+        for key in group.model_fields_set.intersection(keys):
+            self.problem(f"{path}.{key}", "no such key for this type")
+
+    def _select(self, given: Any, model: type[Group], path: str) -> dict[str, Any]:
+        """Returns the keys of a group that are acted on, with values in place of "auto"."""
+        values: dict[str, Any] = {}
+        if not isinstance(given, Mapping):
+            example = '{"stage": 1}' if path == "zero_optimization" else '{"enabled": true}'
+            self.problem(path, f"{shown(given)} is no object of keys, such as {example}")
+            given = {}
+        for key, value in given.items():
+            name = f"{path}.{key}".removeprefix(".")
+            name = RENAMED.get(name, name)
+            key = name.rpartition(".")[2]
+            field = model.model_fields.get(key)
+            inner = field and field.annotation
+            why = self._no_effect.get(name)
+            if value is None and (field or why or name in REFUSED):
+                continue
+            if key in values:
+                self.problem(name, "is given twice, once by another name: leave one out")
+            elif why:
+                self.note(name, f"no effect: {why}")
+            elif name in REFUSED:
+                self._check_refused(name, value, *REFUSED[name])
+            elif field is None:
+                self.problem(name, f"no such key{_hint(path, key, model)}")
+            elif isinstance(inner, type) and issubclass(inner, Group):
+                values[key] = self._select(value, inner, name)
+            elif value == "auto":
+                values[key] = self._resolve(name, field.description or "write the value")
+            else:
+                whole = isinstance(value, float) and value.is_integer()
+                values[key] = int(value) if whole else value
+        return {key: value for key, value in values.items() if value is not None}
+
+    def _check_refused(self, key: str, value: Any, works: tuple[Any, ...], why: str) -> None:
+        if isinstance(value, Mapping) and value.get("enabled") is False:
+            value = False
+        if value in works:
+            self.note(key, f"{shown(value)}, as it always is here")
+        else:
+            only = f" (only {' or '.join(map(shown, works))})" if works else ""
+            self.problem(key, f"{shown(value)} is not there{only}: {why}")
+
+    def _resolve(self, key: str, fix: str) -> Any:
+        value, origin = self._autos.get(key, (None, "a trainer"))
+        if value is not None:
+            self.note(key, f'"auto": {shown(value)}, {origin}')
+        elif origin:
+            self.problem(key, f'"auto" is filled in by a trainer, and there is none here: {fix}')
+        return value
+
+    def _remove(self, values: dict[str, Any], path: list[str], why: str) -> None:
+        """Takes a wrong value out. path: names of groups, a key, and perhaps a place in the key's value."""
+        for depth, part in enumerate(path, 1):
+            inner = values.get(part)
+            if depth == len(path) or not isinstance(inner, dict):
+                self.problem(".".join(path[:depth]), f"{shown(values.pop(part, None))} {why}")
+                return
+            values = inner
+
+
+def _hint(path: str, key: str, model: type[Group]) -> str:
+    """Returns the nearest key of a group, to name after a misspelt one."""
+    tables = [name.rpartition(".") for name in (*NO_EFFECT, *REFUSED)]
+    known = [*model.model_fields, *(name for group, _, name in tables if group == path)]
+    near = difflib.get_close_matches(key, known, 1, 0.7)
+    return f" (did you mean {f'{path}.{near[0]}'.removeprefix('.')}?)" if near else ""
