@@ -25,7 +25,7 @@ from threed import collectives
 from threed.checkpoint import files, finite
 from threed.checkpoint.files import CheckpointError, TensorFile, stream_tensors
 from threed.data import Data
-from threed.sharding import Box, Piece
+from threed.sharding import Piece
 
 
 def bytes_read() -> int:
@@ -232,14 +232,14 @@ def test_after_an_error_nothing_more_is_written_and_nothing_is_raised() -> None:
     """For the other ranks are on their way to a collective."""
     written = list[str]()
 
-    def write(part: str, piece: Piece, box: Box, out: torch.Tensor) -> None:
+    def write(part: str, piece: Piece, out: torch.Tensor) -> None:
         written.append(piece.name)
         if piece.name == "b":
             raise CheckpointError("b cannot be read")
 
     watch = finite.Watch(write, ())
     for name in "abc":
-        watch("weight", Piece(name, (1,), 0, (0,), (1,)), Box((0,), (1,), 0), torch.zeros(1))
+        watch("weight", Piece(name, (1,), (0,), (1,)), torch.zeros(1))
     assert written == ["a", "b"]
     assert watch.problems == ["b cannot be read"]
 

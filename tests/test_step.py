@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 from threed.config import Config
 from threed.engine import Engine, StepMetrics
 from threed.precision import LossScale
-from threed.sharding import Box, Piece
+from threed.sharding import Piece
 from threed.zero.norm import squares
 from threed.zero.records import fill
 from threed.zero.reductions import Gradient
@@ -415,11 +415,11 @@ def break_a_load(engine: Engine, _: pytest.MonkeyPatch) -> None:
     """Weights of which the second cannot be read."""
     given: list[Piece] = []
 
-    def source(part: str, piece: Piece, box: Box) -> Tensor:
+    def source(part: str, piece: Piece) -> Tensor:
         given.append(piece)
         if len(given) == 2:
             raise OSError("no such file")
-        return torch.zeros(box.size, dtype=torch.float64)
+        return torch.zeros(piece.size, dtype=torch.float64)
 
     with pytest.raises(OSError, match="no such file"):
         fill(engine.optimizer, source)

@@ -44,7 +44,7 @@ from threed.pipeline.overlap import Overlap
 from threed.pipeline.transport import Transport, links
 from threed.precision import LossScale
 from threed.resolution import resolve
-from threed.sharding import Box, Piece, initial
+from threed.sharding import Piece, initial
 from threed.topology import Topology
 from threed.zero import agreement, records, replicas, setup
 from threed.zero.access import Holder
@@ -148,13 +148,9 @@ class Engine:
         )
         return None if frees else Overlap(self.topology.device)
 
-    def _initial_value(self, part: str, piece: Piece, box: Box) -> Tensor:
+    def _initial_value(self, part: str, piece: Piece) -> Tensor:
         seed = self.config.train.seed
-        return (
-            initial(piece, box, seed)
-            if self.wrapped is None
-            else self.wrapped.initial(piece, box, seed)
-        )
+        return initial(piece, seed) if self.wrapped is None else self.wrapped.initial(piece, seed)
 
     def _hook_up(self) -> Hooks | None:
         if self.wrapped is None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
-from threed.sharding import Box, Piece
+from threed.sharding import Piece
 from threed.zero.records import Extent
 
-Write = Callable[[str, Piece, Box, Tensor], None]
+Write = Callable[[str, Piece, Tensor], None]
 
 
 class NotFiniteError(CheckpointError):
@@ -96,11 +96,11 @@ class Watch:
         self.write, self.names = write, frozenset(names)
         self.problems: list[str] = []
 
-    def __call__(self, part: str, piece: Piece, box: Box, out: Tensor) -> None:
+    def __call__(self, part: str, piece: Piece, out: Tensor) -> None:
         if self.problems:
             return
         try:
-            self.write(part, piece, box, out)
+            self.write(part, piece, out)
         except CheckpointError as error:
             self.problems.append(str(error))
             return

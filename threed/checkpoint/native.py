@@ -33,7 +33,7 @@ from threed.checkpoint.reading import Reader
 from threed.checkpoint.resuming import model_differences, optimizer_differences
 from threed.collectives import raise_together
 from threed.config import Config
-from threed.sharding import Box, Piece, slices
+from threed.sharding import Piece, slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import (
@@ -155,25 +155,25 @@ def _attempt(path: Path, look: Callable[[], list[str]]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint's values for the boxes of an optimizer. fresh: tensors whose moments begin at zero."""
+    """A checkpoint's values for the pieces of an optimizer. fresh: tensors whose moments begin at zero."""
 
     reader: Reader
     fresh: Collection[str]
 
     def check(self, record: Record) -> None:
-        """Raises CheckpointError if the files do not have all values of a box."""
-        name, box = record.piece.name, record.box
+        """Raises CheckpointError if the files do not have all values of a piece."""
+        piece, name = record.piece, record.piece.name
         if not self._is_fresh(record.part, name):
             part = self.reader.stands_for(record.part, name)
-            self.reader.check(part, name, box.start, box.size)
+            self.reader.check(part, name, piece.start, piece.size)
 
-    def write(self, part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        """Sets `out` [*box.size] to the values of a box."""
+    def write(self, part: str, piece: Piece, out: Tensor) -> None:
+        """Sets `out` [*piece.size] to the values of a piece."""
         if self._is_fresh(part, piece.name):
             out.zero_()
         else:
             part = self.reader.stands_for(part, piece.name)
-            self.reader.into(part, piece.name, box.start, box.size, out)
+            self.reader.into(part, piece.name, piece.start, piece.size, out)
 
     def _is_fresh(self, part: str, name: str) -> bool:
         return part not in (WEIGHT, PREVIOUS) and name in self.fresh
@@ -269,7 +269,7 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
         for _, some in groupby(read(optimizer, mine), key=lambda both: both[0].state)
     )
     about = [
-        [[r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in some]
+        [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in some]
         for _, some in groupby(mine, key=lambda record: record.state)
     ]
     full: dict[str, Tensor] = {}

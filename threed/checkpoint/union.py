@@ -161,7 +161,7 @@ def needed(
         names = {
             name
             for part, r in boxes
-            for name in reader.files_of(part, r.piece.name, r.box.start, r.box.size)
+            for name in reader.files_of(part, r.piece.name, r.piece.start, r.piece.size)
         }
         names |= {
             reader.buffers[name][0]

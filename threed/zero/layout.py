@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from threed.layers.contract import contract
 from threed.memory.tiers import InMemory, Storage, memory_tier
 from threed.planner.cut import Tie
-from threed.sharding import Piece, ShardSpec, attach, spec_of
+from threed.sharding import Piece, ShardSpec, attach, spec_of, split
 from threed.topology import Axis, Topology, alone
 from threed.zero.policy import GroupOptions as GroupOptions
 from threed.zero.policy import Policy as Policy
@@ -108,6 +108,10 @@ class Run:
     first: int
     last: int
     offset: int
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields the boxes of the global tensor that the run consists of; offsets are those in the portion."""
+        return split(self.piece, self.first, self.last, self.offset)
 
 
 @dataclass(eq=False)

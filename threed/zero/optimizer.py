@@ -25,7 +25,7 @@ from threed.device import is_accelerator, synchronize
 from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.ops.update import Rule, StepScalars
 from threed.precision import LossScale, Scaler
-from threed.sharding import Box, Piece
+from threed.sharding import Piece
 from threed.topology import Axis
 from threed.zero.bad_steps import BadSteps
 from threed.zero.early import Early, most_waiting
@@ -84,7 +84,7 @@ class Optimizer:
         )
         self.torn = False  # a change of states began and did not end
         # What gives the initial weights, while all states are as they were initialised and it can do so again.
-        self.initial: Callable[[str, Piece, Box], Tensor] | None = None
+        self.initial: Callable[[str, Piece], Tensor] | None = None
         self.updates = torch.zeros(
             (), dtype=torch.float64, device=device
         )  # done so far; a skipped step is none

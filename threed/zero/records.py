@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from threed.sharding import Box, Piece, boxes
+from threed.sharding import Piece
 from threed.zero.optimizer import Optimizer
 from threed.zero.state import PREVIOUS as PREVIOUS
 from threed.zero.state import WEIGHT as WEIGHT
@@ -23,16 +23,14 @@ from threed.zero.state import State, drop_all, fetched_in_turn
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A box of the part `part` of a global tensor, at `offset` of a state's tensor.
+    """A piece of the part `part` of a global tensor; its offset is that in a state's tensor.
 
     owned: whether this rank's copy is the one that counts, if several ranks hold one.
     """
 
     part: str
     piece: Piece
-    box: Box
     state: State
-    offset: int
 
     @property
     def owned(self) -> bool:
@@ -44,11 +42,12 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+        return self.piece.numel * self.dtype.itemsize
 
     def of(self, slice_: Tensor) -> Tensor:
-        """Returns the box [*box.size], as a view of the state's tensor [n]."""
-        return slice_[self.offset : self.offset + self.box.numel].view(self.box.size)
+        """Returns the piece [*piece.size], as a view of the state's tensor [n]."""
+        piece = self.piece
+        return slice_[piece.offset : piece.offset + piece.numel].view(piece.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,7 @@ R = TypeVar("R", Record, Extent)
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields every box this rank holds, part by part within each run, in buffer order; by default all parts."""
+    """Yields every piece this rank holds, part by part within each run, in buffer order; by default all parts."""
     for state in states(optimizer):
         yield from records_of(state, parts)
 
@@ -89,17 +88,15 @@ def states(optimizer: Optimizer) -> list[State]:
 
 
 def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields every box of a state, part by part within each run; by default of all parts."""
+    """Yields every piece of a state, part by part within each run; by default of all parts."""
     wanted = [part for part in state.storages if parts is None or part in parts]
     for run in state.bucket.runs():
-        for box in boxes(run.piece, run.first, run.last):
-            yield from (
-                Record(part, run.piece, box, state, run.offset + box.offset) for part in wanted
-            )
+        for piece in run.pieces():
+            yield from (Record(part, piece, state) for part in wanted)
 
 
 def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]]:
-    """Yields records with their values [*box.size], or extents with theirs [numel]: views of this rank's state, valid
+    """Yields records with their values [*piece.size], or extents with theirs [numel]: views of this rank's state, valid
     until the next iteration."""
     optimizer.flush()
     by_state = [
@@ -119,23 +116,23 @@ def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]
 
 def fill(
     optimizer: Optimizer,
-    source: Callable[[str, Piece, Box], Tensor],
+    source: Callable[[str, Piece], Tensor],
     parts: tuple[str, ...] | None = None,
 ) -> None:
-    """Sets every box this rank holds from `source(part, piece, box)` [*box.size], as `fill_in_place` does."""
+    """Sets every piece this rank holds from `source(part, piece)` [*piece.size], as `fill_in_place` does."""
 
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        out.copy_(source(part, piece, box))
+    def write(part: str, piece: Piece, out: Tensor) -> None:
+        out.copy_(source(part, piece))
 
     fill_in_place(optimizer, write, parts)
 
 
 def fill_in_place(
     optimizer: Optimizer,
-    write: Callable[[str, Piece, Box, Tensor], None],
+    write: Callable[[str, Piece, Tensor], None],
     parts: tuple[str, ...] | None = None,
 ) -> None:
-    """Calls `write(part, piece, box, out)` for every box this rank holds, to set out [*box.size], and gathers the
+    """Calls `write(part, piece, out)` for every piece this rank holds, to set out [*piece.size], and gathers the
     parameters. Where there are two versions of them and one is set, the other becomes the same."""
     late = parts is None and optimizer.layout.policy.delayed
     if parts is None:
@@ -152,7 +149,7 @@ def fill_in_place(
             publish = not (late and state.bucket.group.key.trainable)
             with optimizer.held(state, wanted, write=True, publish=publish) as held:
                 for record in records_of(state, parts):
-                    write(record.part, record.piece, record.box, record.of(held[record.part]))
+                    write(record.part, record.piece, record.of(held[record.part]))
         if late:
             optimizer.restore_delayed()
         optimizer.gatherer.complete()
@@ -161,19 +158,17 @@ def fill_in_place(
             optimizer.versions.restore(whole=parts is None)
 
 
-def initialise(
-    optimizer: Optimizer, initial: Callable[[str, Piece, Box], Tensor], again: bool
-) -> None:
+def initialise(optimizer: Optimizer, initial: Callable[[str, Piece], Tensor], again: bool) -> None:
     """Sets the weights to their initial values, the other states being zero. again: `initial` can give them again."""
     fill(optimizer, initial, (WEIGHT,))
     optimizer.initial = initial if again else None
 
 
-def begin_anew(optimizer: Optimizer, initial: Callable[[str, Piece, Box], Tensor]) -> None:
+def begin_anew(optimizer: Optimizer, initial: Callable[[str, Piece], Tensor]) -> None:
     """Sets all states, whatever they are, as `initialise` left them."""
 
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        out.copy_(initial(part, piece, box)) if part in (WEIGHT, PREVIOUS) else out.zero_()
+    def write(part: str, piece: Piece, out: Tensor) -> None:
+        out.copy_(initial(part, piece)) if part in (WEIGHT, PREVIOUS) else out.zero_()
 
     fill_in_place(optimizer, write)
     optimizer.initial = initial

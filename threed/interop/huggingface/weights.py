@@ -27,7 +27,7 @@ from threed.interop.huggingface.folder_record import GENERATION, record_of
 from threed.interop.native_writer import FILE_BYTES, write_weights
 from threed.precision import DTYPES
 from threed.resolution import resolve_model, spelt_as
-from threed.sharding import Box, Piece
+from threed.sharding import Piece
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import PREVIOUS, WEIGHT, fill_in_place, records
@@ -82,9 +82,9 @@ def load_hf(
     raise_together(unlike, everyone, CheckpointError)
     raise_together(_overflows(folder, optimizer, config), everyone, CheckpointError)
 
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
+    def write(part: str, piece: Piece, out: Tensor) -> None:
         if part in (WEIGHT, PREVIOUS):
-            out.copy_(folder.box(piece.name, box.start, box.size))
+            out.copy_(folder.box(piece.name, piece.start, piece.size))
         else:
             out.zero_()
 
@@ -155,7 +155,7 @@ def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[s
         for record in records(optimizer, (WEIGHT,)):
             name = record.piece.name
             if torch.finfo(folder.dtype(name)).max > 2 * torch.finfo(dtype).max:
-                narrowed(name, folder.box(name, record.box.start, record.box.size), dtype)
+                narrowed(name, folder.box(name, record.piece.start, record.piece.size), dtype)
     except CheckpointError as error:
         return [f"{folder.path}: {error}"]
     return []
