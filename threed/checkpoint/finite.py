@@ -1,8 +1,8 @@
 """Values that are not finite: neither written into a checkpoint by a run nor taken from one; conversions pass them on.
 
     checked(stream, names(extents))      the same stream; NotFiniteError at the first tensor that has some
-    watch = Watch(write, trained)        for `fill_in_place`: notes the first tensor that has some
-    watch.problems                       one line, or none
+    restore = Restore(source, trained)   for `fill_in_place`: notes the first tensor that has some
+    restore.problems                     one line, or none
     tally = Tally(); tally.passed(name, slab); tally.tell(path)      of a conversion: counts tensors that have some
 
 Weights and moments of what is trained must be finite, for a run that goes on from anything else is lost. Buffers and
@@ -12,17 +12,16 @@ frozen parameters need not be: a mask may well hold minus infinity.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.lazy_tensors import TensorSource, saved_part
 from threed.sharding import Piece
 from threed.zero.records import Extent
-
-Write = Callable[[str, Piece, Tensor], None]
 
 
 class NotFiniteError(CheckpointError):
@@ -88,19 +87,30 @@ class Tally:
             warnings.warn(f"{path}: {text}", stacklevel=3)
 
 
-class Watch:
-    """Writes values, and notes the first tensor that is not finite, or cannot be read; then it writes nothing more, but
-    lets the others write, who would wait for this rank. names: of those that must be finite."""
+class Restore:
+    """Sets states from a checkpoint, for `fill_in_place`, and notes the first tensor that has values that are not
+    finite, or that cannot be read.
 
-    def __init__(self, write: Write, names: Iterable[str]) -> None:
-        self.write, self.names = write, frozenset(names)
+    After that it does nothing, and raises nothing: the other ranks would wait for this one.
+
+    Args:
+        source: the checkpoint. Moments that it does not have are set to zero.
+        names: of the tensors that must be finite.
+    """
+
+    def __init__(self, source: TensorSource, names: Iterable[str]) -> None:
+        self.source, self.names = source, frozenset(names)
         self.problems: list[str] = []
 
     def __call__(self, part: str, piece: Piece, out: Tensor) -> None:
         if self.problems:
             return
+        saved = saved_part(part, self.source.parts[piece.name])
+        if saved is None:
+            out.zero_()
+            return
         try:
-            self.write(part, piece, out)
+            self.source.tensor(saved, piece.name).read(piece.start, out)
         except CheckpointError as error:
             self.problems.append(str(error))
             return

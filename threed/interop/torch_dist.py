@@ -17,7 +17,7 @@ from typing import Any
 
 from threed.checkpoint import coverage
 from threed.checkpoint.files import CheckpointError, plain
-from threed.interop.lazy_tensors import Boxed, Boxes, FileTensor, Shape, Spread
+from threed.checkpoint.lazy_tensors import Boxed, FileTensor, LazyTensor, Shape
 from threed.interop.pickle_reader import PickleReader
 
 
@@ -56,7 +56,7 @@ class DistFolder:
         info = self._places.get((name, ()))
         return None if info is None or name in self.shapes else self._read(info)
 
-    def tensors(self, names: Sequence[str]) -> dict[str, Boxes]:
+    def tensors(self, names: Sequence[str]) -> dict[str, LazyTensor]:
         """Returns tensors by name.
 
         Raises:
@@ -76,7 +76,7 @@ class DistFolder:
             for name in names
         }
 
-    def _box(self, name: str, first: Shape, size: Shape) -> tuple[Shape, Boxes]:
+    def _box(self, name: str, first: Shape, size: Shape) -> tuple[Shape, FileTensor]:
         """Returns a box of a tensor, and its first element along every dimension."""
         if (name, first) not in self._places:
             raise CheckpointError(f"{self.path} does not say where a box of {plain(name)} is")
@@ -85,7 +85,7 @@ class DistFolder:
             raise CheckpointError(
                 f"{self.path}: a box of {plain(name)} has another shape than its list says"
             )
-        return first, Spread(size, found)
+        return first, found
 
     def _read(self, info: Mapping[str, Any]) -> Any:
         """Returns what torch.save wrote to a part of a file."""
