@@ -1,7 +1,7 @@
 """Values that are not finite: neither written into a checkpoint by a run nor taken from one; conversions pass them on.
 
-    checked(stream, names(extents))      the same stream; NotFiniteError at the first tensor that has some
-    restore = Restore(source, trained)   for `fill_in_place`: notes the first tensor that has some
+    checked(values, extents)             the same values; NotFiniteError at the first tensor that has some
+    restore = Restore(source, trained)   for `records.fill`: notes the first tensor that has some
     restore.problems                     one line, or none
     tally = Tally(); tally.passed(name, slab); tally.tell(path)      of a conversion: counts tensors that have some
 
@@ -11,8 +11,9 @@ frozen parameters need not be: a mask may well hold minus infinity.
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -46,23 +47,18 @@ def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def names(extents: Iterable[Extent]) -> list[str]:
-    """Returns the names by which `checked` tells of tensors, "" for what need not be finite."""
-    return [f"{e.part} of {e.name}" if e.state.bucket.group.key.trainable else "" for e in extents]
+def checked(values: Iterable[Tensor], extents: Iterable[Extent]) -> Iterator[Tensor]:
+    """Yields tensors: those of extents, in order, and others behind them, which are not looked at.
 
-
-def checked(stream: Iterable[Tensor], names: Sequence[str]) -> Iterator[Tensor]:
-    """Yields a stream's tensors. NotFiniteError at the first one that is not finite, if it has a name here.
-
-    names: of the first tensors of the stream, "" where any value will do; what comes behind them is not looked at.
+    Raises:
+        NotFiniteError: the values of an extent that is trained are not finite.
     """
-    for number, values in enumerate(stream):
-        name = names[number] if number < len(names) else ""
-        if name and not is_finite(values):
+    for one, extent in zip(values, itertools.chain(extents, itertools.repeat(None)), strict=False):
+        if extent is not None and extent.state.bucket.group.key.trainable and not is_finite(one):
             raise NotFiniteError(
-                f"{name} has values that are not finite (NaN or infinite), and is not saved"
+                f"{extent.part} of {extent.name} has values that are not finite (NaN or infinite), and is not saved"
             )
-        yield values
+        yield one
 
 
 class Tally:
@@ -88,7 +84,7 @@ class Tally:
 
 
 class Restore:
-    """Sets states from a checkpoint, for `fill_in_place`, and notes the first tensor that has values that are not
+    """Sets states from a checkpoint, for `records.fill`, and notes the first tensor that has values that are not
     finite, or that cannot be read.
 
     After that it does nothing, and raises nothing: the other ranks would wait for this one.

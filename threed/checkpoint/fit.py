@@ -95,8 +95,8 @@ def take_full(
         if shape is not None and tuple(given[name].shape) != shape:
             raise ValueError(f"{name}: shape {tuple(given[name].shape)}, the model has {shape}")
 
-    def source(part: str, piece: Piece) -> Tensor:
-        return given[piece.name][slices(piece.start, piece.size)]
+    def write(part: str, piece: Piece, out: Tensor) -> None:
+        out.copy_(given[piece.name][slices(piece.start, piece.size)])
 
-    records.fill(optimizer, source, (records.WEIGHT,))
+    records.fill(optimizer, write, (records.WEIGHT,))
     buffers.restore(set(given) & set(here.buffers), given.__getitem__)

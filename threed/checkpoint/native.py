@@ -39,8 +39,8 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.records import (
     PREVIOUS,
     WEIGHT,
-    begin_anew,
-    fill_in_place,
+    fill,
+    initialise,
     read,
     records,
     records_of,
@@ -183,7 +183,7 @@ def _overwrite(
     """
     initial, restore = optimizer.initial, finite.Restore(source, trained)
     try:
-        fill_in_place(optimizer, restore)
+        fill(optimizer, restore)
         optimizer.tear()  # until all ranks have found nothing
         why = "so training cannot go on from it"
         problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
@@ -195,7 +195,7 @@ def _overwrite(
             raise_together(problems, everyone, CheckpointError)
     except CheckpointError:  # on every rank
         if initial is not None:
-            begin_anew(optimizer, initial)
+            initialise(optimizer, initial, again=True, parts=None)
         raise
     optimizer.mend()
 

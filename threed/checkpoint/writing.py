@@ -219,7 +219,7 @@ class Saving:
 
     def _stream(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yields all tensors of the file; a section of which this rank has no element is an empty one."""
-        given = finite.checked(values, finite.names(self.records))
+        given = finite.checked(values, self.records)
         for h in self.mine:
             left = h.numel
             if left == 0:

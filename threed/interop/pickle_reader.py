@@ -26,7 +26,8 @@ import sys
 import zipfile
 import zlib
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -447,6 +448,16 @@ class PickleReader:
         value = _Unpickler(data, archive).load()
         self._objects -= _count(value, self._objects)
         return value
+
+
+@contextmanager
+def as_written_by(program: str, path: Path) -> Iterator[None]:
+    """Raises CheckpointError if the block fails because values that were read do not have the program's layout."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        text = f"{type(error).__name__}: {plain(error)}"
+        raise CheckpointError(f"{path} is not as {program} writes checkpoints ({text})") from None
 
 
 def number(value: Any, default: float | None = None) -> float | None:

@@ -116,24 +116,11 @@ def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]
 
 def fill(
     optimizer: Optimizer,
-    source: Callable[[str, Piece], Tensor],
-    parts: tuple[str, ...] | None = None,
-) -> None:
-    """Sets every piece this rank holds from `source(part, piece)` [*piece.size], as `fill_in_place` does."""
-
-    def write(part: str, piece: Piece, out: Tensor) -> None:
-        out.copy_(source(part, piece))
-
-    fill_in_place(optimizer, write, parts)
-
-
-def fill_in_place(
-    optimizer: Optimizer,
     write: Callable[[str, Piece, Tensor], None],
     parts: tuple[str, ...] | None = None,
 ) -> None:
     """Calls `write(part, piece, out)` for every piece this rank holds, to set out [*piece.size], and gathers the
-    parameters. Where there are two versions of them and one is set, the other becomes the same."""
+    parameters. If there are two versions of them and one is set, the other becomes the same."""
     late = parts is None and optimizer.layout.policy.delayed
     if parts is None:
         optimizer.discard()
@@ -158,17 +145,21 @@ def fill_in_place(
             optimizer.versions.restore(whole=parts is None)
 
 
-def initialise(optimizer: Optimizer, initial: Callable[[str, Piece], Tensor], again: bool) -> None:
-    """Sets the weights to their initial values, the other states being zero. again: `initial` can give them again."""
-    fill(optimizer, initial, (WEIGHT,))
-    optimizer.initial = initial if again else None
+def initialise(
+    optimizer: Optimizer,
+    initial: Callable[[str, Piece], Tensor],
+    again: bool,
+    parts: tuple[str, ...] | None = (WEIGHT,),
+) -> None:
+    """Sets the weights to their initial values.
 
-
-def begin_anew(optimizer: Optimizer, initial: Callable[[str, Piece], Tensor]) -> None:
-    """Sets all states, whatever they are, as `initialise` left them."""
+    Args:
+        again: whether `initial` can give them again.
+        parts: the parts to set, None for all, of which moments become zero. A new optimizer's are.
+    """
 
     def write(part: str, piece: Piece, out: Tensor) -> None:
         out.copy_(initial(part, piece)) if part in (WEIGHT, PREVIOUS) else out.zero_()
 
-    fill_in_place(optimizer, write)
-    optimizer.initial = initial
+    fill(optimizer, write, parts)
+    optimizer.initial = initial if again else None

@@ -33,7 +33,7 @@ from threed.checkpoint.lazy_tensors import (
     rows,
 )
 from threed.interop.huggingface.folder import DTYPES, Header, HFTensors
-from threed.interop.pickle_reader import PickleReader, Thing, number
+from threed.interop.pickle_reader import PickleReader, Thing, as_written_by, number
 from threed.interop.source import Progress
 from threed.parse import ParseError, read_file
 from threed.zero.records import WEIGHT
@@ -82,21 +82,9 @@ class DeepSpeedCheckpoint(HFTensors):
         folder = step_folder(self.path)
         assert folder is not None
         self._folder = folder
-        try:
+        with as_written_by("DeepSpeed 0.19", folder):
             self._read(folder)
             self._strip()
-        except (
-            KeyError,
-            IndexError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            OverflowError,
-        ) as error:
-            text = f"{type(error).__name__}: {plain(error)}"
-            raise CheckpointError(
-                f"{folder} is not as DeepSpeed 0.19 writes checkpoints ({text})"
-            ) from None
         return set(self._tensors)
 
     # ---------------------------------------------------------------------------------------------------- what it has

@@ -178,22 +178,21 @@ class HFTensors(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class _FolderTensor:
-    """A tensor of a folder by its name there, read from a mapped file."""
+class _Mapped:
+    """A tensor of a mapped file."""
 
-    folder: HFFolder
-    key: str
+    values: Any  # a slice of safetensors
 
     @property
     def dtype(self) -> torch.dtype:
-        return DTYPES[self.folder.slice(self.key).get_dtype()]
+        return DTYPES[self.values.get_dtype()]
 
     @property
     def shape(self) -> Shape:
-        return tuple(self.folder.slice(self.key).get_shape())
+        return tuple(self.values.get_shape())
 
     def read(self, start: Shape, out: Tensor) -> None:
-        out.copy_(self.folder.slice(self.key)[slices(start, out.shape)])
+        out.copy_(self.values[slices(start, out.shape)])
 
 
 class HFFolder(HFTensors):
@@ -217,13 +216,9 @@ class HFFolder(HFTensors):
             found |= inside
 
     def _theirs(self, part: str, key: str) -> LazyTensor:
-        return _FolderTensor(self, key)
-
-    def slice(self, key: str) -> Any:
-        """Returns a tensor of a mapped file, which reads by slices."""
         file = self._places.get(key, "") if self._places else SINGLE
         try:
-            return self._open(file).get_slice(key)
+            return _Mapped(self._open(file).get_slice(key))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / file} cannot be read: {plain(error)}") from None
 

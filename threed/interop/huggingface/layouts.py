@@ -1,7 +1,7 @@
 """Tensors by Hugging Face's names and by ours: the rules of an architecture (`threed.architectures`) for one model.
 
     for entry in entries(model):                             one for each of their tensors, block by block
-        theirs = entry.join(ours.__getitem__)                and back: entry.split(theirs)
+        theirs = entry.theirs(source_of_ours)                and back: entry.part(name, theirs)
     state_dict_to_hf(engine.full_state_dict(), config.model)                    and back: hf_to_state_dict
     model = model_of(json.loads(text))                       a config.json as keys of the model, and back: config_of
 
@@ -33,6 +33,7 @@ from threed.checkpoint.lazy_tensors import (
     Shape,
     Transposed,
     concatenate,
+    read_all,
     rows,
 )
 from threed.config import ModelConfig
@@ -57,14 +58,6 @@ class Entry:
         shape = (sum(shape[0] for _, shape in self.ours), *first[1:])
         return shape[::-1] if self.rule.transposed else shape
 
-    def join(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Returns their tensor, from ours; fp32 zeros if we have none."""
-        if not self.held:
-            return torch.zeros(self.shape)
-        parts = [read(name) for name, _ in self.ours]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole.t() if self.rule.transposed else whole
-
     def split(self, theirs: Tensor) -> dict[str, Tensor]:
         """Returns ours, from their tensor; CheckpointError if our model has no tensor for its values."""
         if not self.held:
@@ -73,9 +66,8 @@ class Entry:
                     f"{self.name} is not zero, and the model has no {self.ours[0][0]}"
                 )
             return {}
-        whole = theirs.t() if self.rule.transposed else theirs
-        parts = whole.split([shape[0] for _, shape in self.ours])
-        return {name: part.contiguous() for (name, _), part in zip(self.ours, parts, strict=True)}
+        whole = MemoryTensor(theirs)
+        return {name: read_all(self.part(name, whole)).to(theirs.device) for name, _ in self.ours}
 
     def theirs(self, ours: Callable[[str], LazyTensor]) -> LazyTensor:
         """Returns their tensor, from ours by name; fp32 zeros if we have none."""
@@ -167,7 +159,8 @@ def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
         {name: tuple(w.shape) for name, w in weights.items()}, our_shapes(table), "the state dict"
     )
     device = next(iter(weights.values())).device
-    return {entry.name: entry.join(weights.__getitem__).to(device).contiguous() for entry in table}
+    ours = {name: MemoryTensor(values) for name, values in weights.items()}
+    return {entry.name: read_all(entry.theirs(ours.__getitem__)).to(device) for entry in table}
 
 
 def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from threed.precision import DTYPES
 from threed.resolution import resolve_model, spelt_as
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import WEIGHT, fill_in_place, records
+from threed.zero.records import WEIGHT, fill, records
 
 FREE = ("seq", "dropout")  # what a run may say of a model that comes from a folder
 
@@ -77,7 +77,7 @@ def load_hf(
     raise_together(_overflows(folder, optimizer, config), everyone, CheckpointError)
 
     restore = finite.Restore(folder, here.trained)
-    fill_in_place(optimizer, restore)
+    fill(optimizer, restore)
     optimizer.tear()  # until all ranks have found nothing
     raise_together(
         [f"{path}: {problem}" for problem in restore.problems], everyone, CheckpointError
