@@ -1,6 +1,6 @@
 """Values that are not finite: neither written into a checkpoint by a run nor taken from one; conversions pass them on.
 
-    checked(values, extents)             the same values; NotFiniteError at the first tensor that has some
+    checked(values, records)             the same values; NotFiniteError at the first tensor that has some
     restore = Restore(source, trained)   for `records.fill`: notes the first tensor that has some
     restore.problems                     one line, or none
     tally = Tally(); tally.passed(name, slab); tally.tell(path)      of a conversion: counts tensors that have some
@@ -22,7 +22,7 @@ from torch import Tensor
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import TensorSource, saved_part
 from threed.sharding import Piece
-from threed.zero.records import Extent
+from threed.zero.records import Record
 
 
 class NotFiniteError(CheckpointError):
@@ -47,16 +47,16 @@ def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def checked(values: Iterable[Tensor], extents: Iterable[Extent]) -> Iterator[Tensor]:
-    """Yields tensors: those of extents, in order, and others behind them, which are not looked at.
+def checked(values: Iterable[Tensor], records: Iterable[Record]) -> Iterator[Tensor]:
+    """Yields tensors: those of records, in order, and others behind them, which are not looked at.
 
     Raises:
-        NotFiniteError: the values of an extent that is trained are not finite.
+        NotFiniteError: the values of a record that is trained are not finite.
     """
-    for one, extent in zip(values, itertools.chain(extents, itertools.repeat(None)), strict=False):
-        if extent is not None and extent.state.bucket.group.key.trainable and not is_finite(one):
+    for one, record in zip(values, itertools.chain(records, itertools.repeat(None)), strict=False):
+        if record is not None and record.state.bucket.group.key.trainable and not is_finite(one):
             raise NotFiniteError(
-                f"{extent.part} of {extent.name} has values that are not finite (NaN or infinite), and is not saved"
+                f"{record.part} of {record.piece.name} has values that are not finite (NaN or infinite), and is not saved"
             )
         yield one
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from threed.atomic import building_place
-from threed.checkpoint.files import NAMES, CheckpointError, begin, cut, stream_tensors
+from threed.checkpoint.files import NAMES, CheckpointError, begin, cut
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import TensorSource, read_slabs
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of
 from threed.checkpoint.sections import Section
-from threed.checkpoint.writing import finish
+from threed.checkpoint.writing import finish, write_file
 from threed.config import Config
 from threed.interop.huggingface.export import dtype_of
 from threed.planner.grid import Grid
@@ -103,30 +103,16 @@ def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 def _write(
     file: Path,
     some: Sequence[Part],
-    parts: Mapping[Part, About],
+    about: Mapping[Part, About],
     slabs: Callable[[Part], Iterable[Tensor]],
 ) -> dict[str, Any]:
     """Writes a file, a section for each part; returns what a rank would leave for the first one."""
-    sections = [_section(part, *parts[part]) for part in some]
-    about = {
-        str(key): (parts[part][0], (math.prod(parts[part][1]),)) for key, part in enumerate(some)
-    }
-    metadata = {str(key): f"{section.digest} 0" for key, section in enumerate(sections)}
+    sections = [_section(part, *about[part]) for part in some]
     rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, some)))
-    hashes = stream_tensors(file, about, rows, metadata)
-    shapes = [{name: list(parts[part, name][1])} for part, name in some]
-    holds = [[section.digest, 0] for section in sections]
-    return {
-        "sections": [
-            [section.about, shape] for section, shape in zip(sections, shapes, strict=True)
-        ],
-        "entry": {
-            "file": file.name,
-            "size": file.stat().st_size,
-            "holds": holds,
-            **hashes._asdict(),
-        },
-    }
+    entry = write_file(file, [(section, 0) for section in sections], rows)
+    shapes = [{name: list(about[part, name][1])} for part, name in some]
+    pairs = zip(sections, shapes, strict=True)
+    return {"sections": [[section.about, shape] for section, shape in pairs], "entry": entry}
 
 
 def _section(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Section:

@@ -1,7 +1,7 @@
-"""The optimizer's state as boxes of global tensors: for initialisation, saving, loading and collecting.
+"""The optimizer's state as pieces of global tensors: for initialisation, saving, loading and collecting.
 
-What a rank updates of a bucket is a series of runs, every run a few boxes of one global tensor. A record says where one
-box of one part (the weight, or a tensor of the optimizer's rule) lies; `read` yields the values, bucket by bucket.
+What a rank updates of a bucket is a series of runs, every run a few pieces of one global tensor. A record is one piece of
+one part (the weight, or a tensor of the optimizer's rule) in a state's tensor; `read` yields the values, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -50,32 +49,6 @@ class Record:
         return slice_[piece.offset : piece.offset + piece.numel].view(piece.size)
 
 
-@dataclass(frozen=True, eq=False)
-class Extent:
-    """Elements of the part `part` of a global tensor: `numel` of them, at `offset` of a state's tensor."""
-
-    part: str
-    name: str
-    state: State
-    offset: int
-    numel: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.state.storages[self.part].dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def of(self, slice_: Tensor) -> Tensor:
-        """Returns the elements [numel], as a view of the state's tensor [n]."""
-        return slice_[self.offset : self.offset + self.numel]
-
-
-R = TypeVar("R", Record, Extent)
-
-
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
     """Yields every piece this rank holds, part by part within each run, in buffer order; by default all parts."""
     for state in states(optimizer):
@@ -95,9 +68,8 @@ def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[R
             yield from (Record(part, piece, state) for part in wanted)
 
 
-def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]]:
-    """Yields records with their values [*piece.size], or extents with theirs [numel]: views of this rank's state, valid
-    until the next iteration."""
+def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
+    """Yields records with their values [*piece.size]: views of this rank's state, valid until the next iteration."""
     optimizer.flush()
     by_state = [
         (state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)
