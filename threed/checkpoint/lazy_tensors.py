@@ -92,13 +92,19 @@ def read_all(tensor: LazyTensor) -> Tensor:
 
 
 def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
-    """Yields the rows of a tensor, some MiB of them at a time. itemsize: bytes per element, if more than its own."""
-    shape = tensor.shape
-    row = math.prod(shape[1:]) * max(itemsize, tensor.dtype.itemsize)
+    """Yields the rows of a tensor, some MiB of them at a time; they are valid until the next ones.
+
+    Args:
+        itemsize: bytes per element, if more than its own.
+    """
+    count, *rest = tensor.shape
+    row = math.prod(rest) * max(itemsize, tensor.dtype.itemsize)
     step = max(1, SLAB_BYTES // max(row, 1))
-    for first in range(0, shape[0], step):
-        rest = shape[1:]
-        yield read_box(tensor, (first, *(0 for _ in rest)), (min(step, shape[0] - first), *rest))
+    buffer = torch.empty((min(step, count), *rest), dtype=tensor.dtype)
+    for first in range(0, count, step):
+        values = buffer[: count - first]
+        tensor.read((first, *(0 for _ in rest)), values)
+        yield values
 
 
 def read_strided(
