@@ -148,7 +148,7 @@ class Engine:
         )
         return None if frees else Overlap(self.topology.device)
 
-    def _initial_value(self, part: str, piece: Piece) -> Tensor:
+    def _initial_value(self, piece: Piece) -> Tensor:
         seed = self.config.train.seed
         return initial(piece, seed) if self.wrapped is None else self.wrapped.initial(piece, seed)
 

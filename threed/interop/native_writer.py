@@ -8,7 +8,6 @@ A run that resumes weights alone begins at step 0, with fresh moments.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.atomic import building_place
-from threed.checkpoint.files import NAMES, CheckpointError, begin, cut
+from threed.checkpoint.files import NAMES, CheckpointError, cut, new_folder
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import TensorSource, read_slabs
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of
@@ -69,22 +67,16 @@ def write_tensors(
 
     keys = {str(number): key for number, key in enumerate(about)}
     sizes = {n: size for n, key in keys.items() if (size := _nbytes(*about[key]))}
-    building = building_place(path)
     head = {
         "format": FORMAT,
         "version": VERSION,
         "config": config.model_dump(mode="json"),
         "topology": Grid().sizes,
     }
-    try:
-        begin(path, MANIFEST, "checkpoint", sum(sizes.values()))
+    with new_folder(path, MANIFEST, "checkpoint", sum(sizes.values())) as building:
         files = enumerate([keys[n] for n in some] for some in cut(sizes, file_bytes) if some)
         entries = [_write(building / file_of(number), some, about, slabs) for number, some in files]
         finish(building, path, {**head, "state": {**FRESH, **(state or {})}}, entries)
-    except OSError as error:
-        raise CheckpointError(f"could not write {path}: {error}") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return path
 
 

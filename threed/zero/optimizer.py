@@ -84,7 +84,7 @@ class Optimizer:
         )
         self.torn = False  # a change of states began and did not end
         # What gives the initial weights, while all states are as they were initialised and it can do so again.
-        self.initial: Callable[[str, Piece], Tensor] | None = None
+        self.initial: Callable[[Piece], Tensor] | None = None
         self.updates = torch.zeros(
             (), dtype=torch.float64, device=device
         )  # done so far; a skipped step is none

@@ -119,7 +119,7 @@ def fill(
 
 def initialise(
     optimizer: Optimizer,
-    initial: Callable[[str, Piece], Tensor],
+    initial: Callable[[Piece], Tensor],
     again: bool,
     parts: tuple[str, ...] | None = (WEIGHT,),
 ) -> None:
@@ -131,7 +131,7 @@ def initialise(
     """
 
     def write(part: str, piece: Piece, out: Tensor) -> None:
-        out.copy_(initial(part, piece)) if part in (WEIGHT, PREVIOUS) else out.zero_()
+        out.copy_(initial(piece)) if part in (WEIGHT, PREVIOUS) else out.zero_()
 
     fill(optimizer, write, parts)
     optimizer.initial = initial if again else None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -22,15 +21,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from threed.atomic import building_place, publish, write_text
+from threed.atomic import publish, write_text
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, begin, cut, stream_tensors
+from threed.checkpoint.files import CheckpointError, cut, new_folder, stream_tensors
 from threed.checkpoint.finite import Tally, narrowed
 from threed.checkpoint.lazy_tensors import TensorSource, read_slabs
 from threed.checkpoint.reading import Reader
 from threed.config import ModelConfig
 from threed.data.tokenizer import Tokenizer
-from threed.disk import why
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.layouts import (
     Entry,
@@ -103,28 +101,17 @@ def write_folder(
     values that overflow.
     """
     to = {entry.name: _dtype(dtype, entry, source) for entry in table}
-    building, nbytes = building_place(out), sum(_nbytes(entry, to[entry.name]) for entry in table)
-    try:
-        begin(out, "config.json", "Hugging Face folder", nbytes)
-        tally = Tally()
+    nbytes, tally = sum(_nbytes(entry, to[entry.name]) for entry in table), Tally()
+    with new_folder(out, "config.json", "Hugging Face folder", nbytes) as building:
         _write_weights(building, table, source, to, shard_bytes, tally)
         name = str(to[table[0].name]).removeprefix("torch.")
-        for file, content in {
-            "config.json": {**config, "dtype": name, "torch_dtype": name},
-            **files,
-        }.items():
-            write_text(
-                building / file,
-                content if isinstance(content, str) else json.dumps(content, indent=2) + "\n",
-            )
+        texts = {"config.json": {**config, "dtype": name, "torch_dtype": name}, **files}
+        for file, content in texts.items():
+            text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+            write_text(building / file, text)
         if tokenizer is not None:
             tokenizer.save_hf(building, config["model_type"])
         publish(building, out)
-    except OSError as error:
-        shutil.rmtree(building, ignore_errors=True)
-        raise CheckpointError(f"could not write {out}: {why(error, out.parent, nbytes)}") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     tally.tell(out)
     return out
 
