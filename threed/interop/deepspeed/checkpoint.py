@@ -77,6 +77,9 @@ class DeepSpeedCheckpoint(HFTensors):
         self.scale: dict[str, float] = {}
         self._tensors: dict[str, dict[str, LazyTensor]] = {}  # by their name, then by part
         super().__init__(path, config)
+        for name, entry in self._entries.items():
+            saved = self._tensors.get(self._key(entry), {})
+            self.parts[name] = [part for part in (WEIGHT, *MOMENTS) if part in saved]
 
     def _open_all(self) -> set[str]:
         folder = step_folder(self.path)
@@ -268,14 +271,6 @@ class DeepSpeedCheckpoint(HFTensors):
                 tuple(parts[WEIGHT].shape),
             )
         yield from ()
-
-    @property
-    def parts(self) -> Mapping[str, Sequence[str]]:
-        """Of each of our tensors what there is: the weight, and moments."""
-        return {
-            name: [part for part in (WEIGHT, *MOMENTS) if part in self._tensors[self._key(entry)]]
-            for name, entry in self._entries.items()
-        }
 
     def _theirs(self, part: str, key: str) -> LazyTensor:
         return self._tensors[key][part]

@@ -63,7 +63,7 @@ class HFTensors(ABC):
         config: their configuration as it is.
         model: that configuration as keys of ours; `seq` is the longest sequence.
         table: the names and shapes of their tensors, and which of ours each consists of.
-        shapes: of our tensors, by our names.
+        shapes, parts: of our tensors, by our names.
     """
 
     def __init__(self, path: Path, config: Path) -> None:
@@ -80,6 +80,7 @@ class HFTensors(ABC):
             )
         self.table = entries(self.model)
         self.shapes = our_shapes(self.table)
+        self.parts: dict[str, Sequence[str]] = dict.fromkeys(self.shapes, (WEIGHT,))
         self._entries = {name: entry for entry in self.table for name, _ in entry.ours}
         self._record = architectures.layout_of(dict(self.model))
         self._bare = not any(name.startswith(self._record.prefix) for name in names)
@@ -165,11 +166,6 @@ class HFTensors(ABC):
         }
 
     # ------------------------------------------------------------------------------------------------------ reading
-
-    @property
-    def parts(self) -> Mapping[str, Sequence[str]]:
-        """The parts of our tensors: weights."""
-        return dict.fromkeys(self.shapes, (WEIGHT,))
 
     def tensor(self, part: str, name: str) -> LazyTensor:
         """Returns a part of one of our tensors."""

@@ -10,7 +10,7 @@ and then the other factor. Only weights are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,7 @@ class MegatronCheckpoint:
                 f"{path} does not fit its args: it has {have} of {self.model.layers} layers"
             )
         self.shapes: Mapping[str, Shape] = our_shapes(entries(self.model))
+        self.parts = dict.fromkeys(self.shapes, (WEIGHT,))
         try:
             self._weights = ours(tensors, self.model)
         except CheckpointError as error:
@@ -113,11 +114,6 @@ class MegatronCheckpoint:
         found = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         for problem in name_problems(found, self.shapes):
             yield f"{self.path} does not fit its args: {plain(problem, 3000)}"
-
-    @property
-    def parts(self) -> Mapping[str, Sequence[str]]:
-        """The parts of our tensors: weights."""
-        return dict.fromkeys(self.shapes, (WEIGHT,))
 
     def tensor(self, part: str, name: str) -> LazyTensor:
         """Returns one of our tensors."""
