@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,11 @@ def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
     count, *rest = tensor.shape
     row = math.prod(rest) * max(itemsize, tensor.dtype.itemsize)
     step = max(1, SLAB_BYTES // max(row, 1))
-    buffer = torch.empty((min(step, count), *rest), dtype=tensor.dtype)
+    shape = (min(step, count), *rest)
+    numel = math.prod(shape)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(1, numel) * tensor.dtype.itemsize, private)  # malloc would keep it
+    buffer = torch.frombuffer(memory, dtype=tensor.dtype)[:numel].view(shape)
     for first in range(0, count, step):
         values = buffer[: count - first]
         tensor.read((first, *(0 for _ in rest)), values)
