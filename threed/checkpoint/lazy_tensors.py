@@ -1,12 +1,12 @@
 """Tensors in files, read one box at a time, and how they are composed of others.
 
-    whole = concatenate([first, second])              `Boxed`: along the rows
-    rows(whole, 100, 200)                             `Slice`: a part of it
-    Reshaped((20, 5), flat)                           the elements of a tensor of one dimension
-    read_box(whole, start=(4, 0), size=(8, 5))
+    whole = concatenate([first, second])         `Boxed`, along the rows
+    part = rows(whole, (100, 200))               `Slice`
+    matrix = Reshaped((20, 5), part)
+    read_box(matrix, start=(4, 0), size=(8, 5))
 
-Every checkpoint that is read is a `TensorSource`: native ones (`reading.Reader`), Hugging Face folders, and those of
-other programs (`threed.interop`).
+A checkpoint that is read is a `TensorSource`: native ones (`reading.Reader`), Hugging Face folders,
+and those of other programs (`threed.interop`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from threed.zero.state import PREVIOUS, WEIGHT
 Shape = tuple[int, ...]
 SLAB_BYTES = 2**24  # of the rows of `read_slabs`
 MOST_BYTES = 2**25  # read at a time
-SHORT_BYTES = (
-    2**12
-)  # shorter rows are read together with the bytes between them, unless those are many
+# Shorter rows are read together with the bytes between them, unless those are many.
+SHORT_BYTES = 2**12
 
 
 class LazyTensor(Protocol):
@@ -69,9 +68,9 @@ class TensorSource(Protocol):
 
 
 def saved_part(part: str, saved: Collection[str]) -> str | None:
-    """Returns which of the parts that are saved of a tensor a state's part is read from; None for a new moment.
+    """Returns the saved part of a tensor that a part of the state is read from; None for a new moment.
 
-    The weights of the version before are saved only if they differ from the newest.
+    The previous weights are saved only if they differ from the newest.
     """
     part = WEIGHT if part == PREVIOUS and PREVIOUS not in saved else part
     return part if part in saved else None
@@ -113,13 +112,18 @@ def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
 
 
 def read_strided(
-    shape: Sequence[int], dtype: torch.dtype, elements: Callable[[int, Tensor], None], start: Shape, out: Tensor
-) -> None:  # fmt: skip
-    """Copies a box of a row-major tensor to `out`: rows along one dimension, as many as are read at once.
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    elements: Callable[[int, Tensor], None],
+    start: Shape,
+    out: Tensor,
+) -> None:
+    """Copies a box of a row-major tensor to `out`, at most `MOST_BYTES` per read.
 
     Args:
         shape: of the tensor.
-        elements: `elements(first, values)` reads values [n] from element `first` on, contiguous and on the CPU.
+        elements: `elements(first, values)` reads values [n] from element `first` on. They are
+            contiguous and on the CPU.
         start: where the box [*out.shape] begins.
     """
     if not shape:
@@ -153,7 +157,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _span(size: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the number of elements from the first to the last of a box, in the order of the tensor."""
+    """Returns how many elements of the tensor lie from the first to the last one of a box."""
     return 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
 
 
@@ -165,7 +169,11 @@ T = TypeVar("T", bound=LazyTensor)
 
 @dataclass(frozen=True, eq=False)
 class Boxed(Generic[T]):
-    """A tensor that consists of boxes, which cover it: the first element of each along every dimension, and its values."""
+    """A tensor that consists of boxes, which cover it.
+
+    Attributes:
+        boxes: of each where it starts, and its values.
+    """
 
     shape: Shape
     boxes: Sequence[tuple[Shape, T]]
@@ -181,7 +189,10 @@ class Boxed(Generic[T]):
             tensor.read(inside, out[slices(at, size, start)])
 
     def meeting(self, start: Shape, size: Shape) -> Iterator[tuple[T, Shape, Shape, Shape]]:
-        """Yields the boxes that intersect a box; where the intersection begins in each and in the tensor, and its size."""
+        """Yields the boxes that intersect a box.
+
+        Each with the start of the intersection in it, that in the tensor, and its size.
+        """
         for origin, tensor in self.boxes:
             if (common := intersect(start, size, origin, tensor.shape)) is not None:
                 at, extent = common
@@ -206,8 +217,8 @@ class Slice:
             not 0 <= a <= a + n <= m for a, n, m in zip(start, size, have, strict=True)
         ):
             raise CheckpointError(
-                f"a tensor has fewer rows than its model says: its shape is {list(have)}, and {list(size)} at"
-                f" {list(start)} is needed"
+                f"a tensor has fewer rows than its model says: its shape is {list(have)}, and"
+                f" {list(size)} at {list(start)} is needed"
             )
 
     def _padded(self, values: Sequence[int], by: int) -> Shape:
@@ -227,7 +238,7 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class Reshaped:
-    """A tensor of another shape; its elements, in row-major order, are those of a tensor of one dimension.
+    """A tensor of one dimension in another shape, in row-major order.
 
     Raises:
         CheckpointError: their numbers differ.
@@ -353,10 +364,11 @@ class FileTensor:
         return True
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies a box to `out`. Raises CheckpointError if the file cannot be read, or has no such box."""
+        """Copies a box to `out`; CheckpointError if the file cannot be read, or has no such box."""
         if any(a + n > m for a, n, m in zip(start, out.shape, self.shape, strict=True)):
             raise CheckpointError(
-                f"{self.path}: {list(out.shape)} at {list(start)} of a tensor of shape {list(self.shape)}"
+                f"{self.path}: {list(out.shape)} at {list(start)} of a tensor of shape"
+                f" {list(self.shape)}"
             )
         if self.contiguous:
             read_strided(self.shape, self.dtype, self._elements, start, out)

@@ -82,7 +82,7 @@ class SavedBox:
 class Reader:
     """Reads boxes of a checkpoint's tensors, as a `TensorSource`.
 
-    Raises CheckpointError for a file that is no safetensors, or has other tensors than the manifest says.
+    Raises CheckpointError if a file is not as the manifest says, when it is first read.
 
     Attributes:
         shapes: of the weights, by name.
@@ -109,7 +109,7 @@ class Reader:
     def _index_sections(
         self, files: Sequence[Mapping[str, Any]]
     ) -> dict[tuple[str, str], Boxed[SavedBox]]:
-        """Returns the saved parts of tensors."""
+        """Returns the saved tensors by part and name."""
         found: dict[tuple[str, str], list[tuple[Shape, SavedBox]]] = {}
         holders: list[dict[int, tuple[str, str]]] = [{} for _ in self._sections]
         for entry in files:

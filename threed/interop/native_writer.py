@@ -1,6 +1,6 @@
 """Writes a native checkpoint without an engine or a process group, from any `TensorSource`.
 
-    write_tensors(path, config, HFFolder(folder), dtype="bf16", state={"extra": {"tokenizer": hashes}})
+    write_tensors(path, config, HFFolder(folder), dtype="bf16", state={"extra": extra})
 
 A run that resumes weights alone begins at step 0, with fresh moments.
 """
