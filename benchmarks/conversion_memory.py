@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,8 +28,7 @@ from torch import Tensor
 from threed.config import ModelConfig
 from threed.interop.convert import convert
 from threed.interop.huggingface.export import write_folder
-from threed.interop.huggingface.folder import slabs
-from threed.interop.huggingface.layouts import config_of, entries
+from threed.interop.huggingface.layouts import config_of, entries, our_shapes
 from threed.resolution import resolve_model
 
 STEPS = (
@@ -39,17 +39,31 @@ STEPS = (
 )
 
 
-class Random:
-    """Weights drawn as they are asked for."""
+@dataclass(frozen=True)
+class RandomTensor:
+    """A tensor that is drawn as it is read."""
 
-    def dtype(self, name: str) -> torch.dtype:
-        """All are fp32."""
-        return torch.float32
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
 
-    def box(self, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    def read(self, start: tuple[int, ...], out: Tensor) -> None:
         """Numbers that follow from the name and the place."""
-        seed = int.from_bytes(hashlib.sha256(f"{name} {start}".encode()).digest()[:7], "little")
-        return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 0.02
+        text = f"{self.name} {start}"
+        seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+        out.copy_(torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)) * 0.02)
+
+
+class RandomSource:
+    """The weights of a model, drawn as they are read."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.shapes = our_shapes(entries(model))
+        self.parts = dict.fromkeys(self.shapes, ("weight",))
+
+    def tensor(self, part: str, name: str) -> RandomTensor:
+        """Returns a weight."""
+        return RandomTensor(name, self.shapes[name])
 
 
 def model_of(arch: str, gib: float) -> ModelConfig:
@@ -111,10 +125,9 @@ def _hashes(file: Path) -> Iterator[tuple[str, str]]:
     with safe_open(file, framework="pt") as opened:
         for name in list(opened.keys()):
             values, digest = opened.get_slice(name), hashlib.sha256()
-            for first, last in slabs(tuple(values.get_shape()), 4):
-                digest.update(
-                    values[first:last].contiguous().view(-1).view(torch.uint8).numpy().data
-                )
+            for first in range(0, values.get_shape()[0], 1024):
+                rows = values[first : first + 1024].contiguous()
+                digest.update(rows.view(-1).view(torch.uint8).numpy().data)
             yield name, digest.hexdigest()
 
 
@@ -132,7 +145,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
         model = model_of(arguments.arch, arguments.gib)
-        write_folder(Path(place, "theirs"), entries(model), Random(), config_of(model))
+        write_folder(Path(place, "theirs"), entries(model), RandomSource(model), config_of(model))
         sizes = sum(file.stat().st_size for file in Path(place, "theirs").glob("*.safetensors"))
         for src, dst, to, dtype in STEPS:
             words = [str(Path(place, src)), str(Path(place, dst)), to, dtype or ""]

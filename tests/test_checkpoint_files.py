@@ -24,7 +24,7 @@ from threed.atomic import publish
 from threed.checkpoint import files, native
 from threed.checkpoint.checksum import Hashes, checksum, tree_hash
 from threed.checkpoint.files import stream_tensors
-from threed.sharding import Piece, boxes, intersect
+from threed.sharding import Piece, intersect, split
 
 
 def test_files_of_tensors_are_safetensors(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_boxes_hold_every_element_of_a_range_once_and_in_order(
     number = torch.full(piece.shape, -1)
     inside = tuple(slice(s, s + n) for s, n in zip(piece.start, piece.size, strict=True))
     number[inside] = torch.arange(piece.numel).view(piece.size)
-    found = list(boxes(piece, first, last))
+    found = list(split(piece, first, last))
     assert len(found) <= 2 * len(piece.size) - 1
     flat = torch.full((last - first,), -1)
     for box in found:

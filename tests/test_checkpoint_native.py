@@ -26,6 +26,7 @@ from tests.harness import run_ranks
 from threed import collectives
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, TensorFile
+from threed.checkpoint.lazy_tensors import read_all, read_box
 from threed.checkpoint.reading import Reader
 from threed.engine import Engine
 
@@ -65,13 +66,15 @@ def test_a_checkpoint_holds_every_value_once_and_no_padding(tmp_path: Path) -> N
         )
         reader = Reader(path, manifest)
         assert reader.shapes == {name: tuple(w.shape) for name, w in weights.items()}
-        assert all(torch.equal(reader.full("weight", name), w) for name, w in weights.items())
+        assert all(
+            torch.equal(read_all(reader.tensor("weight", name)), w) for name, w in weights.items()
+        )
         word, part = (
             weights["embedding.word.weight"],
-            reader.box("weight", "embedding.word.weight", (7, 3), (40, 2)),
+            read_box(reader.tensor("weight", "embedding.word.weight"), (7, 3), (40, 2)),
         )
         assert torch.equal(part, word[7:47, 3:5])
-        assert all(reader.full("exp_avg_sq", name).min() >= 0 for name in weights)
+        assert all(read_all(reader.tensor("exp_avg_sq", name)).min() >= 0 for name in weights)
 
 
 def test_reading_what_was_never_saved_is_an_error(tmp_path: Path) -> None:
@@ -79,9 +82,9 @@ def test_reading_what_was_never_saved_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "step-0"
     reader = Reader(path, native.read_manifest(path))
     with pytest.raises(CheckpointError, match="0 of 4 values of weight of nobody"):
-        reader.box("weight", "nobody", (0,), (4,))
+        reader.check("weight", "nobody", (0,), (4,))
     with pytest.raises(CheckpointError, match=r"values of weight of embedding\.word\.weight"):
-        reader.box("weight", "embedding.word.weight", (50, 0), (10, 32))
+        reader.check("weight", "embedding.word.weight", (50, 0), (10, 32))
 
 
 # ------------------------------------------------------------------------------------------------------------ damage

@@ -31,7 +31,6 @@ from threed.config import Config
 from threed.layers import Slicing
 from threed.planner.grid import Grid
 from threed.resolution import resolve
-from threed.sharding import boxes
 from threed.topology import Topology
 from threed.zero.state import new_state
 
@@ -126,7 +125,7 @@ class Counting(Reader):
         self.names = set[str]()
         super().__init__(path, manifest)
 
-    def _file(self, name: str) -> TensorFile:
+    def file(self, name: str) -> TensorFile:
         self.names.add(name)
         return None  # type: ignore[return-value]
 
@@ -136,9 +135,9 @@ def opened(manifest: dict[str, Any], blueprint: Blueprint) -> int:
     reader = Counting(Path("nowhere"), manifest)
     for bucket in blueprint.layout.buckets:
         for run in bucket.runs():
-            for box in boxes(run.piece, run.first, run.last):
+            for piece in run.pieces():
                 for part in ("weight", *PARTS):
-                    reader.check(part, run.piece.name, box.start, box.size)
+                    reader.check(part, piece.name, piece.start, piece.size)
     return len(reader.names)
 
 

@@ -22,6 +22,7 @@ from tests.harness import run_ranks
 from threed import cli
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.lazy_tensors import read_all
 from threed.checkpoint.reading import Reader
 from threed.config import Config, ModelConfig
 from threed.interop.convert import convert
@@ -71,7 +72,7 @@ def compare(reader: Reader, truth: dict[str, Tensor], part: str, prefix: str) ->
     for entry in entries(model_of(reader)):
         if (theirs := truth.get(f"{prefix}/{entry.name}")) is not None:
             for name, want in entry.split(theirs).items():
-                assert torch.equal(reader.full(part, name), want), (
+                assert torch.equal(read_all(reader.tensor(part, name)), want), (
                     f"{part} of {name}, beside {prefix}"
                 )
                 count += 1
@@ -112,7 +113,9 @@ def check_against_the_module(reader: Reader, truth: dict[str, Tensor]) -> None:
     """The masters round to the weights in bf16 that the engine computes with."""
     for entry in entries(model_of(reader)):
         for name, want in entry.split(truth[f"module/{entry.name}"]).items():
-            assert torch.equal(reader.full("weight", name).bfloat16().float(), want), name
+            assert torch.equal(read_all(reader.tensor("weight", name)).bfloat16().float(), want), (
+                name
+            )
 
 
 def test_the_order_of_round_robin_is_that_of_the_moments_too(folders: Path, tmp_path: Path) -> None:
@@ -122,9 +125,9 @@ def test_the_order_of_round_robin_is_that_of_the_moments_too(folders: Path, tmp_
         readers.append(Reader(out, native.read_manifest(out)))
     for name in readers[0].shapes:
         for part in ("weight", *MOMENTS):  # the same training: of gradients in bf16, the same sums
-            assert torch.equal(readers[0].full(part, name), readers[1].full(part, name)), (
-                f"{part} of {name}"
-            )
+            assert torch.equal(
+                read_all(readers[0].tensor(part, name)), read_all(readers[1].tensor(part, name))
+            ), f"{part} of {name}"
 
 
 @pytest.mark.parametrize("name", ["gpt2-0-fp32", "llama-0-bf16"])
@@ -137,7 +140,7 @@ def test_stage_0_has_weights_alone(name: str, folders: Path, tmp_path: Path) -> 
         assert all(parts == {"weight"} for parts in reader.parts.values())
         for entry in entries(model_of(reader)):
             for ours, want in entry.split(truth[f"module/{entry.name}"]).items():
-                assert torch.equal(reader.full("weight", ours).float(), want)
+                assert torch.equal(read_all(reader.tensor("weight", ours)).float(), want)
 
 
 @pytest.mark.parametrize("name", ["llama-2-fp16", "gpt2-3-fp16"])
@@ -171,9 +174,9 @@ def test_universal_checkpoints_are_those_that_they_were_made_of(
     assert readers[0].parts == readers[1].parts
     for key, parts in readers[0].parts.items():
         for part in parts:
-            assert torch.equal(readers[0].full(part, key), readers[1].full(part, key)), (
-                f"{part} of {key}"
-            )
+            assert torch.equal(
+                read_all(readers[0].tensor(part, key)), read_all(readers[1].tensor(part, key))
+            ), f"{part} of {key}"
 
 
 def removed(*names: str) -> Callable[[Path], Any]:

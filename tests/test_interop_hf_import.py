@@ -5,6 +5,7 @@ The folders are written by `transformers` itself, from random weights of every f
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -27,8 +28,9 @@ from tests.configs import Case, engine_of
 from tests.harness import run_ranks
 from tests.test_models_families import FAMILIES, SEQ, TOKENS, VOCAB, theirs
 from threed.arguments import load
-from threed.checkpoint import native
+from threed.checkpoint import lazy_tensors, native
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.lazy_tensors import LazyTensor
 from threed.cli import main
 from threed.config import Config
 from threed.data.tokenizer import ByteTokenizer
@@ -146,25 +148,45 @@ def test_convert_goes_there_and_back_bit_for_bit(
     assert after == before | {"torch_dtype": before["dtype"]}
 
 
+@dataclasses.dataclass
+class Counted:
+    """A tensor that counts the elements which are read."""
+
+    inner: LazyTensor
+    name: str
+    seen: dict[str, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.inner.shape
+
+    def read(self, start: tuple[int, ...], out: Tensor) -> None:
+        self.seen[self.name] = self.seen.get(self.name, 0) + out.numel()
+        self.inner.read(start, out)
+
+
 def what_is_read(folder: Path) -> list[tuple[dict[str, int], int, list[str]]]:
     """Of some topologies: elements that this rank reads of each tensor, those it keeps, and the files it opens."""
-    found, box = [], HFFolder.box
+    found, tensor = [], HFFolder.tensor
     for topology in TOPOLOGIES:
         engine, seen = engine_of(config_of(folder, 4, **topology)), dict[str, int]()
         files: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
 
             def noted(
-                self: HFFolder, name: str, start: Any, size: Any, seen: dict[str, int] = seen
-            ) -> Tensor:
-                seen[name] = seen.get(name, 0) + math.prod(size)
-                return box(self, name, start, size)
+                self: HFFolder, part: str, name: str, seen: dict[str, int] = seen
+            ) -> LazyTensor:
+                return Counted(tensor(self, part, name), name, seen)
 
             def opened(path: Path, files: list[str] = files) -> Any:
                 files.append(path.name)
                 return safe_open(path, framework="pt")
 
-            patch.setattr(HFFolder, "box", noted)
+            patch.setattr(HFFolder, "tensor", noted)
             patch.setattr(hf_folder, "_open", opened)
             engine.load(folder)
         kept = sum(values.numel() for part, *_, values in state_of(engine) if part == WEIGHT)
@@ -193,7 +215,7 @@ def test_a_rank_reads_its_slices_and_opens_their_files(tmp_path: Path) -> None:
 
 def convert_in_little_memory(folder: Path) -> None:
     """Converts there and back while no more than half of the largest tensor can be allocated."""
-    hf_folder.SLAB_BYTES = 2**20  # this process ends after it
+    lazy_tensors.SLAB_BYTES = 2**20  # this process ends after it
     convert(folder / "theirs", folder / "warm-up", tokenizer="none")
     convert(folder / "warm-up", folder / "warm-up-too")
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

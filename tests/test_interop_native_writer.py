@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,26 @@ from tests.configs import Case, engine_of
 from tests.configs import config_of as case_of
 from tests.harness import run_ranks
 from threed import collectives, models
+from threed.checkpoint import lazy_tensors
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.lazy_tensors import MemoryTensor, read_all
 from threed.checkpoint.manifest import read_manifest
 from threed.checkpoint.reading import Reader
-from threed.interop.native_writer import write_weights
+from threed.interop.native_writer import write_tensors
 from threed.layers import Slicing
 from threed.sharding import spec_of
+
+
+class Given:
+    """Weights in memory, as a `TensorSource`."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.tensors = {name: MemoryTensor(value) for name, value in values.items()}
+        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        self.parts = dict.fromkeys(values, ("weight",))
+
+    def tensor(self, part: str, name: str) -> MemoryTensor:
+        return self.tensors[name]
 
 
 def imported(folder: Path) -> list[str]:
@@ -30,12 +44,10 @@ def imported(folder: Path) -> list[str]:
     values = {
         name: torch.randn(shape, dtype=torch.float64) for name, shape in sorted(names.items())
     }
-    about = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
     for limit in (10**9, 20_000):
         path = folder / f"{limit} on {engine.topology.rank}"
-        write_weights(
-            path, engine.config, about, lambda name: values[name].split(7), {"from": "afar"}, limit
-        )
+        state = {"extra": {"from": "afar"}}
+        write_tensors(path, engine.config, Given(values), state=state, file_bytes=limit)
         collectives.barrier(engine.topology.axis("world"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -64,26 +76,33 @@ def test_weights_from_elsewhere_become_a_checkpoint(tmp_path: Path) -> None:
     assert run_ranks(2, imported, tmp_path) == [[], []]
 
 
-def test_an_import_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    config, about = case_of(Case()), {"a": (torch.float32, (2, 3)), "none": (torch.float32, (0, 3))}
-    good = {"a": torch.ones(2, 3).split(1), "none": []}
+class Broken(MemoryTensor):
+    """A tensor whose last row cannot be read."""
 
-    def broken(name: str) -> Iterator[Tensor]:
-        yield torch.ones(1, 3)
-        raise CheckpointError("the source is damaged")
+    def read(self, start: tuple[int, ...], out: Tensor) -> None:
+        if start[0] + out.shape[0] == self.shape[0]:
+            raise CheckpointError("the source is damaged")
+        super().read(start, out)
 
-    for slabs, error, text in (
-        (lambda name: [torch.ones(2, 2)], ValueError, "not complete"),
-        (lambda name: [torch.ones(2, 3, dtype=torch.float64)], ValueError, "0 is torch.float64"),
-        (lambda name: [], ValueError, "not complete"),
-        (lambda name: [torch.ones(2, 3), torch.ones(1)], ValueError, "more tensors than announced"),
-        (broken, CheckpointError, "the source is damaged"),
+
+def test_an_import_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lazy_tensors, "SLAB_BYTES", 12)  # a row at a time
+    config, good = case_of(Case()), {"a": torch.ones(2, 3), "none": torch.empty(0, 3)}
+    for a, error, text in (
+        (MemoryTensor(torch.ones(2, 2)), ValueError, "not complete"),
+        (MemoryTensor(torch.ones(1, 3)), ValueError, "not complete"),
+        (MemoryTensor(torch.ones(0, 3)), ValueError, "not complete"),
+        (MemoryTensor(torch.ones(3, 3)), ValueError, "more tensors than announced"),
+        (MemoryTensor(torch.ones(2, 3, dtype=torch.int64)), CheckpointError, "are not read"),
+        (Broken(torch.ones(2, 3)), CheckpointError, "the source is damaged"),
     ):
+        source = Given(good)
+        source.tensors["a"] = a
         with pytest.raises(error, match=text):
-            write_weights(tmp_path / "out", config, about, slabs)
+            write_tensors(tmp_path / "out", config, source)
         assert list(tmp_path.iterdir()) == []
-    write_weights(tmp_path / "out", config, about, good.__getitem__)
-    assert (
-        Reader(tmp_path / "out", read_manifest(tmp_path / "out")).full("weight", "a").tolist()
-        == [[1.0] * 3] * 2
-    )
+    write_tensors(tmp_path / "out", config, Given(good))
+    reader = Reader(tmp_path / "out", read_manifest(tmp_path / "out"))
+    assert read_all(reader.tensor("weight", "a")).tolist() == [[1.0] * 3] * 2

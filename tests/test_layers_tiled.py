@@ -31,7 +31,7 @@ from threed.layers import ReplicatedLinear, Slicing
 from threed.layers.tiled import GRANULE, cut_rows, spans
 from threed.ops import matmul
 from threed.ops.matmul import Matmul
-from threed.sharding import Box, attach, initial, matrix, spec_of
+from threed.sharding import attach, initial, matrix, spec_of
 from threed.topology import Axis, Topology
 from threed.zero import layout
 
@@ -385,7 +385,7 @@ def test_initial_values_and_names_do_not_depend_on_tiles() -> None:
                 Slicing(Axis("tp", tuple(range(tp)), rank), tile=tiles)
             ).parameters():
                 for piece in spec_of(param).pieces:
-                    part = initial(piece, Box(piece.start, piece.size, 0), seed=7)
+                    part = initial(piece, seed=7)
                     full = found.setdefault(piece.name, torch.full(piece.shape, torch.nan))
                     full[
                         tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size, strict=True))

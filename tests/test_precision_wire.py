@@ -15,7 +15,7 @@ from tests.test_step import with_
 from threed.config import Config
 from threed.engine import Engine
 from threed.precision import DTYPES
-from threed.sharding import Box, boxes
+from threed.sharding import Piece
 from threed.zero.reductions import Gradient
 
 ROWS, MICROBATCHES = 8, 2  # rows a rank
@@ -136,19 +136,19 @@ def engine_for(wire: Wire, world: int) -> Engine:
     return Engine(Net(), topology_of(1, 1), config)
 
 
-def capture(engine: Engine) -> list[tuple[str, Box, Tensor]]:
+def capture(engine: Engine) -> list[tuple[str, Piece, Tensor]]:
     """A list that the next step fills with what arrives at the optimizer: name, place in the tensor, values."""
-    found: list[tuple[str, Box, Tensor]] = []
+    found: list[tuple[str, Piece, Tensor]] = []
     inner: Callable[..., object] = engine.optimizer.step
 
     def step(gradients: list[Gradient], carry: Tensor) -> object:
         slices = (gradient.storage.fetch().wait() for gradient in gradients)
         for bucket, part in zip(engine.layout.buckets, slices, strict=True):
             for run in bucket.runs():
-                for box in boxes(run.piece, run.first, run.last):
-                    at = run.offset + box.offset
-                    values = part[at : at + box.numel].view(box.size).clone()
-                    found.append((run.piece.name, box, values))
+                for piece in run.pieces():
+                    at = piece.offset
+                    values = part[at : at + piece.numel].view(piece.size).clone()
+                    found.append((piece.name, piece, values))
         return inner(gradients, carry)
 
     engine.optimizer.step = step  # type: ignore[method-assign, assignment]

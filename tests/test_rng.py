@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.live import Peak
 from threed import native, rng
-from threed.sharding import Box, Init, Piece, boxes, initial
+from threed.sharding import Init, Piece, initial, split
 
 # Random123 1.14.0 (Salmon et al., SC 2011), tests/kat_vectors, philox4x32-10: counter, key, result.
 VECTORS = [
@@ -116,15 +116,15 @@ def test_the_boxes_of_a_flat_range_put_together_are_the_range(
     first = data.draw(st.integers(0, piece.numel))
     last = data.draw(st.integers(first, piece.numel))
     flat = torch.full((last - first,), float("nan"))
-    for box in boxes(piece, first, last):
-        flat[box.offset : box.offset + box.numel] = initial(piece, box, 3).reshape(-1)
+    for part in split(piece, first, last):
+        flat[part.offset : part.offset + part.numel] = initial(part, 3).reshape(-1)
     (r, c), (n, m) = start, size
     assert torch.equal(flat, (whole(shape) * 0.5)[r : r + n, c : c + m].reshape(-1)[first:last])
 
 
 def test_constants_have_no_noise() -> None:
-    piece = Piece("b", (5,), (0,), (5,), init=Init(value=1.0))
-    assert torch.equal(initial(piece, Box((1,), (3,), 1), seed=0), torch.ones(3))
+    piece = Piece("b", (5,), (1,), (3,), init=Init(value=1.0))
+    assert torch.equal(initial(piece, seed=0), torch.ones(3))
 
 
 def normal_cdf(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from threed.config import Config
 from threed.engine import Engine, StepMetrics
 from threed.ops.matmul import Matmul
 from threed.precision import LossScale
-from threed.sharding import Box, Piece
+from threed.sharding import Piece
 from threed.zero.norm import squares
 from threed.zero.records import fill_in_place
 from threed.zero.reductions import Gradient
@@ -416,7 +416,7 @@ def break_a_load(engine: Engine, _: pytest.MonkeyPatch) -> None:
     """Weights of which the second cannot be read."""
     given: list[Piece] = []
 
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
+    def write(part: str, piece: Piece, out: Tensor) -> None:
         given.append(piece)
         if len(given) == 2:
             raise OSError("no such file")

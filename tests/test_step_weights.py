@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from threed.engine import Engine
-from threed.sharding import ShardSpec, boxes, matrix, parameter
+from threed.sharding import ShardSpec, matrix, parameter
 from threed.topology import Topology
 from threed.zero import layout
 from threed.zero.layout import Policy
@@ -35,10 +35,10 @@ def owned_gradients(engine: Engine, gradients: list[Gradient]) -> Boxes:
     for bucket, gradient in zip(engine.layout.buckets, gradients, strict=True):
         part = gradient.storage.fetch().wait()
         for run in bucket.runs() if bucket.group.owned else ():
-            for box in boxes(run.piece, run.first, run.last):
-                at = run.offset + box.offset
-                values = part[at : at + box.numel].view(box.size).clone()
-                found.append((run.piece.name, run.piece.shape, box.start, box.size, values))
+            for piece in run.pieces():
+                at = piece.offset
+                values = part[at : at + piece.numel].view(piece.size).clone()
+                found.append((piece.name, piece.shape, piece.start, piece.size, values))
     return found
 
 

@@ -73,7 +73,7 @@ class Loop:
         )
         found = {name: torch.zeros_like(w) for name, w in weights.items()}
         for r in self._records():
-            found[r.piece.name][slices(r.box.start, r.box.size)] = r.of(
+            found[r.piece.name][slices(r.piece.start, r.piece.size)] = r.of(
                 r.state.bucket.grad.fetch().wait()
             )
         return found

@@ -82,7 +82,7 @@ def keep(case: Case) -> Kept:
         found = counts.setdefault(
             record.piece.name, torch.zeros(record.piece.shape, dtype=torch.int32)
         )
-        found[slices(record.box.start, record.box.size)] += 1
+        found[slices(record.piece.start, record.piece.size)] += 1
     return Kept(counts, params_of(engine), rounded(engine), held)
 
 

@@ -357,7 +357,9 @@ def _folder_facts(path: Path) -> str:
         raise CheckpointError("\n".join(problems))
     names = sorted(folder.shapes)
     count = sum(math.prod(shape) for shape in folder.shapes.values())
-    formats = ", ".join(sorted({str(folder.dtype(name)).removeprefix("torch.") for name in names}))
+    formats = ", ".join(
+        sorted({str(folder.tensor("weight", name).dtype).removeprefix("torch.") for name in names})
+    )
     lines = [
         f"{path}: a Hugging Face folder whose tensors are those of its configuration; it has no hashes",
         f"model {folder.model.arch}, {count:,} parameters, {formats}",

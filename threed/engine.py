@@ -48,7 +48,7 @@ from threed.pipeline.overlap import Overlap
 from threed.pipeline.transport import Transport, links
 from threed.precision import LossScale
 from threed.resolution import resolve
-from threed.sharding import Box, Piece, initial
+from threed.sharding import Piece, initial
 from threed.topology import Topology
 from threed.zero import agreement, records, replicas, setup
 from threed.zero.access import Holder
@@ -408,8 +408,8 @@ class LayeredEngine(Engine):
         return Gatherer(self.layout, axis, setup.weight_codec(self.config))
 
     def _initialise(self) -> None:
-        def values(part: str, piece: Piece, box: Box) -> Tensor:
-            return initial(piece, box, self.config.train.seed)
+        def values(piece: Piece) -> Tensor:
+            return initial(piece, self.config.train.seed)
 
         records.initialise(self.optimizer, values, again=True)
 
@@ -462,8 +462,8 @@ class ModuleEngine(Engine):
         )  # fmt: skip
 
     def _initialise(self) -> None:
-        def values(part: str, piece: Piece, box: Box) -> Tensor:
-            return self.model.initial(piece, box, self.config.train.seed)
+        def values(piece: Piece) -> Tensor:
+            return self.model.initial(piece, self.config.train.seed)
 
         self.model.agree(self.topology.data, self.topology.device)
         records.initialise(self.optimizer, values, again=False)

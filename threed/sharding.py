@@ -138,27 +138,14 @@ def spec_of(param: Tensor) -> ShardSpec:
     return cast(ShardSpec, spec)
 
 
-@dataclass(frozen=True)
-class Box:
-    """A box of a global tensor, and where its elements lie: `offset` in the flat range it came from."""
-
-    start: tuple[int, ...]
-    size: tuple[int, ...]
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.size)
-
-
-def initial(piece: Piece, box: Box, seed: int) -> Tensor:
-    """The initial values of a box of a global tensor, fp32 [*box.size].
+def initial(piece: Piece, seed: int) -> Tensor:
+    """Returns the initial values of a piece, fp32 [*piece.size].
 
     Each is a function of (seed, global name, element index) alone.
     """
     if piece.init.std == 0:
-        return torch.full(box.size, piece.init.value)
-    return rng.normal(seed, piece.name, piece.shape, box.start, box.size).mul_(piece.init.std)
+        return torch.full(piece.size, piece.init.value)
+    return rng.normal(seed, piece.name, piece.shape, piece.start, piece.size).mul_(piece.init.std)
 
 
 def matrix(
@@ -178,13 +165,17 @@ def vector(
     return Piece(name, (length,), (first,), (last - first,), offset, Init(value=value))
 
 
-def boxes(piece: Piece, first: int, last: int) -> Iterator[Box]:
-    """The elements [first, last) of a piece's flat storage as row-major boxes of its global tensor.
+def split(piece: Piece, first: int, last: int, offset: int = 0) -> Iterator[Piece]:
+    """Yields the elements [first, last) of a piece's storage as pieces that are contiguous there.
 
-    A range cuts a tensor of n dimensions into at most 2n - 1 boxes. Offsets count from `first`.
+    A range of a tensor of n dimensions has at most 2n - 1 of them.
+
+    Args:
+        offset: the offset of element `first`; the offsets of the pieces follow from it.
     """
-    for start, size, offset in _flat_boxes(piece.size, first, last):
-        yield Box(tuple(p + s for p, s in zip(piece.start, start, strict=True)), size, offset)
+    for inside, size, at in _flat_boxes(piece.size, first, last):
+        start = tuple(p + s for p, s in zip(piece.start, inside, strict=True))
+        yield Piece(piece.name, piece.shape, start, size, offset + at, piece.init)
 
 
 def _flat_boxes(

@@ -47,7 +47,9 @@ def of_sections(manifest: Mapping[str, Any]) -> Iterator[str]:
             for name, start, size, _ in line["pieces"]:
                 for part in section["parts"]:
                     found[part, name].append((start, size))
-    yield from _partition_problems(found, shapes)
+    for (part, name), boxes in found.items():
+        if problem := partition_problem(f"{part} of {name}", shapes[name], boxes):
+            yield problem
     if unused := set(shapes) - {name for _, name in found}:
         yield f"it has no values of {min(unused)}"
 
@@ -65,40 +67,23 @@ def _line_problem(line: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
     return ""
 
 
-def of_boxes(files: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields what is wrong with boxes (part, name, global shape, start, size) that files list."""
-    found: dict[tuple[str, str], list[tuple[Corner, Corner]]] = defaultdict(list)
-    shapes: dict[str, list[int]] = {}
-    for entry in files:
-        for part, name, shape, start, size in entry["boxes"]:
-            if shapes.setdefault(name, shape) != shape:
-                yield f"{name} has shape {shapes[name]} and shape {shape}"
-            if not len(start) == len(size) == len(shape):
-                yield f"a box of {part} of {name} has other dimensions than {shape}"
-            found[part, name].append((start, size))
-    yield from _partition_problems(found, shapes)
-
-
-def _partition_problems(
-    found: Mapping[tuple[str, str], list[tuple[Corner, Corner]]],
-    shapes: Mapping[str, Sequence[int]],
-) -> Iterator[str]:
-    for (part, name), boxes in found.items():
-        if problem := _problem(shapes[name], boxes):
-            yield problem.format(f"{part} of {name}")
-
-
-def _problem(shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]]) -> str:
-    """Returns why boxes (start, size) are no partition of a tensor, "" if they are one."""
+def partition_problem(
+    what: str, shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]]
+) -> str:
+    """Returns why boxes (start, size) are no partition of a tensor, "" if they are one. what: its name in the text."""
+    if any(not len(start) == len(size) == len(shape) for start, size in boxes):
+        return f"a box of {what} has other dimensions than {list(shape)}"
     if any(a + n > m for start, size in boxes for a, n, m in zip(start, size, shape, strict=True)):
-        return f"a box of {{}} lies outside of its shape {list(shape)}"
+        return f"a box of {what} lies outside of its shape {list(shape)}"
     found, wanted = sum(math.prod(size) for _, size in boxes), math.prod(shape)
     if found < wanted:
-        return f"the checkpoint has {found} of {wanted} values of {{}}"
+        return f"the checkpoint has {found} of {wanted} values of {what}"
     cut = [d for d, m in enumerate(shape) if any(size[d] < m for _, size in boxes)]
     if len(boxes) << len(cut) > MOST_CORNERS:
-        return "{} is cut into too many boxes"
-    return "" if found == wanted and _is_partition(shape, boxes, cut) else "boxes of {} overlap"
+        return f"{what} is cut into too many boxes"
+    return (
+        "" if found == wanted and _is_partition(shape, boxes, cut) else f"boxes of {what} overlap"
+    )
 
 
 def _is_partition(

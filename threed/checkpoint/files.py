@@ -17,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from torch import Tensor
 from threed.atomic import building_place
 from threed.checkpoint.checksum import BLOCK, Hashes, Hashing, threads
 from threed.disk import in_units as in_units
+from threed.disk import why
 from threed.parse import plain as plain
 
 NAMES = {
@@ -309,6 +311,23 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
     building.mkdir(parents=True)
     check_space(path.parent, nbytes, kind)
     return building
+
+
+@contextmanager
+def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
+    """Yields the folder that `path` is built in, as `begin` makes it; removes what is left of it after the block.
+
+    Raises CheckpointError where `begin` does, and if the block cannot write.
+    """
+    try:
+        yield begin(path, mark, kind, nbytes)
+    except OSError as error:
+        shutil.rmtree(building_place(path), ignore_errors=True)  # frees what it took
+        raise CheckpointError(
+            f"could not write {path}: {why(error, path.parent, nbytes)}"
+        ) from error
+    finally:
+        shutil.rmtree(building_place(path), ignore_errors=True)
 
 
 def check_space(folder: Path, needed: int, kind: str = "checkpoint") -> None:

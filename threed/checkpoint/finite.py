@@ -1,8 +1,8 @@
 """Values that are not finite: neither written into a checkpoint by a run nor taken from one; conversions pass them on.
 
-    checked(stream, names(extents))      the same stream; NotFiniteError at the first tensor that has some
-    watch = Watch(write, trained)        for `fill_in_place`: notes the first tensor that has some
-    watch.problems                       one line, or none
+    checked(values, records)             the same values; NotFiniteError at the first tensor that has some
+    restore = Restore(source, trained)   for `records.fill`: notes the first tensor that has some
+    restore.problems                     one line, or none
     tally = Tally(); tally.passed(name, slab); tally.tell(path)      of a conversion: counts tensors that have some
 
 Weights and moments of what is trained must be finite, for a run that goes on from anything else is lost. Buffers and
@@ -11,18 +11,18 @@ frozen parameters need not be: a mask may well hold minus infinity.
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
-from threed.sharding import Box, Piece
-from threed.zero.records import Extent
-
-Write = Callable[[str, Piece, Box, Tensor], None]
+from threed.checkpoint.lazy_tensors import TensorSource, saved_part
+from threed.sharding import Piece
+from threed.zero.records import Record
 
 
 class NotFiniteError(CheckpointError):
@@ -47,23 +47,18 @@ def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def names(extents: Iterable[Extent]) -> list[str]:
-    """Returns the names by which `checked` tells of tensors, "" for what need not be finite."""
-    return [f"{e.part} of {e.name}" if e.state.bucket.group.key.trainable else "" for e in extents]
+def checked(values: Iterable[Tensor], records: Iterable[Record]) -> Iterator[Tensor]:
+    """Yields tensors: those of records, in order, and others behind them, which are not looked at.
 
-
-def checked(stream: Iterable[Tensor], names: Sequence[str]) -> Iterator[Tensor]:
-    """Yields a stream's tensors. NotFiniteError at the first one that is not finite, if it has a name here.
-
-    names: of the first tensors of the stream, "" where any value will do; what comes behind them is not looked at.
+    Raises:
+        NotFiniteError: the values of a record that is trained are not finite.
     """
-    for number, values in enumerate(stream):
-        name = names[number] if number < len(names) else ""
-        if name and not is_finite(values):
+    for one, record in zip(values, itertools.chain(records, itertools.repeat(None)), strict=False):
+        if record is not None and record.state.bucket.group.key.trainable and not is_finite(one):
             raise NotFiniteError(
-                f"{name} has values that are not finite (NaN or infinite), and is not saved"
+                f"{record.part} of {record.piece.name} has values that are not finite (NaN or infinite), and is not saved"
             )
-        yield values
+        yield one
 
 
 class Tally:
@@ -88,19 +83,30 @@ class Tally:
             warnings.warn(f"{path}: {text}", stacklevel=3)
 
 
-class Watch:
-    """Writes values, and notes the first tensor that is not finite, or cannot be read; then it writes nothing more, but
-    lets the others write, who would wait for this rank. names: of those that must be finite."""
+class Restore:
+    """Sets states from a checkpoint, for `records.fill`, and notes the first tensor that has values that are not
+    finite, or that cannot be read.
 
-    def __init__(self, write: Write, names: Iterable[str]) -> None:
-        self.write, self.names = write, frozenset(names)
+    After that it does nothing, and raises nothing: the other ranks would wait for this one.
+
+    Args:
+        source: the checkpoint. Moments that it does not have are set to zero.
+        names: of the tensors that must be finite.
+    """
+
+    def __init__(self, source: TensorSource, names: Iterable[str]) -> None:
+        self.source, self.names = source, frozenset(names)
         self.problems: list[str] = []
 
-    def __call__(self, part: str, piece: Piece, box: Box, out: Tensor) -> None:
+    def __call__(self, part: str, piece: Piece, out: Tensor) -> None:
         if self.problems:
             return
+        saved = saved_part(part, self.source.parts[piece.name])
+        if saved is None:
+            out.zero_()
+            return
         try:
-            self.write(part, piece, box, out)
+            self.source.tensor(saved, piece.name).read(piece.start, out)
         except CheckpointError as error:
             self.problems.append(str(error))
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from threed import collectives
 from threed.buffers import Buffers
-from threed.sharding import Box, Piece, slices
+from threed.sharding import Piece, slices
 from threed.topology import Topology
 from threed.zero import records
 from threed.zero.optimizer import Optimizer
@@ -101,8 +101,8 @@ def take_full(
         if shape is not None and tuple(given[name].shape) != shape:
             raise ValueError(f"{name}: shape {tuple(given[name].shape)}, the model has {shape}")
 
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        out.copy_(given[piece.name][slices(box.start, box.size)])
+    def write(part: str, piece: Piece, out: Tensor) -> None:
+        out.copy_(given[piece.name][slices(piece.start, piece.size)])
 
     records.fill_in_place(optimizer, write, (records.WEIGHT,))
     buffers.restore(set(given) & set(here.buffers), given.__getitem__)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from threed import collectives
 from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.lazy_tensors import TensorSource
 from threed.checkpoint.manifest import MANIFEST as MANIFEST
 from threed.checkpoint.manifest import did_you_mean as did_you_mean
 from threed.checkpoint.manifest import missing
@@ -33,13 +33,12 @@ from threed.checkpoint.reading import Reader
 from threed.checkpoint.resuming import model_differences, optimizer_differences
 from threed.collectives import raise_together
 from threed.config import Config
-from threed.sharding import Box, Piece, slices
+from threed.sharding import slices
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import (
     PREVIOUS,
     WEIGHT,
-    Record,
     fill_in_place,
     initialise,
     read,
@@ -80,17 +79,15 @@ def load(
     fresh = {name for name in here.with_moments if kept[name] == {WEIGHT}}
     same = manifest["topology"] == topology.sizes
 
-    source = _Source(reader, fresh)
-    unreadable = _attempt(
-        path, lambda: _unreadable(path, source, optimizer, extras, everyone.index if same else None)
-    )
+    rank = everyone.index if same else None
+    unreadable = _attempt(path, lambda: _unreadable(path, reader, fresh, optimizer, extras, rank))
     if any(collectives.exchange(bool(unreadable), everyone)):
         damaged = _attempt(path, lambda: verify(path, share))  # more precise, if files are damaged
         raise_together(damaged, everyone, CheckpointError)
         raise_together(unreadable, everyone, CheckpointError)
     damaged = _attempt(path, lambda: verify(path, share))
     raise_together(damaged, everyone, CheckpointError)
-    _overwrite(path, source, here.trained, optimizer, everyone)
+    _overwrite(path, reader, here.trained, optimizer, everyone)
 
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
@@ -146,40 +143,21 @@ def _attempt(path: Path, look: Callable[[], list[str]]) -> list[str]:
         return [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A checkpoint's values for the boxes of an optimizer. fresh: tensors whose moments begin at zero."""
-
-    reader: Reader
-    fresh: Collection[str]
-
-    def check(self, record: Record) -> None:
-        """Raises CheckpointError if the files do not have all values of a box."""
-        name, box = record.piece.name, record.box
-        if not self._is_fresh(record.part, name):
-            part = self.reader.stands_for(record.part, name)
-            self.reader.check(part, name, box.start, box.size)
-
-    def write(self, part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        """Sets `out` [*box.size] to the values of a box."""
-        if self._is_fresh(part, piece.name):
-            out.zero_()
-        else:
-            part = self.reader.stands_for(part, piece.name)
-            self.reader.into(part, piece.name, box.start, box.size, out)
-
-    def _is_fresh(self, part: str, name: str) -> bool:
-        return part not in (WEIGHT, PREVIOUS) and name in self.fresh
-
-
 def _unreadable(
-    path: Path, source: _Source, optimizer: Optimizer, extras: Extras, rank: int | None
+    path: Path,
+    reader: Reader,
+    fresh: Collection[str],
+    optimizer: Optimizer,
+    extras: Extras,
+    rank: int | None,
 ) -> list[str]:
-    """Returns the reasons why states, buffers, or the generators of `rank` cannot be read."""
-    reader = source.reader
+    """Returns the reasons why states, buffers, or the generators of `rank` cannot be read. fresh: tensors whose moments
+    begin at zero."""
     try:
         for record in records(optimizer):
-            source.check(record)
+            piece = record.piece
+            if record.part in (WEIGHT, PREVIOUS) or piece.name not in fresh:
+                reader.check(record.part, piece.name, piece.start, piece.size)
         reader.check_buffers(extras.buffers.persistent())
         problems = extras.problems(reader.buffers, {} if rank is None else reader.generators(rank))
     except CheckpointError as error:
@@ -188,17 +166,23 @@ def _unreadable(
 
 
 def _overwrite(
-    path: Path, source: _Source, trained: Collection[str], optimizer: Optimizer, everyone: Axis
+    path: Path, source: TensorSource, trained: Collection[str], optimizer: Optimizer, everyone: Axis
 ) -> None:
-    """Sets all states. CheckpointError on every rank if values of `trained` are not finite, or cannot be read: a new
-    optimizer is then initialised again, another one is marked as inconsistent."""
-    initial, watch = optimizer.consistency.initial, finite.Watch(source.write, trained)
-    half = optimizer.layout.policy.param_dtype == torch.float16
+    """Sets all states from a checkpoint. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if values of `trained` are not finite, or cannot be read. A new optimizer is
+            then initialised again, another one is marked as inconsistent.
+    """
+    initial, restore = optimizer.consistency.initial, finite.Restore(source, trained)
     try:
         with optimizer.consistency.changing():
-            fill_in_place(optimizer, watch)
-            raise_together(_unusable(path, watch.problems), everyone, CheckpointError)
-            if half:  # a checkpoint of another format, or converted
+            fill_in_place(optimizer, restore)
+            why = "so training cannot go on from it"
+            problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
+            raise_together(problems, everyone, CheckpointError)
+            # a checkpoint of another format, or converted
+            if optimizer.layout.policy.param_dtype == torch.float16:
                 problems = _attempt(path, lambda: _overflows(path, optimizer))
                 raise_together(problems, everyone, CheckpointError)
     except CheckpointError:  # on every rank
@@ -219,10 +203,6 @@ def _overflows(path: Path, optimizer: Optimizer) -> list[str]:
     except CheckpointError as error:
         return [f"{path}: {error}"]
     return []
-
-
-def _unusable(path: Path, problems: Sequence[str]) -> list[str]:
-    return [f"{path}: {problem}, so training cannot go on from it" for problem in problems]
 
 
 def _differences(reader: Reader, here: fit.Expected) -> list[str]:
@@ -259,7 +239,7 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
         for _, some in groupby(read(optimizer, mine), key=lambda both: both[0].state)
     )
     about = [
-        [[r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in some]
+        [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in some]
         for _, some in groupby(mine, key=lambda record: record.state)
     ]
     full: dict[str, Tensor] = {}

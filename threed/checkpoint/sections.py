@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from threed.checkpoint.files import DTYPES, NAMES
-from threed.sharding import Piece
+from threed.sharding import Piece, split
 from threed.zero.layout import Group, Layout
-from threed.zero.records import Extent
+from threed.zero.records import Record
 from threed.zero.state import State
 
 LEAST_BYTES = 2**26  # of a part, where several ranks could write it
@@ -195,7 +195,7 @@ class Held:
         """Bytes to be written."""
         return self.numel * DTYPES[self.section.dtype].itemsize
 
-    def extents(self) -> Iterator[Extent]:
+    def extents(self) -> Iterator[Record]:
         """Yields what is to be written, in order."""
         number = self.number
         for line, states in zip(self.section.lines, self.states, strict=True):
@@ -205,7 +205,10 @@ class Held:
                 origin = state.bucket.portion_first
                 for part in self.section.parts:
                     for piece, lo, hi in runs:
-                        yield Extent(part, line.pieces[piece][0], state, lo - origin, hi - lo)
+                        name, start, size, at = line.pieces[piece]
+                        whole = Piece(name, self.shapes[name], tuple(start), tuple(size))
+                        for one in split(whole, lo - at, hi - at, lo - origin):
+                            yield Record(part, one, state)
 
 
 def held(layout: Layout, states: Iterable[State]) -> list[Held]:

@@ -153,15 +153,10 @@ def needed(
 ) -> set[str]:
     """Returns the files that this rank reads of a checkpoint."""
     with Reader(Path(), manifest) as reader:
-        boxes = (
-            (reader.stands_for(r.part, r.piece.name), r)
-            for r in records(optimizer)
-            if r.piece.name in reader.parts
-        )
         names = {
             name
-            for part, r in boxes
-            for name in reader.files_of(part, r.piece.name, r.box.start, r.box.size)
+            for r in records(optimizer)
+            for name in reader.files_of(r.part, r.piece.name, r.piece.start, r.piece.size)
         }
         names |= {
             reader.buffers[name][0]

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from threed.config import Config
 from threed.disk import why
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Extent, read, states
+from threed.zero.records import Record, read, states
 
 PATIENCE_S = 600.0  # how long the first rank waits for another one that writes
 POLL_S = 0.02
@@ -152,9 +153,9 @@ class Saving:
     )  # what is known otherwise of ranks that could not write
 
     @property
-    def records(self) -> list[Extent]:
+    def records(self) -> list[Record]:
         """What this rank writes of the optimizer's state, in order."""
-        return [extent for h in self.mine for extent in h.extents()]
+        return [record for h in self.mine for record in h.extents()]
 
     @property
     def nbytes(self) -> int:
@@ -198,36 +199,25 @@ class Saving:
     def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
         """Writes the file; returns what the first rank needs to know: its entry of the manifest, and sections."""
         sections = [[h.section.about, h.shapes] for h in self.described]
-        about: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-        about = {str(key): (DTYPES[h.section.dtype], (h.numel,)) for key, h in enumerate(self.mine)}
-        about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.beside.items()}
-        if not about:
+        if not (self.mine or self.beside):
             return {"sections": sections}
-        holds = [[h.section.digest, h.number] for h in self.mine]
-        metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(holds)}
-        hashes = stream_tensors(
-            self.file, about, self._stream(values), metadata, self.limit, self.hurries
-        )._asdict()
-        entry = {
-            "file": self.file.name,
-            **hashes,
-            "size": self.file.stat().st_size,
-            "holds": holds,
-            **self.said,
-        }
-        return {"sections": sections, "entry": entry}
+        holds = [(h.section, number) for h in self.mine if (number := h.number) is not None]
+        entry = write_file(
+            self.file, holds, self._stream(values), self.beside, self.limit, self.hurries
+        )
+        return {"sections": sections, "entry": {**entry, **self.said}}
 
     def _stream(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yields all tensors of the file; a section of which this rank has no element is an empty one."""
-        given = finite.checked(values, finite.names(self.records))
+        """Yields the values of the sections; one of which this rank has no element is an empty tensor."""
+        given = finite.checked(values, self.records)
         for h in self.mine:
             left = h.numel
             if left == 0:
                 yield torch.empty(0, dtype=DTYPES[h.section.dtype])
             while left > 0 and (tensor := next(given, None)) is not None:
                 left -= tensor.numel()
-                yield tensor
-        yield from chain(given, self.beside.values())
+                yield tensor.view(-1)
+        yield from given
 
     def note(self, problem: str) -> None:
         """Records an error, unless there was one before."""
@@ -307,6 +297,33 @@ class Saving:
                 shutil.rmtree(self.building, ignore_errors=True)
             collectives.barrier(self.everyone)
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
+
+
+def write_file(
+    path: Path,
+    holds: Sequence[tuple[Section, int]],
+    values: Iterable[Tensor],
+    extra: Mapping[str, Tensor] = MappingProxyType({}),
+    limit: float | None = None,
+    hurries: Callable[[], bool] = never,
+) -> dict[str, Any]:
+    """Writes a file, flushed to the disk, and returns its entry of the manifest.
+
+    Args:
+        holds: the sections in the file, and the number of each.
+        values: those of the sections, in order, each in one or several parts [n].
+        extra: other tensors, by name.
+        limit, hurries: see `files.write_hashed`.
+    """
+    about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        str(key): (DTYPES[section.dtype], (section.numel(number),))
+        for key, (section, number) in enumerate(holds)
+    }
+    about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in extra.items()}
+    named = [[section.digest, number] for section, number in holds]
+    metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(named)}
+    hashes = stream_tensors(path, about, chain(values, extra.values()), metadata, limit, hurries)
+    return {"file": path.name, **hashes._asdict(), "size": path.stat().st_size, "holds": named}
 
 
 def finish(

@@ -3,7 +3,7 @@
     reader = PickleReader()
     state = reader.torch_file(Path("mp_rank_00_model_states.pt"))      # a file of torch.save
     index = reader.bare(Path(".metadata"))                             # a bare pickle
-    state["module"]["lm_head.weight"].read(0, 100)                     # elements, read on demand
+    read_box(state["module"]["lm_head.weight"], (0, 0), (1, 100))      # values, read on demand
 
 A pickle is a program for a stack machine. It is harmless here for three reasons:
 
@@ -26,14 +26,15 @@ import sys
 import zipfile
 import zlib
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from threed.checkpoint.files import CheckpointError, plain
-from threed.interop.lazy_tensors import FileTensor
+from threed.checkpoint.lazy_tensors import FileTensor, read_all
 
 # Limits: memory of the objects is below 1.5 GB, and of texts below 1 GB (4 bytes per character).
 MOST_BYTES = 2**28  # of the pickles that one reader reads
@@ -449,10 +450,20 @@ class PickleReader:
         return value
 
 
+@contextmanager
+def as_written_by(program: str, path: Path) -> Iterator[None]:
+    """Raises CheckpointError if the block fails because values that were read do not have the program's layout."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        text = f"{type(error).__name__}: {plain(error)}"
+        raise CheckpointError(f"{path} is not as {program} writes checkpoints ({text})") from None
+
+
 def number(value: Any, default: float | None = None) -> float | None:
     """Returns a number that was pickled as such, or as a tensor of one element."""
-    if isinstance(value, FileTensor) and value.numel == 1:
-        return float(value.read(0, 1).double())
+    if isinstance(value, FileTensor) and math.prod(value.shape) == 1:
+        return float(read_all(value).double())
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     return default

@@ -2,7 +2,7 @@
 
     write_native(source, out, dtype, tokenizer, {"tokenizer": hashes})
 
-A `Source` says the model, which parts there are of each of our tensors, and how far its training was.
+A `Source` is a `TensorSource` with the model, and how far its training was.
 """
 
 from __future__ import annotations
@@ -13,20 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.finite import narrowed
+from threed.checkpoint.lazy_tensors import TensorSource
 from threed.config import Config, DataConfig, ModelConfig, OptimConfig
-from threed.interop.huggingface.export import dtype_of
-from threed.interop.huggingface.folder import slabs
-from threed.interop.native_writer import FILE_BYTES, Part, write_parts
-from threed.zero.records import WEIGHT
+from threed.interop.native_writer import FILE_BYTES, write_tensors
 
-Shape = tuple[int, ...]
 SQUARES = "exp_avg_sq"
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -38,11 +32,13 @@ class Progress:
     updates: float = 0.0
 
 
-class Source(Protocol):
+class Source(TensorSource, Protocol):
     """What is read of another program's checkpoint.
 
-    title: whose it is. shapes: of our tensors, by our names. notes: what is left out. scale: the loss scale, as a
-    checkpoint's state has it; empty where there is none.
+    Attributes:
+        title: the program and the kind of checkpoint.
+        scale: the loss scale, as a checkpoint's state has it; empty if there is none.
+        notes: what is left out.
     """
 
     title: str
@@ -53,22 +49,10 @@ class Source(Protocol):
     def scale(self) -> Mapping[str, float]: ...
 
     @property
-    def shapes(self) -> Mapping[str, Shape]: ...
-
-    @property
     def notes(self) -> Sequence[str]: ...
 
     def problems(self) -> Iterator[str]:
         """Yields what of it does not fit its model."""
-
-    def parts(self, name: str) -> Sequence[str]:
-        """Returns what there is of one of our tensors: the weight, and moments."""
-
-    def part_dtype(self, name: str, part: str) -> torch.dtype:
-        """Returns the format of a part."""
-
-    def part_box(self, name: str, part: str, start: Shape, size: Shape) -> Tensor:
-        """Returns a box [*size] of a part."""
 
 
 def write_native(
@@ -82,24 +66,6 @@ def write_native(
     """
     if problems := list(source.problems()):
         raise CheckpointError("; ".join(problems))
-    about = {(name, part): (_format(source, name, part, dtype), source.shapes[name])
-             for name in source.shapes for part in source.parts(name)}  # fmt: skip
-
-    def rows(part: Part) -> Iterator[Tensor]:
-        (name, kind), (to, shape) = part, about[part]
-        for first, last in slabs(shape, max(to.itemsize, 4)):
-            start, size = (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-            values = source.part_box(name, kind, start, size)
-            if not values.isfinite().all():
-                raise CheckpointError(
-                    f"{kind} of {name} has values that are not finite: take an earlier checkpoint"
-                )
-            if kind == SQUARES and (values < 0).any():
-                raise CheckpointError(
-                    f"{kind} of {name} has values below zero, which no mean of squares has"
-                )
-            yield narrowed(name, values, to)
-
     config = Config(
         model=source.model, data=DataConfig(tokenizer=tokenizer), optim=OptimConfig(name="adamw")
     )
@@ -109,15 +75,18 @@ def write_native(
         "skips": max(0.0, done.steps - done.updates),
         "extra": {"tokenizer": None, **(extra or {}), "imported": source.title}, **source.scale,
     }  # fmt: skip
-    write_parts(out, config, about, rows, state, file_bytes)
+    write_tensors(out, config, source, dtype, _check, state, file_bytes)
     for note in source.notes:
         warnings.warn(f"{source.title}: {note}", stacklevel=2)
     return out
 
 
-def _format(source: Source, name: str, part: str, dtype: str | None) -> torch.dtype:
-    """Returns the format to write a part in."""
-    found = source.part_dtype(name, part)
-    if found not in FLOATS:
-        raise CheckpointError(f"{part} of {name} is {found}: weights of that format are not read")
-    return dtype_of(dtype) if dtype is not None and part == WEIGHT else found
+def _check(part: str, name: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise CheckpointError(
+            f"{part} of {name} has values that are not finite: take an earlier checkpoint"
+        )
+    if part == SQUARES and (values < 0).any():
+        raise CheckpointError(
+            f"{part} of {name} has values below zero, which no mean of squares has"
+        )

@@ -17,8 +17,8 @@ from typing import Any
 
 from threed.checkpoint import coverage
 from threed.checkpoint.files import CheckpointError, plain
-from threed.interop.lazy_tensors import Boxed, Boxes, FileTensor, Shape, Spread
-from threed.interop.pickle_reader import PickleReader
+from threed.checkpoint.lazy_tensors import Boxed, FileTensor, LazyTensor, Shape
+from threed.interop.pickle_reader import PickleReader, as_written_by
 
 
 class DistFolder:
@@ -27,7 +27,7 @@ class DistFolder:
     def __init__(self, path: Path, reader: PickleReader) -> None:
         self.path, self._reader = path, reader
         metadata = reader.bare(path / ".metadata")
-        try:
+        with as_written_by("torch.distributed.checkpoint", path):
             state = metadata.state
             self._places = {(str(key.state["fqn"]), tuple(key.state.get("offset") or ())): info.state
                             for key, info in state["storage_data"].items()}  # fmt: skip
@@ -38,25 +38,13 @@ class DistFolder:
             }
             self._chunks = {name: [(_lengths(c.state["offsets"]), _lengths(c.state["sizes"])) for c in entry["chunks"]]
                             for name, entry in tensors.items()}  # fmt: skip
-        except (
-            KeyError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            IndexError,
-            OverflowError,
-        ) as error:
-            text = f"{type(error).__name__}: {plain(error)}"
-            raise CheckpointError(
-                f"{path} is not as torch.distributed.checkpoint writes it ({text})"
-            ) from None
 
     def entry(self, name: str) -> Any:
         """Returns an object that is an entry of its own; None if there is none."""
         info = self._places.get((name, ()))
         return None if info is None or name in self.shapes else self._read(info)
 
-    def tensors(self, names: Sequence[str]) -> dict[str, Boxes]:
+    def tensors(self, names: Sequence[str]) -> dict[str, LazyTensor]:
         """Returns tensors by name.
 
         Raises:
@@ -64,19 +52,16 @@ class DistFolder:
         """
         if empty := next((name for name in names if not self._chunks[name]), None):
             raise CheckpointError(f"{self.path} has no boxes of {plain(empty)}")
-        listed = [
-            ["weight", name, list(self.shapes[name]), *map(list, box)]
-            for name in names
-            for box in self._chunks[name]
-        ]
-        for problem in coverage.of_boxes([{"boxes": listed}]):
-            raise CheckpointError(f"{self.path}: {plain(problem)}")
+        for name in names:
+            what, shape = f"weight of {name}", self.shapes[name]
+            if problem := coverage.partition_problem(what, shape, self._chunks[name]):
+                raise CheckpointError(f"{self.path}: {plain(problem)}")
         return {
             name: Boxed(self.shapes[name], [self._box(name, *box) for box in self._chunks[name]])
             for name in names
         }
 
-    def _box(self, name: str, first: Shape, size: Shape) -> tuple[Shape, Boxes]:
+    def _box(self, name: str, first: Shape, size: Shape) -> tuple[Shape, FileTensor]:
         """Returns a box of a tensor, and its first element along every dimension."""
         if (name, first) not in self._places:
             raise CheckpointError(f"{self.path} does not say where a box of {plain(name)} is")
@@ -85,11 +70,11 @@ class DistFolder:
             raise CheckpointError(
                 f"{self.path}: a box of {plain(name)} has another shape than its list says"
             )
-        return first, Spread(size, found)
+        return first, found
 
     def _read(self, info: Mapping[str, Any]) -> Any:
         """Returns what torch.save wrote to a part of a file."""
-        try:
+        with as_written_by("torch.distributed.checkpoint", self.path):
             file, (first, length) = (
                 info["relative_path"],
                 _lengths([info["offset"], info["length"]]),
@@ -100,11 +85,6 @@ class DistFolder:
                 raise CheckpointError(
                     f"{self.path} has files that are compressed or encrypted: that is not read"
                 )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            text = f"{type(error).__name__}: {plain(error)}"
-            raise CheckpointError(
-                f"{self.path} is not as torch.distributed.checkpoint writes it ({text})"
-            ) from None
         return self._reader.torch_file(self.path / file, first, first + length)
 
 

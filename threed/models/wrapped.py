@@ -25,7 +25,7 @@ from threed import collectives
 from threed.layers.contract import PipelineLayer
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.models.counting import Inputs, Items
-from threed.sharding import Box, Piece, ShardSpec, attach, check_dense, few, is_managed
+from threed.sharding import Piece, ShardSpec, attach, check_dense, few, is_managed, slices
 from threed.topology import Axis
 
 
@@ -151,8 +151,8 @@ class Wrapped(PipelineLayer):
 
     # ------------------------------------------------------------------------------------------------ initial values
 
-    def initial(self, piece: Piece, box: Box, seed: int) -> Tensor:
-        """The initial values of a box: those the module came with, or for a module on the meta device those that its
+    def initial(self, piece: Piece, seed: int) -> Tensor:
+        """The initial values of a piece: those the module came with, or for a module on the meta device those that its
         own initialisation gives, one unit in memory at a time."""
         given = self._given[piece.name]
         values = (
@@ -160,7 +160,7 @@ class Wrapped(PipelineLayer):
             if given.device.type != "meta"
             else self._fresh(self._unit_of[piece.name].name, seed)[piece.name]
         )
-        return values[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+        return values[slices(piece.start, piece.size)]
 
     def agree(self, axis: Axis, device: torch.device) -> None:
         """Makes the values that the module came with those of the axis's first rank: all begin alike."""

@@ -32,7 +32,7 @@ from threed.pipeline.boundary import Form, like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.trace import BufferSink, alone, fingerprint
 from threed.planner.measured import LayerTimes
-from threed.sharding import attach, boxes, initial, spec_of
+from threed.sharding import attach, initial, spec_of
 
 ROUNDS, WARM, REPEATS = 3, 2, 5
 
@@ -183,9 +183,8 @@ class Timer:
     def _parameter(self, param: nn.Parameter) -> nn.Parameter:
         values = torch.zeros(param.numel(), dtype=self.dtype, device=self.device)
         for piece in spec_of(param).pieces:
-            for box in boxes(piece, 0, piece.numel):
-                at = piece.offset + box.offset
-                values[at : at + box.numel].copy_(initial(piece, box, self.seed).view(-1))
+            at = piece.offset
+            values[at : at + piece.numel].copy_(initial(piece, self.seed).view(-1))
         new = attach(nn.Parameter(values.view(param.shape), param.requires_grad), spec_of(param))
         sink = _Sink(torch.zeros_like(new, dtype=self.grad_dtype), self._scope)
         new.sink = sink  # type: ignore[attr-defined]

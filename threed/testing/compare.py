@@ -125,7 +125,7 @@ def unequal(
         if whole is None or tuple(whole.shape) != record.piece.shape:
             yield _finding(record, values, "one process has no such tensor of this shape", math.nan)
             continue
-        gap = farthest(values, whole[slices(record.box.start, record.box.size)])
+        gap = farthest(values, whole[slices(record.piece.start, record.piece.size)])
         if not gap <= tolerance:
             yield _finding(record, values, "differs", gap)
 
@@ -165,7 +165,7 @@ def farthest(got: Tensor, want: Tensor) -> float:
 
 
 def _finding(record: Record, values: Tensor, what: str, gap: float) -> Finding:
-    box = (record.box.start, record.box.size)
+    box = (record.piece.start, record.piece.size)
     kept = values.detach().cpu().clone() if values.numel() <= KEPT else None
     return Finding(record.part, what, gap, record.piece.name, box, kept)
 
@@ -173,7 +173,7 @@ def _finding(record: Record, values: Tensor, what: str, gap: float) -> Finding:
 def bad_cuts(engine: Engine, weights: Mapping[str, Tensor]) -> Iterator[Finding]:
     """On rank 0: tensors of which elements are nobody's, or more than one rank's. Collective."""
     everyone, mine = engine.topology.axis("world"), records(engine.optimizer, (WEIGHT,))
-    boxes = [[r.piece.name, r.piece.shape, r.box.start, r.box.size] for r in mine if r.owned]
+    boxes = [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in mine if r.owned]
     held: dict[str, Tensor] = {}
     for name, shape, start, size in (
         box for boxes in collectives.exchange(boxes, everyone) for box in boxes

@@ -32,7 +32,7 @@ from threed.memory.tiers import Drive, InMemory, Storage, Tier, memory_tier
 from threed.ops.adam import Adam
 from threed.ops.update import Rule
 from threed.planner.cut import Tie
-from threed.sharding import Piece, ShardSpec, attach, spec_of
+from threed.sharding import Piece, ShardSpec, attach, spec_of, split
 from threed.topology import Axis, Topology, alone
 
 CPU = torch.device("cpu")
@@ -181,6 +181,10 @@ class Run:
     first: int
     last: int
     offset: int
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yields the boxes of the global tensor that the run consists of; offsets are those in the portion."""
+        return split(self.piece, self.first, self.last, self.offset)
 
 
 @dataclass(eq=False)

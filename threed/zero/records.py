@@ -1,7 +1,7 @@
-"""The optimizer's state as boxes of global tensors: for initialisation, saving, loading and collecting.
+"""The optimizer's state as pieces of global tensors: for initialisation, saving, loading and collecting.
 
-What a rank updates of a bucket is a series of runs, every run a few boxes of one global tensor. A record says where one
-box of one part (the weight, or a tensor of the optimizer's rule) lies; `read` yields the values, bucket by bucket.
+What a rank updates of a bucket is a series of runs, every run a few pieces of one global tensor. A record is one piece of
+one part (the weight, or a tensor of the optimizer's rule) in a state's tensor; `read` yields the values, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from threed.sharding import Box, Piece, boxes
+from threed.sharding import Piece
 from threed.zero.optimizer import Optimizer
 from threed.zero.state import PREVIOUS as PREVIOUS
 from threed.zero.state import WEIGHT as WEIGHT
@@ -23,16 +22,14 @@ from threed.zero.state import Initial, State, drop_all, fetched_in_turn
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A box of the part `part` of a global tensor, at `offset` of a state's tensor.
+    """A piece of the part `part` of a global tensor; its offset is that in a state's tensor.
 
     owned: whether this rank's copy is the one that counts, if several ranks hold one.
     """
 
     part: str
     piece: Piece
-    box: Box
     state: State
-    offset: int
 
     @property
     def owned(self) -> bool:
@@ -44,41 +41,16 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+        return self.piece.numel * self.dtype.itemsize
 
     def of(self, slice_: Tensor) -> Tensor:
-        """Returns the box [*box.size], as a view of the state's tensor [n]."""
-        return slice_[self.offset : self.offset + self.box.numel].view(self.box.size)
-
-
-@dataclass(frozen=True, eq=False)
-class Extent:
-    """Elements of the part `part` of a global tensor: `numel` of them, at `offset` of a state's tensor."""
-
-    part: str
-    name: str
-    state: State
-    offset: int
-    numel: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.state.storages[self.part].dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def of(self, slice_: Tensor) -> Tensor:
-        """Returns the elements [numel], as a view of the state's tensor [n]."""
-        return slice_[self.offset : self.offset + self.numel]
-
-
-R = TypeVar("R", Record, Extent)
+        """Returns the piece [*piece.size], as a view of the state's tensor [n]."""
+        piece = self.piece
+        return slice_[piece.offset : piece.offset + piece.numel].view(piece.size)
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields every box this rank holds, part by part within each run, in buffer order; by default all parts."""
+    """Yields every piece this rank holds, part by part within each run, in buffer order; by default all parts."""
     for state in states(optimizer):
         yield from records_of(state, parts)
 
@@ -89,18 +61,15 @@ def states(optimizer: Optimizer) -> list[State]:
 
 
 def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields every box of a state, part by part within each run; by default of all parts."""
+    """Yields every piece of a state, part by part within each run; by default of all parts."""
     wanted = [part for part in state.storages if parts is None or part in parts]
     for run in state.bucket.runs():
-        for box in boxes(run.piece, run.first, run.last):
-            yield from (
-                Record(part, run.piece, box, state, run.offset + box.offset) for part in wanted
-            )
+        for piece in run.pieces():
+            yield from (Record(part, piece, state) for part in wanted)
 
 
-def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]]:
-    """Yields records with their values [*box.size], or extents with theirs [numel]: views of this rank's state, valid
-    until the next iteration."""
+def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
+    """Yields records with their values [*piece.size]: views of this rank's state, valid until the next iteration."""
     optimizer.wait()
     by_state = [
         (state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)
@@ -119,11 +88,11 @@ def read(optimizer: Optimizer, wanted: Iterable[R]) -> Iterator[tuple[R, Tensor]
 
 def fill_in_place(
     optimizer: Optimizer,
-    write: Callable[[str, Piece, Box, Tensor], None],
+    write: Callable[[str, Piece, Tensor], None],
     parts: tuple[str, ...] | None = None,
 ) -> None:
-    """Calls `write(part, piece, box, out)` for every box this rank holds, to set out [*box.size], and gathers the
-    parameters. Where there are two versions of them and one is set, the other becomes the same."""
+    """Calls `write(part, piece, out)` for every piece this rank holds, to set out [*piece.size], and gathers the
+    parameters. If there are two versions of them and one is set, the other becomes the same."""
     late = parts is None and optimizer.layout.policy.delayed
     with optimizer.overwriting(everything=parts is None):
         for state in states(optimizer):
@@ -131,7 +100,7 @@ def fill_in_place(
             publish = not (late and state.bucket.group.key.trainable)
             with optimizer.staged(state, wanted, write=True, publish=publish) as values:
                 for record in records_of(state, parts):
-                    write(record.part, record.piece, record.box, record.of(values[record.part]))
+                    write(record.part, record.piece, record.of(values[record.part]))
 
 
 def initialise(
@@ -141,13 +110,13 @@ def initialise(
 
     Args:
         optimizer: has the states.
-        initial: returns the values of a box.
+        initial: returns the values of a piece.
         again: whether it can be called later, for a load that fails.
         everything: set all other states to zero, which they are in a new optimizer.
     """
 
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        out.copy_(initial(part, piece, box)) if part in (WEIGHT, PREVIOUS) else out.zero_()
+    def write(part: str, piece: Piece, out: Tensor) -> None:
+        out.copy_(initial(piece)) if part in (WEIGHT, PREVIOUS) else out.zero_()
 
     fill_in_place(optimizer, write, None if everything else (WEIGHT,))
     if again:

@@ -1,8 +1,8 @@
 """The optimizer's states as they were at one moment, while training goes on and changes them.
 
-    snapshot = Snapshot(extents, optimizer, room)     the moment; a GPU begins to copy
+    snapshot = Snapshot(records, optimizer, room)     the moment; a GPU begins to copy
     optimizer.readers.add("disk", snapshot.release)   an update waits, bucket by bucket, for what is not safe yet
-    for values in snapshot.values(): ...              in a thread of its own: those of the extents, in order
+    for values in snapshot.values(): ...              in a thread of its own: those of the records, in order
 
 A state is safe to change once it was copied, or written. What is copied, when, and into how much memory:
 
@@ -33,7 +33,7 @@ from threed.memory.io import Transfer
 from threed.memory.tiers import OnDrive
 from threed.zero.layout import Policy
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Extent
+from threed.zero.records import Record
 from threed.zero.state import PREVIOUS, State
 
 WINDOW = 2  # slices in the window
@@ -48,12 +48,13 @@ class GivenUp(RuntimeError):
     """The snapshot ended before all of it was read."""
 
 
-def _ranges(extents: Iterable[Extent]) -> dict[str, tuple[int, int]]:
-    """Returns the elements [first, last) of each part of a state that extents span."""
+def _ranges(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
+    """Returns the elements [first, last) of each part of a state that records span."""
     found: dict[str, tuple[int, int]] = {}
-    for one in extents:
-        first, last = found.get(one.part, (one.offset, one.offset))
-        found[one.part] = min(first, one.offset), max(last, one.offset + one.numel)
+    for one in records:
+        at, end = one.piece.offset, one.piece.offset + one.piece.numel
+        first, last = found.get(one.part, (at, at))
+        found[one.part] = min(first, at), max(last, end)
     return found
 
 
@@ -85,11 +86,11 @@ def is_copied(state: State, policy: Policy, gpu: bool) -> bool:
     return gpu and not (group.sliced and policy.params_tier is not None)
 
 
-def copy_bytes(extents: Iterable[Extent], policy: Policy, gpu: bool) -> int:
+def copy_bytes(records: Iterable[Record], policy: Policy, gpu: bool) -> int:
     """The bytes of the host's memory that a save of them takes: a copy of what is on the device, and a window for the
     rest."""
     copied, rest = list[int](), list[int]()
-    for state, some in groupby(extents, lambda one: one.state):
+    for state, some in groupby(records, lambda one: one.state):
         size = _size(_places(state, _ranges(some)).values())
         (copied if is_copied(state, policy, gpu) else rest).append(size)
     return sum(copied) + (WINDOW * max(copied + rest) if rest else 0)
@@ -105,9 +106,9 @@ class Room:
         self._window: list[Tensor | None] = [None] * WINDOW
         self._size = 0
 
-    def make(self, extents: Iterable[Extent], policy: Policy, gpu: bool) -> None:
-        """Takes the memory of all copies that a save of these extents makes, and writes to it."""
-        for state, some in groupby(extents, lambda one: one.state):
+    def make(self, records: Iterable[Record], policy: Policy, gpu: bool) -> None:
+        """Takes the memory of all copies that a save of these records makes, and writes to it."""
+        for state, some in groupby(records, lambda one: one.state):
             if self.whole and is_copied(state, policy, gpu):
                 self._copy_of(state, _size(_places(state, _ranges(some)).values()))
 
@@ -168,7 +169,7 @@ class _Item:
     """
 
     state: State
-    extents: list[Extent]
+    records: list[Record]
     parts: dict[str, Tensor | OnDrive]
     first: dict[str, int]
     nbytes: int
@@ -182,12 +183,12 @@ class _Item:
 
 
 class Snapshot:
-    """The values of some extents at the moment when it is made. Updates must be done.
+    """The values of some records at the moment when it is made. Updates must be done.
 
     waited_s: seconds for which updates waited for it, or copied for it.
     """
 
-    def __init__(self, wanted: Sequence[Extent], optimizer: Optimizer, room: Room) -> None:
+    def __init__(self, wanted: Sequence[Record], optimizer: Optimizer, room: Room) -> None:
         self._room, self._policy, self._device = (
             room,
             optimizer.layout.policy,
@@ -215,7 +216,7 @@ class Snapshot:
         self._queue = [item for item in (self._eager if room.whole else self._items) if item.on_gpu]
         self._copy_ahead()
 
-    def _item(self, state: State, some: list[Extent]) -> _Item:
+    def _item(self, state: State, some: list[Record]) -> _Item:
         ranges = _ranges(some)
         parts = _places(state, ranges)
         first = {
@@ -320,7 +321,7 @@ class Snapshot:
     # -------------------------------------------------------------------------------------------------------- reading
 
     def values(self) -> Iterator[Tensor]:
-        """Yields the values [numel] of every extent, in order: views that are valid until the next one. For one other
+        """Yields the values [numel] of every record, in order: views that are valid until the next one. For one other
         thread than that of the updates; GivenUp where the snapshot was ended."""
         for item in self._eager:
             with self._changed:
@@ -329,9 +330,9 @@ class Snapshot:
                 self._copy(item)
         for item in self._items:
             with self._held(item) as parts:
-                for one in item.extents:
-                    at = one.offset - item.first[one.part]
-                    yield parts[one.part][at : at + one.numel]
+                for one in item.records:
+                    at = one.piece.offset - item.first[one.part]
+                    yield parts[one.part][at : at + one.piece.numel]
                     if self._over:  # it may have changed meanwhile
                         raise GivenUp(GIVEN_UP)
 

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from threed.memory.tiers import Copied, InMemory, OnDrive, StagedBuffer, Storage, memory_tier
 from threed.planner.memory import UPDATES_AHEAD
-from threed.sharding import Box, Piece
+from threed.sharding import Piece
 from threed.zero.layout import Bucket, Layout, Policy
 from threed.zero.reductions import later_sums
 
 WEIGHT = "weight"
-Initial = Callable[[str, Piece, Box], Tensor]
+Initial = Callable[[Piece], Tensor]
 PREVIOUS = "previous"  # parameters one update older than the weights, under 2bw and delayed updates
 GRADIENT, PARAMETER = "gradient", "parameter"  # what an update stages besides a bucket's state
 
@@ -70,7 +70,7 @@ class Consistency:
     """Whether all states are of the same step.
 
     Attributes:
-        initial: returns the initial weights of a box, while all values are those of the
+        initial: returns the initial weights of a piece, while all values are those of the
             initialisation; else None.
     """
 

@@ -22,12 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.lazy_tensors import (
+    FileTensor,
+    LazyTensor,
+    Reshaped,
+    Shape,
+    concatenate,
+    rows,
+)
 from threed.interop.huggingface.folder import DTYPES, Header, HFTensors
-from threed.interop.lazy_tensors import Boxes, Chain, FileTensor, Shape, Spread
-from threed.interop.pickle_reader import PickleReader, Thing, number
+from threed.interop.pickle_reader import PickleReader, Thing, as_written_by, number
 from threed.interop.source import Progress
 from threed.parse import ParseError, read_file
 from threed.zero.records import WEIGHT
@@ -69,28 +75,19 @@ class DeepSpeedCheckpoint(HFTensors):
     def __init__(self, path: Path, config: Path) -> None:
         self.notes: list[str] = []
         self.scale: dict[str, float] = {}
-        self._tensors: dict[str, dict[str, Boxes]] = {}  # by their name, then by part
+        self._tensors: dict[str, dict[str, LazyTensor]] = {}  # by their name, then by part
         super().__init__(path, config)
+        for name, entry in self._entries.items():
+            saved = self._tensors.get(self._key(entry), {})
+            self.parts[name] = [part for part in (WEIGHT, *MOMENTS) if part in saved]
 
     def _open_all(self) -> set[str]:
         folder = step_folder(self.path)
         assert folder is not None
         self._folder = folder
-        try:
+        with as_written_by("DeepSpeed 0.19", folder):
             self._read(folder)
             self._strip()
-        except (
-            KeyError,
-            IndexError,
-            TypeError,
-            AttributeError,
-            ValueError,
-            OverflowError,
-        ) as error:
-            text = f"{type(error).__name__}: {plain(error)}"
-            raise CheckpointError(
-                f"{folder} is not as DeepSpeed 0.19 writes checkpoints ({text})"
-            ) from None
         return set(self._tensors)
 
     # ---------------------------------------------------------------------------------------------------- what it has
@@ -164,47 +161,45 @@ class DeepSpeedCheckpoint(HFTensors):
     def _flat(self, groups: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
         """Stages 1 and 2: the vector of each group."""
         paddings = ranks[0].get("param_alignment_paddings") or [[] for _ in groups]
-        vectors = [
+        slices = [
             _vectors(found, "single_partition_of_fp32_groups", "base_optimizer_state")
             for found in ranks
         ]
         for group, shapes in enumerate(groups):
-            chains, end = self._chains([found[group] for found in vectors]), 0
+            vectors, end = self._concatenated([found[group] for found in slices]), 0
             behind = list(paddings[group]) + [0] * (len(shapes) - len(paddings[group]))
             for (name, shape), padding in zip(shapes.items(), behind, strict=True):
                 first, end = end, end + math.prod(shape)
                 self._tensors[name] = {
-                    part: Spread(shape, chain.cut(first, end)) for part, chain in chains.items()
+                    part: Reshaped(shape, rows(vector, (first, end)))
+                    for part, vector in vectors.items()
                 }
                 end += padding
-            if not 0 <= chains[WEIGHT].numel - end + sum(behind[-1:]) <= 2 * 2 * len(ranks):
+            (numel,) = vectors[WEIGHT].shape
+            if not 0 <= numel - end + sum(behind[-1:]) <= 2 * 2 * len(ranks):
                 raise CheckpointError(
-                    f"{self._folder}: group {group} has {chains[WEIGHT].numel} values, not {end}"
+                    f"{self._folder}: group {group} has {numel} values, not {end}"
                 )
 
     def _sliced(self, groups: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
         """Stage 3: slices of each parameter."""
-        vectors = [_vectors(found, "fp32_flat_groups", "optimizer_state_dict") for found in ranks]
-        chains = [self._chains(found) for found in vectors]
+        slices = [_vectors(found, "fp32_flat_groups", "optimizer_state_dict") for found in ranks]
+        vectors = [self._concatenated(found) for found in slices]
         at, size = 0, len(ranks)
         for name, shape in (pair for shapes in groups for pair in shapes.items()):
             numel = math.prod(shape)
             share = -(-numel // size)
             self._tensors[name] = {
-                part: Spread(
-                    shape,
-                    Chain([chain[part].cut(at, at + share) for chain in chains]).cut(0, numel),
-                )
-                for part in chains[0]
+                part: _unpadded(shape, [rows(some[part], (at, at + share)) for some in vectors])
+                for part in vectors[0]
             }
             at += share
-        if any(chain[WEIGHT].numel != at for chain in chains):
-            raise CheckpointError(
-                f"{self._folder}: its slices have {chains[0][WEIGHT].numel} values, not {at}"
-            )
+        if any(some[WEIGHT].shape != (at,) for some in vectors):
+            numel = vectors[0][WEIGHT].shape[0]
+            raise CheckpointError(f"{self._folder}: its slices have {numel} values, not {at}")
 
-    def _chains(self, vectors: Sequence[Mapping[str, Any]]) -> dict[str, Chain]:
-        """Returns parts, of flat vectors one after the other; notes what is left out."""
+    def _concatenated(self, vectors: Sequence[Mapping[str, Any]]) -> dict[str, LazyTensor]:
+        """Returns the weights and moments [n] in flat vectors, one after the other; notes what is left out."""
         common = set(vectors[0]).intersection(*vectors[1:])
         if any(set(found) != common for found in vectors):
             raise CheckpointError(
@@ -221,7 +216,7 @@ class DeepSpeedCheckpoint(HFTensors):
                 )
             kept = set()
         return {
-            part: Chain([found[part] for found in vectors])
+            part: concatenate([found[part] for found in vectors])
             for part in (WEIGHT, *MOMENTS)
             if part in kept | {WEIGHT}
         }
@@ -229,8 +224,7 @@ class DeepSpeedCheckpoint(HFTensors):
     def _frozen(self, fragments: list[dict[str, Any]], head: dict[str, Any]) -> None:
         """Stage 3: parameters that are not trained."""
         for name, shape in (head.get("frozen_param_shapes") or {}).items():
-            chain = Chain([found[name] for found in fragments])
-            self._tensors[name] = {WEIGHT: Spread(shape, chain.cut(0, math.prod(shape)))}
+            self._tensors[name] = {WEIGHT: _unpadded(shape, [found[name] for found in fragments])}
 
     def _rest(self, head: dict[str, Any]) -> None:
         """Stages to 2: what the optimizer does not have."""
@@ -243,7 +237,7 @@ class DeepSpeedCheckpoint(HFTensors):
                 and name not in shared
                 and isinstance(place, FileTensor)
             ):
-                self._tensors[name] = {WEIGHT: Spread(place.shape, place)}
+                self._tensors[name] = {WEIGHT: place}
 
     def _plain(self, head: dict[str, Any]) -> None:
         """Stage 0 says nowhere what its states are of."""
@@ -278,41 +272,13 @@ class DeepSpeedCheckpoint(HFTensors):
             )
         yield from ()
 
-    def _slice(self, key: str) -> Any:
-        return _Slice(self._tensors[key][WEIGHT])
-
-    def _of(self, name: str) -> dict[str, Boxes]:
-        return self._tensors[self._key(self._entries[name])]
-
-    def parts(self, name: str) -> Sequence[str]:
-        """Returns what there is of one of our tensors: the weight, and moments."""
-        return [part for part in (WEIGHT, *MOMENTS) if part in self._of(name)]
-
-    def part_dtype(self, name: str, part: str) -> torch.dtype:
-        """Returns the format of a part."""
-        return self._of(name)[part].dtype
-
-    def part_box(self, name: str, part: str, start: Shape, size: Shape) -> Tensor:
-        """Returns a box [*size] of a part of one of our tensors."""
-        entry = self._entries[name]
-        return entry.turn(self._of(name)[part].box(*entry.box(name, start, size)))
+    def _theirs(self, part: str, key: str) -> LazyTensor:
+        return self._tensors[key][part]
 
 
-class _Slice:
-    """A tensor as safetensors' slices are read."""
-
-    def __init__(self, tensor: Boxes) -> None:
-        self._tensor = tensor
-
-    def get_dtype(self) -> str:
-        """Returns its format, as safetensors spells it."""
-        return NAMES[self._tensor.dtype]
-
-    def __getitem__(self, box: Any) -> Tensor:
-        some = box if isinstance(box, tuple) else (box,)
-        shape = self._tensor.shape
-        some = (*some, *(slice(0, n) for n in shape[len(some) :]))
-        return self._tensor.box(tuple(s.start for s in some), tuple(s.stop - s.start for s in some))
+def _unpadded(shape: Shape, slices: Sequence[LazyTensor]) -> LazyTensor:
+    """Returns a parameter, from the slices [n] that the ranks have, with padding behind the last values."""
+    return Reshaped(shape, rows(concatenate(slices), (0, math.prod(shape))))
 
 
 # -------------------------------------------------------------------------------------------------------------- files

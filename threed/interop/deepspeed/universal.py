@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.lazy_tensors import FileTensor, Reshaped
 from threed.interop.deepspeed.checkpoint import (
     MOMENTS,
     DeepSpeedCheckpoint,
@@ -22,7 +23,6 @@ from threed.interop.deepspeed.checkpoint import (
     stage_of,
     step_folder,
 )
-from threed.interop.lazy_tensors import FileTensor, Spread
 from threed.interop.pickle_reader import PickleReader, number
 from threed.interop.source import Progress
 from threed.zero.records import WEIGHT
@@ -105,7 +105,9 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
                 raise CheckpointError(
                     f"{files[name, part]} is {list(tensor.shape)}, and its parameter {list(shape)}"
                 )
-            self._tensors.setdefault(name, {})[part] = Spread(shape, tensor)
+            self._tensors.setdefault(name, {})[part] = (
+                tensor if tensor.shape == shape else Reshaped(shape, tensor)
+            )
         whole = [name for name, parts in self._tensors.items() if set(MOMENTS) <= parts.keys()]
         if whole and len(whole) < len(shapes):
             lost = next(name for name in shapes if name not in whole)

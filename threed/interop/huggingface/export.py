@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -22,19 +21,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from threed.atomic import building_place, publish, write_text
+from threed.atomic import publish, write_text
 from threed.checkpoint import native
-from threed.checkpoint.files import CheckpointError, begin, cut, stream_tensors
+from threed.checkpoint.files import CheckpointError, cut, new_folder, stream_tensors
 from threed.checkpoint.finite import Tally, narrowed
+from threed.checkpoint.lazy_tensors import TensorSource, read_slabs
 from threed.checkpoint.reading import Reader
 from threed.config import ModelConfig
 from threed.data.tokenizer import Tokenizer
-from threed.disk import why
 from threed.interop.huggingface import folder_record
-from threed.interop.huggingface.folder import slabs
 from threed.interop.huggingface.layouts import (
     Entry,
-    Shape,
     check_names,
     config_of,
     entries,
@@ -47,36 +44,11 @@ from threed.zero.records import WEIGHT
 SHARD_BYTES = 5_000_000_000
 
 
-class Weights(Protocol):
-    """Where weights are read from, by our names."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Returns the format of a tensor."""
-
-    def box(self, name: str, start: Shape, size: Shape) -> Tensor:
-        """Returns a box [*size] of a tensor."""
-
-
 class SavesFiles(Protocol):
     """A tokenizer, or the files of one."""
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Writes the tokenizer's files into the folder of a model."""
-
-
-class Saved:
-    """The weights of a native checkpoint, as `Weights`."""
-
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Returns the format of a tensor."""
-        return self.reader.dtype(WEIGHT, name)
-
-    def box(self, name: str, start: Shape, size: Shape) -> Tensor:
-        """Returns a box [*size] of a tensor."""
-        return self.reader.box(WEIGHT, name, start, size)
 
 
 def export_hf(
@@ -114,12 +86,12 @@ def export_hf(
     config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
     del config["pad_token_id"]  # which `more` has, or the folder had none
     return write_folder(
-        out, table, Saved(reader), config | more, dtype, files or tokenizer, others, shard_bytes
+        out, table, reader, config | more, dtype, files or tokenizer, others, shard_bytes
     )
 
 
 def write_folder(
-    out: Path, table: Sequence[Entry], weights: Weights, config: Mapping[str, Any], dtype: str | None = None,
+    out: Path, table: Sequence[Entry], source: TensorSource, config: Mapping[str, Any], dtype: str | None = None,
     tokenizer: SavesFiles | None = None, files: Mapping[str, Any] = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:  # fmt: skip
@@ -128,29 +100,18 @@ def write_folder(
     dtype: of all; None: each as it is. files: other JSON files, objects or their text. Raises CheckpointError, also for
     values that overflow.
     """
-    to = {entry.name: _dtype(dtype, entry, weights) for entry in table}
-    building, nbytes = building_place(out), sum(_nbytes(entry, to[entry.name]) for entry in table)
-    try:
-        begin(out, "config.json", "Hugging Face folder", nbytes)
-        tally = Tally()
-        _write_weights(building, table, weights, to, shard_bytes, tally)
+    to = {entry.name: _dtype(dtype, entry, source) for entry in table}
+    nbytes, tally = sum(_nbytes(entry, to[entry.name]) for entry in table), Tally()
+    with new_folder(out, "config.json", "Hugging Face folder", nbytes) as building:
+        _write_weights(building, table, source, to, shard_bytes, tally)
         name = str(to[table[0].name]).removeprefix("torch.")
-        for file, content in {
-            "config.json": {**config, "dtype": name, "torch_dtype": name},
-            **files,
-        }.items():
-            write_text(
-                building / file,
-                content if isinstance(content, str) else json.dumps(content, indent=2) + "\n",
-            )
+        texts = {"config.json": {**config, "dtype": name, "torch_dtype": name}, **files}
+        for file, content in texts.items():
+            text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+            write_text(building / file, text)
         if tokenizer is not None:
             tokenizer.save_hf(building, config["model_type"])
         publish(building, out)
-    except OSError as error:
-        shutil.rmtree(building, ignore_errors=True)
-        raise CheckpointError(f"could not write {out}: {why(error, out.parent, nbytes)}") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     tally.tell(out)
     return out
 
@@ -185,13 +146,12 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _dtype(name: str | None, entry: Entry, weights: Weights) -> torch.dtype:
-    """Returns the format of an entry: of this name, else as its weights have it."""
+def _dtype(name: str | None, entry: Entry, source: TensorSource) -> torch.dtype:
+    """Returns the format of an entry: of this name, else the widest of its weights."""
     if name is not None:
         return dtype_of(name)
-    if not entry.held:
-        return torch.float32
-    return functools.reduce(torch.promote_types, [weights.dtype(ours) for ours, _ in entry.ours])
+    dtypes = [source.tensor(WEIGHT, ours).dtype for ours, _ in entry.ours if entry.held]
+    return functools.reduce(torch.promote_types, dtypes or [torch.float32])
 
 
 def _nbytes(entry: Entry, dtype: torch.dtype) -> int:
@@ -201,7 +161,7 @@ def _nbytes(entry: Entry, dtype: torch.dtype) -> int:
 def _write_weights(
     folder: Path,
     table: Sequence[Entry],
-    weights: Weights,
+    source: TensorSource,
     to: Mapping[str, torch.dtype],
     shard_bytes: int,
     tally: Tally,
@@ -213,9 +173,9 @@ def _write_weights(
     by_name = {entry.name: entry for entry in table}
 
     def rows(name: str) -> Iterator[Tensor]:
-        entry, dtype = by_name[name], to[name]
-        for first, last in slabs(entry.shape, max(dtype.itemsize, 4)):
-            yield tally.passed(name, narrowed(name, entry.rows(weights.box, first, last), dtype))
+        theirs = by_name[name].theirs(lambda ours: source.tensor(WEIGHT, ours))
+        for values in read_slabs(theirs, to[name].itemsize):
+            yield tally.passed(name, narrowed(name, values, to[name]))
 
     for file, names in zip(files, shards, strict=True):
         about = {name: (to[name], by_name[name].shape) for name in names}

@@ -1,18 +1,19 @@
-"""Reads a Hugging Face folder: its configuration, and boxes of its tensors by our names.
+"""Reads a Hugging Face folder: its configuration, and its tensors by our names, as a `TensorSource`.
 
     folder = HFFolder(Path("Llama-3.1-8B"))       # CheckpointError for what is no such folder, or is not understood
     for problem in folder.problems(): ...         # what of its tensors does not fit its configuration
-    folder.box("blocks.3.attention.query.weight", start=(0, 0), size=(512, 4096))
+    folder.tensor("weight", "blocks.3.attention.query.weight").read((0, 0), out)
 
-Files are mapped into memory, and only those that a box lies in are opened. Both spellings of names are read: of a model
-with its head (`model.layers...`) and of a base model without one (`layers...`); a tied head may be there too, or alone.
+Files are mapped into memory; each is opened when something in it is first read. Both spellings of names are read: of a
+model with its head (`model.layers...`) and of a base model (`layers...`); a tied head may be there too, or alone.
 """
 
 from __future__ import annotations
 
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from torch import Tensor
 
 from threed import architectures
 from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.lazy_tensors import LazyTensor, Shape, read_slabs
 from threed.checkpoint.manifest import MANIFEST
 from threed.interop.huggingface.layouts import (
     Entry,
-    Shape,
     entries,
     model_of,
     name_problems,
@@ -33,12 +34,12 @@ from threed.interop.huggingface.layouts import (
 )
 from threed.parse import ParseError, read_json
 from threed.sharding import slices
+from threed.zero.records import WEIGHT
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 HEAD = "lm_head.weight"
-SLAB_BYTES = 2**24  # of a tensor that is read at a time
 Header = tuple[str, Shape]  # dtype, as safetensors spells it, and shape
 
 
@@ -55,9 +56,14 @@ def has_weights(path: Path) -> bool:
 
 
 class HFTensors(ABC):
-    """Tensors that a model of Hugging Face's has, its `model` (whose `seq` is the longest that it is for), and `table`.
+    """The tensors of a model of Hugging Face's, as a `TensorSource`.
 
-    path: of the folder they are in. shapes: of our tensors, by our names. config: their configuration as it is.
+    Attributes:
+        path: the folder that they are in.
+        config: their configuration as it is.
+        model: that configuration as keys of ours; `seq` is the longest sequence.
+        table: the names and shapes of their tensors, and which of ours each consists of.
+        shapes, parts: of our tensors, by our names.
     """
 
     def __init__(self, path: Path, config: Path) -> None:
@@ -74,6 +80,7 @@ class HFTensors(ABC):
             )
         self.table = entries(self.model)
         self.shapes = our_shapes(self.table)
+        self.parts: dict[str, Sequence[str]] = dict.fromkeys(self.shapes, (WEIGHT,))
         self._entries = {name: entry for entry in self.table for name, _ in entry.ours}
         self._record = architectures.layout_of(dict(self.model))
         self._bare = not any(name.startswith(self._record.prefix) for name in names)
@@ -91,8 +98,8 @@ class HFTensors(ABC):
         """Puts every tensor into `found`; yields what is wrong with the files."""
 
     @abstractmethod
-    def _slice(self, key: str) -> Any:
-        """Returns what reads a tensor by slices, and says its `get_dtype`."""
+    def _theirs(self, part: str, key: str) -> LazyTensor:
+        """Returns a part of a tensor by its name in the files."""
 
     # ------------------------------------------------------------------------------------------------------- checks
 
@@ -127,8 +134,12 @@ class HFTensors(ABC):
         """Yields whether the head of a tied model, where a file has it too, is another than its embedding."""
         embedding = self._key(self.table[0])
         if found[HEAD] != found[embedding] or not all(
-            torch.equal(self._slice(HEAD)[a:b], self._slice(embedding)[a:b])
-            for a, b in slabs(self.table[0].shape, DTYPES[found[HEAD][0]].itemsize)
+            torch.equal(*both)
+            for both in zip(
+                read_slabs(self._theirs(WEIGHT, HEAD)),
+                read_slabs(self._theirs(WEIGHT, embedding)),
+                strict=True,
+            )
         ):
             yield (
                 f"{HEAD} in {self.path} is another tensor than {embedding}, and its configuration ties both:"
@@ -156,14 +167,28 @@ class HFTensors(ABC):
 
     # ------------------------------------------------------------------------------------------------------ reading
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Returns the format that one of our tensors has in the files."""
-        return DTYPES[self._slice(self._key(self._entries[name])).get_dtype()]
-
-    def box(self, name: str, start: Shape, size: Shape) -> Tensor:
-        """Returns a box [*size] of one of our tensors, perhaps a view of a mapped file."""
+    def tensor(self, part: str, name: str) -> LazyTensor:
+        """Returns a part of one of our tensors."""
         entry = self._entries[name]
-        return entry.turn(self._slice(self._key(entry))[slices(*entry.box(name, start, size))])
+        return entry.part(name, self._theirs(part, self._key(entry)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Mapped:
+    """A tensor of a mapped file."""
+
+    values: Any  # a slice of safetensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.values.get_dtype()]
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.values.get_shape())
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        out.copy_(self.values[slices(start, out.shape)])
 
 
 class HFFolder(HFTensors):
@@ -186,10 +211,10 @@ class HFFolder(HFTensors):
                 yield f"{self.path / file} and {INDEX} do not name the same tensors: {some}"
             found |= inside
 
-    def _slice(self, key: str) -> Any:
+    def _theirs(self, part: str, key: str) -> LazyTensor:
         file = self._places.get(key, "") if self._places else SINGLE
         try:
-            return self._open(file).get_slice(key)
+            return _Mapped(self._open(file).get_slice(key))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / file} cannot be read: {plain(error)}") from None
 
@@ -197,16 +222,6 @@ class HFFolder(HFTensors):
         if file not in self._files:
             self._files[file] = _open(self.path / file)
         return self._files[file]
-
-
-def slabs(shape: Shape, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of rows (first, last) of a tensor that are at most some MiB each."""
-    row = itemsize
-    for size in shape[1:]:
-        row *= size
-    step = max(1, SLAB_BYTES // row)
-    for first in range(0, shape[0], step):
-        yield first, min(first + step, shape[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

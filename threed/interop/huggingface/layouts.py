@@ -1,7 +1,7 @@
 """Tensors by Hugging Face's names and by ours: the rules of an architecture (`threed.architectures`) for one model.
 
     for entry in entries(model):                             one for each of their tensors, block by block
-        theirs = entry.join(ours.__getitem__)                and back: entry.split(theirs)
+        theirs = entry.theirs(source_of_ours)                and back: entry.part(name, theirs)
     state_dict_to_hf(engine.full_state_dict(), config.model)                    and back: hf_to_state_dict
     model = model_of(json.loads(text))                       a config.json as keys of the model, and back: config_of
 
@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -27,13 +27,19 @@ from threed.architectures.checks import export_limits, find_model_problems
 from threed.architectures.record import Architecture, Rule
 from threed.arguments import reason
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.lazy_tensors import (
+    LazyTensor,
+    MemoryTensor,
+    Shape,
+    Transposed,
+    concatenate,
+    read_all,
+    rows,
+)
 from threed.config import ModelConfig
 from threed.parse import printable
 from threed.resolution import resolve_model
 from threed.schema import ValidationError
-
-Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]  # the first element along every dimension, and how many
 
 
 @dataclass(frozen=True)
@@ -52,29 +58,6 @@ class Entry:
         shape = (sum(shape[0] for _, shape in self.ours), *first[1:])
         return shape[::-1] if self.rule.transposed else shape
 
-    def join(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Returns their tensor, from ours; fp32 zeros if we have none."""
-        if not self.held:
-            return torch.zeros(self.shape)
-        parts = [read(name) for name, _ in self.ours]
-        return self.turn(parts[0] if len(parts) == 1 else torch.cat(parts))
-
-    def rows(self, read: Callable[[str, Shape, Shape], Tensor], first: int, last: int) -> Tensor:
-        """Returns rows [first, last) of their tensor, from boxes of ours: `read(name, start, size)`."""
-        if not self.held:
-            return torch.zeros(last - first, *self.shape[1:])
-        if self.rule.transposed:
-            return torch.cat(
-                [read(name, (0, first), (shape[0], last - first)) for name, shape in self.ours]
-            ).t()
-        parts, at = [], 0
-        for name, shape in self.ours:
-            a, b, rest = max(first - at, 0), min(last - at, shape[0]), shape[1:]
-            if a < b:
-                parts.append(read(name, (a, *(0 for _ in rest)), (b - a, *rest)))
-            at += shape[0]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     def split(self, theirs: Tensor) -> dict[str, Tensor]:
         """Returns ours, from their tensor; CheckpointError if our model has no tensor for its values."""
         if not self.held:
@@ -83,25 +66,26 @@ class Entry:
                     f"{self.name} is not zero, and the model has no {self.ours[0][0]}"
                 )
             return {}
-        parts = self.turn(theirs).split([shape[0] for _, shape in self.ours])
-        return {name: part.contiguous() for (name, _), part in zip(self.ours, parts, strict=True)}
+        whole = MemoryTensor(theirs)
+        return {name: read_all(self.part(name, whole)).to(theirs.device) for name, _ in self.ours}
 
-    def turn(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor, or a box of it, the way round that the other side has it: transposed, or as it is."""
-        return tensor.t() if self.rule.transposed else tensor
+    def theirs(self, ours: Callable[[str], LazyTensor]) -> LazyTensor:
+        """Returns their tensor, from ours by name; fp32 zeros if we have none."""
+        if not self.held:
+            return MemoryTensor(torch.zeros(()).expand(self.shape))
+        return self._turned(concatenate([ours(name) for name, _ in self.ours]))
 
-    def box(self, name: str, start: Shape, size: Shape) -> Box:
-        """Returns where a box of our tensor `name` is in theirs; what is read there is to be `turn`ed.
+    def part(self, name: str, theirs: LazyTensor) -> LazyTensor:
+        """Returns our tensor `name`, from theirs. Raises KeyError if it is no part of theirs."""
+        firsts = accumulate((shape[0] for _, shape in self.ours), initial=0)
+        at = {
+            ours: (first, first + shape[0])
+            for first, (ours, shape) in zip(firsts, self.ours, strict=False)
+        }
+        return rows(self._turned(theirs), at[name])
 
-        KeyError if it is no part of theirs.
-        """
-        at = 0
-        for ours, shape in self.ours:
-            if ours == name:
-                first = (at + start[0], *start[1:])
-                return (first[::-1], size[::-1]) if self.rule.transposed else (first, size)
-            at += shape[0]
-        raise KeyError(name)
+    def _turned(self, tensor: LazyTensor) -> LazyTensor:
+        return Transposed(tensor) if self.rule.transposed else tensor
 
 
 def entries(model: ModelConfig) -> list[Entry]:
@@ -175,7 +159,8 @@ def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
         {name: tuple(w.shape) for name, w in weights.items()}, our_shapes(table), "the state dict"
     )
     device = next(iter(weights.values())).device
-    return {entry.name: entry.join(weights.__getitem__).to(device).contiguous() for entry in table}
+    ours = {name: MemoryTensor(values) for name, values in weights.items()}
+    return {entry.name: read_all(entry.theirs(ours.__getitem__)).to(device) for entry in table}
 
 
 def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:

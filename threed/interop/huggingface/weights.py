@@ -6,7 +6,7 @@ load_hf(path, optimizer, topology, config, extras)          # `--checkpoint.resu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,18 @@ from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.finite import narrowed
+from threed.checkpoint.lazy_tensors import read_box
 from threed.collectives import raise_together
 from threed.config import Config, DataConfig, ModelConfig
 from threed.data.tokenizer_files import folder_files
-from threed.interop.huggingface.export import dtype_of
-from threed.interop.huggingface.folder import HFFolder, read_object, slabs
+from threed.interop.huggingface.folder import HFFolder, read_object
 from threed.interop.huggingface.folder_record import GENERATION, record_of
-from threed.interop.native_writer import FILE_BYTES, write_weights
+from threed.interop.native_writer import FILE_BYTES, write_tensors
 from threed.precision import DTYPES
 from threed.resolution import resolve_model, spelt_as
-from threed.sharding import Box, Piece
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import PREVIOUS, WEIGHT, fill_in_place, records
+from threed.zero.records import WEIGHT, fill_in_place, records
 
 FREE = ("seq", "dropout")  # what a run may say of a model that comes from a folder
 
@@ -47,18 +46,13 @@ def import_hf(
     """
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
-    tally = finite.Tally()
-    to = {name: folder.dtype(name) if dtype is None else dtype_of(dtype) for name in folder.shapes}
-
-    def rows(name: str) -> Iterator[Tensor]:
-        shape = folder.shapes[name]
-        for first, last in slabs(shape, max(to[name].itemsize, 4)):
-            start, size = (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-            yield tally.passed(name, narrowed(name, folder.box(name, start, size), to[name]))
-
-    tensors = {name: (to[name], shape) for name, shape in folder.shapes.items()}
     config = Config(model=folder.model, data=DataConfig(tokenizer=tokenizer))
-    write_weights(out, config, tensors, rows, {"tokenizer": None, **(extra or {})}, file_bytes)
+    state, tally = {"extra": {"tokenizer": None, **(extra or {})}}, finite.Tally()
+
+    def check(part: str, name: str, values: Tensor) -> None:
+        tally.passed(name, values)
+
+    write_tensors(out, config, folder, dtype, check, state, file_bytes)
     tally.tell(out)
     return out
 
@@ -82,16 +76,10 @@ def load_hf(
     raise_together(unlike, everyone, CheckpointError)
     raise_together(_overflows(folder, optimizer, config), everyone, CheckpointError)
 
-    def write(part: str, piece: Piece, box: Box, out: Tensor) -> None:
-        if part in (WEIGHT, PREVIOUS):
-            out.copy_(folder.box(piece.name, box.start, box.size))
-        else:
-            out.zero_()
-
-    watch = finite.Watch(write, here.trained)
+    restore = finite.Restore(folder, here.trained)
     with optimizer.consistency.changing():
-        fill_in_place(optimizer, watch)
-        problems = [f"{path}: {problem}" for problem in watch.problems]
+        fill_in_place(optimizer, restore)
+        problems = [f"{path}: {problem}" for problem in restore.problems]
         raise_together(problems, everyone, CheckpointError)
     optimizer.updates.zero_()
     optimizer.bad.restore({"skips": 0.0})
@@ -153,9 +141,10 @@ def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[s
     dtype = DTYPES[config.precision.dtype]
     try:
         for record in records(optimizer, (WEIGHT,)):
-            name = record.piece.name
-            if torch.finfo(folder.dtype(name)).max > 2 * torch.finfo(dtype).max:
-                narrowed(name, folder.box(name, record.box.start, record.box.size), dtype)
+            piece = record.piece
+            tensor = folder.tensor(WEIGHT, piece.name)
+            if torch.finfo(tensor.dtype).max > 2 * torch.finfo(dtype).max:
+                narrowed(piece.name, read_box(tensor, piece.start, piece.size), dtype)
     except CheckpointError as error:
         return [f"{folder.path}: {error}"]
     return []

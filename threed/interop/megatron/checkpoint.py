@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError, plain
-from threed.interop.lazy_tensors import At, stack
+from threed.checkpoint.lazy_tensors import Slice, concatenate
 from threed.interop.megatron.weights import MegatronCheckpoint, Tensors, step_folder
 from threed.interop.pickle_reader import PickleReader, Thing
 from threed.interop.torch_dist import DistFolder
@@ -93,7 +93,9 @@ def unstacked(tensors: Tensors) -> Tensors:
             continue
         if not tensor.shape or tensor.shape[0] > MOST_LAYERS:
             raise CheckpointError(f"{plain(name)} has no layers, or more than any model")
-        found |= {f"decoder.layers.{n}.{match[1]}": At(tensor, n) for n in range(tensor.shape[0])}
+        count, *shape = tensor.shape
+        at = {n: (n, *(0 for _ in shape)) for n in range(count)}
+        found |= {f"decoder.layers.{n}.{match[1]}": Slice(tensor, at[n], tuple(shape)) for n in at}
     for name in [name for name in found if name.endswith("_w") and name[:-1] + "v" in found]:
-        found[name[:-2]] = stack([found.pop(name), found.pop(name[:-1] + "v")])
+        found[name[:-2]] = concatenate([found.pop(name), found.pop(name[:-1] + "v")])
     return found

@@ -10,17 +10,14 @@ and then the other factor. Only weights are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.lazy_tensors import LazyTensor, Shape, rows
 from threed.config import ModelConfig
 from threed.interop.huggingface.layouts import entries, name_problems, our_shapes
-from threed.interop.lazy_tensors import Boxes, Shape, rows
 from threed.interop.megatron.model_args import model_of
 from threed.interop.source import Progress
 from threed.parse import ParseError, read_file
@@ -47,7 +44,7 @@ IN_LAYER = {
     "self_attention.linear_proj.": "attention.out.", "self_attention.q_layernorm.": "attention.query_norm.",
     "self_attention.k_layernorm.": "attention.key_norm.",
 }  # fmt: skip
-Tensors = dict[str, Boxes]
+Tensors = dict[str, LazyTensor]
 
 
 def step_folder(path: Path) -> Path | None:
@@ -106,6 +103,7 @@ class MegatronCheckpoint:
                 f"{path} does not fit its args: it has {have} of {self.model.layers} layers"
             )
         self.shapes: Mapping[str, Shape] = our_shapes(entries(self.model))
+        self.parts = dict.fromkeys(self.shapes, (WEIGHT,))
         try:
             self._weights = ours(tensors, self.model)
         except CheckpointError as error:
@@ -117,17 +115,9 @@ class MegatronCheckpoint:
         for problem in name_problems(found, self.shapes):
             yield f"{self.path} does not fit its args: {plain(problem, 3000)}"
 
-    def parts(self, name: str) -> Sequence[str]:
-        """Returns the parts of a tensor: its weight."""
-        return [WEIGHT]
-
-    def part_dtype(self, name: str, part: str) -> torch.dtype:
-        """Returns the dtype of a part."""
-        return self._weights[name].dtype
-
-    def part_box(self, name: str, part: str, start: Shape, size: Shape) -> Tensor:
-        """Returns a box [*size] of a part."""
-        return self._weights[name].box(start, size)
+    def tensor(self, part: str, name: str) -> LazyTensor:
+        """Returns one of our tensors."""
+        return self._weights[name]
 
 
 # -------------------------------------------------------------------------------------------------------------- names
@@ -154,7 +144,9 @@ def ours(tensors: Tensors, model: ModelConfig) -> Tensors:
     return found
 
 
-def _in_layer(name: str, tensor: Boxes, model: ModelConfig) -> Iterator[tuple[str, Boxes]]:
+def _in_layer(
+    name: str, tensor: LazyTensor, model: ModelConfig
+) -> Iterator[tuple[str, LazyTensor]]:
     module, _, kind = name.rpartition(".")
     if module == "self_attention.linear_qkv":
         yield from _queries_keys_values(kind, tensor, model)
@@ -169,8 +161,8 @@ def _in_layer(name: str, tensor: Boxes, model: ModelConfig) -> Iterator[tuple[st
 
 
 def _queries_keys_values(
-    kind: str, tensor: Boxes, model: ModelConfig
-) -> Iterator[tuple[str, Boxes]]:
+    kind: str, tensor: LazyTensor, model: ModelConfig
+) -> Iterator[tuple[str, LazyTensor]]:
     """Yields the rows of queries, keys and values, group by group."""
     groups = model.kv_heads or model.heads
     each, head = model.heads // groups, model.head_dim or model.hidden // model.heads

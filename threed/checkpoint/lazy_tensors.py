@@ -1,0 +1,386 @@
+"""Tensors in files, read one box at a time, and how they are composed of others.
+
+    whole = concatenate([first, second])         `Boxed`, along the rows
+    part = rows(whole, (100, 200))               `Slice`
+    matrix = Reshaped((20, 5), part)
+    read_box(matrix, start=(4, 0), size=(8, 5))
+
+A checkpoint that is read is a `TensorSource`: native ones (`reading.Reader`), Hugging Face folders,
+and those of other programs (`threed.interop`).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import mmap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from threed.checkpoint.files import CheckpointError, fill, plain
+from threed.sharding import intersect, slices
+from threed.zero.state import PREVIOUS, WEIGHT
+
+Shape = tuple[int, ...]
+SLAB_BYTES = 2**24  # of the rows of `read_slabs`
+MOST_BYTES = 2**25  # read at a time
+# Shorter rows are read together with the bytes between them, unless those are many.
+SHORT_BYTES = 2**12
+
+
+class LazyTensor(Protocol):
+    """A tensor whose values are read on demand."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the stored values."""
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the tensor."""
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies the box [*out.shape] at `start` to `out`, which may have any dtype and device."""
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint, by our global names.
+
+    Attributes:
+        shapes: shape of each tensor; its parts have the same.
+        parts: of each tensor, the parts in the checkpoint: weight, exp_avg, ...
+    """
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def parts(self) -> Mapping[str, Collection[str]]: ...
+
+    def tensor(self, part: str, name: str) -> LazyTensor:
+        """Returns a part of a tensor. Raises CheckpointError if there is none."""
+
+
+def saved_part(part: str, saved: Collection[str]) -> str | None:
+    """Returns the saved part of a tensor that a part of the state is read from; None for a new moment.
+
+    The previous weights are saved only if they differ from the newest.
+    """
+    part = WEIGHT if part == PREVIOUS and PREVIOUS not in saved else part
+    return part if part in saved else None
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def read_box(tensor: LazyTensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    """Returns the box [*size] of a tensor at `start`, in its dtype."""
+    out = torch.empty(tuple(size), dtype=tensor.dtype)
+    tensor.read(tuple(start), out)
+    return out
+
+
+def read_all(tensor: LazyTensor) -> Tensor:
+    """Returns a tensor in full."""
+    return read_box(tensor, (0,) * len(tensor.shape), tensor.shape)
+
+
+def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
+    """Yields the rows of a tensor, some MiB of them at a time; they are valid until the next ones.
+
+    Args:
+        itemsize: bytes per element, if more than its own.
+    """
+    count, *rest = tensor.shape
+    row = math.prod(rest) * max(itemsize, tensor.dtype.itemsize)
+    step = max(1, SLAB_BYTES // max(row, 1))
+    shape = (min(step, count), *rest)
+    numel = math.prod(shape)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(1, numel) * tensor.dtype.itemsize, private)  # malloc would keep it
+    buffer = torch.frombuffer(memory, dtype=tensor.dtype)[:numel].view(shape)
+    for first in range(0, count, step):
+        values = buffer[: count - first]
+        tensor.read((first, *(0 for _ in rest)), values)
+        yield values
+
+
+def read_strided(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    elements: Callable[[int, Tensor], None],
+    start: Shape,
+    out: Tensor,
+) -> None:
+    """Copies a box of a row-major tensor to `out`, at most `MOST_BYTES` per read.
+
+    Args:
+        shape: of the tensor.
+        elements: `elements(first, values)` reads values [n] from element `first` on. They are
+            contiguous and on the CPU.
+        start: where the box [*out.shape] begins.
+    """
+    if not shape:
+        shape, start, out = (1,), (0,), out.view(1)
+    size, strides = out.shape, _strides(shape)
+    if not out.numel():
+        return
+    # The dimensions behind `along` are contiguous.
+    along = max((d for d, n in enumerate(size) if n < shape[d]), default=0)
+    run, between = size[along] * strides[along], strides[max(0, along - 1)]
+    if along and run * dtype.itemsize < SHORT_BYTES and between * dtype.itemsize < 16 * SHORT_BYTES:
+        along -= 1
+    rows = max(1, MOST_BYTES // (strides[along] * dtype.itemsize))
+    for before in itertools.product(*map(range, size[:along])):
+        for first in range(0, size[along], rows):
+            target = out[before][first : first + rows]
+            inside = (*before, first, *(0 for _ in size[along + 1 :]))
+            at = sum((a + b) * stride for a, b, stride in zip(start, inside, strides, strict=True))
+            count = _span(target.shape, strides[along:])
+            direct = count == target.numel() and target.is_contiguous()
+            if direct and target.dtype == dtype and target.is_cpu:
+                elements(at, target.view(-1))
+            else:
+                values = torch.empty(count, dtype=dtype)
+                elements(at, values)
+                target.copy_(values.as_strided(target.shape, strides[along:]))
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def _span(size: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns how many elements of the tensor lie from the first to the last one of a box."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------ composition
+
+
+T = TypeVar("T", bound=LazyTensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Boxed(Generic[T]):
+    """A tensor that consists of boxes, which cover it.
+
+    Attributes:
+        boxes: of each where it starts, and its values.
+    """
+
+    shape: Shape
+    boxes: Sequence[tuple[Shape, T]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that all boxes are promoted to."""
+        return functools.reduce(torch.promote_types, (tensor.dtype for _, tensor in self.boxes))
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies a box to `out`."""
+        for tensor, inside, at, size in self.meeting(start, out.shape):
+            tensor.read(inside, out[slices(at, size, start)])
+
+    def meeting(self, start: Shape, size: Shape) -> Iterator[tuple[T, Shape, Shape, Shape]]:
+        """Yields the boxes that intersect a box.
+
+        Each with the start of the intersection in it, that in the tensor, and its size.
+        """
+        for origin, tensor in self.boxes:
+            if (common := intersect(start, size, origin, tensor.shape)) is not None:
+                at, extent = common
+                yield tensor, tuple(a - o for a, o in zip(at, origin, strict=True)), at, extent
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """The part of a tensor at `start`, with fewer leading dimensions if `shape` has.
+
+    Raises:
+        CheckpointError: it is not inside the tensor.
+    """
+
+    whole: LazyTensor
+    start: Shape
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        have, start, size = self.whole.shape, self.start, self._padded(self.shape, 1)
+        if len(start) != len(have) or any(
+            not 0 <= a <= a + n <= m for a, n, m in zip(start, size, have, strict=True)
+        ):
+            raise CheckpointError(
+                f"a tensor has fewer rows than its model says: its shape is {list(have)}, and"
+                f" {list(size)} at {list(start)} is needed"
+            )
+
+    def _padded(self, values: Sequence[int], by: int) -> Shape:
+        """Returns a start or size with a value for each dimension of the tensor."""
+        return (by,) * (len(self.start) - len(values)) + tuple(values)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self.whole.dtype
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies a box to `out`."""
+        inside = zip(self.start, self._padded(start, 0), strict=True)
+        self.whole.read(tuple(a + b for a, b in inside), out.view(self._padded(out.shape, 1)))
+
+
+@dataclass(frozen=True, eq=False)
+class Reshaped:
+    """A tensor of one dimension in another shape, in row-major order.
+
+    Raises:
+        CheckpointError: their numbers differ.
+    """
+
+    shape: Shape
+    flat: LazyTensor
+
+    def __post_init__(self) -> None:
+        if (math.prod(self.shape),) != self.flat.shape:
+            numel = math.prod(self.flat.shape)
+            raise CheckpointError(f"a tensor of shape {list(self.shape)} has {numel} elements")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self.flat.dtype
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies a box to `out`."""
+        read_strided(self.shape, self.dtype, self._elements, start, out)
+
+    def _elements(self, first: int, values: Tensor) -> None:
+        self.flat.read((first,), values)
+
+
+@dataclass(frozen=True, eq=False)
+class Transposed:
+    """A matrix, transposed; a vector stays as it is."""
+
+    whole: LazyTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the matrix."""
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the matrix, reversed."""
+        return self.whole.shape[::-1]
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies a box to `out`."""
+        out.copy_(read_box(self.whole, start[::-1], out.shape[::-1]).t())
+
+
+def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """Returns tensors as one, along the rows.
+
+    Raises:
+        CheckpointError: there is none, or their other dimensions differ.
+    """
+    parts = [part for part in parts if 0 not in part.shape] or parts[:1]
+    if len({part.shape[1:] for part in parts}) != 1 or not all(part.shape for part in parts):
+        raise CheckpointError("pieces of a tensor are missing, or do not fit together")
+    if len(parts) == 1:
+        return parts[0]
+    firsts = list(itertools.accumulate((part.shape[0] for part in parts), initial=0))
+    rest = parts[0].shape[1:]
+    at = [(first, *(0 for _ in rest)) for first in firsts]
+    return Boxed((firsts[-1], *rest), list(zip(at, parts, strict=False)))
+
+
+def rows(whole: LazyTensor, *ranges: tuple[int, int]) -> LazyTensor:
+    """Returns ranges [first, last) of the rows of a tensor, one after the other, as one tensor."""
+    rest = whole.shape[1:]
+    zeros = tuple(0 for _ in rest)
+    return concatenate([Slice(whole, (a, *zeros), (b - a, *rest)) for a, b in ranges])
+
+
+# ----------------------------------------------------------------------------------------------------------- leaves
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryTensor:
+    """A tensor in memory."""
+
+    values: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        return self.values.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        return tuple(self.values.shape)
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies a box to `out`."""
+        out.copy_(self.values[slices(start, out.shape)])
+
+
+@dataclass(frozen=True, eq=False)
+class FileTensor:
+    """A tensor whose elements lie in a file.
+
+    Attributes:
+        offset, stride: of its elements in the storage.
+        first: the first byte of the storage in the file.
+    """
+
+    path: Path
+    dtype: torch.dtype
+    shape: Shape
+    stride: tuple[int, ...]
+    offset: int
+    first: int
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignores attributes, which a pickle may give a tensor."""
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements follow one another."""
+        want = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != want:
+                return False
+            want *= size
+        return True
+
+    def read(self, start: Shape, out: Tensor) -> None:
+        """Copies a box to `out`; CheckpointError if the file cannot be read, or has no such box."""
+        if any(a + n > m for a, n, m in zip(start, out.shape, self.shape, strict=True)):
+            raise CheckpointError(
+                f"{self.path}: {list(out.shape)} at {list(start)} of a tensor of shape"
+                f" {list(self.shape)}"
+            )
+        if self.contiguous:
+            read_strided(self.shape, self.dtype, self._elements, start, out)
+        elif out.numel():
+            values = torch.empty(_span(self.shape, self.stride), dtype=self.dtype)
+            self._elements(0, values)
+            out.copy_(values.as_strided(self.shape, self.stride)[slices(start, out.shape)])
+
+    def _elements(self, first: int, values: Tensor) -> None:
+        at = self.first + (self.offset + first) * self.dtype.itemsize
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                fill(file.fileno(), values.view(torch.uint8).numpy().data, at)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {plain(error)}") from None
