@@ -75,7 +75,8 @@ Begin = Callable[[Config], Pretrained | None]
 
 @dataclass
 class _Draft:
-    """A configuration in the making: values by group and field, the source of each, and what is wrong so far.
+    """A configuration in the making: values by group and field, the source of each, and what is
+    wrong so far.
 
     `suspects` are the flags that are wrong, or that a misspelt one may have meant: checks that look at them would only
     add noise. `complete` is false where a whole layer could not be read.
@@ -113,7 +114,8 @@ def load(
         presets: the folder of the named TOML files, by default the package's.
         begin: returns the values of the folder that a configuration begins from, if there is one. May raise
             ConfigError.
-        world_size: the number of ranks if there is no `--world-size`. By default combinations of keys are not checked.
+        world_size: the number of ranks if there is no `--world-size`. By default combinations of
+            keys are not checked.
         local_world: the number of ranks on this machine.
         more: returns further problems of a configuration whose values are all valid.
 
@@ -347,7 +349,8 @@ def _world_size(words: dict[str, str], problems: list[str]) -> int | None:
 
 
 def _judge(draft: _Draft) -> Config:
-    """Validates the values, puts pydantic's errors into words, and returns the Config of the valid ones."""
+    """Validates the values, puts pydantic's errors into words, and returns the Config of the valid
+    ones."""
     try:
         return Config.model_validate(draft.values)
     except ValidationError as error:

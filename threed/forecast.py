@@ -59,9 +59,9 @@ class Forecast:
 
     bubble: of the pipeline rank with the longest time from its first to its last action, the share in which it does not
     compute (arXiv 2401.10241). idle: mean over pipeline ranks of the share of the step in which they do not compute.
-    ways: ranks of the pipeline that hold every stage. step_flops: FLOPs of one device in the time of a step's forwards
-    and backwards as simulated, waits included; None if they are not known. measured_s: that time in seconds, by
-    measured times of layers. device: the name of a GPU here.
+    ways: ranks of the pipeline that hold every stage. step_flops: FLOPs of one device in the time
+    of a step's forwards and backwards as simulated, waits included; None if they are not known.
+    measured_s: that time in seconds, by measured times of layers. device: the name of a GPU here.
     """
 
     config: Config
@@ -145,9 +145,9 @@ class Forecast:
     def seconds(self) -> float | None:
         """Predicted seconds of a step's forwards and backwards; None if they are not known.
 
-        With `--parallel.partition measured` they follow from the measured times of layers. Otherwise they are
-        `step_seconds` of this machine's GPU, if its peak is known (`monitor.meter`); messages are not counted, as
-        the speed of links is not known.
+        With `--parallel.partition measured` they follow from the measured times of layers.
+        Otherwise they are `step_seconds` of this machine's GPU, if its peak is known
+        (`monitor.meter`); messages are not counted, as the speed of links is not known.
         """
         if self.division is not None:
             return self.measured_s
@@ -157,10 +157,11 @@ class Forecast:
     def step_seconds(
         self, tflops: float, gb_per_s: float | None = None, efficiency: float = EFFICIENCY
     ) -> float:
-        """Returns the seconds of a step on given devices: FLOPs / (peak × efficiency) + bytes / bandwidth.
+        """Returns the seconds of a step on given devices: FLOPs / (peak × efficiency) + bytes /
+        bandwidth.
 
-        Every stage takes time by its FLOPs, in the simulated schedule. Messages are those of the rank that sends most,
-        and none of them overlaps with compute. Updates are not counted.
+        Every stage takes time by its FLOPs, in the simulated schedule. Messages are those of the
+        rank that sends most, and none of them overlaps with compute. Updates are not counted.
 
         Args:
             tflops: the peak of a device.
@@ -334,7 +335,8 @@ class _Column:
 def _divide(
     columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]
 ) -> Division:
-    """Returns the cut by times that are measured here, of layers that are whole: there are no other tensor ranks."""
+    """Returns the cut by times that are measured here, of layers that are whole: there are no other
+    tensor ranks."""
     first, device = columns[0], default_device()
     config, plan = first.config, step_plan(first.config, first.topology.dp)
     alone = Topology.drawn(Grid(), 0)

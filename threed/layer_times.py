@@ -3,7 +3,8 @@
     times = layer_times(model, layers, config, topology)        collective: the same on every rank
     division(plan, layers, times, ...).ranges                   the layers of each stage
 
-Every rank measures all layers at once, under the load that a step will have, and all take the median over ranks.
+Every rank measures all layers at once, under the load that a step will have, and all take the
+median over ranks.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def division(
 ) -> Division:  # fmt: skip
     """Cuts a model by its layers' times. A schedule that plans by times is planned by them.
 
-    The limit of memory is the configuration's, else a GPU's memory, which is no reason to refuse a run.
+    The limit of memory is the configuration's, else a GPU's memory, which is no reason to refuse a
+    run.
 
     Args:
         flops: FLOPs of the layers, if known, to compare with a balanced cut.

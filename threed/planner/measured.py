@@ -4,7 +4,8 @@ division = divide(times, planner, {"uniform": (cut, plan)})         # times: Lay
 division.ranges                                                     # layers of each stage
 division.text()                                                     # what it leaves unequal, what it gains
 
-A schedule that plans by times has no plan before the model is cut: `divide` cuts, then asks the planner for a plan.
+A schedule that plans by times has no plan before the model is cut: `divide` cuts, then asks the
+planner for a plan.
 
 The slowest stage is not all that counts: under 1F1B the first stage's forwards and the last one's backwards are waited
 for as well. So cuts are played out under the schedule in use. The search begins at the cuts that make the slowest stage
@@ -118,12 +119,13 @@ def divide(
 ) -> Division:
     """Returns the fastest cut that the search finds, with its plan.
 
-    The search is by the plan for equal times. If the planner plans by times, the cut then gets the plan for its own
-    times, if that is not slower. On paper no cut of `others` that fits is faster. The result is the same on every rank
-    that has the same times.
+    The search is by the plan for equal times. If the planner plans by times, the cut then gets the
+    plan for its own times, if that is not slower. On paper no cut of `others` that fits is faster.
+    The result is the same on every rank that has the same times.
 
     Args:
-        planner: returns a plan for times of stages; where it does not fit, it is asked for fewer micro-batches.
+        planner: returns a plan for times of stages; where it does not fit, it is asked for fewer
+            micro-batches.
         others: cuts to begin at and to compare with, with the plans that they would run, by name.
         held: bytes of the layers.
         limit: the most bytes that a rank may hold.
@@ -166,7 +168,8 @@ def _cut(
     held: Sequence[LayerBytes] | None,
     limit: float | None,
 ) -> Division:
-    """Returns the fastest cut under one plan, by searches from several cuts; ValueError if none fits the limit."""
+    """Returns the fastest cut under one plan, by searches from several cuts; ValueError if none
+    fits the limit."""
     search = _Search(times, plan, held, limit)
     best = min(map(search.descend, [search.balanced(), *starts]), key=search.price)
     excess, _ = search.price(best)

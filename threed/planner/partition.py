@@ -25,9 +25,9 @@ def balanced(
 ) -> list[range]:
     """Cut so that the largest sum of costs of a stage is the smallest possible.
 
-    Of several best cuts it takes the most even one (the smallest sum of squares), and of several such the one with
-    fewest layers on the last stage, then on the one before, and so on. Dynamic programming over exact integers, so that
-    ties are ties; it takes stages x layers^2 steps.
+    Of several best cuts it takes the most even one (the smallest sum of squares), and of several
+    such the one with fewest layers on the last stage, then on the one before, and so on. Dynamic
+    programming over exact integers, so that ties are ties; it takes stages x layers^2 steps.
 
     Args:
         held: returns the bytes that a stage holds with some layers.

@@ -1,11 +1,13 @@
-"""The keys of a ds_config: `DeepSpeedConfig` has those that are acted on, with DeepSpeed's defaults.
+"""The keys of a ds_config: `DeepSpeedConfig` has those that are acted on, with DeepSpeed's
+defaults.
 
-`NO_EFFECT` are the keys that choose nothing, with the reason. `REFUSED` are the keys of which only some values work:
-these values, and the reason. Both are by the key's full name, such as "zero_optimization.overlap_comm". The description
-of a field says what to write in place of an "auto" whose value is unknown.
+`NO_EFFECT` are the keys that choose nothing, with the reason. `REFUSED` are the keys of which only
+some values work: these values, and the reason. Both are by the key's full name, such as
+"zero_optimization.overlap_comm". The description of a field says what to write in place of an
+"auto" whose value is unknown.
 
-Names and defaults are those of DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py, precision_config.py,
-zero/config.py, lr_schedules.py).
+Names and defaults are those of DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
+precision_config.py, zero/config.py, lr_schedules.py).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ OFF, ON = (False,), (True,)
 
 
 def _word(words: str, absent: str = "") -> BeforeValidator:
-    """Accepts one of some words in any case, and returns it in lower case. absent: words that DeepSpeed has."""
+    """Accepts one of some words in any case, and returns it in lower case. absent: words that
+    DeepSpeed has."""
 
     def validate(value: object) -> str:
         text, listed = str(value).lower(), words.split()
@@ -193,7 +196,8 @@ RENAMED = {
 
 
 def _by_name(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns tables of groups, by keys separated by spaces, as one table by the full name of a key."""
+    """Returns tables of groups, by keys separated by spaces, as one table by the full name of a
+    key."""
     return {
         f"{group}.{key}".removeprefix("."): what
         for group, table in tables.items()

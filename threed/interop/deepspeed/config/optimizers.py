@@ -69,7 +69,8 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
 
 
 def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | None:
-    """Returns the first reason why an optimizer cannot be read. keys: must be the same in all groups."""
+    """Returns the first reason why an optimizer cannot be read. keys: must be the same in all
+    groups."""
     first, *others = optimizer.param_groups
     if is_scheduled(optimizer):
         return f"a learning rate scheduler drives it: {NO_SCHEDULERS}"

@@ -1,4 +1,5 @@
-"""From a ds_config to `keys.DeepSpeedConfig`, with a problem or a note for each key that is not acted on.
+"""From a ds_config to `keys.DeepSpeedConfig`, with a problem or a note for each key that is not
+acted on.
 
 reader = Reader(autos, inactive)
 config = reader.read(read("ds_config.json"))        # keys with problems have their defaults
@@ -46,8 +47,8 @@ class Reader:
     """The problems and notes of one ds_config.
 
     Args:
-        autos: by key, the value of "auto" and its origin. A value of None is unknown; without an origin the key then
-            counts as not given.
+        autos: by key, the value of "auto" and its origin. A value of None is unknown; without an
+            origin the key then counts as not given.
         inactive: keys without effect in this configuration, with the reason.
 
     Attributes:
@@ -140,7 +141,8 @@ class Reader:
         return value
 
     def _remove(self, values: dict[str, Any], path: list[str], why: str) -> None:
-        """Takes a wrong value out. path: names of groups, a key, and perhaps a place in the key's value."""
+        """Takes a wrong value out. path: names of groups, a key, and perhaps a place in the key's
+        value."""
         for depth, part in enumerate(path, 1):
             inner = values.get(part)
             if depth == len(path) or not isinstance(inner, dict):

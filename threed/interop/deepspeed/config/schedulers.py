@@ -71,7 +71,8 @@ class LearningRate:
 
 
 def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate | None:
-    """Returns the schedule of a ds_config's "scheduler"; None for a constant rate, if there is no schedule.
+    """Returns the schedule of a ds_config's "scheduler"; None for a constant rate, if there is no
+    schedule.
 
     Args:
         lr: the optimizer's learning rate.

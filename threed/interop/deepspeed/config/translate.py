@@ -136,7 +136,8 @@ def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str
 
 
 def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the keys that have no effect because of the ZeRO stage or the devices, and the reasons."""
+    """Returns the keys that have no effect because of the ZeRO stage or the devices, and the
+    reasons."""
     off: dict[str, str] = {}
     if (stage := _value(ds, f"{ZERO}.stage")) != 3:
         off[f"{ZERO}.sub_group_size"] = "a bucket's slice is the unit of the update below stage 3"
@@ -156,7 +157,8 @@ def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int, int]:
-    """Returns micro-batch and accumulation steps; if they are not given, they follow from the batch."""
+    """Returns micro-batch and accumulation steps; if they are not given, they follow from the
+    batch."""
     total, micro = found.train_batch_size, found.train_micro_batch_size_per_gpu
     steps = found.gradient_accumulation_steps
     if total is None:
