@@ -40,7 +40,7 @@ from tests.accelerator.late_streams import Block, LateError, Stream, Streams, no
 from tests.accelerator.watching import COPIES, NAME, READS, tensors_in
 from threed import device as door
 from threed.memory import pool
-from threed.ops import rotary
+from threed.ops import attention, rotary
 from threed.topology import Topology
 
 aten, prim = torch.ops.aten, torch.ops.prim
@@ -385,11 +385,16 @@ def _doors(device: Device) -> Iterator[None]:
         yield
 
 
+def _clear_tables() -> None:
+    rotary.plain_table.cache_clear()
+    attention._cached_mask.cache_clear()
+
+
 @contextmanager
 def late(seed: int = 0) -> Iterator[Device]:
     """Gives this process a late device, whose streams run in an order of this seed."""
     device = Device(seed)
-    rotary.plain_table.cache_clear()  # may be of another device with this name
+    _clear_tables()  # which may be of another device with this name
     try:
         with (
             pretend.there(),
@@ -402,4 +407,4 @@ def late(seed: int = 0) -> Iterator[Device]:
             yield device
             device.streams.synchronize()
     finally:
-        rotary.plain_table.cache_clear()
+        _clear_tables()

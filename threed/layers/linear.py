@@ -118,9 +118,8 @@ def gradients(
     def take(i: int, part: Tensor) -> None:
         grads[i] = weight_gradient(params[i], part, x, by)
 
-    early = (
-        cut and need_dx and axis.size == 1
-    )  # a tile's gradient, while the next is being gathered
+    # A tile's gradient is computed while the next tile is being gathered.
+    early = cut and need_dx and axis.size == 1
     if need_dx and differentiable:
         dx = dy @ weights[0]
     elif need_dx:

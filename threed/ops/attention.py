@@ -113,14 +113,19 @@ class _InParts(torch.autograd.Function):
             queries, *pair = map(_batch_first, (q[rows], k[keys], v[keys]))
             part, lse[:, :, rows] = forward(rows.start - keys.start, Causal(*how), queries, *pair)
             y[rows] = part.permute(2, 0, 1, 3)
-        ctx.save_for_backward(q, k, v, y, lse)
+        out: Tensor = torch.ops.aten._unsafe_view(y, (s, b, -1))  # not a view to autograd
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = how
-        return y.flatten(2)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse = ctx.saved_tensors
-        dy, dq = dy.reshape(y.shape), torch.empty_like(q)
+        y, dy, dq = (
+            y.unflatten(2, (q.shape[2], -1)),
+            dy.reshape(*q.shape[:3], -1),
+            torch.empty_like(q),
+        )
         dk, dv = (_batch_first(torch.zeros_like(x, dtype=lse.dtype)) for x in (k, v))
         for rows, keys in _parts(q, ctx.how[0]):
             offset, causal = rows.start - keys.start, Causal(*ctx.how)
