@@ -436,8 +436,6 @@ class ModuleEngine(Engine):
         metrics = engine.update()
 
     Attributes:
-        module: the module. Called between `begin` and `update`, it gathers its parameters as it
-            runs.
         accumulating: whether a step of a custom loop has begun.
     """
 
@@ -445,13 +443,23 @@ class ModuleEngine(Engine):
     model: Wrapped
     gatherer: ModuleGatherer
 
+    def __init__(
+        self, model: Model | nn.Module, topology: Topology, config: Config, **options: Any
+    ) -> None:
+        self.accumulating, self._microbatches = False, 1
+        self._loss = torch.zeros(1, dtype=torch.float64, device=topology.device)
+        super().__init__(model, topology, config, **options)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module. Called between `begin` and `update`, it gathers its parameters as it runs."""
+        return self.model.module
+
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Wrapped, Config]:
         wrapped = wrap(model, self.topology)
         setup.check_tile(config.zero.tile, wrapped.slicing.tile, wrapped=True)
         config = resolve(config, 0, self.topology.world)
         activation_checkpointing.enable(wrapped.module, config)
-        self.module, self.accumulating, self._microbatches = wrapped.module, False, 1
-        self._loss = torch.zeros(1, dtype=torch.float64, device=self.topology.device)
         return wrapped, config
 
     def _make_gatherer(self) -> ModuleGatherer:
