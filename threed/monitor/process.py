@@ -56,11 +56,8 @@ def since_launch() -> float:
 def _launched() -> float:
     """Returns when that was, in seconds since boot."""
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        return ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return _uptime()
+    start = started(pid)
+    return int(start) / os.sysconf("SC_CLK_TCK") if start.isdecimal() else _uptime()
 
 
 def _uptime() -> float:
@@ -136,17 +133,34 @@ def process_space() -> str:
     return platform.node()
 
 
+def state(pid: int) -> str:
+    """Returns the state of a process of this machine: "running", "stopped" or "ended" (also a zombie)."""
+    letter = _stat(pid)[0]
+    return "ended" if letter in "ZX" else "stopped" if letter in "Tt" else "running"
+
+
+def parent(pid: int) -> int:
+    """Returns the parent of a process, -1 if it is unknown."""
+    return int(_stat(pid)[1])
+
+
 def started(pid: int) -> str:
-    """Returns when a process started, in ticks since boot; nothing for one that has ended (a zombie has)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        if Path("/proc/self").exists():
-            return ""
-        with contextlib.suppress(
-            OSError
-        ):  # no /proc: a signal of no effect tells whether there is such a process
-            os.kill(pid, 0)
-            return "alive"
-        return ""
+    """Returns when a process started, in ticks since boot; nothing if it has ended."""
+    fields = _stat(pid)
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat after the name of the program (proc(5)).
+
+    Off Linux only the state is known: R if there is such a process, else X.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        alive = False
+        if not Path("/proc/self").exists():
+            with contextlib.suppress(OSError):
+                os.kill(pid, 0)
+                alive = True
+    return ["R" if alive else "X", "-1", *["alive"] * 18]
