@@ -198,6 +198,8 @@ def _communication(frame: FrameType | None) -> str:
 
 
 def _place(frame: FrameType) -> str:
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension
+        frame = frame.f_back
     path = "/".join(Path(frame.f_code.co_filename).parts[-2:])
     return f"{frame.f_code.co_name} at {path}:{frame.f_lineno}"
 
