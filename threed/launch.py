@@ -269,7 +269,7 @@ def refuse(text: str, code: int = 2, shared: bool = True) -> int:
         wait_for_first_rank()
     else:
         print(text, file=sys.stderr, flush=True)
-    write_error_file(text)
+    write_error_file(" ".join(text.split()))
     return code
 
 

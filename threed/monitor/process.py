@@ -15,6 +15,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import signal
 import sys
 import time
@@ -69,22 +70,19 @@ def _uptime() -> float:
 
 
 def machines_asked() -> tuple[int, int] | None:
-    """Returns the least and the most machines that torchrun was told of by `--nnodes MIN:MAX`, or by PET_NNODES; None
-    where that is one number, or is not known."""
-    asked = os.environ.get("PET_NNODES", "") if "TORCHELASTIC_RUN_ID" in os.environ else ""
-    with contextlib.suppress(OSError, IndexError):
-        words = (
-            Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-            if "TORCHELASTIC_RUN_ID" in os.environ
-            else []
-        )
-        for number, word in enumerate(words):
-            if word in ("--nnodes", "-nnodes"):
-                asked = words[number + 1]
-            elif word.startswith("--nnodes="):
-                asked = word.removeprefix("--nnodes=")
-    least, colon, most = asked.partition(":")
-    return (int(least), int(most)) if colon and least.isdecimal() and most.isdecimal() else None
+    """Returns the least and the most machines of torchrun's `--nnodes MIN:MAX`, or of PET_NNODES.
+
+    None if that is one number, or unknown.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    asked = os.environ.get("PET_NNODES", "")
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+        if found := re.search(r"\0--?nnodes[=\0]([^\0]*)", command):
+            asked = found[1]
+    limits = re.fullmatch(r"(\d+):(\d+)", asked)
+    return None if limits is None else (int(limits[1]), int(limits[2]))
 
 
 def peak_rss_bytes() -> int:

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from threed.reliability import heartbeat
-from threed.reliability.heartbeat import Beat, first_three, process_state, siblings, when, who
+from threed.reliability.heartbeat import Beat, first_three, process_state, when, who
 
 # What gloo, NCCL and the store report when another process is gone.
 _LOST = (
@@ -44,10 +44,8 @@ def lost(error: BaseException) -> bool:
 
 def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
     """Returns a line for each dead rank that this rank has to report."""
-    beats = (heartbeat.read(folder, other) for other in siblings(rank, world_size))
-    gone = itertools.takewhile(
-        lambda beat: beat is not None and process_state(beat) == "ended", beats
-    )
+    beats = heartbeat.read_siblings(folder, rank, world_size)
+    gone = itertools.takewhile(lambda beat: beat and process_state(beat) == "ended", beats)
     return [describe(beat) for beat in gone if beat is not None and beat["state"] == ""]
 
 
@@ -58,10 +56,9 @@ def describe(beat: Beat) -> str:
 
 def a_sibling_failed(folder: str | Path, rank: int, world_size: int) -> bool:
     """Returns whether another rank on this machine failed or was killed."""
-    beats = (heartbeat.read(folder, other) for other in siblings(rank, world_size))
     return any(
         b["state"] in ("failed", "lost") or (b["state"] == "" and process_state(b) == "ended")
-        for b in beats
+        for b in heartbeat.read_siblings(folder, rank, world_size)
         if b
     )
 
@@ -75,7 +72,7 @@ def wait_for_names(
     """
     end = time.monotonic() + patience
     while not (found := named(folder, rank, world_size)) and time.monotonic() < end:
-        beats = (heartbeat.read(folder, other) for other in siblings(rank, world_size))
+        beats = heartbeat.read_siblings(folder, rank, world_size)
         if any(beat is not None and beat["state"] == "failed" for beat in beats):
             return []
         time.sleep(0.1)
@@ -91,7 +88,7 @@ def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
     running = [beat for beat in beats if beat["state"] == ""]
     dead = [beat for beat in beats if process_state(beat) == "ended"]
     if dead or not running or any(beat["state"] == "failed" for beat in beats):
-        here = list(siblings(rank, world_size))
+        here = list(heartbeat.siblings(rank, world_size))
         return [describe(b) for b in dead if b["state"] == "" and b["rank"] not in here]
     earliest = min(beat["step"] for beat in running)  # clocks of machines may be hours apart
     last = [f"{who(beat)} in {when(beat)}" for beat in running if beat["step"] == earliest]

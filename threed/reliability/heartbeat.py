@@ -101,6 +101,11 @@ def siblings(rank: int, world_size: int) -> Iterator[int]:
     return (rank - place + (place + n) % count for n in range(1, count))
 
 
+def read_siblings(folder: str | Path, rank: int, world_size: int) -> Iterator[Beat | None]:
+    """Yields the last beats of `siblings`, read one by one."""
+    return (read(folder, other) for other in siblings(rank, world_size))
+
+
 def process_state(beat: Beat) -> str:
     """Returns the state of a rank's process: "running", "stopped" or "ended"; "unknown" on another machine."""
     return process.state(beat["pid"]) if beat["host"] == platform.node()[:64] else "unknown"

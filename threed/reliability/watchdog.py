@@ -44,7 +44,6 @@ from threed.reliability.heartbeat import (
     Heartbeat,
     first_three,
     process_state,
-    siblings,
     when,
     who,
 )
@@ -106,8 +105,9 @@ class Watchdog:
         with contextlib.suppress(Exception):  # of a private function
             record = self._stacks.with_suffix(".collectives.json")
             record.write_bytes(collectives.flight_record())
-        for other in siblings(self.heart.rank, self.world_size):
-            if (beat := heartbeat.read(self.heart.folder, other)) is None or beat["state"]:
+        about = self.heart.folder, self.heart.rank, self.world_size
+        for beat in heartbeat.read_siblings(*about):
+            if beat is None or beat["state"]:
                 break
             _kill(beat)
         os._exit(HUNG)
