@@ -179,7 +179,6 @@ def clocks(name: str, folder: Path, truth: Truth) -> dict[str, Any]:
     assert all(0 <= row["pp/bubble_measured"] < 1 and row["perf/step_s"] < 60 for row in rows), rows
     beats = heartbeat.read_all(place / "runs" / "tiny" / "heartbeat")
     assert abs(beats[0]["time"] - beats[1]["time"]) > 3600
-    assert abs(beats[0]["clock"] - beats[1]["clock"]) > 3600
     return row(0, line_of(said[0], "resume     torchrun"), seconds, saved(place))
 
 
@@ -191,9 +190,9 @@ def test_clocks_that_are_apart(name: str, tmp_path: Path, truth: Truth) -> None:
 
 SAYS = {
     "SIGSTOP": r"^threed: hang: no progress for .* rank 1 on node-b \(stage 1, dp 0, tp 0\) does not answer: "
-    r"process \d+, last seen in step 6, phase step, begun at \d\d:\d\d:\d\d by its clock",
+    r"process \d+, last seen in step 6, phase step",
     "SIGKILL": r"^threed: a connection was lost and no rank is known to have failed: a machine or the network\? "
-    r"Longest not heard of: rank 1 on node-b \(stage 1, dp 0, tp 0\) in step 6, phase step$",
+    r"Earliest: rank 1 on node-b \(stage 1, dp 0, tp 0\) in step 6, phase step$",
     "raise": r"rank 1 on node-b \(stage 1, dp 0, tp 0\) failed in step 6, phase step: RuntimeError: planted",
     "SIGTERM": r"^threed: preempted by SIGTERM \(rank 1\) after step \d+, which is saved",
 }
@@ -250,7 +249,7 @@ def taken(folder: Path) -> dict[str, Any]:
             first.kill()
     says = line_of(
         done.stdout + done.stderr,
-        r"^threed: runs/tiny is in use by another run: process \d+ on \S+, since",
+        r"^threed: runs/tiny is in use by another run: process \d+ on \S+; end that run",
     )
     assert done.returncode == 2
     return row(done.returncode, says, seconds, saved(place))

@@ -124,7 +124,7 @@ def second(folder: Path, truth: Truth) -> dict[str, Any]:
     assert done.returncode == 1, done.stdout + done.stderr
     says = line_of(
         done.stdout + done.stderr,
-        r"^threed: runs/tiny is in use by another run: process \d+ on \S+, since",
+        r"^threed: runs/tiny is in use by another run: process \d+ on \S+; end that run",
     )
     assert "exitcode  : 2 " in done.stdout + done.stderr
     assert losses(place) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,18 @@ def test_torchruns_report_has_the_first_message(
     assert int(json.loads(file.read_text())["timestamp"]) > 0
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     failure.write_error_file("nobody reads it")
+
+
+def test_a_refusing_rank_waits_for_the_message_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure, "REFUSAL_S", 60.0)
+    first = tmp_path / "0" / "error.json"
+    first.parent.mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "3" / "error.json"))
+    threading.Timer(0.3, first.touch).start()
+    failure.wait_for_first_rank()
+    assert first.exists()
+    monkeypatch.setattr(failure, "REFUSAL_S", 0.1)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    failure.wait_for_first_rank()  # other launchers have no such files

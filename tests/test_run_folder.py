@@ -20,12 +20,12 @@ from tests.runs import open_text, run
 from threed import collectives
 from threed.checkpoint.files import RunFolderError
 from threed.config import TrainConfig
-from threed.monitor.process import started
+from threed.monitor import process
 from threed.reliability import ownership
 from threed.reliability.ownership import Run, owned, probe
 from threed.reliability.ownership import _newest as newest
 from threed.reliability.ownership import _take as take
-from threed.topology import Topology
+from threed.topology import Topology, alone
 
 # ------------------------------------------------------------------------------------------------------------ probe
 
@@ -71,13 +71,11 @@ def test_every_rank_tries_the_folder_and_all_hear_who_cannot_use_it(tmp_path: Pa
 
 def ended_process() -> dict[str, object]:
     """A process that is gone, as a run's record names it."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    about = {"pid": process.pid, "started": started(process.pid)}
-    process.kill()
-    while started(process.pid):  # a zombie by then
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child.kill()
+    while process.state(child.pid) != "ended":  # a zombie by then
         time.sleep(0.01)
-    about["zombie"] = process
-    return about
+    return {"pid": child.pid, "zombie": child}
 
 
 def keep_renewing(file: Path, over: threading.Event) -> None:
@@ -87,14 +85,15 @@ def keep_renewing(file: Path, over: threading.Event) -> None:
 
 # Who has the folder, compared with this process, which lives; and whether a new run may take it over.
 OWNERS: dict[str, tuple[Callable[[], dict[str, object]], bool]] = {
-    "this process": (dict, False),
+    "this process": (lambda: {"renewed": True}, False),
     "a process that is gone": (ended_process, True),
-    "a process whose number came again": (lambda: {"started": "17"}, True),
+    "a process of that number in another container": (lambda: {**ended_process(), "renewed": True}, False),
+    "a process whose number came again": (dict, True),
     "a run that said it ended": (lambda: {"ended": True}, True),
-    "another machine's, renewed": (lambda: {"machine": "another", "renewed": True}, False),
-    "another machine's, silent": (lambda: {"machine": "another"}, True),
-    "an earlier attempt of the job": (lambda: {"machine": "another", "job": "j", "renewed": True}, True),
-    "the same attempt of the job": (lambda: {"job": "j", "attempt": 1}, False),
+    "another machine's, renewed": (lambda: {"host": "h7", "renewed": True}, False),
+    "another machine's, silent": (lambda: {"host": "h7"}, True),
+    "an earlier attempt of the job": (lambda: {"host": "h7", "job": "j", "attempt": 0, "renewed": True}, True),
+    "the same attempt of the job": (lambda: {"job": "j", "renewed": True}, False),
 }  # fmt: skip
 
 
@@ -102,11 +101,13 @@ def test_a_folder_is_taken_over_from_runs_that_have_ended_and_from_no_other(tmp_
     here = dataclasses.replace(Run.here("j"), attempt=1)
     for number, (name, (change, free)) in enumerate(OWNERS.items()):
         folder, about, over = tmp_path / str(number), change(), threading.Event()
-        renewed, zombie = about.pop("renewed", False), about.pop("zombie", None)
-        other = dataclasses.replace(Run.here(None), host="h7", since="noon", **about)
+        renewed, zombie, ended = (about.pop(key, False) for key in ("renewed", "zombie", "ended"))
+        other = dataclasses.replace(here, **{"job": None, **about})  # type: ignore[arg-type]
         file = take(folder, other, 0.0)
         if renewed:
             threading.Thread(target=keep_renewing, args=(file, over), daemon=True).start()
+        if ended:
+            os.utime(file, (0, 0))
         try:
             assert take(folder, here, 0.6).name == "owner-2.json", name
             said = ""
@@ -116,28 +117,30 @@ def test_a_folder_is_taken_over_from_runs_that_have_ended_and_from_no_other(tmp_
         if isinstance(zombie, subprocess.Popen):
             zombie.communicate()
         assert (said == "") == free, (name, said)
-        assert (
-            free
-            or f"in use by another run: process {os.getpid()} on h7, since noon; end that run"
-            in said
-        )
+        assert free or f"in use by another run: {other}; end that run" in said
         assert [path.name for path in folder.iterdir()] == [f"owner-{2 if free else 1}.json"]
+
+
+def test_an_owner_is_described_by_its_process_and_machine() -> None:
+    assert str(Run("h7", 4711, None, 0)) == "process 4711 on h7"
 
 
 def contend(folder: Path) -> list[bool]:
     """Rounds in which all ranks want one folder at once, that of a run which ended: whether this rank had it."""
     everyone, had = topology_of(1, 1).axis("world"), []
+    ownership.RENEW_S = 0.05
     for turn in range(20):
         place = folder / str(turn)
         if everyone.index == 0:
-            take(place, dataclasses.replace(Run.here(None), ended=True), 0.0)
+            os.utime(take(place, Run.here(None), 0.0), (0, 0))
         collectives.barrier(everyone)
         try:
-            take(place, Run.here(None), 0.0)
-            had.append(True)
+            with owned(place, alone("world"), None, patience=3.0):
+                had.append(True)
+                collectives.barrier(everyone)
         except RunFolderError:
             had.append(False)
-        collectives.barrier(everyone)
+            collectives.barrier(everyone)
     return had
 
 
@@ -162,13 +165,16 @@ def second_run(folder: Path) -> None:
             place / "owner-1.json", place / "owner-2.json",
         }  # fmt: skip
         owner.check()
+        record = (place / "owner-2.json").read_text()
         (place / "owner-2.json").write_text("{")
         with pytest.raises(RunFolderError, match=r"owner-2\.json cannot be read"):
             run(folder, data, **tiny)
+        (place / "owner-2.json").write_text(record)
         other = dataclasses.replace(Run.here(None), host="h7")
         (place / "owner-3.json").write_text(json.dumps(dataclasses.asdict(other)))
         with pytest.raises(
-            RunFolderError, match=r"was taken over: process \d+ on h7.*saves nothing more"
+            RunFolderError,
+            match=r"was taken over by process \d+ on h7; this run saves nothing more",
         ):
             owner.check()
     (place / "owner-3.json").unlink()
@@ -177,7 +183,7 @@ def second_run(folder: Path) -> None:
     assert f"resumed    {place / 'checkpoints' / 'step-4'}" in said
     assert f"train.seed was {TrainConfig().seed} and is 3: " in said
     assert sorted(path.name for path in (place / "checkpoints").iterdir()) == ["step-4", "step-6"]
-    assert newest(place)[1].ended  # type: ignore[index]
+    assert newest(place)[0].stat().st_mtime == 0  # type: ignore[index]
 
 
 def leave_rubbish(checkpoints: Path) -> None:

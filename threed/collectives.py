@@ -468,6 +468,17 @@ def raise_together(
         raise error("; ".join(found))
 
 
+def flight_record() -> bytes:
+    """Returns torch's record of the recent collectives of this process, as JSON.
+
+    It is kept if TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE is not 0.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    record: bytes = (c10d._dump_nccl_trace_json if nccl else c10d._dump_fr_trace_json)()
+    return record
+
+
 def leave(code: int = 0) -> None:
     """Ends a program that made a process group: in step with the others if all is well, then at once, with `code`.
 

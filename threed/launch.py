@@ -15,7 +15,6 @@ import shlex
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +40,7 @@ from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
 from threed.monitor import process
 from threed.reliability import recheck
-from threed.reliability.failure import LostContact, write_error_file
+from threed.reliability.failure import LostContact, wait_for_first_rank, write_error_file
 from threed.reliability.preemption import PREEMPTED, Preempted
 from threed.resolution import resolve
 from threed.save_checks import check_sizes
@@ -49,17 +48,28 @@ from threed.topology import TIMEOUT, Topology
 from threed.trainer import Trainer
 from threed.zero.replicas import ReplicaError
 
-_interrupted = threading.Event()
-GRACE_S = 60  # groups give up so long after the watchdog would have found who makes them wait
+GRACE_S = 60  # process groups give up so much later than the watchdog
+
+
+# Errors that all ranks raise together, and that end a run with a message instead of a traceback:
+# exit code, and whether the message says how to go on.
+ENDINGS: dict[type[Exception], tuple[int, bool]] = {
+    CheckpointError: (2, False),
+    RunFolderError: (2, False),
+    BadStepsError: (2, True),
+    ReplicaError: (2, True),
+    Preempted: (PREEMPTED, True),
+}
 
 
 def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
-    """Trains as the command line says; the exit code: 0, 2 when something about it is wrong, 75 after a preemption,
-    1 when another rank failed, 124 when the run hung (docs/surviving.md).
+    """Trains as the command line says, and returns the exit code (docs/surviving.md).
 
-    prog: what follows `torchrun` to come here again. arch: the architecture where neither file nor flag names one.
+    An interrupt (Ctrl-C) prints one line, and then ends the process as usual.
 
-    An interrupt (Ctrl-C) is answered by one line, and ends the process as it would have without.
+    Args:
+        prog: what follows `torchrun` in the command line that starts this program.
+        arch: the architecture if neither file nor flag names one.
     """
     process.die_with_parent()
     try:
@@ -122,56 +132,43 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
 
 
 def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None]) -> int:
-    """Runs the training; returns the exit code of this rank, and prints the reason of an end before the last step."""
+    """Runs the training; returns this rank's exit code, after printing why the run ended early."""
     try:
         run()
-    except (CheckpointError, RunFolderError) as error:  # the same on every rank
-        return refuse(f"threed: {error}")
-    except (BadStepsError, ReplicaError) as error:  # these too
-        return refuse(f"threed: {error}; {_how_to_go_on(config, words)}")
-    except Preempted as reason:
-        write_error_file(str(reason))
-        _say(f"threed: {reason}; {_how_to_go_on(config, words)}")
-        return PREEMPTED
-    except LostContact:  # which was said by the rank that knows
+    except LostContact:  # has been reported
         return 1
-    except SwapError as error:  # this rank's drive alone, perhaps: it speaks for itself, and the others end with it
-        print(f"threed: {error}", file=sys.stderr, flush=True)
-        return 2
-    except (
-        OSError
-    ) as error:  # of a run folder that this rank cannot write any more: the others end with it
-        if not is_unwritable(error):
-            raise
-        folder = Path(config.run.dir or "runs")
-        who = f"rank {os.environ.get('RANK', 0)} on {platform.node()}"
-        print(
-            f"threed: {who} could not write {error.filename or folder}: {why(error, folder)}",
-            file=sys.stderr,
-            flush=True,
-        )
-        return 2
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_go_on(config, words)) from None
+    except tuple(ENDINGS) as error:
+        code, resumable = next(e for kind, e in ENDINGS.items() if isinstance(error, kind))
+        more = f"; {_how_to_go_on(config, words)}" if resumable else ""
+        return refuse(f"threed: {error}{more}", code)
+    except SwapError as error:  # of this rank's drive
+        return refuse(f"threed: {error}", shared=False)
+    except OSError as error:
+        if not is_unwritable(error):
+            raise
+        folder, rank = Path(config.run.dir or "runs"), os.environ.get("RANK", 0)
+        what = f"rank {rank} on {platform.node()} could not write {error.filename or folder}"
+        return refuse(f"threed: {what}: {why(error, folder)}", shared=False)
     return 0
 
 
-def _interrupt(*_: object) -> None:
-    _interrupted.set()
-    raise KeyboardInterrupt
-
-
 def _train(config: Config, data: Data, words: list[str], forecast: Forecast | None) -> None:
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # and not ignored, as in a shell's background
-        signal.signal(signal.SIGINT, _interrupt)
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, interrupt)
     try:
-        train(config, data, words, forecast)
+        train(config, data, words, forecast, interrupted)
     except RuntimeError:
-        # Another rank is gone, perhaps, for it was interrupted: then so is this one, or will be in a moment. What the
-        # handler raises in a callback of autograd's is lost, so the event counts.
-        if _interrupted.wait(1.0):
+        # Another rank may be gone because it was interrupted; then this one is, or will be in a
+        # moment. An exception of the handler in a callback of autograd is lost, so the event counts.
+        if interrupted.wait(1.0):
             raise KeyboardInterrupt from None
         raise
 
@@ -226,18 +223,26 @@ def _data_problems(config: Config) -> list[str]:
     )
 
 
-def train(config: Config, data: Data, command: list[str], forecast: Forecast | None = None) -> None:
-    """Builds topology, model and engine from a resolved configuration, and trains; forecast: of it, if known."""
-    p = config.parallel
-    limit = config.run.hang_timeout
-    timeout = max(
-        TIMEOUT, timedelta(seconds=limit + GRACE_S)
-    )  # no less: loading and the end are not watched
+def train(
+    config: Config,
+    data: Data,
+    command: list[str],
+    forecast: Forecast | None = None,
+    interrupted: threading.Event | None = None,
+) -> None:
+    """Builds topology, model and engine from a resolved configuration, and trains.
+
+    Args:
+        command: the words of the command line, for the hint how to resume.
+        forecast: memory and time of the run, if known.
+        interrupted: set when the user has interrupted the run.
+    """
+    p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
     if config.run.recheck_bad_steps:
         recheck.configure_cublas()
-    topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=timeout)
-    engine = build_engine(config, topology)
-    Trainer(engine, data, command, forecast, _interrupted).run()
+    # At least TIMEOUT: loading and the end of a run are not watched.
+    topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
+    Trainer(build_engine(config, topology), data, command, forecast, interrupted).run()
 
 
 def _local_rank() -> int:
@@ -251,13 +256,21 @@ def _say(text: str) -> int:
     return 0
 
 
-def refuse(text: str) -> int:
-    """Exit code 2; the other ranks wait for local rank 0 to speak, for a launcher ends all ranks with the first."""
-    if _local_rank() == 0:
-        print(text, file=sys.stderr, flush=True)
+def refuse(text: str, code: int = 2, shared: bool = True) -> int:
+    """Prints why this process ends, and leaves it for torchrun's report; returns the exit code.
+
+    A launcher ends all ranks of a machine when the first one ends. So the other ranks of the machine
+    wait until local rank 0 has printed what they all would print.
+
+    Args:
+        shared: whether all ranks of the machine end for this reason.
+    """
+    if shared and _local_rank() > 0:
+        wait_for_first_rank()
     else:
-        time.sleep(5)
-    return 2
+        print(text, file=sys.stderr, flush=True)
+    write_error_file(" ".join(text.split()))
+    return code
 
 
 def _open(config: Config) -> Data:

@@ -105,7 +105,7 @@ class Trainer:
             )  # fmt: skip
             loop = Loop(run, retention, memory, owner, self.callbacks)
             self._log_header(run, loop.evaluation.validation.notice, aside)
-            supervision.before_exit = lambda: memory.finish(BEFORE_EXIT_S)
+            supervision.before_exit(lambda: memory.finish(BEFORE_EXIT_S))
             loop.train()
             spans = loop.step_log.spans
             final_report.finish(run, loop.checkpoints, loop.peak, spans, self.command)

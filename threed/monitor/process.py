@@ -15,6 +15,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import signal
 import sys
 import time
@@ -56,11 +57,8 @@ def since_launch() -> float:
 def _launched() -> float:
     """Returns when that was, in seconds since boot."""
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    try:
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        return ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return _uptime()
+    start = started(pid)
+    return int(start) / os.sysconf("SC_CLK_TCK") if start.isdecimal() else _uptime()
 
 
 def _uptime() -> float:
@@ -72,22 +70,19 @@ def _uptime() -> float:
 
 
 def machines_asked() -> tuple[int, int] | None:
-    """Returns the least and the most machines that torchrun was told of by `--nnodes MIN:MAX`, or by PET_NNODES; None
-    where that is one number, or is not known."""
-    asked = os.environ.get("PET_NNODES", "") if "TORCHELASTIC_RUN_ID" in os.environ else ""
-    with contextlib.suppress(OSError, IndexError):
-        words = (
-            Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-            if "TORCHELASTIC_RUN_ID" in os.environ
-            else []
-        )
-        for number, word in enumerate(words):
-            if word in ("--nnodes", "-nnodes"):
-                asked = words[number + 1]
-            elif word.startswith("--nnodes="):
-                asked = word.removeprefix("--nnodes=")
-    least, colon, most = asked.partition(":")
-    return (int(least), int(most)) if colon and least.isdecimal() and most.isdecimal() else None
+    """Returns the least and the most machines of torchrun's `--nnodes MIN:MAX`, or of PET_NNODES.
+
+    None if that is one number, or unknown.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    asked = os.environ.get("PET_NNODES", "")
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+        if found := re.search(r"\0--?nnodes[=\0]([^\0]*)", command):
+            asked = found[1]
+    limits = re.fullmatch(r"(\d+):(\d+)", asked)
+    return None if limits is None else (int(limits[1]), int(limits[2]))
 
 
 def peak_rss_bytes() -> int:
@@ -136,17 +131,34 @@ def process_space() -> str:
     return platform.node()
 
 
+def state(pid: int) -> str:
+    """Returns the state of a process of this machine: "running", "stopped" or "ended" (also a zombie)."""
+    letter = _stat(pid)[0]
+    return "ended" if letter in "ZX" else "stopped" if letter in "Tt" else "running"
+
+
+def parent(pid: int) -> int:
+    """Returns the parent of a process, -1 if it is unknown."""
+    return int(_stat(pid)[1])
+
+
 def started(pid: int) -> str:
-    """Returns when a process started, in ticks since boot; nothing for one that has ended (a zombie has)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        if Path("/proc/self").exists():
-            return ""
-        with contextlib.suppress(
-            OSError
-        ):  # no /proc: a signal of no effect tells whether there is such a process
-            os.kill(pid, 0)
-            return "alive"
-        return ""
+    """Returns when a process started, in ticks since boot; nothing if it has ended."""
+    fields = _stat(pid)
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat after the name of the program (proc(5)).
+
+    Off Linux only the state is known: R if there is such a process, else X.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        alive = False
+        if not Path("/proc/self").exists():
+            with contextlib.suppress(OSError):
+                os.kill(pid, 0)
+                alive = True
+    return ["R" if alive else "X", "-1", *["alive"] * 18]

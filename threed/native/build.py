@@ -34,6 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+FIX = (
+    "remove it, take away the right to write (chmod go-w), or name another folder in XDG_CACHE_HOME"
+)
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas")
 
 
@@ -141,30 +144,23 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing, for this user alone; BuildError for one that others have."""
-    missing = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
-    for place in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process makes it too
-            place.mkdir(mode=0o700)
+    """Makes a folder and its parents for this user alone; BuildError if others could replace it."""
+    for place in reversed((folder, *folder.parents)):
+        place.mkdir(mode=0o700, exist_ok=True)
     _check_private(folder)
     for above in folder.resolve().parents:
-        mode = above.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise BuildError(
-                f"{above} may be written by everybody, who could put another {folder} there: chmod o-w it"
-            )
+        if above.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise BuildError(f"everybody may write {above}, and so replace {folder}: {FIX}")
 
 
 def _check_private(path: Path) -> None:
-    """Raises BuildError unless a path is the user's own or root's, and nobody else may write it."""
+    """Raises BuildError unless a path belongs to this user or root, and nobody else may write it."""
     about = path.stat() if path.is_dir() else path.lstat()
-    if stat.S_ISLNK(about.st_mode) or about.st_uid not in (os.geteuid(), 0):
+    private = about.st_uid in (os.geteuid(), 0) and not about.st_mode & 0o022
+    if stat.S_ISLNK(about.st_mode) or not private:
         raise BuildError(
-            f"{path} is a link or another user's: remove it, or name another folder in XDG_CACHE_HOME"
+            f"{path} is a link, or others own or may write it, and its code would run: {FIX}"
         )
-    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        fix = f"look who wrote there, then chmod go-w {shlex.quote(str(path))}"
-        raise BuildError(f"others may write {path}, and what they put there would be run: {fix}")
 
 
 def _key(library: Library, command: list[str]) -> str:

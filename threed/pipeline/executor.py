@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -86,6 +86,16 @@ class Updates(Protocol):
         """Waits for it, and updates."""
 
 
+class Observer(Protocol):
+    """Sees what a rank computes while its plans run (`threed.reliability.recheck`)."""
+
+    def sent(self, activations: Sequence[Tensor]) -> None:
+        """Called before activations are sent to the next stage."""
+
+    def ended(self, micros: Sequence[MicroBatch], losses: Sequence[Tensor]) -> None:
+        """Called at the end of a plan; losses by micro-batch, on the last stage."""
+
+
 class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
@@ -122,6 +132,7 @@ class Executor:
         self._arriving: dict[tuple[Kind, int, int], list[Pending] | list[Tensor]] = {}
         self._sent: deque[list[Pending]] = deque()
         self._clock: Clock | None = None  # while spans are recorded
+        self._observer: Observer | None = None
         self._marks: list[tuple[Action, Moment, Moment]] = []
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.F: self._forward,
@@ -146,6 +157,15 @@ class Executor:
     def record(self, on: bool = True) -> None:
         """Begins to record spans, of none so far; or ends it."""
         self._clock, self._marks = Clock(self.device) if on else None, []
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Calls `observer` for the plans that run inside the block."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
 
     @property
     def spans(self) -> list[Span]:
@@ -180,7 +200,12 @@ class Executor:
                 self._marks.append((action, self._began, self._clock.now()))
         while self._sent and not plan.left:
             self._wait_for_oldest_send()
-        return [self._outputs[m] for m in sorted(self._outputs)]
+        return self._end(micros, [self._outputs[m] for m in sorted(self._outputs)])
+
+    def _end(self, micros: Sequence[MicroBatch], losses: list[Tensor]) -> list[Tensor]:
+        if self._observer is not None:
+            self._observer.ended(micros, losses)
+        return losses
 
     def _take_over(self, plan: Plan, micros: Sequence[MicroBatch]) -> None:
         """Goes on with the micro-batches that the last plan has left, of which the last is number -1 now; drops what is
@@ -334,6 +359,8 @@ class Executor:
             self._sent += [
                 self.transport.send([part], self.rank, target[0]) for part in (size, data)
             ]
+        if self._observer is not None and action.kind is Kind.SEND_F:
+            self._observer.sent(parts)
         self._sent.append(self.transport.send(parts, self.rank, target[0]))
         while len(self._sent) > 2:
             self._wait_for_oldest_send()

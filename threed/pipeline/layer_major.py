@@ -157,7 +157,7 @@ class LayerMajorExecutor(Executor):
                 self.on_backward(0)
         if self.on_reduce is not None:
             self.on_reduce(0)
-        return losses
+        return self._end(micros, losses)
 
     @contextmanager
     def _during(self, kind: Kind, microbatch: int) -> Iterator[None]:

@@ -1,8 +1,8 @@
-"""What keeps a run going or ends it well: heartbeats, hangs, signals, preemption, lost ranks, bad hardware.
+"""Fault handling: heartbeats, hangs, signals, preemption, lost ranks, faulty hardware.
 
-supervision   watches one rank: heartbeat, signals, time limit, watchdog, and who reports a failure
+supervision   supervises a rank: heartbeat, signals, time limit, watchdog, report of a failure
 preemption    all ranks stop after the same step
 ownership     one run per run folder, which all ranks share
-elastic       copies in the machines' memory, and what a start resumes from
-recheck       computes skipped steps twice, to find hardware that errs
+elastic       copies in the machines' memory, and the state that a start resumes from
+recheck       recomputes skipped steps, to find faulty hardware
 """

@@ -1,14 +1,13 @@
-"""Heartbeats: one small file per rank with its step and phase, to find the rank that hangs or has ended.
+"""Heartbeats: a small file per rank with its step and phase, to find the rank that hangs or has died.
 
-    heart = Heartbeat("runs/demo/heartbeat", rank, place="pp 1, tp 0")
-    heart.beat(step=41, phase="step")       # a few microseconds: call it at every phase
-    heart.mark("failed", "ValueError: …")   # how it ended, for the others to see
-    read(folder, 3)                         # rank 3's last beat; read_all(folder): everybody's
+    heart = Heartbeat("runs/demo/heartbeat", rank, place="stage 1, dp 0, tp 0")
+    heart.beat(step=41, phase="step")       # takes microseconds: call it in every phase
+    heart.mark("failed", "ValueError: …")   # how the rank ended, for the other ranks
+    read(folder, 3)                         # the last beat of rank 3; read_all(folder): of all ranks
 
-A beat overwrites a record of fixed size in place, with one pwrite on an open file: no rename, no truncation, no fsync.
-A reader can catch it half written (seen on ext4: new first bytes, old last ones), so the record carries a CRC, and the
-reader looks again. On a network file system other machines see a beat only when their caches allow it (often seconds
-later); on one machine at once.
+A beat overwrites a record of fixed size in place, by one pwrite to an open file. A reader may see a
+record that is half written (observed on ext4), so records have a CRC, and the reader tries again.
+On one machine beats are visible at once; on another one when the network file system's caches allow.
 """
 
 from __future__ import annotations
@@ -19,153 +18,130 @@ import os
 import platform
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from threed.monitor import process
 from threed.parse import parse_json
 
-RECORD_BYTES = 512
+RECORD_BYTES = 1024
+Beat = dict[str, Any]  # rank, step, phase, time, pid, host, place, state, note
 
 
 class Heartbeat:
-    """The heartbeat file of one rank, `<folder>/rank-<rank>.json`; its first beat (step 0, "start") comes at once.
+    """The heartbeat file of one rank, `<folder>/rank-<rank>.json`.
 
-    place: where the rank is in the grid, for messages. `last` is its last beat: step, phase, seconds of the monotonic
-    clock.
+    Args:
+        place: the rank's coordinates, for messages.
+
+    Attributes:
+        last: the last beat.
+        began: when it was, in seconds of the monotonic clock.
     """
 
     def __init__(self, folder: str | Path, rank: int, place: str = "") -> None:
         self.folder, self.rank = Path(folder), rank
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._place = place[:60]
+        self._about = {"rank": rank, "pid": os.getpid(), "host": platform.node()[:64]}
+        self._about |= {"place": place[:60]}
         self._fd = os.open(_file(folder, rank), os.O_WRONLY | os.O_CREAT, 0o644)
         os.ftruncate(self._fd, RECORD_BYTES)
         self.beat(0, "start")
 
     def beat(self, step: int, phase: str) -> None:
-        """Says that this rank is in `phase` of `step`; raises ValueError for a phase name too long for the record.
+        """Records that this rank has begun a phase of a step. A beat that a disk refuses is lost.
 
-        A disk that fails is no reason to stop training: the beat is then lost silently.
+        Raises:
+            ValueError: if the name of the phase does not fit the record.
         """
         if len(phase) > 100:
-            raise ValueError(
-                f"phase name of {len(phase)} characters does not fit a heartbeat; use at most 100"
-            )
-        self.last, self._time = (step, phase, time.monotonic()), time.time()
+            raise ValueError(f"heartbeat phase of {len(phase)} characters: use at most 100")
+        self.began = time.monotonic()
+        self.last: Beat = {**self._about, "step": step, "phase": phase, "time": time.time()}
         self.mark("")
 
     def mark(self, state: str, note: str = "") -> None:
-        """Adds to the last beat what became of the rank: "hung", "failed", "lost" another, "ended"; "" is running."""
-        step, phase, clock = self.last
-        about = {
-            "pid": os.getpid(),
-            "host": platform.node()[:64],
-            "place": self._place,
-            "state": state,
-            "note": "",
-        }
-        record = {
-            "rank": self.rank,
-            "step": step,
-            "phase": phase,
-            "time": self._time,
-            "clock": round(clock, 3),
-            **about,
-        }
-        line = _sealed(record)
-        if note:
-            plain = "".join(
-                c if c.isascii() and c.isprintable() and c not in '"\\' else " " for c in note
-            )
-            line = _sealed(
-                {**record, "note": plain[: RECORD_BYTES - len(line) - 4]}
-            )  # a sum has up to 10 digits
+        """Adds a state to the last beat.
+
+        Args:
+            state: "hung", "failed", "lost" (another rank), "ended", or "" while the rank runs.
+            note: details, of which 300 characters are kept.
+        """
+        note = "".join(c if " " <= c <= "~" and c not in '"\\' else " " for c in note[:300])
+        self.last = {**self.last, "state": state, "note": note}
         with contextlib.suppress(OSError):
-            os.pwrite(self._fd, line.ljust(RECORD_BYTES - 1) + b"\n", 0)
+            os.pwrite(self._fd, _sealed(self.last).ljust(RECORD_BYTES - 1) + b"\n", 0)
 
     def close(self) -> None:
-        """Closes the file and leave it lying; closing twice is allowed."""
+        """Closes the file and leaves it in place; closing twice is allowed."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
-def read(folder: str | Path, rank: int) -> dict[str, Any] | None:
-    """Returns the last beat of a rank; None if there is none.
-
-    It has rank, step, phase, time (seconds since 1970, by the clock of its machine), clock (seconds of that one's
-    monotonic clock), pid, host, place, state and note.
-    """
+def read(folder: str | Path, rank: int) -> Beat | None:
+    """Returns the last beat of a rank, None if there is none. Its time is that machine's clock."""
     return _read(_file(folder, rank))
 
 
-def read_all(folder: str | Path) -> list[dict[str, Any]]:
+def read_all(folder: str | Path) -> list[Beat]:
     """Returns the last beat of every rank, by rank."""
     beats = [_read(path) for path in Path(folder).glob("rank-*.json")]
     return sorted((beat for beat in beats if beat is not None), key=lambda beat: int(beat["rank"]))
 
 
 def siblings(rank: int, world_size: int) -> Iterator[int]:
-    """Returns the other ranks on this machine, from the next one on, round to the one before.
+    """Yields the other ranks of this machine, beginning with the next one.
 
-    They follow from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE; by default all are.
+    They follow from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE; by default all ranks are.
     """
-    place, count = (
-        int(os.environ.get("LOCAL_RANK", rank)),
-        int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-    )
+    place = int(os.environ.get("LOCAL_RANK", rank))
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return (rank - place + (place + n) % count for n in range(1, count))
 
 
-def process_state(beat: dict[str, Any]) -> str:
-    """Returns the state of a rank's process, as the kernel of this machine has it: "ended" (a zombie has), "stopped",
-    "running"; and "unknown" for one of another machine."""
-    if beat.get("host") != platform.node()[:64]:
-        return "unknown"
-    try:
-        status = Path(f"/proc/{beat['pid']}/stat").read_text()
-    except FileNotFoundError:
-        return "ended" if Path("/proc/self").exists() else "unknown"
-    except OSError:
-        return "ended"
-    letter = status.rpartition(")")[2].split()[0]
-    return "ended" if letter in "ZX" else "stopped" if letter in "Tt" else "running"
+def read_siblings(folder: str | Path, rank: int, world_size: int) -> Iterator[Beat | None]:
+    """Yields the last beats of `siblings`, read one by one."""
+    return (read(folder, other) for other in siblings(rank, world_size))
 
 
-def who(beat: dict[str, Any]) -> str:
-    """Returns which rank it is, on which machine, and where in the grid."""
-    place = f" ({beat['place']})" if beat.get("place") else ""
+def process_state(beat: Beat) -> str:
+    """Returns the state of a rank's process: "running", "stopped" or "ended"; "unknown" on another machine."""
+    return process.state(beat["pid"]) if beat["host"] == platform.node()[:64] else "unknown"
+
+
+def who(beat: Beat) -> str:
+    """Returns a rank with its machine and coordinates."""
+    place = f" ({beat['place']})" if beat["place"] else ""
     return f"rank {beat['rank']} on {beat['host']}{place}"
 
 
-def when(beat: dict[str, Any]) -> str:
-    """Returns how far a rank came."""
+def when(beat: Beat) -> str:
+    """Returns the step and phase of a rank."""
     return f"step {beat['step']}, phase {beat['phase']}"
 
 
-def ago(beat: dict[str, Any]) -> str:
-    """Returns when a rank began what it was last seen in: how long ago, on this machine; of another one only what its
-    clock said, for that may be hours off."""
-    if beat.get("host") == platform.node()[:64] and "clock" in beat:
-        return f"begun {time.monotonic() - beat['clock']:.1f} s ago"
-    return f"begun at {time.strftime('%H:%M:%S', time.localtime(beat['time']))} by its clock"
+def first_three(texts: Sequence[str]) -> str:
+    """Returns texts about ranks in one line: three, and the number of the others."""
+    more = f"; and {len(texts) - 3} more ranks" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + more
 
 
 def _file(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank-{rank}.json"
 
 
-def _sealed(record: dict[str, Any]) -> bytes:
+def _sealed(record: Beat) -> bytes:
     body = json.dumps(record)
     return f'{body[:-1]}, "crc32": {zlib.crc32(body.encode())}}}'.encode()
 
 
-def _read(path: Path, attempts: int = 10) -> dict[str, Any] | None:
+def _read(path: Path, attempts: int = 10) -> Beat | None:
     for _ in range(attempts):
         with contextlib.suppress(ValueError, OSError, KeyError, TypeError):
             line = path.read_bytes().rstrip()
-            beat: dict[str, Any] = parse_json(line, str(path))
+            beat: Beat = parse_json(line, str(path))
             del beat["crc32"]
             if _sealed(beat) == line:
                 return beat

@@ -1,14 +1,17 @@
-"""The run folder at the start of a run: every rank can use it, and no other run does.
+"""The run folder at the start of a run: every rank can use it, and no other run uses it.
 
-    probe(folder, everyone)                      # every rank writes there, and sees what another one wrote
-    with owned(folder, everyone, job) as owner:  # RunFolderError, saying who has it
-        owner.check()                            # before a save: it is still this run's
+    probe(folder, everyone)                      # every rank writes there, and sees another rank's file
+    with owned(folder, everyone, job) as owner:  # RunFolderError if another run uses the folder
+        owner.check()                            # before a save: no other run has taken it over
 
-The owner's file is `owner-N.json`, N counting the runs of the folder; it appears complete, by a hard link to a free
-name, so of two runs that start at once one has it. Its modification time is renewed every 10 s while the run lives.
+The owner's file is `owner-N.json`, N counting the runs of the folder: host, process and job. Its
+modification time is renewed every second while the run lives, and set to zero when it ends. The
+file appears complete, by a hard link to a free name, so only one of two runs that start at once
+gets the folder.
 
-A run takes the folder over from one that has ended: which said so; or whose process is gone, on this machine; or whose
-file was not renewed during 60 s, on another one (no clocks are compared); or which torchrun has restarted as this one.
+A run takes the folder over if the previous run has ended or is an earlier attempt of the same
+torchrun job, or if its file is not renewed any more. It waits a few seconds for that if the
+process is gone from this machine, else a minute. Clocks are not compared.
 """
 
 from __future__ import annotations
@@ -23,211 +26,171 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from threed import collectives
 from threed.atomic import sync
 from threed.checkpoint.files import RunFolderError
 from threed.disk import why
-from threed.monitor.process import process_space, started
+from threed.monitor import process
 from threed.parse import parse_json
 from threed.topology import Axis
 
-BEAT_S, PATIENCE_S = (
-    10.0,
-    60.0,
-)  # how often an owner's file is renewed, and how long one waits to see that
-VISIBLE_S = 10.0  # until what one rank wrote must be there for another
+RENEW_S = 1.0  # between two renewals of an owner's file
+GONE_S = 3.0  # without renewal, if the owner's process is gone from this machine
+PATIENCE_S = 60.0  # without renewal, else
+VISIBLE_S = 10.0  # until a file must be visible on another machine
 
 
-# ------------------------------------------------------------------------------------------------------------ probe
+# ------------------------------------------------------------------------------------------------ probe
 
 
 def probe(folder: Path, everyone: Axis) -> None:
-    """Checks that every rank can write in `folder` and sees what the next rank wrote there. Collective.
+    """Checks that every rank can write in `folder` and sees the file of the next rank. Collective.
 
-    Raises RunFolderError on every rank, naming ranks and their machines.
+    Raises:
+        RunFolderError: on every rank, with the ranks that cannot and their machines.
     """
-    token = collectives.exchange(secrets.token_hex(8), everyone)[0]
-    place = folder / f".probe-{token}"
-    wrote, index = (
-        _attempt(lambda: _write(place / str(everyone.index), token), folder),
-        everyone.index,
-    )
+    place = folder / f".probe-{collectives.exchange(secrets.token_hex(8), everyone)[0]}"
+    mine, other = place / str(everyone.index), (everyone.index + 1) % everyone.size
     try:
-        _refuse(_at(index, f"cannot write in {folder}: {wrote}") if wrote else "", everyone)
-        other = (
-            (index + 1) % everyone.size
-        )  # in a ring: wherever machines do not share a folder, two neighbours differ
-        unseen = _attempt(lambda: _wait_for(place / str(other), token), folder)
-        text = f"does not see in {folder} what rank {other} wrote there ({unseen}): all machines must share the folder"
-        _refuse(_at(index, text) if unseen else "", everyone)
+        with _on_every_rank(everyone, folder, f"cannot write in {folder}"):
+            place.mkdir(parents=True, exist_ok=True)
+            mine.touch()
+        unseen = f"does not see in {folder} what rank {other} wrote there"
+        with _on_every_rank(everyone, folder, f"{unseen} (all machines must share the folder)"):
+            _wait_for(place / str(other))
     finally:
         with contextlib.suppress(OSError):
-            (place / str(index)).unlink()
-        with contextlib.suppress(OSError):  # the last one to leave can
+            mine.unlink()
+        with contextlib.suppress(OSError):  # the last rank to leave succeeds
             place.rmdir()
 
 
-def _at(rank: int, text: str) -> str:
-    return f"rank {rank} on {platform.node()} {text}"
-
-
-def _attempt(action: Any, folder: Path) -> str:
-    """Returns why an action on files failed, or nothing."""
+@contextlib.contextmanager
+def _on_every_rank(everyone: Axis, folder: Path, problem: str) -> Iterator[None]:
+    """Raises RunFolderError on every rank if the block raised OSError on any rank. Collective."""
+    found = ""
     try:
-        action()
+        yield
     except OSError as error:
-        return why(error, folder, elsewhere="use another folder")
-    except ValueError as error:
-        return str(error)
-    return ""
+        reason = why(error, folder, elsewhere="use another folder")
+        found = f"rank {everyone.index} on {platform.node()} {problem}: {reason}"
+    if all_found := collectives.problems_of_all([found], everyone):
+        more = f" (and {len(all_found) - 3} more ranks)" if len(all_found) > 3 else ""
+        raise RunFolderError(f"{'; '.join(all_found[:3])}{more}; choose another with --run.dir")
 
 
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
-
-
-def _wait_for(file: Path, text: str) -> None:
+def _wait_for(file: Path) -> None:
     end = time.monotonic() + VISIBLE_S
-    while not file.exists() and time.monotonic() < end:
+    while not file.exists():
+        if time.monotonic() > end:
+            raise FileNotFoundError(f"{file} is not there after {VISIBLE_S:g} s")
         time.sleep(0.1)
-    if file.read_text() != text:
-        raise OSError(f"{file} has other contents")
 
 
-def _refuse(problem: str, everyone: Axis) -> None:
-    """Raises RunFolderError on every rank if any rank found a problem, listing three at most."""
-    if found := collectives.problems_of_all([problem], everyone):
-        more = f" (and {len(found) - 3} more ranks)" if len(found) > 3 else ""
-        raise RunFolderError(f"{'; '.join(found[:3])}{more}; choose another with --run.dir")
-
-
-# ------------------------------------------------------------------------------------------------------------ owner
+# ------------------------------------------------------------------------------------------------ owner
 
 
 @dataclass(frozen=True)
 class Run:
-    """Who has a folder: a process of a machine. machine: the boot and the namespace in which its pid is one.
-    started: of the process, in ticks, for pids come again. attempt: torchrun's restarts of `job`."""
+    """The process that uses a folder.
+
+    Attributes:
+        job: torchrun's name for all attempts of one start, None without torchrun.
+        attempt: number of torchrun's restarts of the job.
+    """
 
     host: str
-    machine: str
     pid: int
-    started: str
-    since: str
-    token: str
     job: str | None
     attempt: int
-    ended: bool = False
 
     @classmethod
     def here(cls, job: str | None) -> Run:
         """Returns this process."""
-        since, attempt = (
-            time.strftime("%Y-%m-%d %H:%M:%S"),
-            int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )
-        pid = os.getpid()
-        return cls(
-            platform.node(),
-            process_space(),
-            pid,
-            started(pid),
-            since,
-            secrets.token_hex(8),
-            job,
-            attempt,
-        )
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(platform.node(), os.getpid(), job, attempt)
 
     def is_over(self, file: Path, successor: Run, patience: float) -> bool:
-        """Returns whether the run of `file` has ended, or is an earlier attempt of the successor's job."""
-        if self.ended or (
-            self.job is not None and self.job == successor.job and self.attempt < successor.attempt
-        ):
+        """Returns whether the run of `file` has ended, or is an earlier attempt of its successor."""
+        if self.job is not None and self.job == successor.job and self.attempt < successor.attempt:
             return True
-        if self.machine == successor.machine:
-            return started(self.pid) != self.started
-        return not _is_renewed(file, patience)
+        gone = self.host == successor.host and process.state(self.pid) == "ended"
+        return not _is_renewed(file, min(GONE_S, patience) if gone else patience)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
 
 
 def _is_renewed(file: Path, patience: float) -> bool:
-    """Returns whether a file's modification time changes while one waits."""
+    """Returns whether a file's modification time changes while this function waits."""
     first, end = _modified(file), time.monotonic() + patience
-    while time.monotonic() < end:
+    while first != 0 and time.monotonic() < end:
         time.sleep(min(0.5, patience / 10))
-        if _modified(file) != first:
+        if _modified(file) not in (0, first):
             return True
     return False
 
 
 def _modified(file: Path) -> int:
-    with (
-        contextlib.suppress(OSError),
-        file.open("rb") as opened,
-    ):  # a network file system asks its server on opening
+    """Returns a file's modification time, 0 if its run has ended."""
+    with contextlib.suppress(OSError), file.open("rb") as opened:  # opening asks a network's server
         return os.fstat(opened.fileno()).st_mtime_ns
-    return -1
+    return 0
 
 
 class Owner:
-    """This run's right to a folder; only the first rank, which has a file, renews and checks it."""
+    """This run's right to a folder. Only rank 0 has a file, which it renews and checks."""
 
-    def __init__(
-        self, folder: Path, everyone: Axis, run: Run, file: Path | None, beat: float = BEAT_S
-    ) -> None:
-        self.folder, self.everyone, self.run, self.file = folder, everyone, run, file
+    def __init__(self, folder: Path, everyone: Axis, file: Path | None) -> None:
+        self.folder, self.everyone, self.file = folder, everyone, file
         self._over = threading.Event()
-        if file is not None:
-            threading.Thread(
-                target=self._renew, args=(file, beat), daemon=True, name="owner"
-            ).start()
+        self._thread = threading.Thread(target=self._renew, daemon=True, name="owner")
+        self._thread.start()
 
-    def _renew(self, file: Path, beat: float) -> None:
-        while not self._over.wait(beat):
+    def _renew(self) -> None:
+        while self.file is not None and not self._over.wait(RENEW_S):
             with contextlib.suppress(OSError):
-                os.utime(file)
+                os.utime(self.file)
 
     def check(self) -> None:
-        """Raises RunFolderError on every rank if another run has taken the folder over. Collective."""
-        newest = _newest(self.folder) if self.file is not None else None
-        lost = newest is not None and newest[1].token != self.run.token
-        text = (
-            f"{self.folder} was taken over: {_describe(newest[1])}; this run saves nothing more"
-            if newest
-            else ""
-        )
-        collectives.raise_together([text] if lost else [], self.everyone, RunFolderError)
+        """Raises RunFolderError on every rank if another run took the folder over. Collective."""
+        newest, problem = _newest(self.folder) if self.file is not None else None, ""
+        if newest is not None and newest[0] != self.file:
+            problem = f"{self.folder} was taken over by {newest[1]}; this run saves nothing more"
+        collectives.raise_together([problem], self.everyone, RunFolderError)
 
     def end(self) -> None:
-        """Says that this run has ended."""
+        """Marks this run as ended."""
         self._over.set()
+        self._thread.join()
         if self.file is not None:
-            scratch = self.file.with_suffix(".tmp")
             with contextlib.suppress(OSError):
-                scratch.write_text(json.dumps({**asdict(self.run), "ended": True}))
-                scratch.replace(self.file)
+                os.utime(self.file, (0, 0))
 
 
 @contextlib.contextmanager
 def owned(
     folder: Path, everyone: Axis, job: str | None, patience: float = PATIENCE_S
 ) -> Iterator[Owner]:
-    """Has the folder for this run while entered. Collective; RunFolderError on every rank if another run has it.
+    """Owns the folder inside the block. Collective.
 
-    job: torchrun's name for all attempts of one start, None if there is none.
+    Args:
+        job: torchrun's name for all attempts of one start, None without torchrun.
+
+    Raises:
+        RunFolderError: on every rank, if another run uses the folder.
     """
-    run, file, problem = Run.here(job), None, ""
+    file, problem = None, ""
     if everyone.index == 0:
         try:
-            file = _take(folder, run, patience)
+            file = _take(folder, Run.here(job), patience)
         except OSError as error:
             problem = f"{folder} cannot be used: {why(error, folder)}"
         except RunFolderError as error:
             problem = str(error)
     collectives.raise_together([problem], everyone, RunFolderError)
-    owner = Owner(folder, everyone, run, file)
+    owner = Owner(folder, everyone, file)
     try:
         yield owner
     finally:
@@ -235,27 +198,23 @@ def owned(
 
 
 def _take(folder: Path, run: Run, patience: float) -> Path:
-    """Returns the owner's file, new and this run's; RunFolderError if another run has the folder."""
+    """Returns the new owner's file of this run; RunFolderError if another run uses the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         newest = _newest(folder)
-        number = 1 if newest is None else _number(newest[0]) + 1
         if newest is not None and not newest[1].is_over(newest[0], run, patience):
             fix = "end that run, or choose another folder with --run.dir or --run.name"
-            raise RunFolderError(
-                f"{folder} is in use by another run: {_describe(newest[1])}; {fix}"
-            )
+            raise RunFolderError(f"{folder} is in use by another run: {newest[1]}; {fix}")
+        number = 1 if newest is None else _number(newest[0]) + 1
         file = folder / f"owner-{number}.json"
         if not _create(file, json.dumps(asdict(run))):
             continue
-        if (newest := _newest(folder)) is None or newest[1].token != run.token:
-            file.unlink(
-                missing_ok=True
-            )  # another run was quicker, and has removed the file that was looked at here
+        others = [other for other in _files(folder) if other != file]
+        if others and _number(others[0]) > number:  # another run was quicker
+            file.unlink(missing_ok=True)
             continue
-        for old in _files(folder):
-            if _number(old) < number:
-                old.unlink(missing_ok=True)
+        for other in others:
+            other.unlink(missing_ok=True)
         return file
 
 
@@ -280,7 +239,7 @@ def _create(file: Path, text: str) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns the owners' files, by falling number."""
+    """Returns the owners' files, newest first."""
     found = [file for file in folder.glob("owner-*.json") if file.stem[6:].isdecimal()]
     return sorted(found, key=_number, reverse=True)
 
@@ -290,17 +249,12 @@ def _number(file: Path) -> int:
 
 
 def _newest(folder: Path) -> tuple[Path, Run] | None:
-    """Returns the newest owner's file and what it says; None if there is none."""
+    """Returns the newest owner's file and its contents, None if there is none."""
     for file in _files(folder):
-        with contextlib.suppress(FileNotFoundError):  # a newer owner removes it: there is another
+        with contextlib.suppress(FileNotFoundError):  # removed by a newer owner
             try:
                 return file, Run(**parse_json(file.read_bytes(), str(file)))
             except (ValueError, TypeError) as error:
-                raise RunFolderError(
-                    f"{file} cannot be read ({error}): remove it if no run uses the folder"
-                ) from None
+                fix = "remove it if no run uses the folder"
+                raise RunFolderError(f"{file} cannot be read ({error}): {fix}") from None
     return None
-
-
-def _describe(run: Run) -> str:
-    return f"process {run.pid} on {run.host}, since {run.since}"

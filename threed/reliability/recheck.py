@@ -1,25 +1,22 @@
-"""A step that was skipped is computed a second time: is it the data, or a machine?
+"""Computes a skipped step a second time: is it the data, or a machine?
 
     recheck = Recheck(engine, note)
-    metrics = recheck.step(batch)          as `Engine.step`; of a bad step the second result, and a line about it
+    metrics = recheck.step(batch)          # as `Engine.step`; of a bad step the second result
 
-A skipped step leaves weights and moments as they were, so the same batch can go through them again. Computed alike
-twice, it is the data (or the weights): the line names the samples. Computed differently, some rank erred in one of the
-two: the line names it, and training goes on with the second result. The idea is that of Megatron-Core's rerun state
-machine (`megatron/core/rerun_state_machine.py`: a result that is suspect is computed again in place, and a transient
-error told from what is reproducible).
+A skipped step leaves weights and moments unchanged, so the same batch can run again. If both
+computations agree, the data (or the weights) are bad: a note lists the samples. If they differ, some
+rank made an error in one of them: a note names it, and training goes on with the second result. The
+idea is that of Megatron-Core's rerun state machine (`megatron/core/rerun_state_machine.py`).
 
-What a rank computes is compared by hashes of what it hands on: activations to the next stage, losses, gradients before
-they are summed. One rank's error spreads: forward to later stages, backward to earlier ones, at once to its tensor
-ranks, but not to other data ranks before gradients are summed. So blame is for the first that differs on that way;
-tensor ranks are named together.
+The results of a rank are compared by hashes of what it passes on: activations to the next stage,
+losses, gradients before they are summed. An error spreads: forward to later stages, backward to
+earlier ones, at once to the tensor ranks, but to no other data rank before gradients are summed. So
+the first rank on that way that differs is named; tensor ranks are named together.
 
-Two computations are equal only if every operation is deterministic, which the attention backward of GPUs is not by
-default. So all steps run under `torch.use_deterministic_algorithms`: torch uses deterministic kernels (no cuDNN
-attention), and an operation without one raises NondeterministicError. torch cannot check custom kernels, for example
-with atomics; these must be deterministic themselves.
-
-Phases of a step: remember · step, recorded · not bad: done · go back, step again · compare, say.
+Two computations are equal only if every operation is deterministic, which the attention backward of
+GPUs is not by default. So all steps run under `torch.use_deterministic_algorithms`: torch uses
+deterministic kernels (no cuDNN attention), and an operation without one raises
+NondeterministicError. torch cannot check custom kernels, for example with atomics.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,13 +32,8 @@ from torch import Tensor
 
 from threed import collectives
 from threed.batches import Batch
-from threed.collectives import Pending
 from threed.engine import Engine, StepMetrics
 from threed.layers import MicroBatch
-from threed.pipeline.transport import Transport
-from threed.schedules import Plan
-from threed.zero.gradients import Gradients
-from threed.zero.layout import Bucket
 from threed.zero.replicas import FACTOR, fingerprint
 
 Place = Mapping[str, int]  # a rank's coordinates
@@ -53,15 +44,20 @@ class NondeterministicError(RuntimeError):
 
 
 def configure_cublas() -> None:
-    """Makes cuBLAS deterministic, unless CUBLAS_WORKSPACE_CONFIG is set. Call it before the process's first matrix
-    product on a GPU; later it has no effect."""
+    """Makes cuBLAS deterministic, unless CUBLAS_WORKSPACE_CONFIG is set.
+
+    It has an effect only before the process's first matrix product on a GPU.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Makes torch use deterministic kernels only, inside the block. Raises NondeterministicError for an operation
-    without one."""
+    """Makes torch use deterministic kernels only, inside the block.
+
+    Raises:
+        NondeterministicError: for an operation without one.
+    """
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -84,125 +80,76 @@ def deterministic() -> Iterator[None]:
         memory.fill_uninitialized_memory = fill
 
 
-Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]
-
-
-@dataclass
 class Record:
-    """What a rank computed in a step: hashes of activations and of gradients, losses by micro-batch, and these."""
+    """What a rank computes in a step: an observer of executor and reducer.
 
-    device: torch.device
-    micros: Sequence[MicroBatch] = ()
-    losses: list[Tensor] = field(default_factory=list)
-    forward: Tensor = field(init=False)
-    backward: Tensor = field(init=False)
+    Attributes:
+        forward: hash of the activations for the next stage, and of the losses.
+        backward: hash of the gradients before they are summed.
+    """
 
-    def __post_init__(self) -> None:
-        self.forward, self.backward = torch.zeros(2, dtype=torch.int64, device=self.device).unbind()
+    def __init__(self, device: torch.device) -> None:
+        self.forward, self.backward = torch.zeros(2, dtype=torch.int64, device=device).unbind()
+        self._micros: Sequence[MicroBatch] = ()
+        self._losses: Sequence[Tensor] = ()
 
-    def add(self, which: str, values: Tensor) -> None:
-        """Adds values to a hash."""
-        setattr(self, which, getattr(self, which) * FACTOR + fingerprint(values))
+    def sent(self, activations: Sequence[Tensor]) -> None:
+        for values in activations:
+            self.forward = self.forward * FACTOR + fingerprint(values)
 
-    def numbers(self) -> list[int]:
-        """The hashes, on the host: of what came out of forwards, and of gradients."""
-        for loss in self.losses:
-            self.add("forward", loss)
+    def reduced(self, gradients: Tensor) -> None:
+        self.backward = self.backward * FACTOR + fingerprint(gradients)
+
+    def ended(self, micros: Sequence[MicroBatch], losses: Sequence[Tensor]) -> None:
+        self._micros, self._losses = micros, [loss.detach() for loss in losses]
+        self.sent(self._losses)
+
+    def hashes(self) -> list[int]:
+        """Returns both hashes, on the host."""
         return [int(self.forward), int(self.backward)]
 
     def bad_samples(self) -> list[int]:
-        """The samples of micro-batches whose loss is not finite, where this rank has losses."""
-        if len(self.losses) != len(
-            self.micros
-        ):  # of two ways through the pipeline each has its own
+        """Returns the samples of micro-batches whose loss is not finite, if all losses are here."""
+        if len(self._losses) != len(self._micros):  # two directions through the pipeline
             return []
-        bad = [
-            micro
-            for micro, loss in zip(self.micros, self.losses, strict=True)
-            if not bool(loss.isfinite().all())
-        ]
-        return [
-            number
-            for micro in bad
-            if micro.samples is not None
-            for number in micro.samples.tolist()
-        ]
-
-
-class _Sending:
-    """A transport that records what goes to a later stage."""
-
-    def __init__(self, transport: Transport, recheck: Recheck) -> None:
-        self.inner, self.recheck, self.posts_ahead = transport, recheck, transport.posts_ahead
-
-    def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        for tensor in tensors if target > source else ():
-            self.recheck.record.add("forward", tensor)
-        return self.inner.send(tensors, source, target)
-
-    def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        return self.inner.receive(outs, source, target)
-
-
-class _Windows:
-    """The memory of gradients, which records the windows that are reduced."""
-
-    def __init__(self, memory: Gradients, recheck: Recheck) -> None:
-        self.inner, self.recheck = memory, recheck
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def take_window(self, bucket: Bucket) -> Tensor:
-        """See `Gradients`."""
-        window = self.inner.take_window(bucket)
-        self.recheck.record.add("backward", window)
-        return window
+        both = zip(self._micros, self._losses, strict=True)
+        bad = [micro.samples for micro, loss in both if not bool(loss.isfinite().all())]
+        return [number for samples in bad if samples is not None for number in samples.tolist()]
 
 
 class Recheck:
-    """Makes an engine's steps, and bad ones twice. note: takes a line for people. The host waits for every step."""
+    """Runs an engine's steps, and bad ones twice. The host waits for every step.
+
+    Args:
+        note: prints a line.
+    """
 
     def __init__(self, engine: Engine, note: Callable[[str], None]) -> None:
         self.engine, self.note = engine, note
-        self.record = Record(engine.topology.device)
-        executor, reducer, inner = engine.executor, engine.reducer, engine.executor.run
-        executor.transport = _Sending(executor.transport, self)
-        reducer.memory = _Windows(reducer.memory, self)
-        executor.run = self._running(inner)  # type: ignore[method-assign, assignment]
-        plan = engine.blueprint.plan
-        self._in_turn = plan.chunks == 1 and not plan.placement  # rank s has stage s alone
-        grid = engine.topology.grid
-        self._places = [grid.coordinates(rank) for rank in range(engine.topology.world)]
-
-    def _running(self, inner: Run) -> Run:
-        def run(plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
-            losses = inner(plan, micros)
-            self.record.micros, self.record.losses = micros, [loss.detach() for loss in losses]
-            return losses
-
-        return run
 
     def step(self, batch: Batch) -> StepMetrics:
-        """One optimizer step, computed twice if it is bad. Collective."""
-        back, before = self._remember(), self.engine.bad_steps()
-        metrics, record, row = self._recorded(batch)
-        if row <= before:
+        """Runs one optimizer step, twice if it is bad. Collective."""
+        engine = self.engine
+        back, before = self._remember(), engine.bad_steps()
+        metrics, record = self._recorded(batch)
+        if engine.bad_steps() <= before:
             return metrics
         back()
-        again, second, row = self._recorded(batch)
-        self._tell(metrics, record, second, skipped=row > before)
+        again, second = self._recorded(batch)
+        self._report(metrics, record, second, skipped=engine.bad_steps() > before)
         return again
 
-    def _recorded(self, batch: Batch) -> tuple[StepMetrics, Record, int]:
-        self.record = Record(self.engine.topology.device)
-        with deterministic():
-            metrics = self.engine.step(batch)
-        record, row = self.record, self.engine.bad_steps()
-        return metrics, record, row
+    def _recorded(self, batch: Batch) -> tuple[StepMetrics, Record]:
+        engine, record = self.engine, Record(self.engine.topology.device)
+        with (
+            deterministic(),
+            engine.executor.observed(record),
+            engine.reducer.observed(record.reduced),
+        ):
+            return engine.step(batch), record
 
     def _remember(self) -> Callable[[], None]:
-        """Returns what brings the engine back to before a step that is then skipped."""
+        """Returns a function that brings the engine back to the state before a skipped step."""
         engine, optimizer = self.engine, self.engine.optimizer
         rewind, steps, consumed = engine.extras.rewinding(), engine.steps, engine.consumed
         bad = optimizer.bad
@@ -217,46 +164,50 @@ class Recheck:
 
         return back
 
-    def _tell(self, first: StepMetrics, one: Record, two: Record, skipped: bool) -> None:
-        """Compares what all ranks computed, and says what follows. Collective."""
-        differs = [a != b for a, b in zip(one.numbers(), two.numbers(), strict=True)]
+    def _report(self, first: StepMetrics, one: Record, two: Record, skipped: bool) -> None:
+        """Compares the computations of all ranks, and prints the conclusion. Collective."""
+        differs = [a != b for a, b in zip(one.hashes(), two.hashes(), strict=True)]
         mine = [differs, two.bad_samples(), socket.gethostname()]
-        everyone = collectives.exchange(mine, self.engine.topology.axis("world"))
-        ranks = culprits([found for found, *_ in everyone], self._places, self._in_turn)
+        topology = self.engine.topology
+        everyone = collectives.exchange(mine, topology.axis("world"))
+        places = [topology.grid.coordinates(rank) for rank in range(topology.world)]
+        plan = self.engine.blueprint.plan
+        in_turn = plan.chunks == 1 and not plan.placement  # pipeline rank s has stage s alone
+        ranks = culprits([found for found, *_ in everyone], places, in_turn)
         head = f"step {first.step} was computed twice"
-        end = (
-            "the second result is not finite, or a spike, too, and was skipped"
-            if skipped
-            else "the second one was used"
-        )
+        end = "the second one was used"
+        if skipped:
+            end = "the second result is not finite, or a spike, too, and was skipped"
         if ranks:
             named = ", ".join(f"{rank} ({everyone[rank][2]})" for rank in ranks)
             erred = f"rank {named} erred" if len(ranks) == 1 else f"one of the ranks {named} erred"
             self.note(f"{head}, with different results: {erred}; {end}")
         elif not skipped:
-            self.note(
-                f"{head}, alike on every rank before sums over ranks and not after: the network erred; {end}"
-            )
+            where = "alike on every rank before sums over ranks and not after: the network erred"
+            self.note(f"{head}, {where}; {end}")
         else:
             bad = sorted({number for _, samples, _ in everyone for number in samples})
-            self.note(f"{head}, alike: {self._what(bad)}")
+            self.note(f"{head}, alike: no machine erred, {self._bad_data(bad)}")
 
-    def _what(self, bad: Sequence[int]) -> str:
+    def _bad_data(self, bad: Sequence[int]) -> str:
         size, last = self.engine.config.train.global_batch, self.engine.consumed - 1
+        samples = f"samples {last - size + 1} to {last}"
         if len(bad) == size:
-            return f"no machine erred, the weights are bad, or all data (samples {last - size + 1} to {last})"
+            return f"the weights are bad, or all data ({samples})"
         if bad:
-            return f"no machine erred, the data are bad (samples {', '.join(map(str, bad))})"
-        return f"no machine erred, the data are bad (among samples {last - size + 1} to {last}), or the weights"
+            return f"the data are bad (samples {', '.join(map(str, bad))})"
+        return f"the data are bad (among {samples}), or the weights"
 
 
 def culprits(
     differs: Sequence[Sequence[bool]], places: Sequence[Place], in_turn: bool
 ) -> list[int]:
-    """Returns the ranks one of which erred.
+    """Returns the ranks one of which made the error.
 
-    differs: of each rank, whether what came out of its forwards differs, and its gradients. in_turn: whether pipeline
-    rank s has stage s alone; else all ranks of a data rank whose results differ are named.
+    Args:
+        differs: per rank, whether its forward results differ, and whether its gradients do.
+        places: per rank, its coordinates.
+        in_turn: whether pipeline rank s has stage s alone; if not, all ranks that differ are named.
     """
     found: list[int] = []
     for data in sorted({place["dp"] for place in places}):

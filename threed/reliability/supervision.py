@@ -1,11 +1,12 @@
-"""What watches over a run on each rank: its heartbeat, the signals it gets, its time limit, and a watchdog.
+"""Supervises a run on each rank: its heartbeat, the signals it gets, its time limit, and a watchdog.
 
     with Supervision(folder, topology, config) as supervision:
         supervision.heart.beat(step, "step")
-        supervision.asked()             # why this rank is to stop: "SIGTERM", "train.time-limit 3 h", or ""
+        supervision.asked()     # why this rank is to stop: "SIGTERM", "train.time-limit 3 h", or ""
 
-One thread a rank does the work, half a second apart. An error that leaves the block is told once: by the rank whose own
-it is, or, where a rank's process was killed, by a neighbour; ranks that only lost their connection raise LostContact.
+One thread per rank does the work. An error that leaves the block is reported once: by the rank that
+raised it, or by a neighbour of a rank that was killed. Ranks that only lost their connection raise
+LostContact.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from threed.disk import is_unwritable
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
 from threed.monitor import process
-from threed.reliability import failure, heartbeat
+from threed.reliability import failure
 from threed.reliability.failure import LostContact
 from threed.reliability.heartbeat import Heartbeat, when, who
 from threed.reliability.preemption import Preempted
@@ -35,13 +36,17 @@ from threed.reliability.watchdog import Watchdog
 from threed.topology import Topology
 from threed.zero.replicas import ReplicaError
 
-LISTEN_S = 0.5
-# Errors that all ranks have alike, or that name their rank themselves: whoever catches them says them.
-TOLD = (CheckpointError, RunFolderError, SwapError, Preempted, BadStepsError, ReplicaError)
+LISTEN_S = 2.0  # between two looks of the watchdog; signals are noticed at once
+# Errors that all ranks raise together, or that name their rank. The caller prints them.
+REPORTED = (CheckpointError, RunFolderError, SwapError, Preempted, BadStepsError, ReplicaError)
 
 
 class Supervision:
-    """Watches this rank while entered. Made by all ranks together. interrupted: set when Ctrl-C has ended the run."""
+    """Supervises this rank inside the block. Made by all ranks together.
+
+    Args:
+        interrupted: set when the user has interrupted the run.
+    """
 
     def __init__(
         self,
@@ -52,11 +57,8 @@ class Supervision:
     ) -> None:
         self.topology, self.limit = topology, config.train.time_limit
         self.interrupted = interrupted or threading.Event()
-        coordinates = topology.coordinates
-        place = ", ".join(
-            f"{'stage' if axis == 'pp' else axis} {coordinates[axis]}"
-            for axis in ("pp", "dp", "tp")
-        )
+        at = topology.coordinates
+        place = f"stage {at['pp']}, dp {at['dp']}, tp {at['tp']}"
         self.heart = Heartbeat(folder / "heartbeat", topology.rank, place)
         if topology.rank == 0:
             for old in self.heart.folder.glob("hung-*"):
@@ -64,31 +66,33 @@ class Supervision:
         token = collectives.exchange(secrets.token_hex(4), topology.axis("world"))[0]
         self.watchdog = Watchdog(self.heart, topology.world, config.run.hang_timeout, token)
         self.signals = Signals()
-        self.before_exit: Callable[[], None] = lambda: (
-            None
-        )  # called where another rank's failure ends this one
+        self._before_exit: list[Callable[[], None]] = []
         self._over = threading.Event()
         self._failing = False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="threed-supervision")
 
+    def before_exit(self, action: Callable[[], None]) -> None:
+        """Registers an action to run before the failure of another rank ends this process."""
+        self._before_exit.append(action)
+
     def asked(self) -> str:
-        """Why this rank is to stop; of the time limit the first rank alone says so."""
-        over = (
-            self.limit is not None
-            and self.topology.rank == 0
-            and process.since_launch() > self.limit
-        )
-        return self.signals.asked or (f"train.time-limit {self.limit:g} s" if over else "")
+        """Returns why this rank is to stop, or nothing. Only rank 0 watches the time limit."""
+        limit = self.limit if self.topology.rank == 0 else None
+        over = limit is not None and process.since_launch() > limit
+        return self.signals.asked or (f"train.time-limit {limit:g} s" if over else "")
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Where the block ends by an error, nobody ends this rank any more: what follows has its time to end well."""
+        """If the block raises, nothing ends this rank any more: its clean-up gets the time it takes."""
         try:
             yield
         except Exception:
-            self._failing = True
-            self.watchdog.stop()
+            self._fail()
             raise
+
+    def _fail(self) -> None:
+        self._failing = True
+        self.watchdog.stop()
 
     def __enter__(self) -> Supervision:
         self.signals.__enter__()
@@ -101,9 +105,10 @@ class Supervision:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        failed = isinstance(error, Exception)
         try:
             if isinstance(error, Exception):
-                self._tell(error)
+                self._report(error)
             else:
                 self.heart.mark("ended")
         finally:
@@ -111,9 +116,7 @@ class Supervision:
             self._over.set()
             self.signals.wake()
             self._thread.join()
-            self.signals.close(
-                ignore=isinstance(error, Exception)
-            )  # a launcher ends all ranks with the first
+            self.signals.close(ignore=failed)  # a launcher ends all ranks with the first
             self.heart.close()
 
     def _watch(self) -> None:
@@ -124,44 +127,42 @@ class Supervision:
                 self._end_with_siblings()
 
     def _end_with_siblings(self) -> None:
-        """Ends this process if SIGTERM came because another rank failed: a step waits for that one in vain."""
+        """Ends this process if it got SIGTERM because another rank failed: its step waits forever."""
         about = self.heart.folder, self.topology.rank, self.topology.world
         if failure.a_sibling_failed(*about):
             for line in failure.named(*about):
-                _say(line + failure.attempt())
-            self.before_exit()
+                _print(line)
+            for action in self._before_exit:
+                action()
             os._exit(TERMINATED)
 
-    def _tell(self, error: Exception) -> None:
-        """Says whose fault an error is, if that is for this rank to say."""
-        self._failing = True
-        self.watchdog.stop()
-        if isinstance(error, TOLD) or is_unwritable(error):
+    def _report(self, error: Exception) -> None:
+        """Marks the heartbeat, and reports an error if this rank has to. Raises LostContact."""
+        self._fail()
+        if isinstance(error, REPORTED) or is_unwritable(error):
             self.heart.mark("ended" if isinstance(error, Preempted) else "failed", str(error))
             failure.write_error_file(str(error))
-            return
-        if not failure.lost(error):
+        elif failure.lost(error):
+            self.heart.mark("lost", str(error))
+            self._report_others(error)
+        else:
             about = f"{type(error).__name__}: {error}".splitlines()[0]
             self.heart.mark("failed", about)
-            beat = heartbeat.read(self.heart.folder, self.topology.rank)
-            text = (
-                f"{who(beat)} failed in {when(beat)}: {about}"
-                if beat
-                else f"rank {self.topology.rank} failed: {about}"
-            )
+            text = f"{who(self.heart.last)} failed in {when(self.heart.last)}: {about}"
             failure.write_error_file(text)
-            _say(text + failure.attempt())
-            return
-        self.heart.mark("lost", str(error))
+            _print(text)
+
+    def _report_others(self, error: Exception) -> None:
+        """Reports the ranks that were killed, if this rank has to, and raises LostContact."""
         if self.interrupted.wait(1.0):
             return
         lines = failure.wait_for_names(self.heart.folder, self.topology.rank, self.topology.world)
         for line in lines:
-            _say(line + failure.attempt())
+            _print(line)
         text = "; ".join(lines) or "another rank failed: its own message says why"
         failure.write_error_file(text)
         raise LostContact(text) from error
 
 
-def _say(text: str) -> None:
-    print(f"threed: {text}", file=sys.stderr, flush=True)
+def _print(text: str) -> None:
+    print(f"threed: {text}{failure.attempt()}", file=sys.stderr, flush=True)

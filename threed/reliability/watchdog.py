@@ -1,21 +1,25 @@
-"""The watchdog: a thread of every rank notices that the run stands still, finds the rank to blame, and ends the run.
+"""The watchdog: a thread of every rank that detects a hang, finds the rank that causes it, and ends the run.
 
     watchdog = Watchdog(heart, world_size, limit=600, token="a1b2")
-    watchdog.look()                 # every half second, in a thread; does not return once the run hangs
+    watchdog.look()                 # every two seconds, in a thread; ends the process if the run hangs
 
-A process that is stopped has stopped threads, so nobody can report on itself alone. When a rank has been in one phase
-for longer than the limit, its thread answers: it marks its heartbeat "hung" with the place where its main thread is,
-and writes the stacks of its threads into `rank-N.stacks` beside it. It also leaves a file `hung-TOKEN`, which the
-others see. Three seconds later the lowest rank that answered reads what all others wrote, and `judge` finds the
-culprit: who did not answer; else who is in no collective while others wait in one; else who is furthest behind.
-The report is one message on the screen and a file, `hang.txt`. Then all ranks end with exit code 124, as timeout(1)
-does, and torchrun restarts them if it may.
+A stopped process has stopped threads, so no rank can report itself reliably. When a rank has been in
+one phase for longer than the limit, its thread
 
-In a run that moves no rank reads anything, and after a hang one rank reads all heartbeats; the others read those of the
-ranks below theirs, up to the first that answered.
+1. marks its heartbeat "hung" with the place of its main thread, and leaves a file `hung-TOKEN`,
+   which the other ranks see;
+2. writes the stacks of its threads to `rank-N.stacks`;
+3. waits three seconds; the lowest marked rank then reads all heartbeats, and prints the culprits
+   (`judge`). `hang.txt` lists the place of every rank;
+4. writes torch's record of its recent collectives to `rank-N.collectives.json`, and ends
+   with exit code 124, as timeout(1) does; torchrun restarts the run if it may.
 
-Who did not answer is made to write its stacks by SIGUSR2 (faulthandler, which needs no thread of Python's), and is
-killed, by the rank before it on its machine: torchrun would give a stopped process half a minute to end.
+No rank reads a heartbeat unless the run hangs. Then one rank reads all of them; the others read those
+of lower ranks, up to the first that is marked.
+
+A rank that did not mark its heartbeat is made to write its stacks by SIGUSR2 (faulthandler, which
+needs no Python thread), and killed, by the rank before it on its machine: torchrun would give a
+stopped process half a minute to end.
 """
 
 from __future__ import annotations
@@ -29,42 +33,47 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
+from threed import collectives
+from threed.monitor import process
 from threed.reliability import heartbeat
 from threed.reliability.failure import write_error_file
-from threed.reliability.heartbeat import Heartbeat, ago, process_state, siblings, when, who
+from threed.reliability.heartbeat import (
+    Beat,
+    Heartbeat,
+    first_three,
+    process_state,
+    when,
+    who,
+)
 
 HUNG = 124  # the exit code of all ranks
-LOOK_S, ANSWER_S = (
-    2.0,
-    3.0,
-)  # how often a rank that moves slowly looks for the file, and how long one waits for answers
-# torch's OpType (Work.hpp)
-_OPERATIONS = {
-    0: "broadcast", 1: "all-reduce", 4: "all-gather", 5: "all-gather", 9: "reduce-scatter", 10: "all-to-all",
-    11: "all-to-all", 12: "send", 13: "receive", 15: "barrier", 16: "reduce-scatter", 17: "send or receive",
-}  # fmt: skip
+ANSWER_S = 3.0  # for ranks to mark their heartbeats
+WAITS = "waits in"  # the note of a rank inside a collective begins with that
 COMMUNICATION = ("threed/collectives.py", "torch/distributed/")
 
 
 class Watchdog:
-    """Watches one rank's heartbeat. limit: seconds in one phase, 0 for ever. token: the same on all ranks, of this
-    attempt only. Loading before the first step, and what follows `stop`, may take longer."""
+    """Watches one rank's heartbeat. Loading before the first step, and what follows `stop`, is not watched.
+
+    Args:
+        limit: seconds in one phase, 0 for no limit.
+        token: the same on all ranks, different in each attempt.
+    """
 
     def __init__(self, heart: Heartbeat, world_size: int, limit: float, token: str) -> None:
         self.heart, self.world_size, self.limit = heart, world_size, limit
         self.stopped = limit == 0
         self._mark = heart.folder / f"hung-{token}"
         self._report = heart.folder.parent / "hang.txt"
-        self._looked = 0.0
         self._stacks = heart.folder / f"rank-{heart.rank}.stacks"
         self._file = self._stacks.open("w") if limit else None
         if self._file is not None and hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR2, self._file, all_threads=True)
 
     def stop(self) -> None:
-        """Watches no more, and removes the file of stacks if it is empty; again does nothing."""
+        """Ends watching, and removes an empty file of stacks; calling it again does nothing."""
         self.stopped = True
         if self._file is not None:
             if hasattr(faulthandler, "unregister"):
@@ -76,21 +85,15 @@ class Watchdog:
                     self._stacks.unlink()
 
     def look(self) -> None:
-        """Ends the process if the run hangs, once that is reported."""
+        """Ends the process if the run hangs, after a report."""
         if self.stopped:
             return
-        _, phase, since = self.heart.last
-        stood = time.monotonic() - since
-        if (stood > self.limit and phase != "start") or self._others_hang(stood):
+        stood = time.monotonic() - self.heart.began
+        slow = stood > min(10.0, self.limit / 2)  # a rank that makes progress reads no file
+        if (stood > self.limit and self.heart.last["phase"] != "start") or (
+            slow and self._mark.exists()
+        ):
             self._end(stood)
-
-    def _others_hang(self, stood: float) -> bool:
-        """Returns whether another rank found that the run hangs; one that moves need not ask."""
-        now = time.monotonic()
-        if stood < min(10.0, self.limit / 2) or now - self._looked < LOOK_S:
-            return False
-        self._looked = now
-        return self._mark.exists()
 
     def _end(self, stood: float) -> None:
         self.heart.mark("hung", where())
@@ -98,12 +101,15 @@ class Watchdog:
             self._mark.touch()
         self._write_stacks()
         time.sleep(ANSWER_S)
-        text = self._say(stood) if self._is_lowest() else self._wait_for_report()
-        write_error_file(text)
-        for other in siblings(self.heart.rank, self.world_size):
-            if (beat := heartbeat.read(self.heart.folder, other)) is None or beat["state"]:
+        write_error_file(self._print(stood) if self._is_lowest() else self._wait_for_report())
+        with contextlib.suppress(Exception):  # of a private function
+            record = self._stacks.with_suffix(".collectives.json")
+            record.write_bytes(collectives.flight_record())
+        about = self.heart.folder, self.heart.rank, self.world_size
+        for beat in heartbeat.read_siblings(*about):
+            if beat is None or beat["state"]:
                 break
-            _stop_process(beat)
+            _kill(beat)
         os._exit(HUNG)
 
     def _write_stacks(self) -> None:
@@ -114,25 +120,21 @@ class Watchdog:
                 faulthandler.dump_traceback(self._file, all_threads=True)
 
     def _is_lowest(self) -> bool:
-        """Returns whether no lower rank answered."""
+        """Returns whether no lower rank is marked."""
         beats = (heartbeat.read(self.heart.folder, rank) for rank in range(self.heart.rank))
         return not any(beat is not None and beat["state"] == "hung" for beat in beats)
 
-    def _say(self, stood: float) -> str:
-        beats = [
-            beat for beat in heartbeat.read_all(self.heart.folder) if beat["rank"] < self.world_size
-        ]
-        text = f"hang: no progress for {stood:.1f} s (run.hang-timeout {self.limit:g} s). {judge(beats, self.world_size)}"
-        stacks = f"Stacks of all ranks: {self.heart.folder}/rank-*.stacks"
-        print(
-            f"threed: {text}. {stacks}. The run ends with exit code {HUNG}",
-            file=sys.stderr,
-            flush=True,
-        )
+    def _print(self, stood: float) -> str:
+        """Prints the report and writes it to `hang.txt`; returns its first line."""
+        beats = [b for b in heartbeat.read_all(self.heart.folder) if b["rank"] < self.world_size]
+        limit = f"run.hang-timeout {self.limit:g} s"
+        text = f"hang: no progress for {stood:.1f} s ({limit}). {judge(beats, self.world_size)}"
+        files = f"All ranks: {self._report}; their stacks: {self.heart.folder}/rank-*.stacks"
+        print(f"threed: {text}. {files}. Exit code {HUNG}", file=sys.stderr, flush=True)
         rows = [f"{who(beat)}: {when(beat)}, {beat['note'] or 'no answer'}" for beat in beats]
         with contextlib.suppress(OSError):
             scratch = self._report.with_suffix(".tmp")
-            scratch.write_text("\n".join([text, stacks, *rows, ""]))
+            scratch.write_text("\n".join([text, files, *rows, ""]))
             scratch.replace(self._report)
             self._mark.unlink(missing_ok=True)
         return text
@@ -144,126 +146,67 @@ class Watchdog:
         return f"the run hung: see {self._report}"
 
 
-def judge(beats: Sequence[dict[str, Any]], world_size: int) -> str:
-    """Returns who made a run hang, from the last beats of its ranks, and what the others do."""
-    missing = sorted(set(range(world_size)) - {beat["rank"] for beat in beats})
-    silent = [beat for beat in beats if beat["state"] == ""]
-    answered = [beat for beat in beats if beat["state"] != ""]
-    if missing:
-        return f"Never seen: {_ranks(missing)}"
-    if silent:
-        return _list(silent, [_silence(beat) for beat in silent]) + _others(answered)
-    outside = [beat for beat in answered if not beat["note"].startswith("waits in")]
-    if 0 < len(outside) < len(answered):
-        waiting = [beat for beat in answered if beat["note"].startswith("waits in")]
-        return _list(
-            outside, [f"waits for no other rank: {when(b)}, {b['note']}" for b in outside]
-        ) + _others(waiting)
-    first = min(beat["step"] for beat in answered)
-    behind = [beat for beat in answered if beat["step"] == first]
-    if len(behind) < len(answered):
-        rest = [beat for beat in answered if beat["step"] > first]
-        return _list(
-            behind, [f"is behind: {when(beat)}, {beat['note']}" for beat in behind]
-        ) + _others(rest)
-    return "All ranks wait for each other, in the same step" + _others(answered, "They are")
+def judge(beats: Sequence[Beat], world_size: int) -> str:
+    """Returns which ranks made a run hang: the first of four findings that singles out some ranks."""
+    if missing := sorted(set(range(world_size)) - {beat["rank"] for beat in beats}):
+        return first_three([f"rank {rank} has no heartbeat" for rank in missing])
+    if silent := [beat for beat in beats if not beat["state"]]:
+        return first_three([f"{who(beat)} {_silence(beat)}" for beat in silent])
+    outside = [beat for beat in beats if not beat["note"].startswith(WAITS)]
+    earliest = min(beat["step"] for beat in beats)
+    behind = [beat for beat in beats if beat["step"] == earliest]
+    for found, what in ((outside, "waits for no other rank"), (behind, "is behind")):
+        if 0 < len(found) < len(beats):
+            texts = [f"{who(beat)} {what}: {when(beat)}, {beat['note']}" for beat in found]
+            return first_three(texts)
+    return f"all ranks hang in {when(beats[0])}: {who(beats[0])} {beats[0]['note']}"
 
 
-def _silence(beat: dict[str, Any]) -> str:
-    state = process_state(beat)
-    what = {"stopped": "is stopped (SIGSTOP, or a debugger)", "ended": "has ended"}.get(
-        state, "does not answer"
-    )
-    return f"{what}: process {beat['pid']}, last seen in {when(beat)}, {ago(beat)}"
-
-
-def _list(beats: Sequence[dict[str, Any]], texts: Sequence[str], most: int = 3) -> str:
-    more = (
-        f"; and {len(beats) - most} more: {_ranks([b['rank'] for b in beats[most:]])}"
-        if len(beats) > most
-        else ""
-    )
-    return (
-        "; ".join(
-            f"{who(beat)} {text}" for beat, text in list(zip(beats, texts, strict=True))[:most]
-        )
-        + more
-    )
-
-
-def _others(beats: Sequence[dict[str, Any]], begin: str = "Others are") -> str:
-    """Returns a few of the places where ranks are, each with the ranks that are there."""
-    places: dict[str, list[int]] = {}
-    for beat in beats:
-        places.setdefault(f"{when(beat)}: {beat['note']}", []).append(beat["rank"])
-    if not places:
-        return ""
-    return f". {begin} in " + "; ".join(
-        f"{place} ({_ranks(ranks)})" for place, ranks in list(places.items())[:4]
-    )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+def _silence(beat: Beat) -> str:
+    states = {"stopped": "is stopped (SIGSTOP, or a debugger)", "ended": "has ended"}
+    state = states.get(process_state(beat), "does not answer")
+    return f"{state}: process {beat['pid']}, last seen in {when(beat)}"
 
 
 def where() -> str:
-    """Returns where this process is: "waits in all_reduce over dp, for finish at zero/norm.py:31", else its place in
-    the program."""
+    """Returns the place of this process.
+
+    "waits in all_reduce over dp, for finish at zero/norm.py:31" if a thread is in a collective, else
+    the place of the main thread.
+    """
     frames = sys._current_frames()
-    main = threading.main_thread().ident
-    order = sorted(
-        (ident for ident in frames if ident != threading.get_ident()),
-        key=lambda ident: ident != main,
-    )
-    for ident in order:  # autograd's threads too: on a GPU a backward is theirs
-        if text := _communication(frames[ident]):
+    main = frames[threading.main_thread().ident or 0]
+    others = [f for ident, f in frames.items() if ident != threading.get_ident() and f is not main]
+    for frame in (main, *others):  # on a GPU autograd's thread runs the backward
+        if text := _communication(frame):
             return text
-    return f"in {_place(frames[main])}" if main in frames else "at no place of Python's"
+    return f"in {_place(main)}"
 
 
-def _communication(frame: Any) -> str:
+def _communication(frame: FrameType | None) -> str:
     """Returns which collective a thread waits in, and for whom; empty if it does not."""
-    found = work = None
+    found = None
     while frame is not None and any(
         part in frame.f_code.co_filename.replace(os.sep, "/") for part in COMMUNICATION
     ):
         found, frame = frame, frame.f_back
-        work = work or found.f_locals.get("work")
     if found is None:
         return ""
-    name = found.f_code.co_name
-    if name == "wait":  # for one that was begun before
-        name = _OPERATIONS.get(_kind(work), "a collective")
     label = getattr(found.f_locals.get("axis"), "label", "")
     over = f" over {label}" if label else ""
-    return f"waits in {name}{over}" + (f", for {_place(frame)}" if frame is not None else "")
+    return f"{WAITS} {found.f_code.co_name}{over}, for {_place(frame) if frame else 'nobody'}"
 
 
-def _kind(work: Any) -> int:
-    """Returns torch's number of an operation, -1 where it tells none."""
-    with contextlib.suppress(Exception):
-        return int(work._get_op_type())
-    return -1
-
-
-def _place(frame: Any) -> str:
-    while (
-        frame.f_code.co_name.startswith("<") and frame.f_back is not None
-    ):  # a comprehension is no place
+def _place(frame: FrameType) -> str:
+    while frame.f_code.co_name.startswith("<") and frame.f_back is not None:  # a comprehension
         frame = frame.f_back
     path = "/".join(Path(frame.f_code.co_filename).parts[-2:])
     return f"{frame.f_code.co_name} at {path}:{frame.f_lineno}"
 
 
-def _stop_process(beat: dict[str, Any]) -> None:
-    """Makes a rank that did not answer write its stacks, and kills it: if it is of the same launcher, here."""
-    try:
-        parent = Path(f"/proc/{beat['pid']}/stat").read_text().rpartition(")")[2].split()[1]
-    except OSError:
-        return
-    if process_state(beat) == "unknown" or int(parent) != os.getppid():
+def _kill(beat: Beat) -> None:
+    """Makes a rank of this launcher write its stacks, and kills it."""
+    if process_state(beat) in ("unknown", "ended") or process.parent(beat["pid"]) != os.getppid():
         return
     with contextlib.suppress(OSError):
         os.kill(beat["pid"], signal.SIGUSR2)  # before it runs on

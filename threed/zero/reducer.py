@@ -19,8 +19,8 @@ A gradient that comes after the launch of its bucket is kept, and reduced at the
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 from torch import Tensor
 
@@ -99,6 +99,16 @@ class Reducer:
         self._state = StepState.ENDED
         self._passes = 1  # of a round
         self._passes_ended = 0  # of the step
+        self._observer: Callable[[Tensor], None] | None = None
+
+    @contextmanager
+    def observed(self, observer: Callable[[Tensor], None]) -> Iterator[None]:
+        """Calls `observer` with this rank's gradients of each bucket that is reduced inside the block."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
 
     def _add_queue(self, chunks: tuple[int, ...]) -> None:
         """Adds the launch queue of some chunks of the model, and the sinks of their parameters."""
@@ -144,6 +154,8 @@ class Reducer:
         queue.mark_launched()
         self.reductions.make_room(bucket)
         window = self.memory.take_window(bucket)
+        if self._observer is not None:
+            self._observer(window)
         last = not self.rounds or queue.backwards <= 1
         self.reductions.launch(
             bucket,
