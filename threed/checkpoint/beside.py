@@ -1,13 +1,15 @@
-"""Saves that go on beside training: the call returns once a snapshot has begun; a thread writes and publishes.
+"""Asynchronous saves: the call returns once a snapshot has begun; a thread writes and publishes.
 
     saver = Saver(optimizer, topology, config)
     save = saver.start(path, state, extras)      collective; waits for the save before
     save.done                                    this rank's part is written; on the first rank: published, or failed
     save.wait()                                  collective; CheckpointError on every rank alike where it failed
 
-The first rank publishes when every rank's file is there (`writing`), without a collective: training has those to
-itself. Until then the folder is `step-N.tmp` and counts for nobody, so a run may end at any moment. A program that ends
-after its last step waits first, or lets its thread end; `give_up` ends it at once.
+The first rank publishes when every rank's file is there (`writing`), without a collective, because training uses the
+groups meanwhile. Until then the folder is `step-N.tmp` and does not count, so a run may end at any moment. A program
+that ends after its last step waits first, or lets its thread end; `give_up` ends it at once.
+
+A saver of another root (`copies`) makes its own part of a save and hands it to `run`.
 """
 
 from __future__ import annotations
@@ -62,14 +64,14 @@ class Save:
         )
         self._asked = False
         self._written, self._done = threading.Event(), threading.Event()
-        self._thread = threading.Thread(
-            target=self._write, name="checkpoint"
-        )  # no daemon: a program that ends waits
+        root = saving.root
+        self._thread = threading.Thread(target=self._write, name=root.name, daemon=not root.durable)
         self._thread.start()
 
     def _write(self) -> None:
         try:
             self._saving.write(self._snapshot.values())
+            self._snapshot.end()
             self._written.set()
             if self._before is not None and self._saving.everyone.index == 0:
                 self._before()
@@ -122,6 +124,13 @@ class Save:
             self._saving.give_up(collectives.problems_of_all([self.problem], everyone))
         self._thread.join()
 
+    def join(self, patience: float | None = None) -> None:
+        """Waits until this rank's part has ended, or some seconds; then updates wait no more."""
+        if not self.done:
+            self._snapshot.copy_rest()  # of a GPU's slices, which this thread has to
+        self._thread.join(patience)
+        self._snapshot.end()
+
     def give_up(self, patience: float = 0.0) -> None:
         """Ends it: at once, or after some seconds in which it may still become whole."""
         self._done.wait(patience)
@@ -141,13 +150,22 @@ class Save:
 
 
 class Saver:
-    """Begins saves, one at a time. last: the newest one. room: for copies, once it was asked for. before_publishing:
-    called on the first rank, in a save's thread. hurries: see `writing.prepare`."""
+    """Begins saves, one at a time.
 
-    def __init__(self, optimizer: Optimizer, topology: Topology, config: Config) -> None:
-        self.optimizer, self.topology, self.config = optimizer, topology, config
+    Args:
+        room: The memory for copies; None to choose it when it is needed, see `has_room`.
+
+    Attributes:
+        last: The newest save.
+        before_publishing: Called on the first rank, in a save's thread.
+        hurries: See `writing.prepare`.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, topology: Topology, config: Config, room: Room | None = None
+    ) -> None:
+        self.optimizer, self.topology, self.config, self.room = optimizer, topology, config, room
         self.last: Save | None = None
-        self.room: Room | None = None
         self.before_publishing: Callable[[], None] | None = None
         self.hurries: Callable[[], bool] = never
 
@@ -209,11 +227,24 @@ class Saver:
         saving = writing.prepare(
             path, self.optimizer, self.topology, self.config, held, extras, self.hurries
         )
+        return self.run(saving, began, now=now, published=published)
+
+    def run(
+        self, saving: writing.Saving, began: float, *, now: bool = False,
+        published: Callable[[], None] | None = None,
+    ) -> Save:  # fmt: skip
+        """Takes a snapshot and starts the thread that writes it. Collective, once the save before has ended.
+
+        Args:
+            saving: This rank's part of the save.
+            began: The time at which the call for it began, by `time.perf_counter`.
+            now, published: See `start`.
+        """
         self.has_room()
         assert self.room is not None
         self.optimizer.flush()
         snapshot = Snapshot(saving.records, self.optimizer, self.room)
-        hold(self.optimizer, "disk", snapshot)
+        hold(self.optimizer, saving.root.name, snapshot)
         self.last = Save(
             saving, snapshot, time.perf_counter() - began, published, self.before_publishing
         )

@@ -1,35 +1,32 @@
-"""Puts a run's state together from what its machines have in memory, and loads it.
+"""Loads the training state from the copies that the machines have in memory.
 
-    found = look(place, machines, record, everyone, device)     what could be loaded, newest first; collective
-    state = Union(place, machines, topology).load(found[0], engine.load, ...)
+    found = look(place, machines, record, everyone, device)     the copies, newest first; collective
+    state = Loading(place, machines, topology).load(found[0], ...)
 
-Each machine's first rank says what is there; rank 0 finds which saves are whole if all files are put together
-(`assemble`), and every rank gets the manifest of those. A rank then knows by arithmetic which files it needs; those
-that its machine lacks come from one that has them, in pieces, into its memory. What the reader gets is a folder with a
-manifest and the files that this machine's ranks need.
+The first rank of each machine reports its files. Rank 0 combines them (`assemble`): a copy is complete if the files of
+all machines have each value once, and all ranks get its manifest. A rank computes which files it needs. Those that its
+machine lacks are sent to its root, next to the other files of the copy. With a manifest there, the folder is a
+checkpoint that `native.load` reads.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from threed import collectives
-from threed.checkpoint.copies import Chunk, chunks
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, in_units
 from threed.checkpoint.manifest import MANIFEST, check_structure, digest, file_of
 from threed.checkpoint.node_memory import Machines, Place, Record
 from threed.checkpoint.reading import Reader
+from threed.checkpoint.sending import receive_file, send_file
 from threed.checkpoint.writing import joined
 from threed.topology import Axis, Link, Topology
 from threed.zero.optimizer import Optimizer
@@ -38,8 +35,12 @@ from threed.zero.records import records
 
 @dataclass(frozen=True)
 class Found:
-    """A save of which the machines have files. where: the machines that have each file, by name. problem: why it is
-    not whole, if it is not."""
+    """A copy that the machines have files of.
+
+    Attributes:
+        where: The machines that have each file, by name.
+        problem: Why the copy is not complete, "" if it is.
+    """
 
     epoch: int
     step: int
@@ -54,35 +55,36 @@ class Found:
 
 
 def report(place: Place) -> list[dict[str, Any]]:
-    """Returns what a machine has, a record of each save: its head, sections and files."""
-    saves: dict[tuple[int, int], dict[str, Any]] = {}
-    for _, entry in place.entries():
-        key = (int(entry["epoch"]), int(entry["step"]))
-        save = saves.setdefault(
-            key, {"save": list(key), "head": entry["head"], "sections": {}, "files": {}}
-        )
-        for file in entry["files"]:
-            for about, shapes in file["sections"]:
-                save["sections"].setdefault(json.dumps(about, sort_keys=True), [about, shapes])
-            save["files"][file["entry"]["file"]] = file["entry"]
+    """Returns the files of a machine: an entry for each copy, with head, sections and files."""
+    saves: dict[tuple[int, ...], tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
+    for entry in place.entries():
+        _, sections, files = saves.setdefault(tuple(entry["save"]), (entry, {}, {}))
+        sections |= {json.dumps(about, sort_keys=True): about for about in entry["sections"]}
+        files |= {file["file"]: file for file in entry["files"]}
     return [
-        {**save, "sections": list(save["sections"].values()), "files": list(save["files"].values())}
-        for save in saves.values()
+        {**entry, "sections": list(sections.values()), "files": list(files.values())}
+        for entry, sections, files in saves.values()
     ]
 
 
 def assemble(
     reports: Sequence[Mapping[str, Any] | None],
 ) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """Returns the manifest of a save, and which machines have each file. reports: each machine's, None where it has
-    nothing. CheckpointError where files are missing."""
+    """Combines the files of a copy.
+
+    Args:
+        reports: The entry of each machine, None if it has no files of this copy.
+
+    Returns:
+        The manifest, and the machines that have each file.
+
+    Raises:
+        CheckpointError: If files are missing.
+    """
     files: dict[str, dict[str, Any]] = {}
     where: dict[str, list[int]] = {}
-    entries: list[dict[str, Any]] = []
-    for machine, one in enumerate(reports):
-        if one is None:
-            continue
-        entries.append({"sections": one["sections"]})
+    found = [(machine, one) for machine, one in enumerate(reports) if one is not None]
+    for machine, one in found:
         for file in one["files"]:
             if Path(file["file"]).name != file["file"]:
                 raise CheckpointError("it names a file elsewhere")
@@ -98,12 +100,8 @@ def assemble(
         if "buffers" in file:
             file["buffers"] = [about for about in file["buffers"] if about[0] not in names]
             names |= {about[0] for about in file["buffers"]}
-    head = next(one["head"] for one in reports if one is not None)
-    body = json.loads(
-        json.dumps(
-            {**head, **joined([*entries, *({"sections": [], "entry": f} for f in files.values())])}
-        )
-    )
+    sections = [about for _, one in found for about in one["sections"]]
+    body = {**found[0][1]["head"], **joined([{"sections": sections, "files": files.values()}])}
     check_structure(body)
     return {**body, "sha256": digest(body)}, where
 
@@ -201,7 +199,7 @@ def transfers(
 
 
 class Loading:
-    """Loads a save that is whole."""
+    """Loads a complete copy."""
 
     def __init__(self, place: Place, machines: Machines, topology: Topology) -> None:
         self.place, self.machines, self.topology = place, machines, topology
@@ -215,109 +213,51 @@ class Loading:
         load: Callable[[Path, Collection[str]], dict[str, Any]],
     ) -> dict[str, Any]:
         """Returns what `load(folder, files to be hashed here)` does. Collective; CheckpointError on every rank."""
-        folder = self.place.folder / "load" / f"step-{found.step}"
-        self._clear(folder)
-        try:
-            hashed = self._bring(
-                found, folder, needed(found.manifest, optimizer, extras, self.topology)
-            )
-            result = load(folder, hashed)
-        except (
-            CheckpointError
-        ):  # which all ranks raise; after another error they do not meet any more
-            self._clear(folder)
-            raise
-        self._clear(folder)
-        return result
-
-    def _clear(self, folder: Path) -> None:
-        """Removes the folder, once no rank reads it."""
-        collectives.barrier(self.everyone)
-        if self.machines.first:
-            shutil.rmtree(folder.parent, ignore_errors=True)
-        collectives.barrier(self.everyone)
-
-    def _bring(self, found: Found, folder: Path, mine: set[str]) -> set[str]:
-        """Makes the folder; returns this rank's share of the files that its machine's ranks need."""
+        folder = self.place.copy(found.epoch, found.step)
         sizes = {entry["file"]: int(entry["size"]) for entry in found.manifest["files"]}
-        names = list(sizes)
-        numbers = {name: number for number, name in enumerate(names)}
-        needs = [
-            [names[number] for number in some]
-            for some in collectives.exchange(sorted(numbers[name] for name in mine), self.everyone)
-        ]
+        needs = self._needs(list(sizes), needed(found.manifest, optimizer, extras, self.topology))
+        moves = transfers(needs, found.where, self.machines)
         here = self.machines.ranks[self.machines.mine]
-        together = sorted({name for rank in here for name in needs[rank]})
-        moves, slots, problem = transfers(needs, found.where, self.machines), self._slots(found), ""
-        coming = sum(sizes[move.file] for move in moves if move.target in here)
-        if self.machines.first:
-            try:
-                problem = self._begin(found, folder, slots, coming, together)
-            except OSError as error:
-                problem = str(error)
-        collectives.raise_together([problem], self.everyone, CheckpointError)
-        for move in moves:
-            path = slots.get(move.file, folder / move.file)
-            problem = self._move(move, path, folder / move.file, sizes[move.file]) or problem
-        collectives.raise_together([problem], self.everyone, CheckpointError)
-        return set(together[here.index(self.topology.rank) :: len(here)])
+        try:
+            coming = sum(sizes[move.file] for move in moves if move.target in here)
+            problem = self._begin(folder, found.manifest, coming) if self.machines.first else ""
+            collectives.raise_together([problem], self.everyone, CheckpointError)
+            problems = [self._move(move, folder / move.file, sizes[move.file]) for move in moves]
+            collectives.raise_together(problems, self.everyone, CheckpointError)
+            together = sorted({name for rank in here for name in needs[rank]})
+            return load(folder, set(together[here.index(self.topology.rank) :: len(here)]))
+        except CheckpointError:  # on all ranks: an older copy may need the memory
+            for move in moves:
+                if move.target == self.topology.rank:
+                    (folder / move.file).unlink(missing_ok=True)
+            raise
 
-    def _begin(
-        self,
-        found: Found,
-        folder: Path,
-        slots: Mapping[str, Path],
-        coming: int,
-        wanted: Sequence[str],
-    ) -> str:
-        """Makes the folder with the manifest and the files that are here; for one rank of the machine. Returns why it
-        cannot. coming: bytes of other files that will be written there."""
+    def _needs(self, names: Sequence[str], mine: Collection[str]) -> list[list[str]]:
+        """Returns the files that each rank needs. Collective."""
+        numbers = sorted(number for number, name in enumerate(names) if name in mine)
+        everyone = collectives.exchange(numbers, self.everyone)
+        return [[names[number] for number in some] for some in everyone]
+
+    def _begin(self, folder: Path, manifest: Mapping[str, Any], coming: int) -> str:
+        """Writes the manifest next to the files of the copy; returns why it cannot.
+
+        Args:
+            coming: Bytes of the files that this machine lacks.
+        """
         if (free := shutil.disk_usage(self.place.home).free) < coming:
             what = f"{in_units(coming)} have to come from other machines"
             return f"{what}, and {in_units(free)} are free in {self.place.home}"
-        folder.mkdir(parents=True)
-        (folder / MANIFEST).write_text(json.dumps(found.manifest))
-        for name in wanted:
-            if self.machines.mine in found.where[name]:
-                if name not in slots:
-                    return f"{name} of step {found.step} is gone from {self.place.folder}"
-                os.link(slots[name], folder / name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / MANIFEST).write_text(json.dumps(manifest))
+        except OSError as error:
+            return str(error)
         return ""
 
-    def _slots(self, found: Found) -> dict[str, Path]:
-        """Returns where this machine has the files of a save."""
-        return {
-            file["entry"]["file"]: slot / file["entry"]["file"]
-            for slot, entry in self.place.entries()
-            if (entry["epoch"], entry["step"]) == (found.epoch, found.step)
-            for file in entry["files"]
-        }
-
-    def _move(self, move: Transfer, there: Path, here: Path, size: int) -> str:
-        """Sends a file that is `there`, or writes what comes `here`, if this rank does; returns what went wrong."""
-        rank, problem = self.topology.rank, ""
-        if rank not in (move.source, move.target):
-            return ""
-        link = Link(move.target if rank == move.source else move.source, self.everyone)
-        for chunk in chunks(there if rank == move.source else here, size):
-            values = torch.zeros(chunk.count, dtype=torch.uint8)
-            if rank == move.source:
-                with suppress(OSError):  # zeros are found by their hash
-                    values = chunk.read()
-                collectives.send([self._there(values)], link)[0].wait()
-            else:
-                got = collectives.receive([self._there(values)], link)[0].wait()
-                problem = _attempt(chunk, got.cpu()) or problem
-        return problem
-
-    def _there(self, values: Tensor) -> Tensor:
-        """Where this topology's groups send from."""
-        return values.to(self.topology.device)
-
-
-def _attempt(chunk: Chunk, values: Tensor) -> str:
-    try:
-        chunk.write(values)
-    except OSError as error:
-        return str(error)
-    return ""
+    def _move(self, move: Transfer, path: Path, size: int) -> str:
+        """Sends or receives a file if it is this rank's turn; returns what went wrong."""
+        if self.topology.rank == move.source:
+            return send_file(path, size, Link(move.target, self.everyone), self.topology.device)
+        if self.topology.rank == move.target:
+            return receive_file(path, size, Link(move.source, self.everyone), self.topology.device)
+        return ""

@@ -102,12 +102,14 @@ def _write(
         "sections": [
             [section.about, shape] for section, shape in zip(sections, shapes, strict=True)
         ],
-        "entry": {
-            "file": file.name,
-            "size": file.stat().st_size,
-            "holds": holds,
-            **hashes._asdict(),
-        },
+        "files": [
+            {
+                "file": file.name,
+                "size": file.stat().st_size,
+                "holds": holds,
+                **hashes._asdict(),
+            }
+        ],
     }
 
 

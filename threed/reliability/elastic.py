@@ -25,9 +25,9 @@ from threed.checkpoint import native, resuming
 from threed.checkpoint.copies import Copies
 from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
 from threed.checkpoint.node_memory import (
-    FOLDER,
+    COPIES,
+    ELSEWHERE,
     RECORD,
-    SLOTS,
     Machines,
     Place,
     Record,
@@ -73,7 +73,7 @@ class Memory:
         mine = self._agreed(self._begin_here)
         self._again = any(collectives.exchange(mine, self.world))
         if not self._again and engine.config.checkpoint.resume != "auto" and self.machines.first:
-            self.place.keep(-1, -1)  # else a restart of this start would find it
+            self.place.keep()  # else a restart of this start would find it
 
     def _begin_here(self) -> bool:
         """Makes this machine's folder; returns whether it was this launcher's before."""
@@ -92,7 +92,7 @@ class Memory:
         except RunFolderError as error:
             problem = str(error)
         except OSError as error:
-            reason = why(error, base(), elsewhere=f"name another folder in memory by {FOLDER}")
+            reason = why(error, base(), elsewhere=ELSEWHERE)
             problem = f"copies in memory cannot be begun in {base()} on {platform.node()}: {reason}"
         collectives.raise_together([problem], self.world, RunFolderError)
         return result
@@ -138,7 +138,7 @@ class Memory:
             return
         engine = self.engine
         if self.machines.first:
-            self.place.keep(*(self.taken or (-1, -1)))
+            self.place.keep(*(self.taken or ()))
         self.record = self.record.next(self.taken)
         if self.world.index == 0:
             self.record.write(self.folder)
@@ -152,7 +152,7 @@ class Memory:
         for rank, (own, sent) in enumerate(sizes):
             held[self.machines.of[rank]] += own
             held[self.machines.of[self.machines.neighbour(rank)]] += sent
-        needed = SLOTS * held[self.machines.mine]
+        needed = COPIES * held[self.machines.mine]
         problem = too_small(self.place, needed) if self.machines.first else ""
         collectives.raise_together([problem], self.world, RunFolderError)
         machines = f"{self.machines.count} machine{'s' * (self.machines.count > 1)}"
@@ -163,7 +163,7 @@ class Memory:
         )
         often = "each step" if self.every == 1 else f"every {self.every} steps"
         self._note(
-            f"memory     {often} in {self.place.folder}, {in_units(SLOTS * max(held))} on each of {machines}{copies}"
+            f"memory     {often} in {self.place.folder}, {in_units(COPIES * max(held))} on each of {machines}{copies}"
         )
 
     # ---------------------------------------------------------------------------------------------------------- steps
@@ -205,7 +205,7 @@ class Memory:
             return
         self.finish()  # or its thread would make anew what is removed
         if self.machines.first:
-            self.place.keep(-1, -1)
+            self.place.keep()
 
     def remove(self) -> None:
         """Removes the copies: all is saved."""
