@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tests.harness import free_port, run_ranks
 from tests.runs import open_text, run
 from threed import collectives
-from threed.checkpoint import copies, node_memory, writing
+from threed.checkpoint import node_memory, writing
 from threed.checkpoint.files import CheckpointError, RunFolderError
 from threed.checks import find_problems
 from threed.config import Config
@@ -35,6 +35,7 @@ from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import metrics, process
 from threed.monitor.process import process_space
+from threed.reliability import elastic
 from threed.resolution import resolve
 from threed.save_checks import check_sizes
 from threed.topology import Topology, _meet
@@ -552,15 +553,15 @@ def skipped_steps(folder: Path) -> None:
                 held["weight"].mul_(1e200)
         one_step(self, *batches)
 
-    def seen(self: copies.Copies, state: Any) -> None:
+    def seen(self: elastic.Memory, state: Any) -> None:
         copied.append(state["steps"])
         save(self, state)
 
-    save = copies.Copies.save
+    save = elastic.Memory.save
     bad: Keys = {"train": {"stop_after": STEPS, "global_batch": 8, "max_bad_steps": 3}}
     with (
         mock.patch.object(Loop, "_one_step", planted),
-        mock.patch.object(copies.Copies, "save", seen),
+        mock.patch.object(elastic.Memory, "save", seen),
     ):
         assert start("bad", **bad).startswith("BadStepsError: ")
     assert copied == [1, 2, 3, 4, 5]

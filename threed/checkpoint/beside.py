@@ -37,7 +37,7 @@ from threed.memory.pool import free_bytes
 from threed.topology import Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import states
+from threed.zero.records import read, states
 from threed.zero.snapshot import Room, Snapshot, copy_bytes, hold
 from threed.zero.state import PREVIOUS, WEIGHT, State
 
@@ -197,8 +197,16 @@ class Saver:
         return self.room.whole
 
     def save(self, path: Path, state: Mapping[str, Any], extras: Extras) -> Path:
-        """Saves while training waits. Collective; CheckpointError on every rank alike."""
-        return writing.save(
+        """Writes the folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
+        saving = self._prepare(path, state, extras)
+        saving.write(values for _, values in read(self.optimizer, saving.records))
+        saving.agree()  # here, a rank that has died is noticed at once
+        saving.commit()
+        saving.agree()
+        return path
+
+    def _prepare(self, path: Path, state: Mapping[str, Any], extras: Extras) -> writing.Saving:
+        return writing.prepare(
             path, self.optimizer, self.topology, self.config, state, extras, self.hurries
         )
 
@@ -223,10 +231,9 @@ class Saver:
         """
         self.end()
         began = time.perf_counter()
-        held = copy.deepcopy(dict(state))  # the caller may change its own
-        saving = writing.prepare(
-            path, self.optimizer, self.topology, self.config, held, extras, self.hurries
-        )
+        saving = self._prepare(
+            path, copy.deepcopy(dict(state)), extras
+        )  # the caller may change its own
         return self.run(saving, began, now=now, published=published)
 
     def run(

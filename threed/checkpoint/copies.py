@@ -1,8 +1,8 @@
 """Copies of the training state in the memory of the machines, for the ranks that a restart begins.
 
-    copies = Copies(optimizer, topology, config, extras, place, machines, epoch)     collective
-    copies.save(state)             collective; waits for the copy before
-    copies.finish(seconds)         not collective, in any thread: waits for the copy in progress
+    plan = Plan.of(optimizer, topology, machines)              the files that this rank writes; collective
+    copy = Copy(place.copy(epoch, step), everyone, "own", ...)
+    Saver(...).run(copy)
 
 A copy is a save whose root is the memory of a machine: `Saver` and `Saving` write it as they write a checkpoint,
 without flushes and without a manifest. Each number of a section has a file of its own, so that the files of several
@@ -17,7 +17,6 @@ one before it writes. The thread reads the states where they are: an update wait
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,106 +26,84 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from threed import collectives
-from threed.checkpoint.beside import Saver, on_paper
+from threed.checkpoint.beside import on_paper
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.manifest import file_of, write_entry
-from threed.checkpoint.node_memory import COPIES, ELSEWHERE, Machines, Place
+from threed.checkpoint.node_memory import COPIES, ELSEWHERE, Machines
 from threed.checkpoint.sections import Held, held
 from threed.checkpoint.sending import receive_file, receive_json, send_file, send_json
-from threed.checkpoint.writing import Root, SavedFile, Saving, head
+from threed.checkpoint.writing import Root, SavedFile, Saving
 from threed.config import Config
 from threed.topology import Link, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import states
-from threed.zero.snapshot import Room
 from threed.zero.state import State
 
 MEMORY = Root("memory", durable=False, elsewhere=ELSEWHERE)
 
 
-class Copies:
-    """Writes copies of the state, one at a time.
-
-    Args:
-        epoch: The number of this start.
-        neighbour: Whether a rank of the next machine keeps copies as well.
+@dataclass(frozen=True)
+class Plan:
+    """What a rank writes for each copy.
 
     Attributes:
-        problem: What went wrong on some rank with the newest copy that has ended.
+        alone: The names of files that no other machine has.
+        described: The sections that the rank describes for its machine.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras, place: Place,
-        machines: Machines, epoch: int, neighbour: bool = False,
-    ) -> None:  # fmt: skip
-        self.optimizer, self.topology, self.config = optimizer, topology, config
-        self.extras, self.place, self.machines, self.epoch = extras, place, machines, epoch
-        self.everyone = topology.axis("world")
-        self.saver = Saver(optimizer, topology, config, Room(whole=False))
-        self.files, self.alone = _files(
-            held(optimizer.layout, states(optimizer)), topology, machines
-        )
-        self.neighbour = Neighbour(topology, machines) if neighbour and machines.count > 1 else None
-        self.problem = ""
-        self._writing: Copy | None = None
-        self._complete: Copy | None = None
-        self._outdated: Copy | None = None
+    files: list[SavedFile]
+    alone: set[str]
+    described: list[Held]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the optimizer's state that this rank writes."""
+        """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
     @property
     def sent(self) -> int:
-        """Bytes of these that it sends to its neighbour."""
-        some = [file for file in self.files if file.name in self.alone]
-        return sum(file.nbytes for file in some) if self.neighbour else 0
+        """Bytes of the files that no other machine has."""
+        return sum(file.nbytes for file in self.files if file.name in self.alone)
 
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Begins to copy the current state; waits for the copy before. Collective.
+    @classmethod
+    def of(cls, optimizer: Optimizer, topology: Topology, machines: Machines) -> Plan:
+        """Divides what the ranks of a machine hold between them. Collective."""
+        everyone, mine = topology.axis("world"), held(optimizer.layout, states(optimizer))
+        keys = [(h.section.digest[:16], h.portion) for h in mine]
+        found: dict[tuple[str, int], list[int]] = {}
+        described: dict[tuple[int, str], int] = {}  # by machine and section: its first rank
+        for rank, some in enumerate(collectives.exchange(keys, everyone)):
+            for digest, portion in some:
+                found.setdefault((digest, portion), []).append(rank)
+                described.setdefault((machines.of[rank], digest), rank)
+        plan = cls([], set(), [])
+        for h, key in zip(mine, keys, strict=True):
+            if described[machines.mine, key[0]] == everyone.index:
+                plan.described.append(h)
+            here = [rank for rank in found[key] if machines.of[rank] == machines.mine]
+            for writer in range(here.index(everyone.index), h.section.writers, len(here)):
+                number = h.portion * h.section.writers + writer
+                name = f"{key[0]}-{number:05d}.safetensors"
+                plan.files.append(SavedFile(name, [replace(h, chosen=number)]))
+                if len(here) == len(found[key]):
+                    plan.alone.add(name)
+        return plan
 
-        Args:
-            state: The counters of the run.
+    def with_extras(self, extras: Extras, machines: Machines) -> Plan:
+        """Returns the plan with a file of the current buffers and generators. Collective.
+
+        One rank of each machine writes the buffers of a stage.
         """
-        self.end()
-        began, rank = time.perf_counter(), self.everyone.index
-        self.optimizer.settle()
-        about, tensors = self.extras.copied(_writes_buffers(self.topology, self.machines))
-        files, alone = list(self.files), set(self.alone)
-        if tensors:
-            files.append(SavedFile(file_of(rank), [], about, tensors))
-            alone.add(file_of(rank))
-        sections = [h for file in self.files for h in file.held]
-        self._writing = Copy(
-            self.place.copy(self.epoch, state["steps"]), self.everyone, "own", files, sections,
-            head(self.optimizer, self.topology, self.config, state), save=[self.epoch, state["steps"]],
-            alone=alone, neighbour=self.neighbour, outdated=self._outdated,
-        )  # fmt: skip
-        self.saver.run(self._writing, began, now=self.extras.generators)
-
-    def end(self) -> None:
-        """Waits until the newest copy has ended on all ranks. Collective."""
-        copy, self._writing = self._writing, None
-        if copy is None:
-            return
-        self.finish()
-        problems = collectives.problems_of_all([copy.problem], self.everyone)
-        self.problem = problems[0] if problems else ""
-        if problems:
-            self._outdated = copy
-            return
-        if self._complete is None:  # of earlier starts nothing is needed any more
-            if self.machines.first:
-                self.place.keep(*copy.save)
-            collectives.barrier(self.everyone)
-        self._outdated, self._complete = self._complete, copy
-
-    def finish(self, patience: float | None = None) -> None:
-        """Waits until the copy in progress has ended here, or some seconds; then updates wait no more."""
-        if self.saver.last is not None:
-            self.saver.last.join(patience)
+        topology = extras.topology
+        grid, stage = topology.grid, topology.coordinates["pp"]
+        here = [(r, grid.coordinates(r)) for r in machines.ranks[machines.mine]]
+        first = next((r for r, c in here if c["pp"] == stage and c["tp"] == 0), None)
+        about, tensors = extras.copied(first == topology.rank)
+        if not tensors:
+            return self
+        file = SavedFile(file_of(topology.rank), [], about, tensors)
+        return replace(self, files=[*self.files, file], alone={*self.alone, file.name})
 
 
 @dataclass(eq=False)
@@ -203,41 +180,6 @@ def memory_bytes(config: Config, layout: Layout, states: Sequence[State]) -> int
         for writer in range(h.section.writers)
     )
     return COPIES * mine * (2 if config.run.replicate == "neighbour" else 1)
-
-
-# ------------------------------------------------------------------------------------------------------ who has what
-
-
-def _files(
-    mine: Sequence[Held], topology: Topology, machines: Machines
-) -> tuple[list[SavedFile], set[str]]:
-    """Returns the files that this rank writes of the sections that it holds, and the names of those
-    that no other machine has. Collective."""
-    everyone = topology.axis("world")
-    keys = [f"{h.section.digest[:16]}/{h.portion}" for h in mine]
-    found: dict[str, list[int]] = {}
-    for rank, some in enumerate(collectives.exchange(keys, everyone)):
-        for key in some:
-            found.setdefault(key, []).append(rank)
-    files, alone = list[SavedFile](), set[str]()
-    for h, key in zip(mine, keys, strict=True):
-        here = [rank for rank in found[key] if machines.of[rank] == machines.mine]
-        writers = h.section.writers
-        for writer in range(here.index(everyone.index), writers, len(here)):
-            number = h.portion * writers + writer
-            name = f"{h.section.digest[:16]}-{number:05d}.safetensors"
-            files.append(SavedFile(name, [replace(h, chosen=number)]))
-            if len(here) == len(found[key]):
-                alone.add(name)
-    return files, alone
-
-
-def _writes_buffers(topology: Topology, machines: Machines) -> bool:
-    """Returns whether this rank is the one of its machine that writes the buffers of its stage."""
-    grid, mine = topology.grid, topology.coordinates
-    here = machines.ranks[machines.mine]
-    alike = (r for r in here if (c := grid.coordinates(r))["pp"] == mine["pp"] and c["tp"] == 0)
-    return next(alike, None) == topology.rank
 
 
 # --------------------------------------------------------------------------------------------------------- neighbour

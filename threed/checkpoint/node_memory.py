@@ -236,17 +236,15 @@ class Record:
     base: tuple[int, int] | None
 
     @classmethod
-    def of(cls, folder: Path) -> Record:
-        """Returns what a run folder says; a new name where it says nothing."""
-        found = _read(folder / RECORD)
-        with contextlib.suppress(KeyError, TypeError, ValueError, OSError):
-            base = found["base"]
-            token, epoch = str(found["run"]), int(found["epoch"])
-            if (
-                _is_token(token) and found["folder"] == folder.stat().st_ino
-            ):  # else a copy of another run's folder
-                return cls(token, epoch, None if base is None else (int(base[0]), int(base[1])))
-        return cls(secrets.token_hex(16), 0, None)
+    def of(cls, folder: Path, everyone: Axis) -> Record:
+        """Returns the first rank's record of a run folder; a new one if there is none. Collective."""
+        mine = [_read(folder / RECORD), folder.stat().st_ino, secrets.token_hex(16)]
+        found, number, token = collectives.exchange(mine, everyone)[0]
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            run, epoch, base = str(found["run"]), int(found["epoch"]), found["base"]
+            if _is_token(run) and found["folder"] == number:  # else a copy of another run's folder
+                return cls(run, epoch, None if base is None else (int(base[0]), int(base[1])))
+        return cls(token, 0, None)
 
     def counts(self, epoch: int, step: int) -> bool:
         """Whether a save is one that a start may take."""

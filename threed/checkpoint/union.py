@@ -3,10 +3,10 @@
     found = look(place, machines, record, everyone, device)     the copies, newest first; collective
     state = Loading(place, machines, topology).load(found[0], ...)
 
-The first rank of each machine reports its files. Rank 0 combines them (`assemble`): a copy is complete if the files of
-all machines have each value once, and all ranks get its manifest. A rank computes which files it needs. Those that its
-machine lacks are sent to its root, next to the other files of the copy. With a manifest there, the folder is a
-checkpoint that `native.load` reads.
+The first rank of each machine sends the entries that are there to rank 0, which combines them (`assemble`): a copy is
+complete if the files of all machines have each value once, and all ranks get its manifest. A rank computes which files
+it needs. Those that its machine lacks are sent to its root, next to the other files of the copy. With a manifest there,
+the folder is a checkpoint that `native.load` reads.
 """
 
 from __future__ import annotations
@@ -54,26 +54,37 @@ class Found:
         return len({number for some in self.where.values() for number in some})
 
 
-def report(place: Place) -> list[dict[str, Any]]:
-    """Returns the files of a machine: an entry for each copy, with head, sections and files."""
-    saves: dict[tuple[int, ...], tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {}
-    for entry in place.entries():
-        _, sections, files = saves.setdefault(tuple(entry["save"]), (entry, {}, {}))
-        sections |= {json.dumps(about, sort_keys=True): about for about in entry["sections"]}
-        files |= {file["file"]: file for file in entry["files"]}
-    return [
-        {**entry, "sections": list(sections.values()), "files": list(files.values())}
-        for entry, sections, files in saves.values()
-    ]
+def look(
+    place: Place, machines: Machines, record: Record, everyone: Axis, device: torch.device
+) -> list[Found]:
+    """Returns the copies that a start may take, newest first, on all ranks alike. Collective."""
+    mine = list(place.entries()) if machines.first else []
+    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    gathered = collectives.gather_to_first(data, everyone)
+    saves: dict[tuple[int, int], list[tuple[int, Any]]] = {}
+    for machine, some in zip(machines.of, gathered, strict=False):
+        for entry in json.loads(some.numpy().tobytes()):
+            saves.setdefault(tuple(entry["save"]), []).append((machine, entry))
+    keys = sorted((key for key in saves if record.counts(*key)), reverse=True)
+    found = [[*key, *_assembled(saves[key])] for key in keys]
+    return [Found(*one) for one in _from_first(found, everyone, device)]
+
+
+def _assembled(entries: Sequence[tuple[int, Any]]) -> tuple[Any, Any, str]:
+    """Returns manifest, machines and problem of a copy, see `Found`."""
+    try:
+        return *assemble(entries), ""
+    except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        return {}, {}, str(error) or type(error).__name__
 
 
 def assemble(
-    reports: Sequence[Mapping[str, Any] | None],
+    entries: Sequence[tuple[int, Mapping[str, Any]]],
 ) -> tuple[dict[str, Any], dict[str, list[int]]]:
     """Combines the files of a copy.
 
     Args:
-        reports: The entry of each machine, None if it has no files of this copy.
+        entries: All entries of the copy, each with the machine that has it.
 
     Returns:
         The manifest, and the machines that have each file.
@@ -83,56 +94,23 @@ def assemble(
     """
     files: dict[str, dict[str, Any]] = {}
     where: dict[str, list[int]] = {}
-    found = [(machine, one) for machine, one in enumerate(reports) if one is not None]
-    for machine, one in found:
-        for file in one["files"]:
-            if Path(file["file"]).name != file["file"]:
+    buffers = set[str]()  # machines have the same ones in files of different ranks
+    for machine, entry in entries:
+        for file in entry["files"]:
+            name = file["file"]
+            if Path(name).name != name:
                 raise CheckpointError("it names a file elsewhere")
-            known = files.setdefault(file["file"], dict(file))
-            if all(
-                known[key] == file[key] for key in ("tree", "sum", "size")
-            ):  # else a copy that differs
-                where.setdefault(file["file"], []).append(machine)
-    names = set[str]()
-    for (
-        file
-    ) in files.values():  # machines have copies of the same buffers in files of different ranks
-        if "buffers" in file:
-            file["buffers"] = [about for about in file["buffers"] if about[0] not in names]
-            names |= {about[0] for about in file["buffers"]}
-    sections = [about for _, one in found for about in one["sections"]]
-    body = {**found[0][1]["head"], **joined([{"sections": sections, "files": files.values()}])}
+            if name not in files:
+                own = [about for about in file.get("buffers", ()) if about[0] not in buffers]
+                buffers |= {about[0] for about in own}
+                files[name] = {**file, "buffers": own}
+            if all(files[name][key] == file[key] for key in ("tree", "sum", "size")):
+                where.setdefault(name, []).append(machine)  # else its contents differ
+    sections = [about for _, entry in entries for about in entry["sections"]]
+    head = entries[0][1]["head"]
+    body = {**head, **joined([{"sections": sections, "files": files.values()}])}
     check_structure(body)
     return {**body, "sha256": digest(body)}, where
-
-
-def look(
-    place: Place, machines: Machines, record: Record, everyone: Axis, device: torch.device
-) -> list[Found]:
-    """Returns the saves that count for a start, newest first, on every rank alike. Collective."""
-    mine = report(place) if machines.first else []
-    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
-    gathered = collectives.gather_to_first(data, everyone)
-    found: list[Any] = []
-    if everyone.index == 0:
-        reports = [json.loads(some.numpy().tobytes()) for some in gathered]
-        found = _candidates([reports[ranks[0]] for ranks in machines.ranks], record)
-    return [Found(*one) for one in _from_first(found, everyone, device)]
-
-
-def _candidates(reports: Sequence[Sequence[Mapping[str, Any]]], record: Record) -> list[list[Any]]:
-    keys = {tuple(save["save"]) for one in reports for save in one}
-    found = []
-    for epoch, step in sorted((key for key in keys if record.counts(*key)), reverse=True):
-        of_it = [
-            next((save for save in one if tuple(save["save"]) == (epoch, step)), None)
-            for one in reports
-        ]
-        try:
-            found.append([epoch, step, *assemble(of_it), ""])
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            found.append([epoch, step, {}, {}, str(error) or type(error).__name__])
-    return found
 
 
 def _from_first(value: Any, everyone: Axis, device: torch.device) -> Any:
@@ -215,7 +193,9 @@ class Loading:
         """Returns what `load(folder, files to be hashed here)` does. Collective; CheckpointError on every rank."""
         folder = self.place.copy(found.epoch, found.step)
         sizes = {entry["file"]: int(entry["size"]) for entry in found.manifest["files"]}
-        needs = self._needs(list(sizes), needed(found.manifest, optimizer, extras, self.topology))
+        names, mine = list(sizes), needed(found.manifest, optimizer, extras, self.topology)
+        numbers = [number for number, name in enumerate(names) if name in mine]
+        needs = [[names[n] for n in some] for some in collectives.exchange(numbers, self.everyone)]
         moves = transfers(needs, found.where, self.machines)
         here = self.machines.ranks[self.machines.mine]
         try:
@@ -231,12 +211,6 @@ class Loading:
                 if move.target == self.topology.rank:
                     (folder / move.file).unlink(missing_ok=True)
             raise
-
-    def _needs(self, names: Sequence[str], mine: Collection[str]) -> list[list[str]]:
-        """Returns the files that each rank needs. Collective."""
-        numbers = sorted(number for number, name in enumerate(names) if name in mine)
-        everyone = collectives.exchange(numbers, self.everyone)
-        return [[names[number] for number in some] for some in everyone]
 
     def _begin(self, folder: Path, manifest: Mapping[str, Any], coming: int) -> str:
         """Writes the manifest next to the files of the copy; returns why it cannot.

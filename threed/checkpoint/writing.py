@@ -7,7 +7,7 @@
 
 `write` takes any tensors with the values of `saving.records`, in that order. It leaves this rank's part of the
 manifest, or an error, in a small file of the unfinished folder. The first rank waits for these files and publishes the
-folder, in a thread while training continues. `save` is the four calls in a row.
+folder, in a thread while training continues. `Saver.save` is the four calls in a row.
 
 A `Root` is a kind of place that saves go to: the disk here, the memory of a node in `copies`.
 """
@@ -49,7 +49,7 @@ from threed.config import Config
 from threed.disk import ELSEWHERE, why
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Extent, read, states
+from threed.zero.records import Extent, states
 
 PATIENCE_S = 600.0  # how long the first rank waits for another one that writes
 POLL_S = 0.02
@@ -71,19 +71,6 @@ class Root:
 
 
 DISK = Root("checkpoint", True, ELSEWHERE)
-
-
-def save(
-    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras,
-    hurries: Callable[[], bool] = never,
-) -> Path:  # fmt: skip
-    """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
-    saving = prepare(path, optimizer, topology, config, state, extras, hurries)
-    saving.write(values for _, values in read(optimizer, saving.records))
-    saving.agree()  # here, a rank that has died is noticed at once
-    saving.commit()
-    saving.agree()
-    return path
 
 
 def prepare(
