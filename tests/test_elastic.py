@@ -253,6 +253,7 @@ def failures(folder: Path) -> dict[str, str]:
     """Runs of which rank 1 cannot write its copy of step 4, nor then its neighbour's; cannot make a folder; cannot
     make its machine's folder."""
     write, mkdir, count = writing.stream_tensors, Path.mkdir, [0]
+    end, sizes = elastic.Memory._end, list[int]()
 
     def full(path: Path, *args: Any, **more: Any) -> Any:
         count[0] += not more["durable"]
@@ -268,6 +269,11 @@ def failures(folder: Path) -> dict[str, str]:
     def no_folder(place: node_memory.Place) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def counted(self: elastic.Memory) -> None:
+        end(self)
+        files = self.place.folder.rglob("*.safetensors")
+        sizes.append(sum(file.stat().st_size for file in files))
+
     keys: Keys = {**SLICED, **NEIGHBOUR}
     said = {}
     for name, patch in {
@@ -276,24 +282,34 @@ def failures(folder: Path) -> dict[str, str]:
         "no folder": mock.patch.object(node_memory.Place, "begin", no_folder),
     }.items():
         count[0] = 0
-        with patch if Topology().rank == 1 else contextlib.nullcontext():
+        sizes.clear()
+        with (
+            patch if Topology().rank == 1 else contextlib.nullcontext(),
+            mock.patch.object(elastic.Memory, "_end", counted),
+        ):
             said |= runs(folder, {name: keys}, 2)
+        said[f"{name}: bytes"] = json.dumps(sizes)
     return said
 
 
 def test_training_goes_on_where_copies_fail(tmp_path: Path) -> None:
-    """Nobody waits for what does not come, and the next copies are whole again. A folder that cannot even be begun is
-    one line, the same on all ranks."""
+    """Nobody waits for what does not come, and the next copies are whole again; there are never more than two. A folder
+    that cannot even be begun is one line, the same on all ranks."""
     ranks = run_ranks(2, failures, tmp_path)
     for name, what in {
-        "full": r"5: rank 1 could not write its files in .*: No space left on device: needs .*"
+        "full": r"5: rank 1 could not write .*: No space left on device: needs .*"
         f"name another folder in memory by {node_memory.FOLDER}",
-        "no step": r"7: rank 1 could not write its files in .*: \[Errno 13\] Permission denied",
+        "no step": r"7: rank 1 could not write .*: \[Errno 13\] Permission denied",
     }.items():
         (line,) = re.findall(
             "no copies in memory of the step before (.*); training goes on", ranks[0][name]
         )
         assert re.fullmatch(what, line), line
+        for rank in ranks:
+            before, one, *later = json.loads(rank[f"{name}: bytes"])
+            assert before == 0
+            assert 0 < one <= max(later) <= 2 * one
+            assert len(later) == STEPS - 2
     assert ranks[0]["no folder"] == ranks[1]["no folder"]
     line = ranks[0]["no folder"]
     assert line.startswith("RunFolderError: copies in memory cannot be begun in "), line

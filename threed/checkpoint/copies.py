@@ -7,11 +7,11 @@
 A copy is a save whose root is the memory of a machine: `Saver` and `Saving` write it as they write a checkpoint,
 without flushes and without a manifest. Each number of a section has a file of its own, so that the files of several
 machines can be combined, whichever are missing (`union`). Every machine has all that its ranks hold; if several of
-them hold the same, each number is written by one. With `neighbour`, files that no other machine has are then copied to
-the root of the next machine, over groups of two ranks.
+them hold the same, each number is written by one. With a `Neighbour`, files that no other machine has are then copied
+to the root of the next machine, over groups of two ranks.
 
-Two copies exist at a time: the newest complete one, and the one that is written. A rank deletes its files of an older
-one before it writes. The thread reads the states where they are: an update waits for what is not written yet.
+Two copies exist at a time: the newest complete one, and the one that is written, over the files of the one before.
+The thread reads the states where they are: an update waits for what is not written yet.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Copy(Saving):
         save: Epoch and step.
         alone: The names of files that no other machine has.
         outdated: A copy whose files are deleted first.
-        received: Files that other ranks sent.
+        received: The names of files that other ranks sent, to this copy or an outdated one.
         entry: What this rank has written.
     """
 
@@ -122,7 +122,7 @@ class Copy(Saving):
     alone: set[str] = field(default_factory=set)
     neighbour: Neighbour | None = None
     outdated: Copy | None = None
-    received: list[Path] = field(default_factory=list)
+    received: set[str] = field(default_factory=set)
     entry: dict[str, Any] = field(default_factory=dict)
     root: ClassVar[Root] = MEMORY
 
@@ -133,9 +133,12 @@ class Copy(Saving):
 
     def write(self, values: Iterable[Tensor]) -> str | None:
         """Writes this rank's files and its entry; returns what went wrong. No collective."""
+        with suppress(OSError):  # `_entry` raises it again
+            self.path.mkdir(parents=True, exist_ok=True)
         outdated, self.outdated = self.outdated, None
         if outdated is not None:
-            outdated.delete()
+            outdated.move(self.path)
+            self.received |= outdated.received
         with suppress(Exception):  # kept in `problem`: the neighbours wait for `commit`
             super().write(values)
         return self.problem
@@ -151,20 +154,29 @@ class Copy(Saving):
             return self.problem
         entry = self.entry if self.problem is None else {"files": []}
         sent = {**entry, "files": [file for file in entry["files"] if file["file"] in self.alone]}
-        if (
-            problem := self.neighbour.exchange(self.path, sent, self.received)
-        ) and not self.problem:
+        problem = self.neighbour.exchange(self.path, sent, self.received)
+        if problem and not self.problem:
             self.problem = f"rank {self.everyone.index} could not copy to its neighbour: {problem}"
         return self.problem
 
-    def delete(self) -> None:
-        """Deletes all files that this rank has written; entries first."""
-        with suppress(OSError):
-            self._entry_file(self.everyone.index).unlink(missing_ok=True)
-            for path in self.received:
-                path.unlink(missing_ok=True)
-            self._remove()
-            self.path.rmdir()  # an error until the last rank does it
+    def move(self, into: Path) -> None:
+        """Deletes the entries of this rank; moves its files to another folder, to be overwritten in place."""
+        sources = self.neighbour.sources if self.neighbour else []
+        self._entry_file(self.everyone.index).unlink(missing_ok=True)
+        for source, _ in sources:
+            _copied_entry(self.path, source).unlink(missing_ok=True)
+        for name in {file.name for file in self.files} | self.received:
+            try:
+                (self.path / name).replace(into / name)
+            except OSError:
+                (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError):  # until the last rank does it
+            self.path.rmdir()
+
+
+def _copied_entry(folder: Path, source: int) -> Path:
+    """Returns the path of the entry of a rank on its neighbour's machine."""
+    return folder / f"entry-{source:05d}-copy.json"
 
 
 def memory_bytes(config: Config, layout: Layout, states: Sequence[State]) -> int:
@@ -195,9 +207,9 @@ class Neighbour:
         self.to = links[me, machines.neighbour(me)]
         self.sources = [(source, links[source, me]) for source, target in pairs if target == me]
 
-    def exchange(self, folder: Path, entry: Mapping[str, Any], received: list[Path]) -> str:
+    def exchange(self, folder: Path, entry: Mapping[str, Any], received: set[str]) -> str:
         """Sends the files of an entry, which are in `folder`, and keeps those that other ranks send, in the same
-        folder; returns what went wrong. Appends the paths of what it keeps to `received`."""
+        folder; returns what went wrong. Adds the names of what it keeps to `received`."""
         problems: list[str] = []
 
         def send() -> None:
@@ -215,14 +227,13 @@ class Neighbour:
         sending.join()
         return next(filter(None, problems), "")
 
-    def _receive(self, folder: Path, source: int, link: Link, received: list[Path]) -> list[str]:
+    def _receive(self, folder: Path, source: int, link: Link, received: set[str]) -> list[str]:
         """Keeps the files of one rank, and then its entry."""
-        entry, place = receive_json(link), folder / f"entry-{source:05d}-copy.json"
-        received.append(place)
-        problems = []
+        entry, problems = receive_json(link), []
         for file in entry["files"]:
-            received.append(folder / Path(file["file"]).name)
-            problems.append(receive_file(received[-1], int(file["size"]), link))
+            name = Path(file["file"]).name
+            received.add(name)
+            problems.append(receive_file(folder / name, int(file["size"]), link))
         if entry["files"] and not any(problems):
-            write_entry(place, entry)
+            write_entry(_copied_entry(folder, source), entry)
         return problems

@@ -95,7 +95,7 @@ def write_hashed(
             file in memory.
     """
     hashing, began, written = Hashing(tree=durable), time.monotonic(), 0
-    with path.open("wb", buffering=0) as file:
+    with os.fdopen(overwrite(path), "wb", buffering=0) as file:
         for block in _blocks(parts):
             hashed = hashing.add(block)
             _write_block(file, block)
@@ -108,9 +108,18 @@ def write_hashed(
                 os, "posix_fadvise"
             ):  # starts to write them back, and frees clean pages
                 os.posix_fadvise(file.fileno(), 0, written, os.POSIX_FADV_DONTNEED)
+        file.truncate()
         if durable:
             _flush(file)
     return hashing.result()
+
+
+def overwrite(path: Path) -> int:
+    """Opens a new or an existing file to be written from its start; returns its descriptor.
+
+    The file is not truncated: in memory it takes longer to allocate pages than to write them.
+    """
+    return os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _blocks(parts: Iterable[bytes | Tensor]) -> Iterator[memoryview]:

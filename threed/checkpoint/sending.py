@@ -9,6 +9,7 @@ Both ranks go through all messages whatever fails, and return what went wrong: n
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from threed import collectives
+from threed.checkpoint.files import overwrite
 from threed.topology import Link
 
 MESSAGE = 2**24  # bytes
@@ -44,12 +46,14 @@ def send_file(path: Path, size: int, link: Link, device: torch.device | str = "c
 
 
 def receive_file(path: Path, size: int, link: Link, device: torch.device | str = "cpu") -> str:
-    """Writes a new file with the `size` bytes that `send_file` sends; returns what went wrong."""
+    """Writes a file with the `size` bytes that `send_file` sends; returns what went wrong."""
     problem = ""
     for at in range(0, size, MESSAGE):
         data = _receive(min(MESSAGE, size - at), link, device)
         try:
-            with path.open("ab" if at else "wb") as file:
+            with os.fdopen(overwrite(path), "wb") as file:
+                file.truncate(size)
+                file.seek(at)
                 file.write(data.numpy().data)
         except OSError as error:
             problem = str(error)

@@ -219,6 +219,9 @@ class Saving:
     known: list[str] = field(default_factory=list)
     root: ClassVar[Root] = DISK
 
+    def __post_init__(self) -> None:
+        self._place = self.building  # the file that is written
+
     @property
     def records(self) -> list[Extent]:
         """What this rank writes of the optimizer's state, in order."""
@@ -236,17 +239,19 @@ class Saving:
             values: The values of `records`, in order. Exceptions that they raise are raised here,
                 except OSError and CheckpointError.
         """
-        what = f"rank {self.everyone.index} could not write its files in {self.building}"
+        rank = f"rank {self.everyone.index}"
         try:
             self._leave(self._entry(values))
         except OSError as error:
             self._remove()
             nbytes = sum(file.nbytes for file in self.files)
-            self._fail(f"{what}: {why(error, self.path.parent, nbytes, self.root.elsewhere)}")
+            reason = why(error, self.path.parent, nbytes, self.root.elsewhere)
+            self._fail(f"{rank} could not write {self._place}: {reason}")
         except CheckpointError as error:
-            self._fail(f"rank {self.everyone.index}: {error}")
+            self._fail(f"{rank}: {error}")
         except BaseException as error:
-            self._fail(f"{what}: {type(error).__name__}: {plain(error)}")
+            reason = f"{type(error).__name__}: {plain(error)}"
+            self._fail(f"{rank} could not write {self._place}: {reason}")
             raise
         return self.problem
 
@@ -255,6 +260,7 @@ class Saving:
         how = {"limit": self.limit, "hurries": self.hurries, "durable": self.root.durable}
         stream, files = iter(values), []
         for file in self.files:  # the last one exhausts the stream, which frees the last state
+            self._place = self.building / file.name
             last = file is self.files[-1]
             some = stream if last else islice(stream, len(file.records))
             files.append(file.write(self.building, some, **how))
