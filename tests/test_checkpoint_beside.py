@@ -505,6 +505,11 @@ def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def then_die(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that kills its process at its end."""
+    return lambda *args: (call(*args), die())
+
+
 def after(count: int, call: Callable[..., Any]) -> Callable[..., Any]:
     """A call that kills its process when it comes for the n-th time."""
     calls = iter(range(count))
@@ -521,7 +526,7 @@ MOMENTS: dict[str, tuple[int, Callable[[], Any]]] = {  # who dies, and where
     "an entry is left": (1, lambda: mock.patch.object(writing.Saving, "commit", die)),
     "before the first rank looks": (0, lambda: mock.patch.object(writing.Saving, "commit", die)),
     "the manifest is written": (0, lambda: mock.patch.object(writing, "publish", die)),
-    "published": (0, lambda: mock.patch.object(Snapshot, "end", die)),
+    "published": (0, lambda: mock.patch.object(writing, "finish", then_die(writing.finish))),
 }
 
 

@@ -115,7 +115,7 @@ def entry_of(rank: int, mine: list[Held], describes: bool) -> dict[str, Any]:
         "buffers": [],
         "generators": [],
     }
-    return {"sections": sections, "entry": entry} if holds else {"sections": sections}
+    return {"sections": sections, "files": [entry] if holds else []}
 
 
 class Counting(Reader):

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tests.harness import free_port, run_ranks
 from tests.runs import open_text, run
 from threed import collectives
-from threed.checkpoint import copies, node_memory
+from threed.checkpoint import node_memory, writing
 from threed.checkpoint.files import CheckpointError, RunFolderError
 from threed.checks import find_problems
 from threed.config import Config
@@ -35,6 +35,7 @@ from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.monitor import metrics, process
 from threed.monitor.process import process_space
+from threed.reliability import elastic
 from threed.resolution import resolve
 from threed.save_checks import check_sizes
 from threed.topology import Topology, _meet
@@ -125,7 +126,7 @@ def checkpoint(folder: Path, step: int) -> str:
 
 
 def in_memory(folder: Path) -> list[Path]:
-    return sorted(folder.glob("memory-*/threed-*/*/*/slot-*/*"))
+    return sorted(folder.glob("memory-*/threed-*/*/*/step-*/*"))
 
 
 CHECKPOINT = "the newest checkpoint is step 4"
@@ -210,14 +211,8 @@ def flip(file: Path) -> None:
 
 
 def newest(folder: Path, step: int, machine: int = 0) -> Path:
-    """The slot of a step on a machine."""
-    slots = folder.glob(f"memory-{machine}/threed-*/*/*/slot-*")
-    return next(
-        slot
-        for slot in slots
-        for file in slot.glob("entry-*")
-        if f'"step": {step},' in file.read_text()
-    )
+    """The folder of a step on a machine."""
+    return next(folder.glob(f"memory-{machine}/threed-*/*/*/step-{step}"))
 
 
 def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]]) -> None:
@@ -247,7 +242,7 @@ def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]])
     )
     for name, problem in (
         ("damaged", "is damaged"),
-        ("a file is gone", "No such file"),
+        ("a file is gone", "is missing"),
         ("all damaged", "is damaged"),
     ):
         went_on(tmp_path / name, said[name], "step-5", truth["one"])  # memory of step 5 is no newer
@@ -255,49 +250,66 @@ def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]])
 
 
 def failures(folder: Path) -> dict[str, str]:
-    """Runs of which rank 1 cannot write its copy of step 4, nor then its neighbour's; cannot make a slot; cannot make
-    its machine's folder."""
-    write, mkdir, count = copies.write_in_place, Path.mkdir, [0]
+    """Runs of which rank 1 cannot write its copy of step 4, nor then its neighbour's; cannot make a folder; cannot
+    make its machine's folder."""
+    write, mkdir, count = writing.stream_tensors, Path.mkdir, [0]
+    end, sizes = elastic.Memory._end, list[int]()
 
-    def full(path: Path, some: Any) -> None:
-        count[0] += 1
-        if count[0] == 4:
+    def full(path: Path, *args: Any, **more: Any) -> Any:
+        count[0] += not more["durable"]
+        if count[0] == 4 and not more["durable"]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, some)
+        return write(path, *args, **more)
 
-    def no_slot(path: Path, *args: Any, **more: Any) -> None:
-        count[0] += path.name == "slot-1"  # of every other step
-        if path.name == "slot-1" and count[0] == 3:
+    def no_step(path: Path, *args: Any, **more: Any) -> None:
+        if path.name == "step-6":
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         mkdir(path, *args, **more)
 
     def no_folder(place: node_memory.Place) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def counted(self: elastic.Memory) -> None:
+        end(self)
+        files = self.place.folder.rglob("*.safetensors")
+        sizes.append(sum(file.stat().st_size for file in files))
+
     keys: Keys = {**SLICED, **NEIGHBOUR}
     said = {}
     for name, patch in {
-        "full": mock.patch.object(copies, "write_in_place", full),
-        "no slot": mock.patch.object(Path, "mkdir", no_slot),
+        "full": mock.patch.object(writing, "stream_tensors", full),
+        "no step": mock.patch.object(Path, "mkdir", no_step),
         "no folder": mock.patch.object(node_memory.Place, "begin", no_folder),
     }.items():
         count[0] = 0
-        with patch if Topology().rank == 1 else contextlib.nullcontext():
+        sizes.clear()
+        with (
+            patch if Topology().rank == 1 else contextlib.nullcontext(),
+            mock.patch.object(elastic.Memory, "_end", counted),
+        ):
             said |= runs(folder, {name: keys}, 2)
+        said[f"{name}: bytes"] = json.dumps(sizes)
     return said
 
 
 def test_training_goes_on_where_copies_fail(tmp_path: Path) -> None:
-    """Nobody waits for what does not come, and the next copies are whole again. A folder that cannot even be begun is
-    one line, the same on all ranks."""
+    """Nobody waits for what does not come, and the next copies are whole again; there are never more than two. A folder
+    that cannot even be begun is one line, the same on all ranks."""
     ranks = run_ranks(2, failures, tmp_path)
     for name, what in {
-        "full": "5: rank 1: OSError: [Errno 28] No space left on device",
-        "no slot": "7: rank 1: PermissionError: [Errno 13] Permission denied",
+        "full": r"5: rank 1 could not write .*: No space left on device: needs .*"
+        f"name another folder in memory by {node_memory.FOLDER}",
+        "no step": r"7: rank 1 could not write .*: \[Errno 13\] Permission denied",
     }.items():
-        assert re.findall(
+        (line,) = re.findall(
             "no copies in memory of the step before (.*); training goes on", ranks[0][name]
-        ) == [what]
+        )
+        assert re.fullmatch(what, line), line
+        for rank in ranks:
+            before, one, *later = json.loads(rank[f"{name}: bytes"])
+            assert before == 0
+            assert 0 < one <= max(later) <= 2 * one
+            assert len(later) == STEPS - 2
     assert ranks[0]["no folder"] == ranks[1]["no folder"]
     line = ranks[0]["no folder"]
     assert line.startswith("RunFolderError: copies in memory cannot be begun in "), line
@@ -557,15 +569,15 @@ def skipped_steps(folder: Path) -> None:
                 held["weight"].mul_(1e200)
         one_step(self, *batches)
 
-    def seen(self: copies.Copies, state: Any) -> None:
+    def seen(self: elastic.Memory, state: Any) -> None:
         copied.append(state["steps"])
         save(self, state)
 
-    save = copies.Copies.save
+    save = elastic.Memory.save
     bad: Keys = {"train": {"stop_after": STEPS, "global_batch": 8, "max_bad_steps": 3}}
     with (
         mock.patch.object(Loop, "_one_step", planted),
-        mock.patch.object(copies.Copies, "save", seen),
+        mock.patch.object(elastic.Memory, "save", seen),
     ):
         assert start("bad", **bad).startswith("BadStepsError: ")
     assert copied == [1, 2, 3, 4, 5]

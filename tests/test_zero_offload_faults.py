@@ -203,7 +203,9 @@ def fail_to_save(folder: Path) -> None:
     weights = {**engine.full_state_dict(), "head.norm.weight": torch.zeros(3)}
     inner = writing.stream_tensors
 
-    def fails(path: Path, about: object, tensors: Iterator[torch.Tensor], *_: object) -> str:
+    def fails(
+        path: Path, about: object, tensors: Iterator[torch.Tensor], *_: object, **__: object
+    ) -> str:
         next(tensors)
         raise OSError(28, "No space left on device")
 

@@ -1,13 +1,15 @@
-"""Saves that go on beside training: the call returns once a snapshot has begun; a thread writes and publishes.
+"""Asynchronous saves: the call returns once a snapshot has begun; a thread writes and publishes.
 
     saver = Saver(optimizer, topology, config)
     save = saver.start(path, state, extras)      collective; waits for the save before
     save.done                                    this rank's part is written; on the first rank: published, or failed
     save.wait()                                  collective; CheckpointError on every rank alike where it failed
 
-The first rank publishes when every rank's file is there (`writing`), without a collective: training has those to
-itself. Until then the folder is `step-N.tmp` and counts for nobody, so a run may end at any moment. A program that ends
-after its last step waits first, or lets its thread end; `give_up` ends it at once.
+The first rank publishes when every rank's file is there (`writing`), without a collective, because training uses the
+groups meanwhile. Until then the folder is `step-N.tmp` and does not count, so a run may end at any moment. A program
+that ends after its last step waits first, or lets its thread end; `give_up` ends it at once.
+
+A saver of another root (`copies`) makes its own part of a save and hands it to `run`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from threed.memory.pool import free_bytes
 from threed.topology import Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import states
+from threed.zero.records import read, states
 from threed.zero.snapshot import Room, Snapshot, copy_bytes
 from threed.zero.state import PREVIOUS, WEIGHT, State
 
@@ -62,14 +64,14 @@ class Save:
         )
         self._asked = False
         self._written, self._done = threading.Event(), threading.Event()
-        self._thread = threading.Thread(
-            target=self._write, name="checkpoint"
-        )  # no daemon: a program that ends waits
+        root = saving.root
+        self._thread = threading.Thread(target=self._write, name=root.name, daemon=not root.durable)
         self._thread.start()
 
     def _write(self) -> None:
         try:
             self._saving.write(self._snapshot.values())
+            self._snapshot.end()
             self._written.set()
             if self._before is not None and self._saving.everyone.index == 0:
                 self._before()
@@ -122,6 +124,13 @@ class Save:
             self._saving.give_up(collectives.problems_of_all([self.problem], everyone))
         self._thread.join()
 
+    def join(self, patience: float | None = None) -> None:
+        """Waits until this rank's part has ended, or some seconds; then updates wait no more."""
+        if not self.done:
+            self._snapshot.copy_rest()  # of a GPU's slices, which this thread has to
+        self._thread.join(patience)
+        self._snapshot.end()
+
     def give_up(self, patience: float = 0.0) -> None:
         """Ends it: at once, or after some seconds in which it may still become whole."""
         self._done.wait(patience)
@@ -141,12 +150,20 @@ class Save:
 
 
 class Saver:
-    """Begins saves, one at a time. last: the newest one. room: for copies, once it was asked for."""
+    """Begins saves, one at a time.
 
-    def __init__(self, optimizer: Optimizer, topology: Topology, config: Config) -> None:
-        self.optimizer, self.topology, self.config = optimizer, topology, config
+    Args:
+        room: The memory for copies; None to choose it when it is needed, see `has_room`.
+
+    Attributes:
+        last: The newest save.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, topology: Topology, config: Config, room: Room | None = None
+    ) -> None:
+        self.optimizer, self.topology, self.config, self.room = optimizer, topology, config, room
         self.last: Save | None = None
-        self.room: Room | None = None
 
     def end(self) -> None:
         """Waits for the newest save, if it is still written. Collective."""
@@ -178,8 +195,18 @@ class Saver:
     def save(
         self, path: Path, state: Mapping[str, Any], extras: Extras, hurries: Callable[[], bool]
     ) -> Path:
-        """Saves while training waits. Collective; CheckpointError on every rank alike."""
-        return writing.save(
+        """Writes the folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
+        saving = self._prepare(path, state, extras, hurries)
+        saving.write(values for _, values in read(self.optimizer, saving.records))
+        saving.agree()  # here, a rank that has died is noticed at once
+        saving.commit()
+        saving.agree()
+        return path
+
+    def _prepare(
+        self, path: Path, state: Mapping[str, Any], extras: Extras, hurries: Callable[[], bool]
+    ) -> writing.Saving:
+        return writing.prepare(
             path, self.optimizer, self.topology, self.config, state, extras, hurries
         )
 
@@ -201,20 +228,33 @@ class Saver:
     ) -> Save:  # fmt: skip
         """Begins to save. Collective; CheckpointError on every rank alike, where that is known at once.
 
-        now: waits until all of it was copied, for states that may change in other ways than by updates. published,
-        before: see `Save`. hurries: see `writing.prepare`.
+        Args:
+            now: Wait until all of it was copied, for states that may change in other ways than by updates.
+            published, before: See `Save`.
+            hurries: See `writing.prepare`.
         """
         self.end()
         began = time.perf_counter()
-        held = copy.deepcopy(dict(state))  # the caller may change its own
-        saving = writing.prepare(
-            path, self.optimizer, self.topology, self.config, held, extras, hurries
-        )
+        kept = copy.deepcopy(dict(state))  # the caller may change its own
+        saving = self._prepare(path, kept, extras, hurries)
+        return self.run(saving, began, now=now, published=published, before=before)
+
+    def run(
+        self, saving: writing.Saving, began: float, *, now: bool = False,
+        published: Callable[[], None] | None = None, before: Callable[[], None] | None = None,
+    ) -> Save:  # fmt: skip
+        """Takes a snapshot and starts the thread that writes it. Collective, once the save before has ended.
+
+        Args:
+            saving: This rank's part of the save.
+            began: The time at which the call for it began, by `time.perf_counter`.
+            now, published, before: See `start`.
+        """
         self.has_room()
         assert self.room is not None
         self.optimizer.wait()
         snapshot = Snapshot(saving.records, self.optimizer, self.room)
-        self.optimizer.readers.add("disk", snapshot.release)
+        self.optimizer.readers.add(saving.root.name, snapshot.release)
         self.last = Save(saving, snapshot, time.perf_counter() - began, published, before)
         if now:  # with the thread under way, for only what it has written makes room in a window
             snapshot.release_all()

@@ -43,7 +43,7 @@ class Extras:
 
         return rewind
 
-    def ready(self) -> None:
+    def _agree(self) -> None:
         """Makes buffers equal on all ranks before they are saved; warns once if tensor ranks differ. Collective."""
         self.buffers.agree()
         names = set(self.buffers.different()) - self._told
@@ -52,11 +52,19 @@ class Extras:
             warnings.warn(
                 f"buffers differ between tensor ranks, and the first one's are saved: {listed(names)}; make them alike,"
                 " or register what each rank can compute with persistent=False",
-                stacklevel=4,
+                stacklevel=5,
             )
 
-    def entries(self, any_copy: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns this rank's entries of the manifest, and their values: uint8 [n] by key. any_copy: see `owned`."""
+    def copied(self, any_copy: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Returns this rank's entries of the manifest and copies of their values. Collective.
+
+        Args:
+            any_copy: See `Buffers.owned`.
+
+        Returns:
+            The entries, and uint8 [n] on the CPU by key.
+        """
+        self._agree()
         owned = self.buffers.owned(any_copy)
         states = rng_states(self.topology.device) if self.generators else {}
         about = {
@@ -66,7 +74,8 @@ class Extras:
             "generators": list(states),
         }
         tensors = {f"buffer/{name}": bytes_of(value) for name, value in owned.items()}
-        return about, {**tensors, **{f"generator/{name}": state for name, state in states.items()}}
+        tensors |= {f"generator/{name}": state for name, state in states.items()}
+        return about, {key: value.to("cpu", copy=True) for key, value in tensors.items()}
 
     def problems(
         self, saved: Mapping[str, tuple[str, str, tuple[int, ...]]], states: Mapping[str, Tensor]

@@ -61,13 +61,22 @@ def stream_tensors(
     metadata: Mapping[str, str] | None = None,
     limit: float | None = None,
     hurries: Callable[[], bool] = never,
+    durable: bool = True,
 ) -> Hashes:
-    """Writes a safetensors file, flushed to the disk, from tensors that come one by one; returns its hashes.
+    """Writes a safetensors file from a stream of tensors; returns its hashes.
 
-    about: dtype and shape of each, by name; one may come in several parts, some of its rows at a time. limit, hurries:
-    see `write_hashed`. OSError when it cannot be written, ValueError for other tensors than those.
+    Args:
+        path: The file; an existing one is overwritten.
+        about: Dtype and shape of each tensor, by name. A tensor may come in several parts, by rows.
+        tensors: The tensors or their parts, in the order of `about`.
+        metadata: Text by name.
+        limit, hurries, durable: See `write_hashed`.
+
+    Raises:
+        OSError: If the file cannot be written.
+        ValueError: If the tensors differ from `about`.
     """
-    return write_hashed(path, parts(about, tensors, metadata or {}), limit, hurries)
+    return write_hashed(path, parts(about, tensors, metadata or {}), limit, hurries, durable)
 
 
 def write_hashed(
@@ -75,17 +84,20 @@ def write_hashed(
     parts: Iterable[bytes | Tensor],
     limit: float | None = None,
     hurries: Callable[[], bool] = never,
+    durable: bool = True,
 ) -> Hashes:
-    """Writes a new file, flushed to the disk, and returns its hashes. OSError if it cannot be written.
+    """Writes a new file and returns its hashes. OSError if it cannot be written.
 
     Args:
         path: the file; an existing one is overwritten.
         parts: bytes, and uint8 tensors [n] on the CPU, one after the other.
         limit: bytes per second, at most; None for no limit.
         hurries: returns whether the limit has ended, because a run that is to stop waits for this file.
+        durable: whether to flush the file to the disk, and to compute its SHA-256; False for a
+            file in memory.
     """
-    hashing, began, written = Hashing(), time.monotonic(), 0
-    with path.open("wb", buffering=0) as file:
+    hashing, began, written = Hashing(tree=durable), time.monotonic(), 0
+    with os.fdopen(overwrite(path), "wb", buffering=0) as file:
         for block in _blocks(parts):
             hashed = hashing.add(block)
             _write_block(file, block)
@@ -94,10 +106,22 @@ def write_hashed(
             if limit is not None:
                 os.fdatasync(file.fileno())
                 _wait_until(began + written / limit, hurries)
-            if hasattr(os, "posix_fadvise"):  # starts to write them back, and frees clean pages
+            if durable and hasattr(
+                os, "posix_fadvise"
+            ):  # starts to write them back, and frees clean pages
                 os.posix_fadvise(file.fileno(), 0, written, os.POSIX_FADV_DONTNEED)
-        _flush(file)
+        file.truncate()
+        if durable:
+            _flush(file)
     return hashing.result()
+
+
+def overwrite(path: Path) -> int:
+    """Opens a new or an existing file to be written from its start; returns its descriptor.
+
+    The file is not truncated: in memory it takes longer to allocate pages than to write them.
+    """
+    return os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _blocks(parts: Iterable[bytes | Tensor]) -> Iterator[memoryview]:

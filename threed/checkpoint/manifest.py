@@ -210,6 +210,14 @@ def digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
+    """Writes a part of a manifest with its hash; by a rename, so that it is never seen in part."""
+    body = json.loads(json.dumps(entry))
+    scratch = file.with_suffix(".part")
+    scratch.write_text(json.dumps({**body, "sha256": digest(body)}))
+    scratch.rename(file)
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """Reads and checks the manifest of a folder: CheckpointError if it is not valid, or names files it may not."""
     file = path / MANIFEST

@@ -1,16 +1,16 @@
-"""A run's folder in a machine's memory: it outlives processes, and nothing of it is flushed to a drive.
+"""The folder of a run in a machine's memory, which outlives the processes.
 
-    place = Place.find(token)                        /dev/shm/threed-1000/<token>, or where THREED_MEMORY says
+    place = Place(token)                             /dev/shm/threed-1000/<token>, or in THREED_MEMORY
     machines = Machines(place, everyone)             which ranks are on which machine; collective
-    place.sweep()                                    removes what runs left whose launcher is gone
-    place.entries()                                  what is whole there, of every save
+    place.sweep()                                    removes the folders of runs whose launcher has ended
+    place.entries()                                  the complete files of every copy
 
     <token>/launcher.json                            the process that starts the ranks, and when it started
-    <token>/<epoch>/<slot>/<section>-<number>.safetensors
-    <token>/<epoch>/<slot>/entry-00003.json          rank 3's files; copy-00003.json: of those, copies from elsewhere
+    <token>/<epoch>/step-40/<section>-<number>.safetensors
+    <token>/<epoch>/step-40/entry-00003-own.json     the files of rank 3; -copy: its files on its neighbour's machine
 
-A file is whole when an entry names it: that is removed before the file is written again, and appears by a rename. The
-token lies in the run folder (`Record`), so memory belongs to one folder of one run; the epoch counts its starts.
+A file is complete if an entry names it. The token is in the run folder (`Record`), so a folder in memory belongs to one
+folder of one run; the epoch is the number of the start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ from threed.topology import Axis
 
 FOLDER = "THREED_MEMORY"
 RECORD = "memory.json"
-SLOTS = 2
+ELSEWHERE = f"name another folder in memory by {FOLDER}"
+COPIES = 2  # at a time: the complete one, and the one that is written
 NEW_S = 60.0  # until a folder must say whose it is
 
 
@@ -77,38 +78,40 @@ class Place:
             shutil.rmtree(folder, ignore_errors=True)
         return [folder.name for folder in gone]
 
-    def slot(self, epoch: int, number: int) -> Path:
-        """Returns the folder of a slot, for the one who writes to make."""
-        return self.folder / str(epoch) / f"slot-{number}"
+    def copy(self, epoch: int, step: int) -> Path:
+        """Returns the folder of a copy."""
+        return self.folder / str(epoch) / f"step-{step}"
 
-    def entries(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Yields the slot and the entry of each rank's files, and of copies of them, that are whole."""
-        for file in sorted(self.folder.glob("*/slot-*/*.json")):
+    def entries(self) -> Iterator[dict[str, Any]]:
+        """Yields the entries of complete files, of each rank and copy."""
+        for file in sorted(self.folder.glob("*/step-*/entry-*.json")):
             entry = _read(file)
-            if isinstance(entry, dict) and entry.get("sha256") == digest(entry):
-                yield file.parent, entry
+            whole = isinstance(entry, dict) and entry.get("sha256") == digest(entry)
+            if whole and "save" in entry:  # else of a rank that failed
+                yield entry
 
-    def keep(self, epoch: int, step: int) -> None:
-        """Removes all saves but one."""
-        slots = {
-            slot
-            for slot, entry in self.entries()
-            if (entry["epoch"], entry["step"]) == (epoch, step)
+    def keep(self, epoch: int = -1, step: int = -1) -> None:
+        """Removes all copies but one, and of that all files that no entry names."""
+        kept = self.copy(epoch, step)
+        named = {
+            file["file"]
+            for entry in self.entries()
+            if entry["save"] == [epoch, step]
+            for file in entry["files"]
         }
-        for slot in self.folder.glob("*/slot-*"):
-            if slot not in slots:
-                shutil.rmtree(slot, ignore_errors=True)
+        for path in self.folder.glob("*/*"):
+            if path != kept:
+                shutil.rmtree(path, ignore_errors=True)
+        for file in kept.glob("*"):
+            if file.name not in named and not file.name.startswith("entry-"):
+                file.unlink()
         for folder in self.folder.iterdir():
-            if folder.name.isdecimal() and not any(folder.iterdir()):
+            with contextlib.suppress(OSError):
                 folder.rmdir()
 
-    def remove(self, but: int | None = None) -> None:
-        """Removes the saves of all epochs but one; without one, the whole folder."""
-        for folder in self.folder.iterdir() if but is not None else ():
-            if folder.is_dir() and folder.name != str(but):
-                shutil.rmtree(folder, ignore_errors=True)
-        if but is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    def remove(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def free(self) -> int:
         """Bytes that are free, or that this run's folder has."""
@@ -177,12 +180,6 @@ def _write(file: Path, value: Any) -> None:
     scratch.rename(file)
 
 
-def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
-    """Says that files are whole."""
-    body = json.loads(json.dumps(entry))
-    _write(file, {**body, "sha256": digest(body)})
-
-
 # --------------------------------------------------------------------------------------------------------- machines
 
 
@@ -239,17 +236,15 @@ class Record:
     base: tuple[int, int] | None
 
     @classmethod
-    def of(cls, folder: Path) -> Record:
-        """Returns what a run folder says; a new name where it says nothing."""
-        found = _read(folder / RECORD)
-        with contextlib.suppress(KeyError, TypeError, ValueError, OSError):
-            base = found["base"]
-            token, epoch = str(found["run"]), int(found["epoch"])
-            if (
-                _is_token(token) and found["folder"] == folder.stat().st_ino
-            ):  # else a copy of another run's folder
-                return cls(token, epoch, None if base is None else (int(base[0]), int(base[1])))
-        return cls(secrets.token_hex(16), 0, None)
+    def of(cls, folder: Path, everyone: Axis) -> Record:
+        """Returns the first rank's record of a run folder; a new one if there is none. Collective."""
+        mine = [_read(folder / RECORD), folder.stat().st_ino, secrets.token_hex(16)]
+        found, number, token = collectives.exchange(mine, everyone)[0]
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            run, epoch, base = str(found["run"]), int(found["epoch"]), found["base"]
+            if _is_token(run) and found["folder"] == number:  # else a copy of another run's folder
+                return cls(run, epoch, None if base is None else (int(base[0]), int(base[1])))
+        return cls(token, 0, None)
 
     def counts(self, epoch: int, step: int) -> bool:
         """Whether a save is one that a start may take."""

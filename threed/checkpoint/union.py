@@ -1,35 +1,32 @@
-"""Puts a run's state together from what its machines have in memory, and loads it.
+"""Loads the training state from the copies that the machines have in memory.
 
-    found = look(place, machines, record, everyone, device)     what could be loaded, newest first; collective
-    state = Union(place, machines, topology).load(found[0], engine.load, ...)
+    found = look(place, machines, record, everyone, device)     the copies, newest first; collective
+    state = Loading(place, machines, topology).load(found[0], ...)
 
-Each machine's first rank says what is there; rank 0 finds which saves are whole if all files are put together
-(`assemble`), and every rank gets the manifest of those. A rank then knows by arithmetic which files it needs; those
-that its machine lacks come from one that has them, in pieces, into its memory. What the reader gets is a folder with a
-manifest and the files that this machine's ranks need.
+The first rank of each machine sends the entries that are there to rank 0, which combines them (`assemble`): a copy is
+complete if the files of all machines have each value once, and all ranks get its manifest. A rank computes which files
+it needs. Those that its machine lacks are sent to its root, next to the other files of the copy. With a manifest there,
+the folder is a checkpoint that `native.load` reads.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from threed import collectives
-from threed.checkpoint.copies import Chunk, chunks
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, in_units
 from threed.checkpoint.manifest import MANIFEST, check_structure, digest, file_of
 from threed.checkpoint.node_memory import Machines, Place, Record
 from threed.checkpoint.reading import Reader
+from threed.checkpoint.sending import receive_file, send_file
 from threed.checkpoint.writing import joined
 from threed.topology import Axis, Link, Topology
 from threed.zero.optimizer import Optimizer
@@ -38,8 +35,12 @@ from threed.zero.records import records
 
 @dataclass(frozen=True)
 class Found:
-    """A save of which the machines have files. where: the machines that have each file, by name. problem: why it is
-    not whole, if it is not."""
+    """A copy that the machines have files of.
+
+    Attributes:
+        where: The machines that have each file, by name.
+        problem: Why the copy is not complete, "" if it is.
+    """
 
     epoch: int
     step: int
@@ -53,88 +54,63 @@ class Found:
         return len({number for some in self.where.values() for number in some})
 
 
-def report(place: Place) -> list[dict[str, Any]]:
-    """Returns what a machine has, a record of each save: its head, sections and files."""
-    saves: dict[tuple[int, int], dict[str, Any]] = {}
-    for _, entry in place.entries():
-        key = (int(entry["epoch"]), int(entry["step"]))
-        save = saves.setdefault(
-            key, {"save": list(key), "head": entry["head"], "sections": {}, "files": {}}
-        )
-        for file in entry["files"]:
-            for about, shapes in file["sections"]:
-                save["sections"].setdefault(json.dumps(about, sort_keys=True), [about, shapes])
-            save["files"][file["entry"]["file"]] = file["entry"]
-    return [
-        {**save, "sections": list(save["sections"].values()), "files": list(save["files"].values())}
-        for save in saves.values()
-    ]
-
-
-def assemble(
-    reports: Sequence[Mapping[str, Any] | None],
-) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """Returns the manifest of a save, and which machines have each file. reports: each machine's, None where it has
-    nothing. CheckpointError where files are missing."""
-    files: dict[str, dict[str, Any]] = {}
-    where: dict[str, list[int]] = {}
-    entries: list[dict[str, Any]] = []
-    for machine, one in enumerate(reports):
-        if one is None:
-            continue
-        entries.append({"sections": one["sections"]})
-        for file in one["files"]:
-            if Path(file["file"]).name != file["file"]:
-                raise CheckpointError("it names a file elsewhere")
-            known = files.setdefault(file["file"], dict(file))
-            if all(
-                known[key] == file[key] for key in ("tree", "sum", "size")
-            ):  # else a copy that differs
-                where.setdefault(file["file"], []).append(machine)
-    names = set[str]()
-    for (
-        file
-    ) in files.values():  # machines have copies of the same buffers in files of different ranks
-        if "buffers" in file:
-            file["buffers"] = [about for about in file["buffers"] if about[0] not in names]
-            names |= {about[0] for about in file["buffers"]}
-    head = next(one["head"] for one in reports if one is not None)
-    body = json.loads(
-        json.dumps(
-            {**head, **joined([*entries, *({"sections": [], "entry": f} for f in files.values())])}
-        )
-    )
-    check_structure(body)
-    return {**body, "sha256": digest(body)}, where
-
-
 def look(
     place: Place, machines: Machines, record: Record, everyone: Axis, device: torch.device
 ) -> list[Found]:
-    """Returns the saves that count for a start, newest first, on every rank alike. Collective."""
-    mine = report(place) if machines.first else []
+    """Returns the copies that a start may take, newest first, on all ranks alike. Collective."""
+    mine = list(place.entries()) if machines.first else []
     data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
     gathered = collectives.gather_to_first(data, everyone)
-    found: list[Any] = []
-    if everyone.index == 0:
-        reports = [json.loads(some.numpy().tobytes()) for some in gathered]
-        found = _candidates([reports[ranks[0]] for ranks in machines.ranks], record)
+    saves: dict[tuple[int, int], list[tuple[int, Any]]] = {}
+    for machine, some in zip(machines.of, gathered, strict=False):
+        for entry in json.loads(some.numpy().tobytes()):
+            saves.setdefault(tuple(entry["save"]), []).append((machine, entry))
+    keys = sorted((key for key in saves if record.counts(*key)), reverse=True)
+    found = [[*key, *_assembled(saves[key])] for key in keys]
     return [Found(*one) for one in _from_first(found, everyone, device)]
 
 
-def _candidates(reports: Sequence[Sequence[Mapping[str, Any]]], record: Record) -> list[list[Any]]:
-    keys = {tuple(save["save"]) for one in reports for save in one}
-    found = []
-    for epoch, step in sorted((key for key in keys if record.counts(*key)), reverse=True):
-        of_it = [
-            next((save for save in one if tuple(save["save"]) == (epoch, step)), None)
-            for one in reports
-        ]
-        try:
-            found.append([epoch, step, *assemble(of_it), ""])
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            found.append([epoch, step, {}, {}, str(error) or type(error).__name__])
-    return found
+def _assembled(entries: Sequence[tuple[int, Any]]) -> tuple[Any, Any, str]:
+    """Returns manifest, machines and problem of a copy, see `Found`."""
+    try:
+        return *assemble(entries), ""
+    except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        return {}, {}, str(error) or type(error).__name__
+
+
+def assemble(
+    entries: Sequence[tuple[int, Mapping[str, Any]]],
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Combines the files of a copy.
+
+    Args:
+        entries: All entries of the copy, each with the machine that has it.
+
+    Returns:
+        The manifest, and the machines that have each file.
+
+    Raises:
+        CheckpointError: If files are missing.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    where: dict[str, list[int]] = {}
+    buffers = set[str]()  # machines have the same ones in files of different ranks
+    for machine, entry in entries:
+        for file in entry["files"]:
+            name = file["file"]
+            if Path(name).name != name:
+                raise CheckpointError("it names a file elsewhere")
+            if name not in files:
+                own = [about for about in file.get("buffers", ()) if about[0] not in buffers]
+                buffers |= {about[0] for about in own}
+                files[name] = {**file, "buffers": own}
+            if all(files[name][key] == file[key] for key in ("tree", "sum", "size")):
+                where.setdefault(name, []).append(machine)  # else its contents differ
+    sections = [about for _, entry in entries for about in entry["sections"]]
+    head = entries[0][1]["head"]
+    body = {**head, **joined([{"sections": sections, "files": files.values()}])}
+    check_structure(body)
+    return {**body, "sha256": digest(body)}, where
 
 
 def _from_first(value: Any, everyone: Axis, device: torch.device) -> Any:
@@ -196,7 +172,7 @@ def transfers(
 
 
 class Loading:
-    """Loads a save that is whole."""
+    """Loads a complete copy."""
 
     def __init__(self, place: Place, machines: Machines, topology: Topology) -> None:
         self.place, self.machines, self.topology = place, machines, topology
@@ -210,109 +186,47 @@ class Loading:
         load: Callable[[Path, Collection[str]], dict[str, Any]],
     ) -> dict[str, Any]:
         """Returns what `load(folder, files to be hashed here)` does. Collective; CheckpointError on every rank."""
-        folder = self.place.folder / "load" / f"step-{found.step}"
-        self._clear(folder)
-        try:
-            hashed = self._bring(
-                found, folder, needed(found.manifest, optimizer, extras, self.topology)
-            )
-            result = load(folder, hashed)
-        except (
-            CheckpointError
-        ):  # which all ranks raise; after another error they do not meet any more
-            self._clear(folder)
-            raise
-        self._clear(folder)
-        return result
-
-    def _clear(self, folder: Path) -> None:
-        """Removes the folder, once no rank reads it."""
-        collectives.barrier(self.everyone)
-        if self.machines.first:
-            shutil.rmtree(folder.parent, ignore_errors=True)
-        collectives.barrier(self.everyone)
-
-    def _bring(self, found: Found, folder: Path, mine: set[str]) -> set[str]:
-        """Makes the folder; returns this rank's share of the files that its machine's ranks need."""
+        folder = self.place.copy(found.epoch, found.step)
         sizes = {entry["file"]: int(entry["size"]) for entry in found.manifest["files"]}
-        names = list(sizes)
-        numbers = {name: number for number, name in enumerate(names)}
-        needs = [
-            [names[number] for number in some]
-            for some in collectives.exchange(sorted(numbers[name] for name in mine), self.everyone)
-        ]
+        names, mine = list(sizes), needed(found.manifest, optimizer, extras, self.topology)
+        numbers = [number for number, name in enumerate(names) if name in mine]
+        needs = [[names[n] for n in some] for some in collectives.exchange(numbers, self.everyone)]
+        moves = transfers(needs, found.where, self.machines)
         here = self.machines.ranks[self.machines.mine]
-        together = sorted({name for rank in here for name in needs[rank]})
-        moves, slots, problem = transfers(needs, found.where, self.machines), self._slots(found), ""
-        coming = sum(sizes[move.file] for move in moves if move.target in here)
-        if self.machines.first:
-            try:
-                problem = self._begin(found, folder, slots, coming, together)
-            except OSError as error:
-                problem = str(error)
-        collectives.raise_together([problem], self.everyone, CheckpointError)
-        for move in moves:
-            path = slots.get(move.file, folder / move.file)
-            problem = self._move(move, path, folder / move.file, sizes[move.file]) or problem
-        collectives.raise_together([problem], self.everyone, CheckpointError)
-        return set(together[here.index(self.topology.rank) :: len(here)])
+        try:
+            coming = sum(sizes[move.file] for move in moves if move.target in here)
+            problem = self._begin(folder, found.manifest, coming) if self.machines.first else ""
+            collectives.raise_together([problem], self.everyone, CheckpointError)
+            problems = [self._move(move, folder / move.file, sizes[move.file]) for move in moves]
+            collectives.raise_together(problems, self.everyone, CheckpointError)
+            together = sorted({name for rank in here for name in needs[rank]})
+            return load(folder, set(together[here.index(self.topology.rank) :: len(here)]))
+        except CheckpointError:  # on all ranks: an older copy may need the memory
+            for move in moves:
+                if move.target == self.topology.rank:
+                    (folder / move.file).unlink(missing_ok=True)
+            raise
 
-    def _begin(
-        self,
-        found: Found,
-        folder: Path,
-        slots: Mapping[str, Path],
-        coming: int,
-        wanted: Sequence[str],
-    ) -> str:
-        """Makes the folder with the manifest and the files that are here; for one rank of the machine. Returns why it
-        cannot. coming: bytes of other files that will be written there."""
+    def _begin(self, folder: Path, manifest: Mapping[str, Any], coming: int) -> str:
+        """Writes the manifest next to the files of the copy; returns why it cannot.
+
+        Args:
+            coming: Bytes of the files that this machine lacks.
+        """
         if (free := shutil.disk_usage(self.place.home).free) < coming:
             what = f"{in_units(coming)} have to come from other machines"
             return f"{what}, and {in_units(free)} are free in {self.place.home}"
-        folder.mkdir(parents=True)
-        (folder / MANIFEST).write_text(json.dumps(found.manifest))
-        for name in wanted:
-            if self.machines.mine in found.where[name]:
-                if name not in slots:
-                    return f"{name} of step {found.step} is gone from {self.place.folder}"
-                os.link(slots[name], folder / name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / MANIFEST).write_text(json.dumps(manifest))
+        except OSError as error:
+            return str(error)
         return ""
 
-    def _slots(self, found: Found) -> dict[str, Path]:
-        """Returns where this machine has the files of a save."""
-        return {
-            file["entry"]["file"]: slot / file["entry"]["file"]
-            for slot, entry in self.place.entries()
-            if (entry["epoch"], entry["step"]) == (found.epoch, found.step)
-            for file in entry["files"]
-        }
-
-    def _move(self, move: Transfer, there: Path, here: Path, size: int) -> str:
-        """Sends a file that is `there`, or writes what comes `here`, if this rank does; returns what went wrong."""
-        rank, problem = self.topology.rank, ""
-        if rank not in (move.source, move.target):
-            return ""
-        link = Link(move.target if rank == move.source else move.source, self.everyone)
-        for chunk in chunks(there if rank == move.source else here, size):
-            values = torch.zeros(chunk.count, dtype=torch.uint8)
-            if rank == move.source:
-                with suppress(OSError):  # zeros are found by their hash
-                    values = chunk.read()
-                collectives.send([self._there(values)], link)[0].wait()
-            else:
-                got = collectives.receive([self._there(values)], link)[0].wait()
-                problem = _attempt(chunk, got.cpu()) or problem
-        return problem
-
-    def _there(self, values: Tensor) -> Tensor:
-        """Where this topology's groups send from."""
-        return values.to(self.topology.device)
-
-
-def _attempt(chunk: Chunk, values: Tensor) -> str:
-    try:
-        chunk.write(values)
-    except OSError as error:
-        return str(error)
-    return ""
+    def _move(self, move: Transfer, path: Path, size: int) -> str:
+        """Sends or receives a file if it is this rank's turn; returns what went wrong."""
+        if self.topology.rank == move.source:
+            return send_file(path, size, Link(move.target, self.everyone), self.topology.device)
+        if self.topology.rank == move.target:
+            return receive_file(path, size, Link(move.source, self.everyone), self.topology.device)
+        return ""

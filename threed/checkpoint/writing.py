@@ -1,13 +1,15 @@
 """Writes a native checkpoint in three phases, of which only the first needs the ranks to talk to each other.
 
     saving = prepare(path, optimizer, topology, config, state, extras)    collective: folder, space, who writes what
-    saving.write(values for _, values in read(optimizer, saving.records)) this rank's file; safe in another thread
+    saving.write(values for _, values in read(optimizer, saving.records)) this rank's files; in any thread
     saving.commit()                                                       the first rank publishes the folder
     saving.agree()                                                        collective: raises on all ranks alike
 
-`write` takes any tensors with the values of `saving.records`, in that order. It leaves what the manifest says of this
-rank in a small file of the unfinished folder, an error too: so the first rank can wait for all of them, and publish,
-in a thread of its own while training goes on. `save` is the four in a row.
+`write` takes any tensors with the values of `saving.records`, in that order. It leaves this rank's part of the
+manifest, or an error, in a small file of the unfinished folder. The first rank waits for these files and publishes the
+folder, in a thread while training continues. `Saver.save` is the four calls in a row.
+
+A `Root` is a kind of place that saves go to: the disk here, the memory of a node in `copies`.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,29 +36,42 @@ from threed.atomic import building_place, publish, write_text
 from threed.checkpoint import finite
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import DTYPES, CheckpointError, begin, never, plain, stream_tensors
-from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, check_structure, digest, file_of
+from threed.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    check_structure,
+    digest,
+    file_of,
+    write_entry,
+)
 from threed.checkpoint.sections import Held, Section, held
 from threed.config import Config
-from threed.disk import why
+from threed.disk import ELSEWHERE, why
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
-from threed.zero.records import Record, read, states
+from threed.zero.records import Record, states
 
 PATIENCE_S = 600.0  # how long the first rank waits for another one that writes
 POLL_S = 0.02
 
 
-def save(
-    path: Path, optimizer: Optimizer, topology: Topology, config: Config, state: Mapping[str, Any], extras: Extras,
-    hurries: Callable[[], bool] = never,
-) -> Path:  # fmt: skip
-    """Writes the checkpoint folder `path`, whole or not at all. Collective; CheckpointError on every rank alike."""
-    saving = prepare(path, optimizer, topology, config, state, extras, hurries)
-    saving.write(values for _, values in read(optimizer, saving.records))
-    saving.agree()  # here, a rank that has died is noticed at once
-    saving.commit()
-    saving.agree()
-    return path
+@dataclass(frozen=True)
+class Root:
+    """A kind of place that saves go to.
+
+    Attributes:
+        name: The name of the threads that write there.
+        durable: Whether files are flushed, and whether a program that ends waits for a save.
+        elsewhere: How a user chooses another place.
+    """
+
+    name: str
+    durable: bool
+    elsewhere: str
+
+
+DISK = Root("checkpoint", True, ELSEWHERE)
 
 
 def prepare(
@@ -69,23 +84,18 @@ def prepare(
     """
     everyone = topology.axis("world")
     optimizer.wait()
-    extras.ready()
     mine = held(optimizer.layout, states(optimizer))
-    said, values = extras.entries()
-    beside = {
-        key: value.to("cpu", copy=True) for key, value in values.items()
-    }  # the next step may change them
-    nbytes = sum(h.nbytes for h in mine) + sum(tensor.nbytes for tensor in beside.values())
-    sizes = collectives.exchange(nbytes, everyone)
+    file = SavedFile(
+        file_of(everyone.index), [h for h in mine if h.number is not None], *extras.copied()
+    )
+    sizes = collectives.exchange(file.nbytes, everyone)
     problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
     problem, token = collectives.exchange([problem, token], everyone)[0]
     about = head(optimizer, topology, config, state)
     limit = _share(config.checkpoint.write_limit_mib, sizes, everyone.index)
     described = mine if topology.data.index == 0 else []
-    mine = [h for h in mine if h.number is not None]
-    saving = Saving(
-        path, everyone, token, mine, described, said, beside, about, problem, limit, hurries
-    )
+    files = [file] if file.held or file.tensors else []
+    saving = Saving(path, everyone, token, files, described, about, problem, limit, hurries)
     saving.agree()
     return saving
 
@@ -125,92 +135,47 @@ def _share(limit_mib: float | None, sizes: Sequence[int], rank: int) -> float | 
     return None if limit_mib is None or not sizes[rank] else limit_mib * 2**20 * sizes[rank] / node
 
 
-@dataclass(eq=False)
-class Saving:
-    """A checkpoint in the making, as one rank has it.
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of a save: numbers of sections, and other tensors (buffers, generators).
 
-    token: tells this save from earlier ones of the folder. mine: what this rank writes of the optimizer's state.
-    described: the sections that it describes, for all that hold them. beside: what it writes besides, as `said`.
-    head: the manifest without sections and files. problem: what went wrong here, so far.
+    Attributes:
+        held: The sections, each with the number that the file has.
+        about: The manifest's description of `tensors`.
+        tensors: On the CPU, by the key in the file.
     """
 
-    path: Path
-    everyone: Axis
-    token: str
-    mine: list[Held]
-    described: list[Held]
-    said: dict[str, Any]
-    beside: dict[str, Tensor]
-    head: dict[str, Any]
-    problem: str | None = None
-    limit: float | None = None  # bytes that this rank writes in a second, at most
-    hurries: Callable[[], bool] = never  # whether that does not hold any more
-    given_up: threading.Event = field(
-        default_factory=threading.Event
-    )  # set: do not wait for others any more
-    known: list[str] = field(
-        default_factory=list
-    )  # what is known otherwise of ranks that could not write
-
-    @property
-    def records(self) -> list[Record]:
-        """What this rank writes of the optimizer's state, in order."""
-        return [record for h in self.mine for record in h.extents()]
+    name: str
+    held: Sequence[Held]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors in this rank's file."""
-        return sum(h.nbytes for h in self.mine) + sum(
-            tensor.nbytes for tensor in self.beside.values()
-        )
+        """Bytes of all tensors."""
+        return sum(h.nbytes for h in self.held) + sum(t.nbytes for t in self.tensors.values())
 
     @property
-    def building(self) -> Path:
-        """The unfinished folder."""
-        return building_place(self.path)
+    def records(self) -> list[Record]:
+        """The records of the optimizer's states in the file, in order."""
+        return [record for h in self.held for record in h.extents()]
 
-    @property
-    def file(self) -> Path:
-        """Where this rank writes its tensors."""
-        return self.building / file_of(self.everyone.index)
+    def write(self, folder: Path, values: Iterable[Tensor], **how: Any) -> dict[str, Any]:
+        """Writes the file; returns its entry of the manifest.
 
-    def write(self, values: Iterable[Tensor]) -> str | None:
-        """Writes this rank's file, flushed to the disk; returns what went wrong. No collective.
-
-        values: those of `records`, in order. What else they raise than OSError and CheckpointError is raised here.
+        Args:
+            folder: Where to write it.
+            values: The values of `records`, in order.
+            how: The limit and durability, as for `stream_tensors`.
         """
-        rank = self.everyone.index
-        try:
-            self._leave(self._entry(values))
-        except OSError as error:
-            self._remove()
-            self._fail(
-                f"rank {rank} could not write {self.file}: {why(error, self.path.parent, self.nbytes)}"
-            )
-        except CheckpointError as error:
-            self._fail(f"rank {rank}: {error}")
-        except BaseException as error:
-            self._fail(
-                f"rank {rank} could not write {self.file}: {type(error).__name__}: {plain(error)}"
-            )
-            raise
-        return self.problem
-
-    def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
-        """Writes the file; returns what the first rank needs to know: its entry of the manifest, and sections."""
-        sections = [[h.section.about, h.shapes] for h in self.described]
-        if not (self.mine or self.beside):
-            return {"sections": sections}
-        holds = [(h.section, number) for h in self.mine if (number := h.number) is not None]
-        entry = write_file(
-            self.file, holds, self._stream(values), self.beside, self.limit, self.hurries
-        )
-        return {"sections": sections, "entry": {**entry, **self.said}}
+        holds = [(h.section, number) for h in self.held if (number := h.number) is not None]
+        path, stream = folder / self.name, self._stream(values)
+        return {**write_file(path, holds, stream, self.tensors, **how), **self.about}
 
     def _stream(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yields the values of the sections; one of which this rank has no element is an empty tensor."""
+        """Yields the values of the sections; an empty tensor for one without elements here."""
         given = finite.checked(values, self.records)
-        for h in self.mine:
+        for h in self.held:
             left = h.numel
             if left == 0:
                 yield torch.empty(0, dtype=DTYPES[h.section.dtype])
@@ -218,6 +183,83 @@ class Saving:
                 left -= tensor.numel()
                 yield tensor.view(-1)
         yield from given
+
+
+@dataclass(eq=False)
+class Saving:
+    """One rank's part of a save.
+
+    Attributes:
+        token: Distinguishes this save from earlier ones of the folder.
+        files: What this rank writes.
+        described: The sections that this rank describes, for all ranks that hold them.
+        head: The manifest without sections and files.
+        problem: What went wrong on this rank so far.
+        limit: Bytes per second that this rank writes, at most.
+        hurries: Returns whether the limit has ended.
+        given_up: Set to stop waiting for other ranks.
+        known: Problems of ranks that could not leave an entry.
+    """
+
+    path: Path
+    everyone: Axis
+    token: str
+    files: list[SavedFile]
+    described: list[Held]
+    head: dict[str, Any]
+    problem: str | None = None
+    limit: float | None = None
+    hurries: Callable[[], bool] = never
+    given_up: threading.Event = field(default_factory=threading.Event)
+    known: list[str] = field(default_factory=list)
+    root: ClassVar[Root] = DISK
+
+    def __post_init__(self) -> None:
+        self._place = self.building  # the file that is written
+
+    @property
+    def records(self) -> list[Record]:
+        """What this rank writes of the optimizer's state, in order."""
+        return [record for file in self.files for record in file.records]
+
+    @property
+    def building(self) -> Path:
+        """The folder that files are written to."""
+        return building_place(self.path)
+
+    def write(self, values: Iterable[Tensor]) -> str | None:
+        """Writes this rank's files and its entry; returns what went wrong. No collective.
+
+        Args:
+            values: The values of `records`, in order. Exceptions that they raise are raised here,
+                except OSError and CheckpointError.
+        """
+        rank = f"rank {self.everyone.index}"
+        try:
+            self._leave(self._entry(values))
+        except OSError as error:
+            self._remove()
+            nbytes = sum(file.nbytes for file in self.files)
+            reason = why(error, self.path.parent, nbytes, self.root.elsewhere)
+            self._fail(f"{rank} could not write {self._place}: {reason}")
+        except CheckpointError as error:
+            self._fail(f"{rank}: {error}")
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {plain(error)}"
+            self._fail(f"{rank} could not write {self._place}: {reason}")
+            raise
+        return self.problem
+
+    def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
+        """Writes the files; returns this rank's part of the manifest: sections and files."""
+        how = {"limit": self.limit, "hurries": self.hurries, "durable": self.root.durable}
+        stream, files = iter(values), []
+        for file in self.files:  # the last one exhausts the stream, which frees the last state
+            self._place = self.building / file.name
+            last = file is self.files[-1]
+            some = stream if last else islice(stream, len(file.records))
+            files.append(file.write(self.building, some, **how))
+        return {"sections": [[h.section.about, h.shapes] for h in self.described], "files": files}
 
     def note(self, problem: str) -> None:
         """Records an error, unless there was one before."""
@@ -230,16 +272,14 @@ class Saving:
             self._leave({"error": problem})
 
     def _remove(self) -> None:
-        """Removes what was written here: a full disk then has room for the few bytes that say so."""
-        with suppress(OSError):
-            self.file.unlink(missing_ok=True)
+        """Removes this rank's files: a full disk then has space for the entry with the error."""
+        for file in self.files:
+            with suppress(OSError):
+                (self.building / file.name).unlink(missing_ok=True)
 
     def _leave(self, entry: Mapping[str, Any]) -> None:
-        """Leaves this rank's entry for the first rank: by a rename, so that it is never seen in part."""
-        place = self._entry_file(self.everyone.index)
-        scratch = place.with_suffix(".part")
-        scratch.write_text(json.dumps(entry))
-        scratch.rename(place)
+        """Writes this rank's entry."""
+        write_entry(self._entry_file(self.everyone.index), entry)
 
     def _entry_file(self, rank: int) -> Path:
         return self.building / f"entry-{rank:05d}-{self.token}.json"
@@ -304,16 +344,15 @@ def write_file(
     holds: Sequence[tuple[Section, int]],
     values: Iterable[Tensor],
     extra: Mapping[str, Tensor] = MappingProxyType({}),
-    limit: float | None = None,
-    hurries: Callable[[], bool] = never,
+    **how: Any,
 ) -> dict[str, Any]:
-    """Writes a file, flushed to the disk, and returns its entry of the manifest.
+    """Writes a file; returns its entry of the manifest.
 
     Args:
-        holds: the sections in the file, and the number of each.
-        values: those of the sections, in order, each in one or several parts [n].
-        extra: other tensors, by name.
-        limit, hurries: see `files.write_hashed`.
+        holds: The sections in the file, and the number of each.
+        values: The values of the sections, in order, each in one or several parts [n].
+        extra: Other tensors, by name.
+        how: The limit and durability, as for `stream_tensors`.
     """
     about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         str(key): (DTYPES[section.dtype], (section.numel(number),))
@@ -322,7 +361,7 @@ def write_file(
     about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in extra.items()}
     named = [[section.digest, number] for section, number in holds]
     metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(named)}
-    hashes = stream_tensors(path, about, chain(values, extra.values()), metadata, limit, hurries)
+    hashes = stream_tensors(path, about, chain(values, extra.values()), metadata, **how)
     return {"file": path.name, **hashes._asdict(), "size": path.stat().st_size, "holds": named}
 
 
@@ -351,7 +390,7 @@ def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             sections.setdefault(Section(about).digest, about)
             shapes |= some
     numbers = {digest: number for number, digest in enumerate(sections)}
-    files = [entry["entry"] for entry in entries if "entry" in entry]
+    files = [file for entry in entries for file in entry["files"]]
     for file in files:
         file["holds"] = [[numbers[digest], number] for digest, number in file["holds"]]
     return {"shapes": shapes, "sections": list(sections.values()), "files": files}

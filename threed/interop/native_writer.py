@@ -104,7 +104,7 @@ def _write(
     entry = write_file(file, [(section, 0) for section in sections], rows)
     shapes = [{name: list(about[part, name][1])} for part, name in some]
     pairs = zip(sections, shapes, strict=True)
-    return {"sections": [[section.about, shape] for section, shape in pairs], "entry": entry}
+    return {"sections": [[section.about, shape] for section, shape in pairs], "files": [entry]}
 
 
 def _section(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Section:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +23,13 @@ from typing import Any
 
 from threed import collectives
 from threed.checkpoint import native, resuming
-from threed.checkpoint.copies import Copies
+from threed.checkpoint.beside import Saver
+from threed.checkpoint.copies import Copy, Neighbour, Plan
 from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
 from threed.checkpoint.node_memory import (
-    FOLDER,
+    COPIES,
+    ELSEWHERE,
     RECORD,
-    SLOTS,
     Machines,
     Place,
     Record,
@@ -36,12 +38,13 @@ from threed.checkpoint.node_memory import (
 )
 from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.checkpoint.union import Found, Loading, look
+from threed.checkpoint.writing import head
 from threed.disk import why
 from threed.engine import Engine
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.metrics import BadStepsError
-from threed.topology import Axis
 from threed.zero.replicas import ReplicaError
+from threed.zero.snapshot import Room
 
 PATIENCE_S = 10.0  # for copies that are written when a run fails
 
@@ -57,23 +60,25 @@ class Memory:
         self._note: Callable[[str], None] = print
         self.every = engine.config.checkpoint.memory_every or 0
         self.world = engine.topology.axis("world")
-        self.copies: Copies | None = None
+        self.saver = Saver(engine.optimizer, engine.topology, engine.config, Room(whole=False))
+        self._writing: Copy | None = None
+        self._complete: Copy | None = None  # the newest copy that is complete on all machines
+        self._outdated: Copy | None = None
         self.taken: tuple[int, int] | None = None  # the save that this start took
+        self.problem = ""  # of the newest copy that has ended
         self._told = ""
         self._again = False
         if not self.every:
-            if self.world.index == 0:
-                (folder / RECORD).unlink(
-                    missing_ok=True
-                )  # a run without copies goes another way than theirs
+            if self.world.index == 0:  # copies of an earlier start do not count any more
+                (folder / RECORD).unlink(missing_ok=True)
             return
-        self.record = _record(folder, self.world)
+        self.record = Record.of(folder, self.world)
         self.place = self._agreed(lambda: Place(self.record.run))
         self.machines = Machines(self.place, self.world)
         mine = self._agreed(self._begin_here)
         self._again = any(collectives.exchange(mine, self.world))
         if not self._again and engine.config.checkpoint.resume != "auto" and self.machines.first:
-            self.place.keep(-1, -1)  # else a restart of this start would find it
+            self.place.keep()  # else a restart of this start would find it
 
     def _begin_here(self) -> bool:
         """Makes this machine's folder; returns whether it was this launcher's before."""
@@ -92,7 +97,7 @@ class Memory:
         except RunFolderError as error:
             problem = str(error)
         except OSError as error:
-            reason = why(error, base(), elsewhere=f"name another folder in memory by {FOLDER}")
+            reason = why(error, base(), elsewhere=ELSEWHERE)
             problem = f"copies in memory cannot be begun in {base()} on {platform.node()}: {reason}"
         collectives.raise_together([problem], self.world, RunFolderError)
         return result
@@ -134,53 +139,86 @@ class Memory:
         self._note = note
         if not self.every:
             return
-        engine = self.engine
-        if self.machines.first:
-            self.place.keep(*(self.taken or (-1, -1)))
+        engine, machines = self.engine, self.machines
+        if machines.first:
+            self.place.keep(*(self.taken or ()))
         self.record = self.record.next(self.taken)
         if self.world.index == 0:
             self.record.write(self.folder)
-        replicate = engine.config.run.replicate == "neighbour"
-        self.copies = Copies(
-            engine.optimizer, engine.topology, engine.config, engine.extras, self.place, self.machines,
-            self.record.epoch, replicate,
-        )  # fmt: skip
-        sizes = collectives.exchange([self.copies.nbytes, self.copies.sent], self.world)
-        held = [0] * self.machines.count
+        self.plan = Plan.of(engine.optimizer, engine.topology, machines)
+        asked = engine.config.run.replicate == "neighbour"
+        replicate = asked and machines.count > 1
+        self.neighbour = Neighbour(engine.topology, machines) if replicate else None
+        held = [0] * machines.count
+        sizes = collectives.exchange([self.plan.nbytes, self.plan.sent], self.world)
         for rank, (own, sent) in enumerate(sizes):
-            held[self.machines.of[rank]] += own
-            held[self.machines.of[self.machines.neighbour(rank)]] += sent
-        needed = SLOTS * held[self.machines.mine]
-        problem = too_small(self.place, needed) if self.machines.first else ""
+            held[machines.of[rank]] += own
+            held[machines.of[machines.neighbour(rank)]] += sent * replicate
+        needed = COPIES * held[machines.mine]
+        problem = too_small(self.place, needed) if machines.first else ""
         collectives.raise_together([problem], self.world, RunFolderError)
-        machines = f"{self.machines.count} machine{'s' * (self.machines.count > 1)}"
+        each = f"{in_units(COPIES * max(held))} on each of {_machines(machines.count)}"
         copies = (
-            ", with a neighbour's copies"
-            if self.copies.neighbour
-            else ", no neighbour to keep more" * replicate
+            ", with a neighbour's copies" if replicate else ", no neighbour to keep more" * asked
         )
         often = "each step" if self.every == 1 else f"every {self.every} steps"
-        self._note(
-            f"memory     {often} in {self.place.folder}, {in_units(SLOTS * max(held))} on each of {machines}{copies}"
-        )
+        self._note(f"memory     {often} in {self.place.folder}, {each}{copies}")
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def save_if_due(self, step: int, extra: Callable[[], Mapping[str, Any]]) -> None:
-        """Begins to copy the state of a step. extra: what a checkpoint keeps beside."""
-        if self.copies is None or step % self.every or self.engine.bad_steps():
+        """Begins to copy the state of a step; waits for the copy before.
+
+        Args:
+            extra: Returns what a checkpoint contains besides.
+        """
+        if not self.every or step % self.every or self.engine.bad_steps():
             return  # in a row of skipped steps the state from before it stays, as with checkpoints
-        self.copies.save(self.engine.counters(extra()))
-        if self.copies.problem and self.copies.problem != self._told:
-            self._told = self.copies.problem
+        self.save(self.engine.counters(extra()))
+        if self.problem and self.problem != self._told:
+            self._told = self.problem
             self._note(
                 f"no copies in memory of the step before {step}: {self._told}; training goes on"
             )
 
-    def finish(self, patience: float = PATIENCE_S) -> None:
-        """Lets copies that are written end. Not collective, in any thread."""
-        if self.copies is not None:
-            self.copies.finish(patience)
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Begins to copy the current state; waits for the copy before.
+
+        Args:
+            state: The counters of the run.
+        """
+        self._end()
+        engine, began, save = self.engine, time.perf_counter(), [self.record.epoch, state["steps"]]
+        engine.optimizer.wait()
+        plan = self.plan.with_extras(engine.extras, self.machines)
+        about = head(engine.optimizer, engine.topology, engine.config, state)
+        self._writing = Copy(
+            self.place.copy(*save), self.world, "own", plan.files, plan.described, about, save=save,
+            alone=plan.alone, neighbour=self.neighbour, outdated=self._outdated,
+        )  # fmt: skip
+        self.saver.run(self._writing, began, now=engine.extras.generators)
+
+    def _end(self) -> None:
+        """Waits until the newest copy has ended on all ranks. Collective."""
+        copy, self._writing = self._writing, None
+        if copy is None:
+            return
+        self.finish(None)
+        problems = collectives.problems_of_all([copy.problem], self.world)
+        self.problem = problems[0] if problems else ""
+        if problems:
+            self._outdated = copy
+            return
+        if self._complete is None:  # of earlier starts nothing is needed any more
+            if self.machines.first:
+                self.place.keep(*copy.save)
+            collectives.barrier(self.world)
+        self._outdated, self._complete = self._complete, copy
+
+    def finish(self, patience: float | None = PATIENCE_S) -> None:
+        """Waits until the copy in progress has ended on this rank, or some seconds. Not collective, in any thread."""
+        if self.saver.last is not None:
+            self.saver.last.join(patience)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
@@ -199,27 +237,20 @@ class Memory:
 
     def drop(self) -> None:
         """Leaves nothing in memory for a next start. Not collective."""
-        if self.copies is None:
+        if not self.every:
             return
         self.finish()  # or its thread would make anew what is removed
         if self.machines.first:
-            self.place.keep(-1, -1)
+            self.place.keep()
 
     def remove(self) -> None:
         """Removes the copies: all is saved."""
-        if self.copies is None:
+        if not self.every:
             return
-        self.copies.end()
+        self._end()
         collectives.barrier(self.world)
         if self.machines.first:
             self.place.remove()
-
-
-def _record(folder: Path, everyone: Axis) -> Record:
-    """Returns the first rank's record of a run folder. Collective."""
-    mine = Record.of(folder)
-    run, epoch, base = collectives.exchange([mine.run, mine.epoch, mine.base], everyone)[0]
-    return Record(run, epoch, None if base is None else (base[0], base[1]))
 
 
 # ----------------------------------------------------------------------------------------------------------- resuming
@@ -237,7 +268,6 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
     begun_from = first if in_memory and first not in ("auto", "none") else ""
     first = "auto" if in_memory else first
     paths = collectives.exchange([str(path) for path in candidates(folder, first)], world)[0]
-    problems: list[str] = []
     refused: list[tuple[str, str]] = []
     tried = _in_order(paths, in_memory)
     if begun_from:  # where nothing of this run's own can be read, it begins again where it began
@@ -248,33 +278,25 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
         except CheckpointError as error:
             if first != "auto":
                 raise
-            problems.append(str(error))
-            refused.append((path, problems[-1]))
-            paths = [other for other in paths if other != path]
+            refused.append((path, str(error)))
             continue
+        extra["problems"] = [reason for _, reason in refused]
         if copy is None:
-            saved = retention.trust(Path(path)) == f"step-{engine.steps}"
-            manifest = None if is_hf_folder(Path(path)) else native.read_manifest(Path(path))
-            return {
-                **extra,
-                "path": Path(path),
-                "problems": problems,
-                "saved": saved,
-                "manifest": manifest,
-            }
-        newest = max((_step(path) for path in paths), default=-1)  # of those that were not refused
-        checkpoint = (
-            f"the newest checkpoint is step {newest}" if newest >= 0 else "there is no checkpoint"
+            here = Path(path)
+            saved = retention.trust(here) == f"step-{engine.steps}"
+            manifest = None if is_hf_folder(here) else native.read_manifest(here)
+            return {**extra, "path": here, "saved": saved, "manifest": manifest}
+        steps = [_step(path) for path in paths if path not in dict(refused)]
+        newest = (
+            f"the newest checkpoint is step {max(steps)}" if steps else "there is no checkpoint"
         )
-        machines = f"the memory of {copy.machines} machine{'s' * (copy.machines > 1)}"
-        text = f"step {copy.step} from {machines}; {checkpoint}"
-        path = str(folder / "checkpoints" / f"step-{copy.step}")
-        about = {"problems": problems, "saved": False, "resumed": text, "manifest": copy.manifest}
-        return {**extra, "path": Path(path), **about}
-    if problems and any(copy is None for _, copy in tried):
+        text = f"step {copy.step} from the memory of {_machines(copy.machines)}; {newest}"
+        here = folder / "checkpoints" / f"step-{copy.step}"
+        return {**extra, "path": here, "saved": False, "manifest": copy.manifest, "resumed": text}
+    if refused and any(copy is None for _, copy in tried):
         none = "no checkpoint of this run can be resumed; --checkpoint.resume none starts anew and keeps them aside"
         raise CheckpointError("; ".join([*_once(refused), none]))
-    return {"problems": problems} if problems else {}
+    return {"problems": [reason for _, reason in refused]} if refused else {}
 
 
 def _once(refused: list[tuple[str, str]]) -> list[str]:
@@ -290,6 +312,10 @@ def _once(refused: list[tuple[str, str]]) -> list[str]:
         names = ", ".join(Path(path).name for path, reason in others if reason != first)
         lines.append(f"{first} (the same of {names})" if names else first)
     return lines
+
+
+def _machines(count: int) -> str:
+    return f"{count} machine{'s' * (count > 1)}"
 
 
 def _step(path: str) -> int:

@@ -1,0 +1,84 @@
+"""Sends files and JSON values from one rank to another, in messages of bounded size.
+
+    send_file(path, size, link)           on one rank
+    receive_file(path, size, link)        on the other one
+
+Both ranks go through all messages whatever fails, and return what went wrong: nobody waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from threed import collectives
+from threed.checkpoint.files import overwrite
+from threed.topology import Link
+
+MESSAGE = 2**24  # bytes
+
+
+def send_file(path: Path, size: int, link: Link, device: torch.device | str = "cpu") -> str:
+    """Sends `size` bytes of a file; returns what went wrong, "" for nothing.
+
+    Bytes that cannot be read are sent as zeros: the hash of the file does not match then.
+
+    Args:
+        device: Where the group of the link takes tensors from.
+    """
+    problem = ""
+    for at in range(0, size, MESSAGE):
+        data = torch.zeros(min(MESSAGE, size - at), dtype=torch.uint8)
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(at)
+                if file.readinto(data.numpy().data) != data.numel():
+                    raise OSError(f"{path} ends too early")
+        except OSError as error:
+            problem = str(error)
+        _send(data, link, device)
+    return problem
+
+
+def receive_file(path: Path, size: int, link: Link, device: torch.device | str = "cpu") -> str:
+    """Writes a file with the `size` bytes that `send_file` sends; returns what went wrong."""
+    problem = ""
+    for at in range(0, size, MESSAGE):
+        data = _receive(min(MESSAGE, size - at), link, device)
+        try:
+            with os.fdopen(overwrite(path), "wb") as file:
+                file.truncate(size)
+                file.seek(at)
+                file.write(data.numpy().data)
+        except OSError as error:
+            problem = str(error)
+    return problem
+
+
+def send_json(value: Any, link: Link) -> None:
+    """Sends a value that JSON can represent, over a group of the host."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    _send(torch.tensor([data.numel()]), link)
+    _send(data, link)
+
+
+def receive_json(link: Link) -> Any:
+    """Returns the value that `send_json` sends."""
+    size = torch.zeros(1, dtype=torch.int64)
+    collectives.receive([size], link)[0].wait()
+    return json.loads(_receive(int(size), link).numpy().tobytes())
+
+
+def _send(data: Tensor, link: Link, device: torch.device | str = "cpu") -> None:
+    collectives.send([data.to(device)], link)[0].wait()
+
+
+def _receive(count: int, link: Link, device: torch.device | str = "cpu") -> Tensor:
+    data = torch.empty(count, dtype=torch.uint8, device=device)
+    collectives.receive([data], link)[0].wait()
+    return data.cpu()
