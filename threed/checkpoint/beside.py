@@ -231,9 +231,8 @@ class Saver:
         """
         self.end()
         began = time.perf_counter()
-        saving = self._prepare(
-            path, copy.deepcopy(dict(state)), extras
-        )  # the caller may change its own
+        own = copy.deepcopy(dict(state))  # the caller may change it
+        saving = self._prepare(path, own, extras)
         return self.run(saving, began, now=now, published=published)
 
     def run(
