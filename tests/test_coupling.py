@@ -15,7 +15,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 OTHER = "an object of another library, whose interface is this field"
 PARAMETER = "a parameter carries what belongs to it, wherever the program refers to it"
 LAYER = "a layer is changed in place: the user's code refers to the object"
-RELIABILITY = "not yet passed to a constructor (issue 31)"
 # Assignments to a field of an object whose class is in another module, with the reason.
 SET: dict[str, str] = {
     "data.tokenizer: self._backend.encode_special_tokens": OTHER,
@@ -25,15 +24,10 @@ SET: dict[str, str] = {
     "layers.linear: module.__class__": LAYER,
     "layers.recompute: module.recompute": LAYER,
     "models.wrapped: module.training": OTHER,
-    "pipeline.timing: param.grad": OTHER,
     "pipeline.trace: param.grad": OTHER,
-    "reliability.recheck: executor.run": RELIABILITY,
-    "reliability.recheck: executor.transport": RELIABILITY,
     "reliability.recheck: memory.fill_uninitialized_memory": OTHER,
-    "reliability.recheck: reducer.memory": RELIABILITY,
     "sharding: param.spec": PARAMETER,
     "testing.ranks: os.environ": OTHER,
-    "trainer: supervision.before_exit": RELIABILITY,
     "zero.access: out.__class__": PARAMETER,
     "zero.access: self.slot.param.__class__": PARAMETER,
     "zero.foreign_gradients: slot.param.grad": OTHER,
@@ -46,8 +40,7 @@ SET: dict[str, str] = {
 # Module-level objects that functions change, by reason.
 STATE: dict[str, str] = {
     "architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
-    "launch: _interrupted": "a signal handler has no other way to its program",
-    "layers.attention: _looked_at": "a message is given once per process",
+    "ops.attention: _looked_at": "a message is given once per process",
     "ops.launch: OPERATORS": "torch's registry of operators is per process, too",
     "schedules: _SCHEDULES": "schedules of the user, added before a configuration is read",
     "testing.ranks: _pipe": "the rank of a process that `run_ranks` has started",

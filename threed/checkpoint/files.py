@@ -97,7 +97,7 @@ def write_hashed(
             file in memory.
     """
     hashing, began, written = Hashing(tree=durable), time.monotonic(), 0
-    with os.fdopen(overwrite(path), "wb", buffering=0) as file:
+    with FileIO(str(path), overwriting(path)) as file:
         for block in _blocks(parts):
             hashed = hashing.add(block)
             _write_block(file, block)
@@ -116,12 +116,12 @@ def write_hashed(
     return hashing.result()
 
 
-def overwrite(path: Path) -> int:
-    """Opens a new or an existing file to be written from its start; returns its descriptor.
+def overwriting(path: Path) -> str:
+    """Returns the mode that opens a file to be written from its start, without truncating it.
 
-    The file is not truncated: in memory it takes longer to allocate pages than to write them.
+    In memory, pages take longer to allocate than to write.
     """
-    return os.open(str(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    return "r+b" if path.exists() else "wb"
 
 
 def _blocks(parts: Iterable[bytes | Tensor]) -> Iterator[memoryview]:

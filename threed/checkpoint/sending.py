@@ -9,7 +9,6 @@ Both ranks go through all messages whatever fails, and return what went wrong: n
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.checkpoint.files import overwrite
+from threed.checkpoint.files import overwriting
 from threed.topology import Link
 
 MESSAGE = 2**24  # bytes
@@ -51,7 +50,7 @@ def receive_file(path: Path, size: int, link: Link, device: torch.device | str =
     for at in range(0, size, MESSAGE):
         data = _receive(min(MESSAGE, size - at), link, device)
         try:
-            with os.fdopen(overwrite(path), "wb") as file:
+            with path.open(overwriting(path)) as file:
                 file.truncate(size)
                 file.seek(at)
                 file.write(data.numpy().data)
