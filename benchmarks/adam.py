@@ -137,8 +137,9 @@ class DeepSpeed(TorchFused):
     def make(self) -> Any:
         """The optimizer; ImportError without DeepSpeed."""
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # for ninja
         os.environ["PATH"] = (
-            f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # for ninja
+            f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         )
         with _stdout_to_stderr():
             from deepspeed.ops.adam import DeepSpeedCPUAdam

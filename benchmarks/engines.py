@@ -216,9 +216,8 @@ class PP2(ThreeD):
 
     def __init__(self, config: GPTConfig, args: Any) -> None:
         super().__init__(config, args)
-        self.recorded: list[
-            tuple[list[Span], float]
-        ] = []  # of each step, and the seconds of its update
+        # of each step, and the seconds of its update
+        self.recorded: list[tuple[list[Span], float]] = []
         self.trainer.record()
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:

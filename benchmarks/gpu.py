@@ -355,9 +355,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.device == "cuda" and args.only != ["table"] and not _has_gpu():
             print("no CUDA device (a rehearsal: --device cpu --small)")
             return 0
-        from threed import (
-            schema as schema,
-        )  # a missing package is named once here, not by every stage
+        # a missing package is named once here, not by every stage
+        from threed import schema as schema
 
         return conduct(args)
     except (UsageError, ImportError) as error:

@@ -97,9 +97,8 @@ def main() -> None:
     parser.add_argument("--profile", choices=MAKERS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    matmul._by_onednn = lambda *_: (
-        False
-    )  # a CPU's matter: a call of it costs 30 µs, which large products repay
+    # a CPU's matter: a call of it costs 30 µs, which large products repay
+    matmul._by_onednn = lambda *_: False
     config = GPTConfig(args.layers, 32, 2, 8, 128)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     steps = {

@@ -100,9 +100,8 @@ def child(args: argparse.Namespace) -> None:
         "planned_gib": Forecast.of(config, 1).ranks[0].bytes["peak"] / GIB,
     }  # fmt: skip
     data = open_data(None, "bytes", 0.05, args.seq, config.train.seed)
-    batch = data.train.batch(
-        0, args.batch
-    )  # the same one in every step: a few steps must make its loss fall
+    # the same one in every step: a few steps must make its loss fall
+    batch = data.train.batch(0, args.batch)
     for _ in range(args.steps):
         began = time.perf_counter()
         metrics = engine.step(batch)

@@ -23,9 +23,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 def live_mib() -> float:
     """The storages of all tensors that Python can reach."""
-    found = [
-        value for value in gc.get_objects() if issubclass(type(value), Tensor)
-    ]  # type(): wakes no lazy proxy
+    # type(): wakes no lazy proxy
+    found = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
     found += [t.grad for t in found if t.is_leaf and t.grad is not None]
     storages: dict[int, int] = {}
     for tensor in found:

@@ -217,9 +217,8 @@ def play(contenders: dict[str, Contender], rounds: int, fresh: bool) -> Rounds:
     found: Rounds = {name: {operation: [] for operation in OPERATIONS} for name in contenders}
     names, shuffle = list(contenders), random.Random(0).shuffle
     for turn in range(rounds + 1):
-        shuffle(
-            names
-        )  # what one leaves in the drive's caches must not always meet the same next one
+        # what one leaves in the drive's caches must not always meet the same next one
+        shuffle(names)
         for name in names:
             for operation in OPERATIONS:
                 record = measure(contenders[name], operation)

@@ -24,9 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from threed import (
-    checks as checks,
-)  # first: what it says is there must not depend on what is registered here
+# first: what it says is there must not depend on what is registered here
+from threed import checks as checks
 from threed import models, schedules
 from threed.collectives import barrier
 from threed.config import Config
@@ -77,9 +76,8 @@ def config_of(stages: int, microbatches: int, optimistic: bool) -> Config:
         "model": {"layers": 2 * stages, "hidden": 16, "heads": 2, "seq": SEQ, "tied": False},
         "train": {"global_batch": ROWS * microbatches, "micro_batch": ROWS, "grad_clip": 1e6},
     })  # fmt: skip
-    parallel = config.parallel.model_copy(
-        update={"schedule": NAME}
-    )  # a name that only this process knows
+    # a name that only this process knows
+    parallel = config.parallel.model_copy(update={"schedule": NAME})
     return resolve(config.model_copy(update={"parallel": parallel}), VOCAB, stages)
 
 

@@ -122,9 +122,8 @@ class Engine:
 def work(args: argparse.Namespace) -> dict[str, Any] | None:
     """On one rank: trains the three in turn; on rank 0, the record."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", timeout=timedelta(minutes=5, seconds=args.patience)
-    )  # rank 0 waits for quiet
+    # rank 0 waits for quiet
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5, seconds=args.patience))
     topology = Topology(pp=2)
     engines = {cut: Engine(cut, args, topology) for cut in CUTS}
     draw = torch.Generator().manual_seed(0)

@@ -281,9 +281,8 @@ def main() -> None:
     if args.torch_matmul:
         matmul._onednn_is_faster = lambda: False  # type: ignore[assignment]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", timeout=timedelta(minutes=5, seconds=args.patience)
-    )  # rank 0 waits for quiet
+    # rank 0 waits for quiet
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5, seconds=args.patience))
     config = reference.PRESETS[args.preset]
     try:
         found = (run_several if len(args.engines) > 1 else run_one)(args, config)

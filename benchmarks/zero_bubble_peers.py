@@ -54,9 +54,8 @@ def schedulers(checkout: Path) -> dict[str, Any]:
             "https://github.com/sail-sg/zero-bubble-pipeline-parallelism"
         )
     parts = PACKAGE.split(".")
-    for count in range(
-        1, len(parts) + 1
-    ):  # packages without their __init__, which would import Megatron
+    # packages without their __init__, which would import Megatron
+    for count in range(1, len(parts) + 1):
         package = types.ModuleType(".".join(parts[:count]))
         package.__path__ = [str(checkout.joinpath(*parts[:count]))]
         sys.modules[package.__name__] = package
@@ -233,10 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _row(name: str, results: list[Result]) -> str:
     ratios = [result.makespan for result in results]
     ahead, lost = sum(r < 1 - 1e-9 for r in ratios), sum(r > 1 + 1e-9 for r in ratios)
-    worst_peak, slowest = (
-        max(result.peak for result in results),
-        max(result.seconds for result in results),
-    )
+    worst_peak = max(result.peak for result in results)
+    slowest = max(result.seconds for result in results)
     return (
         f"| {name} | {len(results)} | {sum(ratios) / len(ratios):.4f} | {max(ratios):.4f} | {worst_peak:.3f} | {ahead} "
         f"| {len(ratios) - ahead - lost} | {lost} | {slowest:.2f} |"

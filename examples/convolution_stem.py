@@ -44,9 +44,8 @@ class ConvolutionStem(nn.Module):
         self.down = layers.RowLinear(f"{name}.down", channels, hidden, slicing)
 
     def forward(self, x: Tensor, micro: layers.MicroBatch) -> Tensor:
-        whole = rearrange(
-            self.slicing.gather(x), "s b h -> b h s"
-        )  # f: a position needs those before it
+        # f: a position needs those before it
+        whole = rearrange(self.slicing.gather(x), "s b h -> b h s")
         y = F.conv1d(F.pad(whole, (self.kernel - 1, 0)), self.weight, self.bias)
         return x + self.down(rearrange(layers.gelu(y), "b c s -> s b c"))
 

@@ -42,10 +42,8 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.slicing, self.d, self.r, self.rank, self.theta = slicing, d, r, rank, theta
-        query, keys_values = (
-            [("query", heads * (d + r))],
-            [("key", heads * d), ("value", heads * d)],
-        )
+        query = [("query", heads * (d + r))]
+        keys_values = [("key", heads * d), ("value", heads * d)]
         self.query = layers.ColumnLinear(name, hidden, query, slicing, bias=False, multiple=d + r)
         self.down = layers.ReplicatedLinear(f"{name}.down", hidden, rank + r, slicing, bias=False)
         self.norm = layers.RMSNorm(f"{name}.norm", rank, slicing)
@@ -58,9 +56,8 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         latent, turned = self.down(x).split([self.rank, self.r], dim=-1)  # this rank's positions
-        small = self.slicing.gather(
-            torch.cat((self.norm(latent), turned), dim=-1)
-        )  # f: all positions, for its heads
+        # f: all positions, for its heads
+        small = self.slicing.gather(torch.cat((self.norm(latent), turned), dim=-1))
         latent, turned = small.split([self.rank, self.r], dim=-1)
         return self.out(
             self.recompute.run("attention", self._attend, self.query(x), self.up(latent), turned)

@@ -70,9 +70,8 @@ def main() -> None:
         tokens = data.train.batch(step * train.global_batch + topology.rank * share, share)[
             "tokens"
         ]
-        metrics = engine.step(
-            {"input_ids": tokens, "labels": tokens}
-        )  # the model shifts the labels itself
+        # the model shifts the labels itself
+        metrics = engine.step({"input_ids": tokens, "labels": tokens})
         if topology.rank == 0:
             print(
                 f"step {metrics.step} loss {metrics.loss:.5f} norm {metrics.grad_norm:.5f}",

@@ -15,9 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # No deadline: machines that share cores stall. Repeatable in CI, where nobody can look at a failing example.
-with contextlib.suppress(
-    ModuleNotFoundError
-):  # test modules that need it skip themselves, see TOOLS
+# test modules that need it skip themselves, see TOOLS
+with contextlib.suppress(ModuleNotFoundError):
     from hypothesis import settings
 
     settings.register_profile("threed", deadline=None, derandomize="CI" in os.environ)
@@ -48,10 +47,8 @@ def pytest_make_collect_report(
 def keep_to_a_core() -> None:
     """Where there are as many workers as cores, each has one for itself and the ranks it starts: they wait for each
     other more than they work, and waking one on another core takes 9 % more in all."""
-    worker, cores = (
-        os.environ.get("PYTEST_XDIST_WORKER"),
-        sorted(getattr(os, "sched_getaffinity", lambda _: ())(0)),
-    )
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    cores = sorted(getattr(os, "sched_getaffinity", lambda _: ())(0))
     if worker and int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= len(cores) > 1:
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 

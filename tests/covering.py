@@ -52,9 +52,8 @@ class Space(Generic[Case]):
 
     def attained(self, draw: random.Random, count: int) -> dict[Pair, list[Case]]:
         """Every pair that some case covers, and such cases; `count` draws for each two values of two settings."""
-        cases = dict[
-            Case, None
-        ]()  # in the order of drawing: a set's differs from process to process
+        # in the order of drawing: a set's differs from process to process
+        cases = dict[Case, None]()
         for (a, first), (b, second) in itertools.combinations(self.settings.items(), 2):
             for one, other in itertools.product(first, second):
                 cases |= dict.fromkeys(self.drawn(draw, {a: one, b: other}, count))

@@ -101,9 +101,8 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
         "steps_per_print": 10**9,
     }  # fmt: skip
     if name == "llama-1-bf16":
-        settings["data_types"] = {
-            "grad_accum_dtype": "fp32"
-        }  # another optimizer of theirs, with other files
+        # another optimizer of theirs, with other files
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if name.endswith("fp16"):
         settings["fp16"] = FP16
     groups = [{"params": decayed}, {"params": plain}]
@@ -146,9 +145,8 @@ def write(deepspeed: Any, out: Path, name: str) -> None:
     collect("next", safe_get_full_fp32_param)
     if rank == 0:
         model.config.save_pretrained(out / name)
-        known = (
-            stage and name != "llama-1-bf16"
-        )  # 0.19.8's script refuses the files of that optimizer
+        # 0.19.8's script refuses the files of that optimizer
+        known = stage and name != "llama-1-bf16"
         script = get_fp32_state_dict_from_zero_checkpoint(str(out / name)) if known else {}
         found |= {f"script/{key}": value.clone() for key, value in script.items()}
         save_file(

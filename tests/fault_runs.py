@@ -45,9 +45,8 @@ TWO, FOUR = ("--parallel.pp", "2"), ("--parallel.pp", "2", "--parallel.tp", "2")
 COPIES = ("--parallel.dp", "4", "--zero.stage", "0", "--train.micro-batch", "1")
 SLICED = ("--parallel.tp", "2", "--parallel.dp", "2", "--zero.stage", "3")
 BESIDE = ("--checkpoint.async", "true")
-Truth = dict[
-    tuple[str, ...], list[tuple[int, float]]
-]  # losses of runs that nothing happened to, by topology
+# losses of runs that nothing happened to, by topology
+Truth = dict[tuple[str, ...], list[tuple[int, float]]]
 
 
 @dataclass(frozen=True)

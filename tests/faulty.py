@@ -206,11 +206,9 @@ def plant_fault(fault: str) -> None:
         return
     of_save = said["at"] in SAVE
     owner, name = (SAVE | PLACES)[said["at"]]
-    before, one_step, state = (
-        getattr(owner, name),
-        Loop._one_step,
-        {"step": 0, "calls": 0, "fired": False},
-    )
+    before = getattr(owner, name)
+    one_step = Loop._one_step
+    state = {"step": 0, "calls": 0, "fired": False}
 
     def counted(self: Loop, *args: Any) -> None:
         state["step"] = self.engine.steps + 1

@@ -194,10 +194,8 @@ def block_cost(dims: Decoder) -> Cost:
     Four all-reduces of s b h elements travel per micro-batch, or with sequence parallelism their halves, the same bytes
     (arXiv 2205.05198, section 4.2.2).
     """
-    heads, wide = (
-        (2 * dims.query_width + 2 * dims.kv_width),
-        dims.share(dims.ffn) * (3 if dims.gated else 2),
-    )
+    heads = 2 * dims.query_width + 2 * dims.kv_width
+    wide = dims.share(dims.ffn) * (3 if dims.gated else 2)
     matmuls = 2 * dims.tokens * dims.hidden * (heads + wide)
     attention = 4 * dims.tokens * dims.seq * dims.query_width
     forward, sizes, again = matmuls + attention, _block_sizes(dims), dims.recompute

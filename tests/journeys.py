@@ -177,12 +177,10 @@ MICROBATCH = Journey(
     ),
 )  # fmt: skip
 
-_REDUCER, _REDUCTIONS, _SINK, _OPTIMIZER = (
-    "threed.zero.reducer:Reducer",
-    "threed.zero.reductions:Reductions",
-    "threed.zero.sink:Sink",
-    "threed.zero.optimizer:Optimizer",
-)
+_REDUCER = "threed.zero.reducer:Reducer"
+_REDUCTIONS = "threed.zero.reductions:Reductions"
+_SINK = "threed.zero.sink:Sink"
+_OPTIMIZER = "threed.zero.optimizer:Optimizer"
 
 GRADIENT = Journey(
     "gradient",

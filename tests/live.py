@@ -37,16 +37,13 @@ class Live(TorchDispatchMode):
             if isinstance(value, Tensor):
                 if value.device.type != "meta":
                     storage = value.untyped_storage()
-                    key, nbytes, known = (
-                        storage._cdata,
-                        storage.nbytes(),
-                        self._seen.get(storage._cdata),
-                    )
+                    key = storage._cdata
+                    nbytes = storage.nbytes()
+                    known = self._seen.get(storage._cdata)
                     if known is None or known.expired():
                         self._seen[key], self._size[key] = StorageWeakRef(storage), 0
-                    self.made += max(
-                        0, nbytes - self._size[key]
-                    )  # memory may be freed, and allocated again
+                    # memory may be freed, and allocated again
+                    self.made += max(0, nbytes - self._size[key])
                     self._size[key] = nbytes
             elif not isinstance(value, str) and isinstance(value, Iterable):
                 self._look_at(value)

@@ -135,9 +135,8 @@ def write_dist(
         state["args"] = settings
     elif entry:
         state["common_state/shard_0_1"] = [common]
-    planner = dcp.DefaultSavePlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False
-    )  # as Megatron: lists stay whole
+    # as Megatron: lists stay whole
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(out), planner=planner)
     if rank == 0:
         if not numbered and not entry:

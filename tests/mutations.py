@@ -267,9 +267,8 @@ class _Finder:
                 self._child(child, node, prefix)
 
     def _expression(self, node: ast.expr) -> None:
-        if isinstance(
-            node, ast.JoinedStr
-        ):  # its parts have no places of their own before Python 3.12
+        # its parts have no places of their own before Python 3.12
+        if isinstance(node, ast.JoinedStr):
             return
         for operator, new in _of_expression(node):
             self._add(operator, node, ast.unparse(new))

@@ -15,9 +15,8 @@ from threed.schedules import Action, Kind, Plan
 from threed.schedules.rendezvous import validate
 
 TRIES = 400
-Progress = dict[
-    tuple[int, int], int
-]  # (stage, micro-batch) -> 0; 1 after F; 2 after I; 3 after B or W
+# (stage, micro-batch) -> 0; 1 after F; 2 after I; 3 after B or W
+Progress = dict[tuple[int, int], int]
 
 
 def random_plan(seed: int, stages: int, microbatches: int) -> Plan:

@@ -47,9 +47,8 @@ def open_text(folder: Path) -> Data:
     """Numbers and their squares; ranks may call it at the same time."""
     text, mine = folder / "text.txt", folder / f"text-{os.getpid()}.tmp"
     mine.write_text("".join(f"line {n} has the square {n * n}\n" for n in range(500)))
-    with contextlib.suppress(
-        FileExistsError
-    ):  # the first one's stays: another rank may be reading it
+    # the first one's stays: another rank may be reading it
+    with contextlib.suppress(FileExistsError):
         text.hardlink_to(mine)
     mine.unlink()
     return open_data(str(text), "bytes", 0.1, SEQ, 1, cache=folder / "cache")
@@ -59,9 +58,8 @@ def run(folder: Path, data: Data, /, world: int = 1, **groups: dict[str, Any]) -
     """Trains to the end as a command line would; what this rank printed. Collective."""
     engine = engine_of(configuration(folder, data, world, **groups))
     with contextlib.redirect_stdout(io.StringIO()) as said, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            final_report, "draw", lambda *about: []
-        )  # seconds of matplotlib; test_pretrain.py looks at the figures
+        # seconds of matplotlib; test_pretrain.py looks at the figures
+        patch.setattr(final_report, "draw", lambda *about: [])
         Trainer(engine, data, ["pretrain/gpt.py"]).run()
     collectives.barrier(engine.topology.axis("world"))  # rank 0 writes on after the others are done
     return said.getvalue()

@@ -174,9 +174,8 @@ def deepspeed_steps(folder: str) -> list[str]:
     assert engine.eval_batch(iter([good, good])).isfinite()
     engine.backward(engine(**bad))
     engine.step()
-    assert engine.eval_batch(
-        iter([good, good])
-    ).isfinite()  # in the middle of a step, which stays invalid
+    # in the middle of a step, which stays invalid
+    assert engine.eval_batch(iter([good, good])).isfinite()
     engine.backward(engine(**good))
     engine.step()
     if not same(bits(engine.engine), before):

@@ -369,10 +369,8 @@ def put_off_for_good(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_that_was_put_off_counts_as_its_multiple(tmp_path: Path) -> None:
-    first, second = (
-        ["step-7", "step-8", "step-10", "step-12"],
-        ["step-7", "step-8", "step-12", "step-14"],
-    )
+    first = ["step-7", "step-8", "step-10", "step-12"]
+    second = ["step-7", "step-8", "step-12", "step-14"]
     assert sorted(run_ranks(1, put_off_for_good, tmp_path)[0]) == sorted(first + second)
 
 
@@ -467,10 +465,8 @@ def master(engine: Engine) -> str:
     return f"{flip_state(engine, 'weight')} (weight)"
 
 
-DP0, HSDP = (
-    Case(dp=4, layers=2, zero=0, dtype="bf16"),
-    Case(dp=4, layers=2, zero=3, shard=2, dtype="bf16"),
-)
+DP0 = Case(dp=4, layers=2, zero=0, dtype="bf16")
+HSDP = Case(dp=4, layers=2, zero=3, shard=2, dtype="bf16")
 FLIPS: dict[int, list[tuple[Case, Any, int, str]]] = {
     2: [
         (Case(dp=2, layers=2, zero=0, dtype="fp32"), parameter, 1, "ranks 0 (H), 1 (H) hold different values"),
@@ -727,10 +723,8 @@ def rechecked(erring: tuple[Case, bool, int, bool, str]) -> list[str]:
 
 
 BOTH = "one of the ranks 0 (H), 1 (H)"
-TWICE, USED = (
-    "step 3 was computed twice, with different results: ",
-    " erred; the second one was used",
-)
+TWICE = "step 3 was computed twice, with different results: "
+USED = " erred; the second one was used"
 ERRING: dict[int, list[tuple[Case, bool, int, bool, str]]] = {
     2: [
         (Case(dp=2, layers=2, zero=3, dtype="bf16"), False, 1, True, f"{TWICE}rank 1 (H){USED}"),

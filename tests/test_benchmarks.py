@@ -54,9 +54,8 @@ def test_live_and_peak_count_storages_once() -> None:
     views = [kept[:5], kept.view(3, -1)]
     kept.requires_grad_().grad = torch.zeros(3 * 2**18)
     assert memory.live_mib() - before == pytest.approx(6, abs=0.01)
-    peak = memory.peak_mib(
-        lambda: torch.zeros(2**20).add(torch.zeros(2**19).sum())
-    )  # at most 4 + 4 MiB at once
+    # at most 4 + 4 MiB at once
+    peak = memory.peak_mib(lambda: torch.zeros(2**20).add(torch.zeros(2**19).sum()))
     assert peak - before == pytest.approx(14, abs=0.1)
     assert memory.live_mib() - before == pytest.approx(6, abs=0.01)
     assert len(views) + len(fakes) == 3
@@ -99,9 +98,8 @@ def test_updates_are_compared_where_every_step_is_finished() -> None:
         },
     ]
     lines = run.tables(records).splitlines()
-    assert [line.count("threed_zero2_cpu") for line in lines].count(
-        1
-    ) == 2  # in the table of speeds, and of updates
+    # in the table of speeds, and of updates
+    assert [line.count("threed_zero2_cpu") for line in lines].count(1) == 2
     assert (
         lines[-1]
         == "| offload | 1 | threed_zero2_cpu | 2 | 1.234 | **1.50** | 1.25–1.75 | 2.000 | 3 |"
@@ -254,9 +252,8 @@ def test_stages_that_sleep_are_timed_beside_the_peers() -> None:
         [cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()[2:]
     ]
     assert [row[0] for row in rows] == ["1f1b", "zb-v"]
-    assert all(
-        float(time) >= float(row[3]) for row in rows for time in (row[4], row[6])
-    )  # no sleep is left out
+    # no sleep is left out
+    assert all(float(time) >= float(row[3]) for row in rows for time in (row[4], row[6]))
 
 
 @pytest.mark.alone
@@ -265,12 +262,10 @@ def test_memory_and_bytes_of_one_engine() -> None:
     (record,) = run.run_suite("zero", options(only=["threed_zero1"], quick=False))
     formula = wire_mib(1, record["parameters"], 2)
     assert record["counted_mib"]["dp"] == pytest.approx(formula, rel=0.02)
-    assert (
-        record["loopback_mib"] > 0.99 * formula
-    )  # at this size also barriers, and whatever else uses the loopback
-    states = (
-        record["parameters"] * 4 * (1 + 1 + 2 / 2) / 2**20
-    )  # parameters, gradients, half of two moments
+    # at this size also barriers, and whatever else uses the loopback
+    assert record["loopback_mib"] > 0.99 * formula
+    # parameters, gradients, half of two moments
+    states = record["parameters"] * 4 * (1 + 1 + 2 / 2) / 2**20
     assert min(record["live_mib"]) >= states
     assert min(record["live_peak_mib"]) > max(record["live_mib"])
     assert len({line.count("|") for line in run.tables([record]).splitlines() if line}) == 1

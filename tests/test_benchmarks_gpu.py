@@ -220,9 +220,8 @@ def test_what_has_no_time_is_recorded_so(
     assert runs(out, "right") == 0
     assert conduct(out, planned) == 0
     assert ended(out, "right")["status"] == record.DONE
-    assert (
-        conduct(out, planned, "--minutes", "0.01", "--again") == 0
-    )  # figures of an earlier run stay
+    # figures of an earlier run stay
+    assert conduct(out, planned, "--minutes", "0.01", "--again") == 0
     assert ended(out, "right")["status"] == record.DONE
 
 
@@ -406,9 +405,8 @@ def test_a_switch_leaves_its_kernels_out_and_no_others(monkeypatch: pytest.Monke
         def launched() -> set[str]:
             machine.launches.clear()
             assert step.value(ours.step(*batch)) < 7
-            return {launch.name for launch in machine.launches} - {
-                "add_parts"
-            }  # the end of several sums
+            # the end of several sums
+            return {launch.name for launch in machine.launches} - {"add_parts"}
 
         every = launched()
         assert set().union(*GONE.values()) == every

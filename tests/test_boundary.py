@@ -228,9 +228,8 @@ def test_values_and_their_forms() -> None:
             like(value, [None] * len(tensors(value))), torch.device("cpu")
         )
         assert [g.shape for g in grads] == [x.shape]
-        assert all(
-            not g.any() for g in form.gradients_to_send(None, torch.device("cpu"))
-        )  # nothing had a part in it
+        # nothing had a part in it
+        assert all(not g.any() for g in form.gradients_to_send(None, torch.device("cpu")))
         assert gradients_of(form.gradients(grads), len(tensors(value)))[0] is grads[0]
     assert Form.of(ids).gradients([]) == (None,)  # not None, which is a loss's
 

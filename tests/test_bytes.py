@@ -402,9 +402,8 @@ def test_a_parameter_moves_twice_and_under_zero_3_three_times(ranks: int) -> Non
             (sents[0].counted["dp"] - sents[0].messages["dp"]) * ranks // (ranks - 1) // 4
         )
     for (zero, m, psi, order), count in elements.items():
-        if (
-            psi == ends + 3 * block
-        ):  # what the third block adds: exactly so many times its parameters
+        # what the third block adds: exactly so many times its parameters
+        if psi == ends + 3 * block:
             assert (
                 count - elements[zero, m, psi - block, order] == (2, 2, m + 1, 3 * m)[zero] * block
             )
@@ -450,11 +449,9 @@ def enter_own_network() -> None:
 
     Groups made from here on talk there; rank 0 makes it, the others join (unshare(2), setns(2)).
     """
-    libc, new_network, pid = (
-        ctypes.CDLL(None, use_errno=True),
-        0x40000000,
-        torch.zeros(1, dtype=torch.int64),
-    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_network = 0x40000000
+    pid = torch.zeros(1, dtype=torch.int64)
     if dist.get_rank() == 0 and libc.unshare(new_network) == 0:
         loopback_up()
         pid += os.getpid()

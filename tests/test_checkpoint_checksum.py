@@ -46,9 +46,8 @@ def test_the_sums_are_those_of_numpy(instructions: str | None) -> None:
         data = draw.bytes(n)
         try:
             assert sums(data, instructions) == plain_sums(data)
-            assert sums(memoryview(b"x" + data)[1:], instructions) == plain_sums(
-                data
-            )  # at an odd byte
+            # at an odd byte
+            assert sums(memoryview(b"x" + data)[1:], instructions) == plain_sums(data)
         except ValueError as error:
             pytest.skip(str(error))
 

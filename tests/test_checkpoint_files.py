@@ -195,11 +195,9 @@ def saved_under_watch(path: Path) -> list[tuple[list[tuple[str, str]], list[str]
 
 def test_what_a_checkpoint_is_made_of_is_on_the_disk_before_its_name(tmp_path: Path) -> None:
     path = tmp_path / "checkpoints" / "step-1"
-    tensors, manifest, building = (
-        "step-1.tmp/rank-00000.safetensors",
-        "step-1.tmp/manifest.json",
-        "step-1.tmp",
-    )
+    tensors = "step-1.tmp/rank-00000.safetensors"
+    manifest = "step-1.tmp/manifest.json"
+    building = "step-1.tmp"
     ((first, _), (second, absent)) = run_ranks(1, saved_under_watch, path)[0]
     written = [
         ("write", tensors), ("sync", tensors), ("write", manifest), ("sync", manifest), ("sync", building),

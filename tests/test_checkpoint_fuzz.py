@@ -196,9 +196,8 @@ def loaded(engine: Engine, path: Path, wanted: list[Tensor]) -> str:
     except CheckpointError as error:
         return "refused" if str(error).isprintable() else f"unprintable: {error!r}"
     in_range = 0 <= engine.steps <= 2**53 and 0 <= engine.consumed <= 2**53
-    found = tensors(engine)[
-        : len(wanted) - 1
-    ]  # generators: set, or seeded anew where the topology is another now
+    # generators: set, or seeded anew where the topology is another now
+    found = tensors(engine)[: len(wanted) - 1]
     same = len(found) == len(wanted) - 1 and all(map(torch.equal, found, wanted))
     return (
         "same"
@@ -224,9 +223,8 @@ def fuzzed(folder: Path, seed: int, count: int) -> Counter[tuple[str, str]]:
 
 def quietly_fuzz(folder: Path, seed: int, count: int) -> tuple[Counter[tuple[str, str]], list[str]]:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of moments that begin at zero, and generators of another topology
+        # of moments that begin at zero, and generators of another topology
+        warnings.simplefilter("ignore")
         return fuzz(folder, seed, count)
 
 

@@ -106,9 +106,8 @@ def refused_then_trained(folder: Path, case: Case) -> dict[str, tuple[str, float
         collectives.exchange(None, engine.topology.axis("world"))
         with pytest.raises(CheckpointError) as refused:
             engine.load(path)
-        assert (
-            engine.optimizer.consistency.initial is not None
-        )  # so that the next one can be refused, too
+        # so that the next one can be refused, too
+        assert engine.optimizer.consistency.initial is not None
         found[kind] = str(refused.value), distance(before, state_of(engine))
     again = engine_of(config_of(case))
     with pytest.raises(CheckpointError):

@@ -69,10 +69,8 @@ def test_a_checkpoint_holds_every_value_once_and_no_padding(tmp_path: Path) -> N
         assert all(
             torch.equal(read_all(reader.tensor("weight", name)), w) for name, w in weights.items()
         )
-        word, part = (
-            weights["embedding.word.weight"],
-            read_box(reader.tensor("weight", "embedding.word.weight"), (7, 3), (40, 2)),
-        )
+        word = weights["embedding.word.weight"]
+        part = read_box(reader.tensor("weight", "embedding.word.weight"), (7, 3), (40, 2))
         assert torch.equal(part, word[7:47, 3:5])
         assert all(read_all(reader.tensor("exp_avg_sq", name)).min() >= 0 for name in weights)
 

@@ -228,9 +228,8 @@ def restarted(folder: Path, data: Data) -> None:
             train={"stop_after": steps[-1]},
         )
         assert checkpoints(folder) == [f"step-{n}" for n in reversed(steps)]
-    gone = configuration(
-        folder, data, 1, checkpoint={"resume": str(step(folder, 99))}
-    )  # rotated away since
+    # rotated away since
+    gone = configuration(folder, data, 1, checkpoint={"resume": str(step(folder, 99))})
     assert launch._resume_problems(folder / "run", gone, data) == []
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     assert len(launch._resume_problems(folder / "run", gone, data)) == 1
@@ -244,9 +243,8 @@ def looking(folder: Path, data: Data) -> None:
     run(folder, data, checkpoint={"every": 1, "keep": 9}, train={"stop_after": 4})
     before = logged(folder)
     back = {"resume": str(step(folder, 2)), "keep": 1}
-    said = run(
-        folder, data, checkpoint=back, train={"stop_after": 2}
-    )  # nothing to train, nothing to save
+    # nothing to train, nothing to save
+    said = run(folder, data, checkpoint=back, train={"stop_after": 2})
     assert "set aside" not in said
     assert checkpoints(folder) == ["step-4", "step-3", "step-2", "step-1"]
     assert logged(folder) == before

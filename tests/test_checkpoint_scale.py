@@ -98,9 +98,8 @@ def moved(h: Held, dp: int, size: int) -> Held:
     """What the data rank `dp` holds where the first one holds this."""
     if h.section.portions % size == 0 and size > 1:
         return replace(h, portion=dp * (h.section.portions // size) + h.portion)
-    return replace(
-        h, copy=dp * (h.copies // size) + h.copy
-    )  # replicas are the first of the axes of copies
+    # replicas are the first of the axes of copies
+    return replace(h, copy=dp * (h.copies // size) + h.copy)
 
 
 def entry_of(rank: int, mine: list[Held], describes: bool) -> dict[str, Any]:
@@ -194,13 +193,11 @@ def test_a_manifest_grows_with_tensors_and_ranks_and_not_with_their_product() ->
     (pieces, small), (as_many, large) = found.values()
     assert pieces == as_many
     assert large["manifest"] - small["manifest"] <= PER_RANK * 768
-    assert (
-        large["sent, mean"] <= small["sent, mean"] <= 500
-    )  # a few describe their cell, and send some kilobytes
+    # a few describe their cell, and send some kilobytes
+    assert large["sent, mean"] <= small["sent, mean"] <= 500
     assert large["sent, most"] <= small["sent, most"] + 100
-    assert (
-        small["opens"] <= 4
-    )  # its own file, and those with its part of what tensor ranks replicate
+    # its own file, and those with its part of what tensor ranks replicate
+    assert small["opens"] <= 4
     assert large["opens"] <= 4
 
 

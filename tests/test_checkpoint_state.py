@@ -426,9 +426,8 @@ def drop_arrive(folder: Path) -> tuple[list[list[float]], list[str]]:
 def test_dropout_of_a_wrapped_module_goes_on_bit_for_bit(tmp_path: Path) -> None:
     wanted = run_ranks(2, drop_depart, tmp_path)
     assert run_ranks(2, drop_arrive, tmp_path) == [(losses, []) for losses in wanted]
-    elsewhere = [
-        drop_arrive(tmp_path) for _ in range(2)
-    ]  # on one process: other masks, but always the same
+    # on one process: other masks, but always the same
+    elsewhere = [drop_arrive(tmp_path) for _ in range(2)]
     assert elsewhere[0] == elsewhere[1]
     assert all(mine != its for mine, its in zip(elsewhere[0][0], wanted[0], strict=True))
     assert len(elsewhere[0][1]) == 4

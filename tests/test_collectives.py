@@ -183,9 +183,8 @@ def check_small(world: int) -> None:
     for count in (1, 4, 9):  # fewer and more than there are ranks
         parts = [noise(rank, (count,), torch.float64) for rank in range(world)]
         got = collectives.sum_of_scalars(parts[axis.index], axis)
-        torch.testing.assert_close(
-            got, torch.stack(parts).sum(0), rtol=0, atol=1e-13
-        )  # of 100: fp64 rounding
+        # of 100: fp64 rounding
+        torch.testing.assert_close(got, torch.stack(parts).sum(0), rtol=0, atol=1e-13)
         assert len(set(collectives.exchange(got.numpy().tobytes().hex(), axis))) == 1, (
             "the same bits on every rank"
         )

@@ -90,10 +90,8 @@ def compare(cases: Sequence[Case]) -> list[str]:
     for case in cases:
         dynamo.reset()
         config = config_of(case)
-        (numbers, weights), (again, weights_again) = (
-            steps(config, case.pad),
-            steps(compiled(config), case.pad),
-        )
+        (numbers, weights) = steps(config, case.pad)
+        (again, weights_again) = steps(compiled(config), case.pad)
         other = [
             name for name, value in weights.items() if not torch.equal(value, weights_again[name])
         ]
@@ -108,10 +106,8 @@ def compare_rounded(cases: Sequence[Case]) -> list[str]:
     for case in cases:
         dynamo.reset()
         config = config_of(case)
-        numbers, again = (
-            steps(config, case.pad)[0],
-            steps(compiled(config, "inductor"), case.pad)[0],
-        )
+        numbers = steps(config, case.pad)[0]
+        again = steps(compiled(config, "inductor"), case.pad)[0]
         pairs = [
             pair
             for a, b in zip(numbers, again, strict=True)

@@ -173,9 +173,8 @@ def test_a_killed_builder_blocks_nobody(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert build_once(tmp_path, "entry", write_hello).record == {"answer": 42}
-    (left,) = leftovers(
-        tmp_path
-    )  # it may belong to a builder on another machine, so it stays a day
+    # it may belong to a builder on another machine, so it stays a day
+    (left,) = leftovers(tmp_path)
     old = time.time() - 2 * cache.ABANDONED_S
     os.utime(tmp_path / left, (old, old))
     (tmp_path / "entry" / "meta.json").unlink()

@@ -223,6 +223,5 @@ def test_memory_stays_small_however_large_the_text(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert summary.tokens == (tmp_path / "large.txt").stat().st_size + 1
-    assert (
-        peak < 32 << 20
-    )  # a group of pieces is 4 MiB, its tokens 8, and each exists twice for a moment
+    # a group of pieces is 4 MiB, its tokens 8, and each exists twice for a moment
+    assert peak < 32 << 20

@@ -142,9 +142,8 @@ def test_json_finds_the_end_of_text(tmp_path: Path, name: str) -> None:
     backend.save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(str(tmp_path / "t.json"))
     assert tokenizer.eot == backend.token_to_id(name)
-    assert tokenizer.vocab_size == max(
-        8, tokenizer.eot + 1
-    )  # ids may have gaps; the largest one counts
+    # ids may have gaps; the largest one counts
+    assert tokenizer.vocab_size == max(8, tokenizer.eot + 1)
 
 
 def test_json_exports_load_in_transformers(tmp_path: Path, bpe: Path) -> None:
@@ -168,9 +167,8 @@ def test_json_export_keeps_the_companions_it_came_with(tmp_path: Path, bpe: Path
     assert json.loads((tmp_path / "to" / "tokenizer_config.json").read_text()) == {
         "chat_template": "mine"
     }
-    assert not (
-        tmp_path / "to" / "special_tokens_map.json"
-    ).exists()  # it would name another eos than the source
+    # it would name another eos than the source
+    assert not (tmp_path / "to" / "special_tokens_map.json").exists()
     tokenizer.save_hf(source)  # onto itself: nothing may be lost
     assert json.loads((source / "tokenizer_config.json").read_text()) == {"chat_template": "mine"}
     assert (source / "tokenizer.json").read_bytes() == bpe.read_bytes()
@@ -179,10 +177,8 @@ def test_json_export_keeps_the_companions_it_came_with(tmp_path: Path, bpe: Path
 def test_fingerprint_follows_the_content(tmp_path: Path, bpe: Path) -> None:
     (tmp_path / "a.json").write_bytes(bpe.read_bytes())
     (tmp_path / "b.json").write_bytes(bpe.read_bytes() + b"\n")
-    first, second = (
-        load_tokenizer(str(tmp_path / "a.json")),
-        load_tokenizer(str(tmp_path / "b.json")),
-    )
+    first = load_tokenizer(str(tmp_path / "a.json"))
+    second = load_tokenizer(str(tmp_path / "b.json"))
     assert first.fingerprint == load_tokenizer(str(bpe)).fingerprint != second.fingerprint
 
 

@@ -313,9 +313,8 @@ def loaded() -> tuple[list[list[float]], list[list[float]], int, list[float]]:
 def test_training_data() -> None:
     results = run_ranks(2, loaded)
     rows = [[v for batch in first for v in batch] for first, _, _, _ in results]
-    assert sorted(rows[0] + rows[1]) == pytest.approx(
-        data().tensors[0][:, 0].tolist()
-    )  # every sample once
+    # every sample once
+    assert sorted(rows[0] + rows[1]) == pytest.approx(data().tensors[0][:, 0].tolist())
     assert results[0][2] == 5
     assert all(len(batch) == 2 for first, _, _, _ in results for batch in first)
     assert results[0][0] != results[0][1]  # another order in the next epoch

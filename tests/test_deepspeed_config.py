@@ -115,9 +115,8 @@ def test_given_values_of_the_optimizer() -> None:
     t = translate(config(optimizer={"type": "adamw", "params": params}), 4)
     optim = t.config.optim
     assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (3e-4, (0.8, 0.99), 1e-6, 0.1)
-    assert [(g.match, g.lr, g.weight_decay) for g in optim.groups] == [
-        ("*", None, 0.1)
-    ]  # norms and biases too
+    # norms and biases too
+    assert [(g.match, g.lr, g.weight_decay) for g in optim.groups] == [("*", None, 0.1)]
     assert "no effect" in notes(t, "optimizer.params.torch_adam")[0]
 
 

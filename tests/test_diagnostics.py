@@ -153,10 +153,8 @@ def test_nothing_that_looks_at_a_run_changes_it(world: int, tmp_path: Path) -> N
 
 def resumed_elsewhere(place: Path) -> list[list[tuple[list[float], list[Tensor]]]]:
     """Losses and weights after a checkpoint of each of two modes, resumed in both: delayed updates, and 2bw."""
-    modes, found = (
-        [delayed(zero=1), changed(Case(dp=2, zero=1, schedule="2bw", bucket_mib=0.02))],
-        [],
-    )
+    modes = [delayed(zero=1), changed(Case(dp=2, zero=1, schedule="2bw", bucket_mib=0.02))]
+    found = []
     for number, config in enumerate(modes):
         engine = engine_of(config)
         for step in range(AT):

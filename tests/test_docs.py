@@ -33,10 +33,8 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-EXAMPLE, WRAPPING = (
-    ROOT / "examples" / "custom_model.py",
-    ROOT / "examples" / "wrap_transformers.py",
-)
+EXAMPLE = ROOT / "examples" / "custom_model.py"
+WRAPPING = ROOT / "examples" / "wrap_transformers.py"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FOLDERS = ("threed/", "pretrain/", "examples/", "benchmarks/", "tests/", "docs/", "csrc/", ".ci/")
 PICTURES = (
@@ -146,9 +144,8 @@ def resolves(name: str) -> bool:
 @page
 def test_every_flag_is_a_key(path: Path) -> None:
     flags = re.findall(r"(?<![\w-])--[a-z]+\.[a-z][\w-]*", path.read_text())
-    assert (
-        not set(flags) - KEYS - {"--group.key", "--optim.lrr"}
-    )  # a pattern, and one misspelt on purpose
+    # a pattern, and one misspelt on purpose
+    assert not set(flags) - KEYS - {"--group.key", "--optim.lrr"}
 
 
 @page
@@ -275,9 +272,8 @@ def test_the_page_of_keys_is_new_and_has_them_all() -> None:
 def test_python_code_runs_or_is_part_of_an_example(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        schedules, "_SCHEDULES", dict(schedules._SCHEDULES)
-    )  # what a page registers goes with it
+    # what a page registers goes with it
+    monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))
     for block in blocks(path, "python"):
         if not any(
             part in file.read_text() for file in EXAMPLES for part in (block, indented(block))
@@ -421,9 +417,8 @@ def test_a_transformers_model_trains_the_same_on_one_rank_and_on_two(tmp_path: P
     assert alone[0].startswith("step 1 loss 5.")
     sliced = run_example(tmp_path, "--train.micro-batch", "4", ranks=2, example=WRAPPING)
     assert [line.split()[:2] for line in sliced] == [line.split()[:2] for line in alone]
-    assert numbers(sliced[:3]) == pytest.approx(
-        numbers(alone[:3]), abs=2e-5
-    )  # fp32, printed with five decimals
+    # fp32, printed with five decimals
+    assert numbers(sliced[:3]) == pytest.approx(numbers(alone[:3]), abs=2e-5)
     assert sliced[3] == alone[3]
 
 

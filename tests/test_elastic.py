@@ -618,9 +618,8 @@ def replicas_differ(folder: Path) -> None:
     keys: Keys = {"zero": {"stage": 0}, "run_keys": {"check_replicas": 4}}
     with mock.patch.object(Loop, "_one_step", planted):
         assert start("run", **keys).startswith("ReplicaError: step 8")
-    collectives.barrier(
-        Topology().axis("world")
-    )  # files of a rank that was late may be left, but no step
+    # files of a rank that was late may be left, but no step
+    collectives.barrier(Topology().axis("world"))
     said = start("run", **keys)
     assert Topology().rank or "/step-4" in resumed(said), said
 

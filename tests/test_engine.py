@@ -170,9 +170,8 @@ def shown_while_updates_are_optimistic() -> list[str]:
     )
     engine = engine_of(config)
     metrics = engine.step(batch(0, case.rows))
-    before = (
-        repr(metrics) if engine.topology.rank == 0 else ""
-    )  # on one rank alone: it must not wait for others
+    # on one rank alone: it must not wait for others
+    before = repr(metrics) if engine.topology.rank == 0 else ""
     return [before, f"loss={metrics.loss:.6g}", repr(metrics)]
 
 

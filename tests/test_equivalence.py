@@ -70,9 +70,8 @@ def make(values: Values) -> Case | None:
     v["schedule"], v["partition"] = (
         (v["schedule"], v["partition"]) if pp > 1 else ("1f1b", "balanced")
     )
-    v["layers"] = (
-        6 if v["schedule"] in CHUNKS else 3
-    )  # with the ends of the model, two chunks on each of four ranks
+    # with the ends of the model, two chunks on each of four ranks
+    v["layers"] = 6 if v["schedule"] in CHUNKS else 3
     offload = v["zero"] == 3 and v["offload_params"] != "none"
     v["offload_params"] = v["offload_params"] if offload else "none"
     v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"

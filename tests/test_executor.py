@@ -530,9 +530,8 @@ def check_posted_ahead() -> None:
         for number in receives
     ]
     assert [bool(starts) for starts in before] == [topology.rank == 0, True, True, True]
-    for posted, starts in zip(
-        transport.posted[-4:], before, strict=True
-    ):  # those before them were for the form
+    # those before them were for the form
+    for posted, starts in zip(transport.posted[-4:], before, strict=True):
         assert not starts or posted < starts[-1]
 
 

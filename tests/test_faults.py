@@ -23,10 +23,8 @@ PREEMPTED = r"preempted by {} after step \d+, which is saved; the same command r
 
 def killed(at: str, rank: int, restarts: int = 1, always: bool = False) -> Case:
     says = rf"rank {rank} on \S+ \(stage {rank}, dp 0, tp 0\) was killed: process \d+ has ended in step 6, phase step"
-    name, fault = (
-        f"killed-{at}-{rank}" + "-for-good" * (not restarts),
-        f"rank={rank} step=6 at={at} do=SIGKILL",
-    )
+    name = f"killed-{at}-{rank}" + "-for-good" * (not restarts)
+    fault = f"rank={rank} step=6 at={at} do=SIGKILL"
     if restarts:
         return Case(name, fault, says, 0, (12, 12), restarts)
     return Case(name, fault, says, always=always)
@@ -50,10 +48,8 @@ def stopped(rank: int, topology: tuple[str, ...] = FOUR, always: bool = False) -
         rf"hang: no progress for .* rank {rank} on \S+ \(stage {stage}, dp 0, tp {tp}\) is stopped"
     )
     flags = ("--run.hang-timeout", f"{HANG_S}s")
-    name, fault = (
-        f"stopped-{rank}" + "-of-2" * (topology == TWO),
-        f"rank={rank} step=6 at=forward do=SIGSTOP",
-    )
+    name = f"stopped-{rank}" + "-of-2" * (topology == TWO)
+    fault = f"rank={rank} step=6 at=forward do=SIGSTOP"
     return Case(name, fault, says, 0, (12, 12), 1, topology, flags, always=always)
 
 

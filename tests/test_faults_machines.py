@@ -125,9 +125,8 @@ def together(
         for one in both:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.pid, signal.SIGKILL)
-        for beat in heartbeat.read_all(
-            folder / "runs" / "tiny" / "heartbeat"
-        ):  # one that is stopped
+        # one that is stopped
+        for beat in heartbeat.read_all(folder / "runs" / "tiny" / "heartbeat"):
             if heartbeat.process_state({**beat, "host": os.uname().nodename}) != "ended":
                 os.kill(beat["pid"], signal.SIGKILL)
     said[1], _ = both[1].communicate(timeout=60)
@@ -166,10 +165,8 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
 def clocks(name: str, folder: Path, truth: Truth) -> dict[str, Any]:
     """Nothing happens but that the clocks are apart."""
     case = Case(name, "", "")
-    expected, place = (
-        uninterrupted(truth, case, folder / "straight"),
-        prepare(folder / name / "run"),
-    )
+    expected = uninterrupted(truth, case, folder / "straight")
+    place = prepare(folder / name / "run")
     began = time.monotonic()
     codes, said = together(place, "", ("--train.time-limit", "30m", "--run.hang-timeout", "1m"))
     seconds = time.monotonic() - began

@@ -281,10 +281,8 @@ def test_buffers_of_modules_are_counted_and_the_model_has_its_name() -> None:
     config = resolve(
         Config.model_validate({"model": {"layers": 2, "hidden": 32, "heads": 4, "seq": 16}}), 64, 8
     )
-    plain, found = (
-        Forecast.of(config, 8),
-        Forecast.of(config, 8, lambda slicing: Masked(config.model, slicing)),
-    )
+    plain = Forecast.of(config, 8)
+    found = Forecast.of(config, 8, lambda slicing: Masked(config.model, slicing))
     assert found.ranks[0].bytes["buffers"] == plain.ranks[0].bytes["buffers"] + 4000
     assert (plain.text().split()[1], found.text().split()[1]) == ("gpt,", "Masked,")
 

@@ -195,9 +195,8 @@ def test_partial_gradients_of_tensor_ranks() -> None:
         tensor=4,
         qk_norm=True,
     )
-    shared_kv = (
-        2 * 8 * (64 + 1)
-    )  # one kv head with its bias, on two ranks: an all-reduce sends 2n (2-1)/2 elements
+    # one kv head with its bias, on two ranks: an all-reduce sends 2n (2-1)/2 elements
+    shared_kv = 2 * 8 * (64 + 1)
     assert block_cost(dims).partial_elements == 2 * (2 * 8) * 3 // 4 + shared_kv
     assert embedding_cost(dims).partial_elements == head_cost(dims).partial_elements == 0
     cut = dataclasses.replace(dims, sequence=True)
@@ -416,6 +415,5 @@ def test_a_fused_rms_norm_keeps_its_input_and_one_number_per_row() -> None:
         dataclasses.replace(LLAMA, element_bytes=2, fused_norm=fused) for fused in (False, True)
     )
     saved = block_cost(composed).activation_bytes - block_cost(fused).activation_bytes
-    assert saved == 2 * 16 * 3 * 32 * (
-        4 + 4 - 2
-    )  # two norms: fp32 copy and normalised input, instead of the 16-bit input
+    # two norms: fp32 copy and normalised input, instead of the 16-bit input
+    assert saved == 2 * 16 * 3 * 32 * (4 + 4 - 2)

@@ -100,9 +100,8 @@ def test_masters_and_moments_are_those_of_the_engine_bit_for_bit(
         assert {len(parts) for parts in reader.parts.values()} == (
             {1, 3} if name.startswith("frozen") else {3}
         )
-        if name.startswith(
-            "robin"
-        ):  # the engine's functions read other parameters' values, `deepspeed_checkpoints`
+        # the engine's functions read other parameters' values, `deepspeed_checkpoints`
+        if name.startswith("robin"):
             check_against_the_module(reader, truth)
             return
         assert compare(reader, truth, "weight", "weight") == trained
@@ -151,9 +150,8 @@ def test_the_loss_scale_goes_on_as_deepspeeds(name: str, folders: Path, tmp_path
     rule = LossScale(2.0**10, window=2, hysteresis=3)
     scaler, found = Scaler(rule, torch.device("cpu")), []
     scaler.restore(state)
-    for _ in range(
-        8
-    ):  # behind an overflow 0.19.8 waits for one update more than its window, and we do not
+    # behind an overflow 0.19.8 waits for one update more than its window, and we do not
+    for _ in range(8):
         found.append(float(scaler.scale))
         scaler.update(torch.tensor(0.0))
     assert found == truth_of(folders, name)["scaler"].tolist()
@@ -240,10 +238,8 @@ UNIVERSAL_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_universal_checkpoints_that_are_not_whole_are_refused(
     kind: str, folders: Path, tmp_path: Path
 ) -> None:
-    folder, (edit, problem) = (
-        copy_of(folders, "gpt2-1-fp32-universal", tmp_path / "theirs"),
-        UNIVERSAL_DAMAGE[kind],
-    )
+    folder = copy_of(folders, "gpt2-1-fp32-universal", tmp_path / "theirs")
+    (edit, problem) = UNIVERSAL_DAMAGE[kind]
     edit(next(folder.rglob("zero")))
     with pytest.raises(CheckpointError, match=problem):
         convert(

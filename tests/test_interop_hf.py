@@ -77,9 +77,8 @@ def large(model: ModelConfig) -> dict[str, Tensor]:
         if len(shape) == 2:
             weights[name] = noise * (0.3 if "embedding" in name else 1.5 / shape[1] ** 0.5)
         else:
-            weights[name] = 0.3 * noise + float(
-                "norm.weight" in name and "gemma" not in model.arch
-            )  # whose adds one
+            # whose adds one
+            weights[name] = 0.3 * noise + float("norm.weight" in name and "gemma" not in model.arch)
     return weights
 
 

@@ -219,9 +219,8 @@ def convert_in_little_memory(folder: Path) -> None:
     convert(folder / "theirs", folder / "warm-up", tokenizer="none")
     convert(folder / "warm-up", folder / "warm-up-too")
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    files = sum(
-        file.stat().st_size for file in (folder / "theirs").glob("*.safetensors")
-    )  # mapped, as data
+    # mapped, as data
+    files = sum(file.stat().st_size for file in (folder / "theirs").glob("*.safetensors"))
     resource.setrlimit(
         resource.RLIMIT_DATA, (int(status["VmData"].split()[0]) * 1024 + files + 2**24,) * 2
     )
@@ -375,9 +374,8 @@ def test_a_folder_with_a_value_that_is_not_finite_is_refused_on_every_rank(
     folders: Path, tmp_path: Path
 ) -> None:
     def spoil(weights: dict[str, Tensor]) -> None:
-        weights["model.layers.1.mlp.up_proj.weight"][-1, 0] = (
-            math.nan
-        )  # the last tensor rank's alone
+        # the last tensor rank's alone
+        weights["model.layers.1.mlp.up_proj.weight"][-1, 0] = math.nan
 
     path = change(folders / "qwen3", tmp_path / "theirs", spoil)
     said = run_ranks(2, begin, path)
@@ -397,11 +395,9 @@ def test_a_conversion_passes_on_what_is_not_finite_and_says_so_once(
         return capsys.readouterr().err.splitlines()
 
     why = "have values that are not finite (NaN or infinite): a run refuses to begin from them"
-    theirs, native_, back = (
-        change(folders / "llama", tmp_path / "theirs", spoil),
-        tmp_path / "native",
-        tmp_path / "back",
-    )
+    theirs = change(folders / "llama", tmp_path / "theirs", spoil)
+    native_ = tmp_path / "native"
+    back = tmp_path / "back"
     for src, dst, more, first in (
         (theirs, native_, [], "blocks.1.mlp.up.weight"),
         (native_, back, [], "model.layers.1.mlp.up_proj.weight"),

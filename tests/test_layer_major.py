@@ -182,9 +182,8 @@ def test_every_layer_runs_all_micro_batches_before_the_next() -> None:
     forwards, backwards = (
         [f"{kind}0.{micro}" for _ in layers[1:] for micro in range(4)] for kind in "FB"
     )
-    turn = [
-        f"{kind}0.{micro}" for micro in range(4) for kind in "FB"
-    ]  # one micro-batch's logits are alive
+    # one micro-batch's logits are alive
+    turn = [f"{kind}0.{micro}" for micro in range(4) for kind in "FB"]
     assert spans == [*forwards, *turn, *backwards]
 
 
@@ -214,10 +213,8 @@ def after_a_step_that_broke_off(case: Case, where: str) -> float:
     config = config_of(case)
     whole, engine = engine_of(config), engine_of(config)
     (stage,) = engine.executor.stages
-    kept, stage.layers = (
-        stage.layers,
-        [Breaks(n, where) if i == 2 else n for i, n in enumerate(stage.layers)],
-    )
+    kept = stage.layers
+    stage.layers = [Breaks(n, where) if i == 2 else n for i, n in enumerate(stage.layers)]
     with pytest.raises(RuntimeError, match="broken off"):
         engine.step(share(batch(0, case.rows), engine.topology))
     stage.layers = kept

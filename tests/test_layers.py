@@ -540,9 +540,8 @@ def test_heads_of_a_rank_are_those_that_its_layers_hold(count: int, ranks: int) 
     if count >= ranks:
         assert [first for first, _ in held[1:]] == [last for _, last in held[:-1]]  # each once
     else:
-        assert [first for first, _ in held] == [
-            i // (ranks // count) for i in range(ranks)
-        ]  # shared by neighbours
+        # shared by neighbours
+        assert [first for first, _ in held] == [i // (ranks // count) for i in range(ranks)]
 
 
 def test_rotary_positions_refuse_heads_of_odd_size() -> None:

@@ -39,9 +39,8 @@ NAMES = (
     "column", "column of heads", "row", "row without bias", "attention", "attention, grouped",
     "attention, 1 kv head, bias, normed", "mlp", "gated mlp", "gated mlp with bias", "block",
 )  # fmt: skip
-TILED = LayerCase(
-    lambda slicing: ReplicatedLinear("t", H, 37, slicing), lambda w, x: x
-)  # its twin is below
+# its twin is below
+TILED = LayerCase(lambda slicing: ReplicatedLinear("t", H, 37, slicing), lambda w, x: x)
 
 # ------------------------------------------------------------------------------------------------- gates and gradients
 

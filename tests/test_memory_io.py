@@ -205,10 +205,8 @@ def test_disks_and_threads_do_not_disturb_one_another(make: Maker, tmp_path: Pat
         try:
             offset = disk.reserve(100_001)
             for turn in range(10):
-                values, into = (
-                    noise(100_001, seed=100 * seed + turn),
-                    torch.empty(100_001, dtype=torch.uint8),
-                )
+                values = noise(100_001, seed=100 * seed + turn)
+                into = torch.empty(100_001, dtype=torch.uint8)
                 disk.write(offset, values).wait()
                 disk.read(offset, into).wait()
                 assert torch.equal(values, into)
@@ -539,18 +537,15 @@ def test_where_the_kernel_blocks_io_uring_threads_are_used(tmp_path: Path) -> No
         pytest.skip(f"the native library is not built: {native.status()['cpu']}")
 
     def child() -> None:
-        forbid(
-            425, 427
-        )  # io_uring_setup, _enter and _register: the same numbers on every architecture
+        # io_uring_setup, _enter and _register: the same numbers on every architecture
+        forbid(425, 427)
         with pytest.raises(
             SwapError, match=r"'io_uring' .*Operation not permitted; use backend 'auto'"
         ):
             Disk(tmp_path, "states", backend="io_uring")
-        disk, values, into = (
-            Disk(tmp_path, "states"),
-            noise(100_000),
-            torch.empty(100_000, dtype=torch.uint8),
-        )
+        disk = Disk(tmp_path, "states")
+        values = noise(100_000)
+        into = torch.empty(100_000, dtype=torch.uint8)
         assert disk.backend == "threads"
         disk.write(disk.reserve(100_000), values).wait()
         disk.read(0, into).wait()

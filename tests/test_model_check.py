@@ -66,10 +66,8 @@ class TwoNorms(nn.Module):
     def __init__(self, width: int, s: Slicing) -> None:
         super().__init__()
         self.name = "block"
-        self.first, self.second = (
-            layers.RMSNorm("block.norm", width, s),
-            layers.RMSNorm("block.norm", width, s),
-        )
+        self.first = layers.RMSNorm("block.norm", width, s)
+        self.second = layers.RMSNorm("block.norm", width, s)
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         return self.second(self.first(x))
@@ -217,9 +215,8 @@ def unequal_rows(stage: int) -> None:
     ):
         engine.evaluate(mine)
     with pytest.raises(ValueError, match=r"(\[\[8\], \[7\]\]|different numbers of rows)"):
-        engine.evaluate(
-            {key: value[: 8 - index] for key, value in data.items()}
-        )  # 7 is no multiple either
+        # 7 is no multiple either
+        engine.evaluate({key: value[: 8 - index] for key, value in data.items()})
     assert engine.step(share(data, engine.topology)).loss > 0
 
 

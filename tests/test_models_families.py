@@ -278,10 +278,8 @@ def test_training_from_their_folder_equals_training_their_module(tmp_path: Path)
         wants.append((losses, norms, hf_to_state_dict({key: after[key] for key in state}, model)))
     found = run_ranks(4, train_ours, cases, timeout=600)[0]
     for (model, _, dtype, _), got, want in zip(cases, found, wants, strict=True):
-        bound, where = (
-            {dtype: bound for dtype, _, bound in PRECISIONS}[dtype],
-            f"{model.arch} {dtype}",
-        )
+        bound = {dtype: bound for dtype, _, bound in PRECISIONS}[dtype]
+        where = f"{model.arch} {dtype}"
         off = [
             abs(a - b) / b for part in (0, 1) for a, b in zip(got[part], want[part], strict=True)
         ]

@@ -58,9 +58,8 @@ def test_the_state_of_a_process(tmp_path: Path) -> None:
     assert process_state({**beat, "host": "another"}) == "unknown"
     assert process_state({**beat, "pid": os.getpid()}) == "running"
     os.kill(child, signal.SIGCONT)
-    os.waitid(
-        os.P_PID, child, os.WEXITED | os.WNOWAIT
-    )  # it is over, and not yet gone from the table
+    # it is over, and not yet gone from the table
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     assert process_state(beat) == "ended"
     os.waitpid(child, 0)
     assert process_state(beat) == "ended"

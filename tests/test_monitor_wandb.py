@@ -240,6 +240,5 @@ def test_redact_goes_by_whole_words() -> None:
     assert redact({"data": {**harmless, **secret}}) == {
         "data": {**harmless, **dict.fromkeys(secret, "<redacted>")}
     }
-    assert redact({"key": {"steps": 3}}) == {
-        "key": {"steps": 3}
-    }  # a group of settings is looked into, not replaced
+    # a group of settings is looked into, not replaced
+    assert redact({"key": {"steps": 3}}) == {"key": {"steps": 3}}

@@ -248,9 +248,8 @@ def test_an_installed_library_is_used_unless_it_does_not_load(house: Path) -> No
     place = house / "threed" / "native" / "lib" / "cpu.so"
     place.parent.mkdir()
     shutil.move(libraries(house)[0], place)
-    shutil.move(
-        house / "csrc", house / "threed" / "native" / "csrc"
-    )  # where the wheel has its sources
+    # where the wheel has its sources
+    shutil.move(house / "csrc", house / "threed" / "native" / "csrc")
     assert run(house, "-c", STATUS, PATH=str(house)).stdout == f"native (any): {place}\n"
     place.write_bytes(b"of another system")
     assert run(house, "-c", STATUS).stdout == f"native (any): {libraries(house)[0]}\n"

@@ -53,9 +53,8 @@ def parallel(
     """Losses, this shard's gradient and its span of the vocabulary."""
     span = split(logits.shape[-1], axis.size, axis.index)
     shard = logits[..., slice(*span)].clone().requires_grad_()
-    losses = cross_entropy.vocab_parallel_cross_entropy(
-        shard * 1, targets, axis, span[0]
-    )  # * 1: memory to use up
+    # * 1: memory to use up
+    losses = cross_entropy.vocab_parallel_cross_entropy(shard * 1, targets, axis, span[0])
     losses.backward(dloss.to(losses.dtype))
     assert shard.grad is not None
     return losses.detach(), shard.grad, span
@@ -177,9 +176,8 @@ def moment(
 def gradients(size: int, dtype: torch.dtype, steps: int = 10) -> list[Tensor]:
     draw = torch.Generator().manual_seed(size)
     grads = torch.randn(steps, size, generator=draw, dtype=torch.float64)
-    grads *= torch.logspace(
-        -6, 3, size, dtype=torch.float64
-    )  # from where eps matters to where it does not
+    # from where eps matters to where it does not
+    grads *= torch.logspace(-6, 3, size, dtype=torch.float64)
     grads[:, ::5] = 0
     return list(grads.to(dtype))
 

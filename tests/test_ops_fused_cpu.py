@@ -72,9 +72,8 @@ def test_cross_entropy_is_what_it_is_in_fp64(size: int, dtype: torch.dtype) -> N
     rows, padding = 5, 3
     x = numbers(rows, size + padding, dtype=dtype)
     x[:, size:] = math.nan
-    targets = torch.tensor(
-        [0, size - 1, -100, size // 2, size]
-    )  # one not counted, one of another rank
+    # one not counted, one of another rank
+    targets = torch.tensor([0, size - 1, -100, size // 2, size])
     top, total = fused_cpu.row_numbers(x, size)
     close(top + total.log(), x[:, :size].double().logsumexp(-1), torch.float32)
     counted = (targets >= 0).double()
@@ -254,11 +253,9 @@ def test_attention_backward_is_no_worse_than_torchs(shape: tuple[int, int, int, 
 
 @tiles
 def test_attention_that_it_would_misread_is_refused() -> None:
-    qkv, dy, logarithms = (
-        torch.zeros(8, 2, 192, dtype=torch.bfloat16),
-        torch.zeros(8, 2, 64),
-        torch.zeros(2, 2, 8),
-    )
+    qkv = torch.zeros(8, 2, 192, dtype=torch.bfloat16)
+    dy = torch.zeros(8, 2, 64)
+    logarithms = torch.zeros(2, 2, 8)
     for wrong in [(qkv.float(), dy), (qkv[:, :, :96], dy), (qkv, dy), (qkv, dy[:, :1].bfloat16())]:
         with pytest.raises(ValueError, match="attention_backward takes"):
             fused_cpu.attention_backward(*wrong, logarithms, 32)

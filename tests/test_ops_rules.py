@@ -70,9 +70,8 @@ def test_lion_is_the_papers(dtype: torch.dtype, n: int) -> None:
         w = w - 1e-2 / step * ((0.9 * momentum + 0.1 * g).sign() + 0.1 * w)
         momentum = 0.99 * momentum + 0.01 * g
     torch.testing.assert_close(m, momentum, rtol=0, atol=TOLERANCE[dtype])
-    off = (p - w).abs() > TOLERANCE[
-        dtype
-    ]  # a sign may flip where momentum and gradient cancel to a rounding
+    # a sign may flip where momentum and gradient cancel to a rounding
+    off = (p - w).abs() > TOLERANCE[dtype]
     assert int(off.sum()) <= n * 1e-5
 
 
@@ -115,9 +114,8 @@ def test_a_skipped_update_changes_not_a_bit(rule: Rule, dtype: torch.dtype, valu
     g = tensors(50, dtype, 99)
     g[3] = value
     rule.update(p, g, state, moment(11, scale=1.0, skip=1.0), 0.1)
-    bits = (
-        torch.int32 if dtype == torch.float32 else torch.int64
-    )  # -0.0 equals 0.0, but not bit for bit
+    # -0.0 equals 0.0, but not bit for bit
+    bits = torch.int32 if dtype == torch.float32 else torch.int64
     assert all(
         torch.equal(a.view(bits), b.view(bits)) for a, b in zip((p, *state), before, strict=True)
     )

@@ -127,11 +127,9 @@ def compare(
     """What is wrong; and how often an update was undone. With a folder: saves on the way, and resumes from there."""
     waiting, hoping = engine_of(case, False, clip), engine_of(case, True, clip)
     hoping = guessing(hoping) if always else hoping
-    want, found, wrong = (
-        walk(waiting, range(SAVED_AT), poisoned),
-        walk(hoping, range(SAVED_AT), poisoned),
-        [],
-    )
+    want = walk(waiting, range(SAVED_AT), poisoned)
+    found = walk(hoping, range(SAVED_AT), poisoned)
+    wrong = []
     if folder is not None:
         hoping.save(f"{folder}/{case.world}")
     elif repr(float(hoping.evaluate(data(hoping)))) != repr(float(waiting.evaluate(data(waiting)))):

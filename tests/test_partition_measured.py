@@ -127,9 +127,8 @@ def timed(settings: Config, naps: Sequence[int] = SLOW_FIRST) -> list[LayerTimes
 def test_layers_are_timed_one_of_a_kind() -> None:
     settings, drawn = config(Case(dtype="fp32", pp=2)), torch.get_rng_state()
     times = timed(settings)
-    assert torch.equal(
-        torch.get_rng_state(), drawn
-    )  # blocks draw, the training's numbers stay as they were
+    # blocks draw, the training's numbers stay as they were
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert set(RUNS) == {"blocks.0", "blocks.1"}  # the other four are built as the second
     slow, quick = times[1], times[2]
     assert slow.forward >= 3 * NAP > quick.forward >= NAP
@@ -254,11 +253,8 @@ def test_a_limit_moves_layers_to_later_stages() -> None:
 
 
 def test_a_plan_says_the_predicted_gain() -> None:
-    build, settings = (
-        (lambda slicing: Sleepers(slicing)),
-        config(Case(dtype="fp32", pp=2, microbatches=8)),
-    )
-    found = Forecast.of(settings, 2, build)
+    settings = config(Case(dtype="fp32", pp=2, microbatches=8))
+    found = Forecast.of(settings, 2, Sleepers)
     assert found.division is not None
     assert re.search(
         r"measured: 3,5 layers; slowest rank 1\.\d\dx the mean; predicted 1\.\d\dx f", found.text()
@@ -269,9 +265,8 @@ def test_a_plan_says_the_predicted_gain() -> None:
         "predicted 0.60x the speed of uniform, 1.00x faster than balanced"
     )
     RUNS.clear()
-    sliced = Forecast.of(
-        config(Case(dtype="fp32", pp=2, tp=2, microbatches=8)), 4, build
-    )  # one process has no other tensor ranks
+    # one process has no other tensor ranks
+    sliced = Forecast.of(config(Case(dtype="fp32", pp=2, tp=2, microbatches=8)), 4, Sleepers)
     assert "times of whole layers, not of 1/2 of them" in sliced.text()
     assert sliced.division is not None
     assert len(sliced.division.times) == len(found.division.times)
@@ -322,9 +317,8 @@ def test_a_layer_slower_than_its_flops_moves_the_cut_and_changes_no_weight() -> 
     by_flops = balanced([0, *[16 * 16] * 6, 16 * VOCAB], 2)
     others = {"uniform": uniform(8, 2), "balanced": by_flops}
     assert measured.gains == divided(measured.times, schedules.build("1f1b", 2, 8), others).gains
-    naps = [
-        LayerTimes(n, 2 * n, 0) for n in (0, *SLOW_FIRST, 0)
-    ]  # by which 1.15 and 1.56 are to be gained
+    # by which 1.15 and 1.56 are to be gained
+    naps = [LayerTimes(n, 2 * n, 0) for n in (0, *SLOW_FIRST, 0)]
     assert divided(naps, schedules.build("1f1b", 2, 8), others).gains == pytest.approx(
         {"uniform": 31 / 27, "balanced": 42 / 27}
     )

@@ -92,9 +92,8 @@ def test_the_embedding_is_gathered_in_forwards_and_the_head_once_a_microbatch(
     assert of_model(plan, resident=6) == microbatches * (1000 + 10 + 2 * 300 + 1000)
     assert of_model(plan, resident=101) == microbatches * 2 * 1000
     assert gathering(model_from(1001), [True] * 5, plan) == (Counter(), 0, [0] * 5)
-    turns = build("gpipe", 1, microbatches).ranks[
-        0
-    ]  # the head again in all backwards but the first
+    # the head again in all backwards but the first
+    turns = build("gpipe", 1, microbatches).ranks[0]
     assert of_model(turns) == microbatches * (1010 + 2 * 300) + (2 * microbatches - 1) * 1005
 
 
@@ -183,13 +182,11 @@ def test_a_forecast_passes_on_what_the_run_does() -> None:
         part = costs[held.start : held.stop]
         count = sum(cost.parameters for cost in part)
         assert rank.bytes["gradients"] == count // 2 * 4
-        assert rank.bytes["optimizer"] == count // 2 * (
-            4 + 4
-        )  # masters, and the one moment of Lion
+        # masters, and the one moment of Lion
+        assert rank.bytes["optimizer"] == count // 2 * (4 + 4)
         assert rank.bytes["parameters"] == 2 * count
-        assert (
-            rank.sends["pp"] == 2 * part[0].output_bytes + 50 * 64 // 2 * 4
-        )  # messages, and the table's slice
+        # messages, and the table's slice
+        assert rank.sends["pp"] == 2 * part[0].output_bytes + 50 * 64 // 2 * 4
         assert rank.sends["dp"] == (2 * count * 4) // 2 + count // 2 * 4 + count * 2 // 2
     text = run.text()
     assert "14/2 bytes per parameter" in text

@@ -253,9 +253,8 @@ def test_buffers_of_stages_2_and_3_do_not_grow_with_the_model() -> None:
             first(4, model={**model, "layers": n}, zero={**common, "stage": stage}).bytes["buffers"]
             for n in (4, 8)
         )
-        assert abs(many - few) <= (
-            0.1 * 2**20 if stage == 2 else 0
-        )  # what 4 layers add is 3.2 MB of gradients
+        # what 4 layers add is 3.2 MB of gradients
+        assert abs(many - few) <= (0.1 * 2**20 if stage == 2 else 0)
     ahead = [
         first(4, model={**model, "layers": 8}, zero={**common, "stage": 3, "prefetch": n}).bytes[
             "buffers"
@@ -301,9 +300,8 @@ def test_inputs_that_are_kept_by_the_formulas_of_1910_02054_section_6_1() -> Non
     assert (whole["activations"], whole["offloaded"]) == (3 * activation, 0)
     assert (sliced["activations"], sliced["offloaded"]) == (3 * activation // t, 0)
     assert (away["activations"], away["offloaded"]) == (0, 3 * activation // t)
-    assert whole["tp"] == m * 3 * 6 * formulas.all_reduce(
-        activation, t
-    )  # four sums, and two once more
+    # four sums, and two once more
+    assert whole["tp"] == m * 3 * 6 * formulas.all_reduce(activation, t)
     assert (
         sliced["tp"] - whole["tp"] == away["tp"] - whole["tp"] == m * 3 * activation * (t - 1) // t
     )

@@ -30,9 +30,8 @@ class Wire:
     reduce: str | None
     stage: int
     shard: int | str = "all"
-    layers: bool = (
-        False  # a model of threed.layers, in one micro-batch, in place of a module of plain torch
-    )
+    # a model of threed.layers, in one micro-batch, in place of a module of plain torch
+    layers: bool = False
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -90,10 +89,8 @@ def plain_gradients(world: int) -> Gradients:
 
 
 def one_gradient(world: int, rank: int, number: int) -> dict[str, Tensor]:
-    net, part = (
-        Net(),
-        {key: value.chunk(MICROBATCHES)[number] for key, value in inputs(rank).items()},
-    )
+    net = Net()
+    part = {key: value.chunk(MICROBATCHES)[number] for key, value in inputs(rank).items()}
     (net(**part) / (world * MICROBATCHES)).backward()
     return {name: param.grad for name, param in net.named_parameters() if param.grad is not None}
 

@@ -166,9 +166,8 @@ def test_llama_trains_on_one_rank_and_its_export_loads(folder: Path) -> None:
     done = start(folder, 1, "llama.py", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     (goes_on,) = (line for line in done.stdout.splitlines() if line.startswith("resume"))
-    assert goes_on.endswith(
-        "--log.wandb off --checkpoint.resume auto"
-    )  # else its checkpoints would be set aside
+    # else its checkpoints would be set aside
+    assert goes_on.endswith("--log.wandb off --checkpoint.resume auto")
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "runs" / "llama-tiny" / "hf")
@@ -292,9 +291,8 @@ def test_how_an_interrupted_run_goes_on(tmp_path: Path) -> None:
         path.mkdir(parents=True)
     assert said("auto") == f"the same command resumes from {newest}"
     assert said("none") == f"the same command with --checkpoint.resume auto resumes from {newest}"
-    assert said(str(newest)) == said(
-        "none"
-    )  # the same command would go back to the one it was given
+    # the same command would go back to the one it was given
+    assert said(str(newest)) == said("none")
 
 
 def wait_for(condition: object, seconds: float = 240) -> None:

@@ -156,9 +156,8 @@ def test_a_folder_that_does_not_fit_is_refused_before_the_start(
     assert (
         "pretrain/gpt.py trains gpt, and the preset, file or folder says model.arch llama" in said
     )
-    assert said.rstrip().endswith(
-        ": add --model.arch llama, or use `threed train llama`"
-    )  # it cannot be gpt
+    # it cannot be gpt
+    assert said.rstrip().endswith(": add --model.arch llama, or use `threed train llama`")
 
 
 def test_a_run_begins_from_a_folder_and_goes_on_from_its_own_checkpoints(

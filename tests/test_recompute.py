@@ -346,10 +346,8 @@ def test_weights_keep_their_sinks_under_saved_tensor_hooks() -> None:
         def in_forward(self) -> bool:
             return False
 
-    mlp, selective = (
-        MLP("m", 4, 8, Slicing(alone())).to_empty(device="cpu"),
-        Selective(["activation"]),
-    )
+    mlp = MLP("m", 4, 8, Slicing(alone())).to_empty(device="cpu")
+    selective = Selective(["activation"])
     selective.install(mlp)
     mlp.up.weight.sink, mlp.down.weight.sink = Sink(), Sink()
     with selective.watch():

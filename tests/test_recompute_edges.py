@@ -71,9 +71,8 @@ def test_gradients_are_those_without_recompute(work: Work) -> None:
 
 def changes_the_input(r: Recompute, x: Tensor, weight: Tensor) -> Tensor:
     a = x @ weight
-    y = r.run(
-        "activation", torch.tanh, a
-    )  # its input is no business of tanh's backward: fine without recompute
+    # its input is no business of tanh's backward: fine without recompute
+    y = r.run("activation", torch.tanh, a)
     a.add_(5)
     return y * a
 
@@ -248,9 +247,8 @@ def test_inputs_of_changing_size_use_their_regions_again(tmp_path: Path) -> None
             for one, x in reversed(list(zip(kept, inputs, strict=True))):
                 assert torch.equal(store.get(one), x)
                 store.release(one)
-        assert (
-            disk._size <= 4.5 * 8 * most * 8
-        )  # growing by half, the last time beyond what was needed
+        # growing by half, the last time beyond what was needed
+        assert disk._size <= 4.5 * 8 * most * 8
 
 
 def test_inputs_of_one_size_take_no_more_than_they_are(tmp_path: Path) -> None:
@@ -265,10 +263,8 @@ def test_inputs_of_one_size_take_no_more_than_they_are(tmp_path: Path) -> None:
 def test_inputs_kept_before_a_larger_one_come_back_and_their_regions_go(tmp_path: Path) -> None:
     disk = Disk(tmp_path, "a")
     storages = OnDrives(disk)
-    store, inputs = (
-        ActivationStore(None, storages, CPU),
-        [torch.arange(n) for n in (10, 900, 5000, 30, 60_000, 7)],
-    )
+    store = ActivationStore(None, storages, CPU)
+    inputs = [torch.arange(n) for n in (10, 900, 5000, 30, 60_000, 7)]
     kept = [store.save(x) for x in inputs]
     for one, x in zip(kept, inputs, strict=True):
         assert torch.equal(store.get(one), x)
@@ -279,6 +275,5 @@ def test_inputs_kept_before_a_larger_one_come_back_and_their_regions_go(tmp_path
     assert disk._size == size
     assert free == 2  # of the largest drive: 60 000 and 7
     assert storages._drive is not None
-    assert (
-        len([storages._drive.take() for _ in range(BUFFERS)]) == BUFFERS
-    )  # every buffer came back
+    # every buffer came back
+    assert len([storages._drive.take() for _ in range(BUFFERS)]) == BUFFERS

@@ -88,10 +88,8 @@ def test_every_operation_saves_what_the_formula_says(
     dims: Decoder, element_bytes: int, ops: tuple[str, ...]
 ) -> None:
     dims = replace(dims, element_bytes=element_bytes)
-    kept, planned = (
-        bytes_kept(dims, selected(*ops)),
-        block_cost(replace(dims, recompute=ops)).activation_bytes,
-    )
+    kept = bytes_kept(dims, selected(*ops))
+    planned = block_cost(replace(dims, recompute=ops)).activation_bytes
     if element_bytes == 2 and "norm" not in ops:
         # LayerNorm's statistics are 16-bit on the CPU; a composed RMSNorm keeps an fp32 copy, and its input stays too.
         planned += dims.tokens * (-2 * 2 * 2 if dims.norm == "layernorm" else dims.hidden * 2)
@@ -149,9 +147,8 @@ def per_layer_over_eight(ops: tuple[str, ...]) -> float:
     with live:
         stage.forward(0, x, micro)
         gc.collect()
-        own = (
-            sum(p.nbytes for block in blocks for p in block.parameters()) + 8 * b
-        )  # the samples' indices
+        # the samples' indices
+        own = sum(p.nbytes for block in blocks for p in block.parameters()) + 8 * b
         return (live.bytes() - own) / (BLOCKS * s * b * h)
 
 

@@ -244,9 +244,8 @@ def test_resumes_do_what_their_rows_say(tmp_path: Path) -> None:
     for name, (said, rows) in {**found, **both}.items():
         if name == "again" or name.startswith("free"):
             assert "changed " not in said, name
-            assert numbers(rows) == pytest.approx(base, rel=1e-9), (
-                name
-            )  # fp64; sums in another order
+            # fp64; sums in another order
+            assert numbers(rows) == pytest.approx(base, rel=1e-9), name
     for key, (_, values) in APPLIED.items():
         said, rows = found[key]
         lines = [line for line in said.splitlines() if line.startswith("changed ")]
@@ -360,9 +359,8 @@ def moved(folder: str) -> list[list[str]]:
     config = configuration(place, data, 1, **merged(BASE, {"data": {"tokenizer": str(there)}}))
     (there / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
     companion = open_data(str(place / "text.txt"), str(there), 0.1, SEQ, 1, cache=place / "c")
-    (there / "chat_template.jinja").write_text(
-        "{{ text }}"
-    )  # and special tokens are read in another way, at once
+    # and special tokens are read in another way, at once
+    (there / "chat_template.jinja").write_text("{{ text }}")
     both = open_data(
         str(place / "text.txt"), str(there), 0.1, SEQ, 1, cache=place / "c", special_tokens="parse"
     )
@@ -370,9 +368,8 @@ def moved(folder: str) -> list[list[str]]:
         compare(manifest, config, one)
         for one in (data, elsewhere, companion, both, open_text(place))
     ]
-    manifest["state"]["extra"]["eot"] = (
-        5  # as a config.json in the same folder may have named another end
-    )
+    # as a config.json in the same folder may have named another end
+    manifest["state"]["extra"]["eot"] = 5
     found.append(compare(manifest, config, data))
     assert not any(one.applied for one in found)
     return [one.refused for one in found]
@@ -391,10 +388,8 @@ def test_a_command_line_is_refused_before_anything_starts(tmp_path: Path) -> Non
     )
     words = "--model.layers 1 --model.hidden 16 --model.heads 2 --model.seq 16 --data.path text.txt --log.wandb off"
     words += " --train.global-batch 4 --train.sample-tokens 0 --run.dir run --train.steps"
-    command, environment = (
-        ["-m", "threed", "train", "gpt", *words.split()],
-        {**os.environ, "THREED_CACHE": str(tmp_path)},
-    )
+    command = ["-m", "threed", "train", "gpt", *words.split()]
+    environment = {**os.environ, "THREED_CACHE": str(tmp_path)}
     done = run_script(1, [*command, "2"], tmp_path, environment)
     assert done.returncode == 0, done.stderr
     assert "rate       warm-up over 1 of 2 steps to 0.001, then cosine to 0.0001" in done.stdout

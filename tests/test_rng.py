@@ -196,9 +196,8 @@ def test_a_mask_depends_on_the_sample_and_not_on_its_micro_batch() -> None:
     together = mask([3, 8, 2**33 + 3])
     for column, sample in enumerate((3, 8, 2**33 + 3)):
         assert torch.equal(together[:, column : column + 1], mask([sample]))
-    assert not torch.equal(
-        together[:, 0], together[:, 2]
-    )  # sample numbers beyond 32 bits are not wrapped
+    # sample numbers beyond 32 bits are not wrapped
+    assert not torch.equal(together[:, 0], together[:, 2])
 
 
 def test_masks_of_other_steps_layers_samples_and_seeds_differ() -> None:

@@ -127,9 +127,8 @@ def test_larger_sizes_are_legal_and_lower_without_deadlock(name: str) -> None:
 def test_messages_cross_every_boundary_but_a_turn(name: str) -> None:
     for p, m in sizes(name, range(1, 7)):
         plan = build(name, p, m)
-        each_way = (
-            2 * (p - 1) if name == "dualpipev" else p - 1
-        )  # of 2p stages, without the turn on the last rank
+        # of 2p stages, without the turn on the last rank
+        each_way = 2 * (p - 1) if name == "dualpipev" else p - 1
         assert sum(simulate(plan, Costs(1, 1, 1)).messages) == 2 * m * each_way
 
 

@@ -89,9 +89,8 @@ def test_only_schedules_that_plan_by_times_take_them(capsys: pytest.CaptureFixtu
     ):
         build("1f1b", 2, 4, costs=Costs(1, 1, 1))
     costs = Costs(1, 1.5, 0.5, send=0.4)
-    assert (
-        max(simulate(build("zb-auto", 3, 6, 1, None, 99), costs).peak_activations) <= 5
-    )  # no more than by itself
+    # no more than by itself
+    assert max(simulate(build("zb-auto", 3, 6, 1, None, 99), costs).peak_activations) <= 5
     assert max(simulate(build("zb-auto", 3, 6, 1, costs, 2), costs).peak_activations) == 2
     flags = [
         "--forward",
@@ -161,9 +160,8 @@ def test_a_run_trains_by_the_plan_for_its_own_times() -> None:
     for rank, runs in enumerate(ranks):
         for run in runs:
             planned = [str(action) for action in run.plan.ranks[rank]]
-            assert (
-                run.ran[: len(planned)] == run.ran[-len(planned) :] == planned
-            )  # the second step may begin twice
+            # the second step may begin twice
+            assert run.ran[: len(planned)] == run.ran[-len(planned) :] == planned
     for mine, other, case in zip(*ranks, cases, strict=True):
         assert (mine.plan, mine.costs) == (other.plan, other.costs), case.partition
         assert mine.plan == (equal if mine.costs is None else build("zb-auto", 2, 8, 2, mine.costs))

@@ -134,9 +134,8 @@ def by_rank(stages, microbatches):
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(
-        schedules, "_SCHEDULES", dict(schedules._SCHEDULES)
-    )  # what the file registers goes with it
+    # what the file registers goes with it
+    monkeypatch.setattr(schedules, "_SCHEDULES", dict(schedules._SCHEDULES))
     (tmp_path / "mine.py").write_text(MINE)
     return str(tmp_path / "mine.py")
 
@@ -392,9 +391,8 @@ def test_wrong_files_are_among_all_problems_of_a_run(mine: str, tmp_path: Path) 
     assert f"--parallel.schedule {mine}:rounds: chunks is 3" in text  # `schedule` is said once
     text = problems("--parallel.pp 3 --train.global-batch 48 --parallel.schedule chimera")
     assert "--parallel.schedule chimera: 3 stages" in text
-    text = problems(
-        f"--parallel.pp 3 --parallel.schedule {tmp_path}/plan.csv", world=2
-    )  # dp cannot be known
+    # dp cannot be known
+    text = problems(f"--parallel.pp 3 --parallel.schedule {tmp_path}/plan.csv", world=2)
     assert "this run has 3 and another number" in text
     assert "must be 1f1b, gpipe, " in problems("--parallel.schedule mine.txt")
 

@@ -30,11 +30,9 @@ def plans(draw: st.DrawFn) -> Plan:
         plan = draw(random_plans() if kind == "one way" else two_way_plans())
         plan = with_pairs(plan, draw(st.randoms(use_true_random=False)))
     else:
-        name, stages, count = (
-            draw(st.sampled_from(OURS)),
-            draw(st.integers(1, 4)),
-            draw(st.integers(1, 8)),
-        )
+        name = draw(st.sampled_from(OURS))
+        stages = draw(st.integers(1, 4))
+        count = draw(st.integers(1, 8))
         try:
             plan = build(name, stages, count)
         except ValueError:  # not every schedule has these numbers
@@ -99,9 +97,8 @@ def drop(plan: Plan, rank: int, draw: random.Random) -> list[Action] | None:
         for other, mine in enumerate(plan.ranks)
         for action in (actions if other == rank else mine)
     ]
-    return (
-        actions if any(action.kind not in COMPUTE for action in left) else None
-    )  # a right plan, not lowered
+    # a right plan, not lowered
+    return actions if any(action.kind not in COMPUTE for action in left) else None
 
 
 def double(plan: Plan, rank: int, draw: random.Random) -> list[Action]:

@@ -184,11 +184,9 @@ def test_a_lowered_plan_is_not_lowered_again() -> None:
 @st.composite
 def random_plans(draw: st.DrawFn) -> Plan:
     """Plans that a random but valid order of execution gives: any placement, chunks, full or split backward."""
-    stages, chunks, microbatches = (
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 4)),
-    )
+    stages = draw(st.integers(1, 4))
+    chunks = draw(st.integers(1, 3))
+    microbatches = draw(st.integers(1, 4))
     total = stages * chunks
     order = draw(st.permutations(range(total)))
     placement = tuple(tuple(order[rank * chunks : (rank + 1) * chunks]) for rank in range(stages))

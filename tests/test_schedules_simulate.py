@@ -126,9 +126,8 @@ def test_stages_may_have_their_own_costs() -> None:
         (10, 12),
         (19, 21),
     ]
-    assert timeline.bubble == pytest.approx(
-        (21 - 6) / 21
-    )  # of the rank with the longest span, the first
+    # of the rank with the longest span, the first
+    assert timeline.bubble == pytest.approx((21 - 6) / 21)
     with pytest.raises(ValueError, match="3 values for the 2 stages"):
         simulate(build("1f1b", 2, 2), Costs((1.0, 2.0, 3.0), 1, 1))
 

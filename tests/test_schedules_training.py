@@ -20,9 +20,8 @@ from threed.schedules import Plan, ScheduleName, peak_activations
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 1)]  # pp, dp, tp
 SHIPPED = get_args(ScheduleName)  # not what tests register
-NAMES = [
-    name for name in SHIPPED if name not in ("gpipe", "1f1b", "2bw")
-]  # this follows a rule of its own
+# this follows a rule of its own
+NAMES = [name for name in SHIPPED if name not in ("gpipe", "1f1b", "2bw")]
 AGAIN = ["none", "full", "selective", "half", "cpu"]
 MODELS = ["gpt", "qwen-tied", "llama"]
 

@@ -471,9 +471,8 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
         load_tokenizer(str(place / "vocab.json"))
     (place / "merges.txt").write_text("#version: 0.2\n")
     (place / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
-    with pytest.raises(
-        ValueError, match=r"vocab\.json and merges\.txt"
-    ):  # which that class does not read
+    # which that class does not read
+    with pytest.raises(ValueError, match=r"vocab\.json and merges\.txt"):
         load_tokenizer(str(place))
 
 

@@ -100,10 +100,8 @@ POISONS: dict[str, Callable[[Engine, float], None]] = {
 
 def check_skip(case: Case, where: str, value: float) -> None:
     """Each rank in turn: of a step without the poison, one with it, and one without, the twin takes two."""
-    config, rule = (
-        with_(config_of(case), optim={"schedule": "linear"}),
-        LossScale(hysteresis=1 + case.world),
-    )
+    config = with_(config_of(case), optim={"schedule": "linear"})
+    rule = LossScale(hysteresis=1 + case.world)
     engine, twin = (
         engine_of(config, loss_scale=rule if case.dtype == "fp16" else None) for _ in range(2)
     )

@@ -121,9 +121,8 @@ def test_a_layout_is_read_as_transformers_reads_it(
     assert theirs.convert_ids_to_tokens(ours.eot) == EOT[layout]
     bare, full = (theirs("cat", add_special_tokens=flag)["input_ids"] for flag in (False, True))
     assert [*ours.bos_ids, *bare] == full[: len(ours.bos_ids) + len(bare)]
-    unknown = {
-        theirs.get_vocab().get(name) for name in ("<unk>", "[UNK]")
-    }  # what is not in the vocabulary
+    # what is not in the vocabulary
+    unknown = {theirs.get_vocab().get(name) for name in ("<unk>", "[UNK]")}
     specials = set(theirs.all_special_ids) - unknown
     ids = [ours.encode(text) for text in texts]
     assert not [text for text, some in zip(texts, ids, strict=True) if specials & set(some)]

@@ -156,9 +156,8 @@ def check(
         assert cost.input == (0 if part == "embedding" else wanted[0].output_bytes)
         assert min(cost.forward, cost.backward) >= held(cost)
         table = 2 * dims.seq * dims.head_size * dims.element_bytes * dims.rotary  # cos and sin
-        assert cost.cached == (
-            table if part == "block" else 1
-        )  # one flag: ids, or labels, beyond the vocabulary
+        # one flag: ids, or labels, beyond the vocabulary
+        assert cost.cached == (table if part == "block" else 1)
 
 
 CASES = [
@@ -321,9 +320,8 @@ def really(layer: nn.Module, x: Any, micro: MicroBatch) -> tuple[int, Any]:
     """Bytes of live storages that a forward on the CPU leaves behind, and what it gives."""
     stage, live, kept = Stage([layer], AlwaysWhole()), Live(), [0]
     with live:
-        for number in range(
-            3
-        ):  # the first time there are also tables that stay, and what is seen only now
+        # the first time there are also tables that stay, and what is seen only now
+        for number in range(3):
             before = live.bytes_now()
             out = copied(stage.forward(number, copied(x), micro))
             gc.collect()
@@ -367,9 +365,8 @@ def check_on_the_cpu(layers: list[nn.Module], micro: MicroBatch, dtype: torch.dt
         assert cost.flops == flops_of(layer, x, micro), layer
         kept, x = really(layer, x, micro)
         kept += fused(micro, layer) if isinstance(layer, Latent) else 0
-        kept -= 8 * isinstance(
-            layer, Running
-        )  # its scale is another tensor each time: traced once, it is a table
+        # its scale is another tensor each time: traced once, it is a table
+        kept -= 8 * isinstance(layer, Running)
         assert (
             cost.kept + cost.input * cost.keeps_input + cost.output * cost.keeps_output == kept
         ), layer
@@ -425,10 +422,8 @@ class Plain(nn.Module):
     def __init__(self, name: str, hidden: int, heads: int) -> None:
         super().__init__()
         self.name, self.heads, self.cache, self.runs = name, heads, {}, 0  # type: ignore[var-annotated]
-        self.norm, self.qkv = (
-            nn.LayerNorm(hidden, device=META),
-            nn.Linear(hidden, 3 * hidden, device=META),
-        )
+        self.norm = nn.LayerNorm(hidden, device=META)
+        self.qkv = nn.Linear(hidden, 3 * hidden, device=META)
         self.out = nn.Linear(hidden, hidden, device=META)
         self.register_buffer("seen", torch.zeros(()))
 
@@ -483,10 +478,8 @@ def tracer(traffic: Counter[str] | None = None) -> Tracer:
 def test_a_traced_layer_is_what_it_was() -> None:
     """Parameters, buffers, attributes, caches, counters of traffic, and torch's generator."""
     layers = [Start(16), Plain("a", 16, 2)]
-    before, weights = (
-        copy.deepcopy(layers[1].__dict__),
-        [dict(layer.named_parameters()) for layer in layers],
-    )
+    before = copy.deepcopy(layers[1].__dict__)
+    weights = [dict(layer.named_parameters()) for layer in layers]
     draws, traffic = torch.get_rng_state(), Counter({"tp": 7})
     assert tracer(traffic).trace(layers) == tracer(traffic).trace(layers)
     plain = layers[1]

@@ -179,9 +179,8 @@ def test_what_a_pipeline_logs(tmp_path: Path) -> None:
         sum(flops[i] for i in stage)
         for stage in partition("balanced", len(flops), 2, lambda: flops)
     )
-    boundary = (
-        4 * SEQ * 16 * 8
-    )  # bytes of [s b h], once forward by the first rank, once back by the second
+    # bytes of [s b h], once forward by the first rank, once back by the second
+    boundary = 4 * SEQ * 16 * 8
     # 5 %: half a thousand bytes of when what ran.
     for row in rows_of(tmp_path)[1:]:
         assert row["pp/bubble_ideal"] == pytest.approx(second / (first + second))

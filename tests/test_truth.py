@@ -174,9 +174,8 @@ def test_initial_values_are_gpt2s(name: str) -> None:
         assert value.abs().max() > 2 * std
         seen.append(value.flatten()[: 32 * 32])
     stacked = torch.stack([s for s in seen if len(s) == 32 * 32])
-    assert (
-        torch.corrcoef(stacked) - torch.eye(len(stacked))
-    ).abs().max() < 5.5 / 32  # 1 of 50 pairs: 5.5 sigma
+    # 1 of 50 pairs: 5.5 sigma
+    assert (torch.corrcoef(stacked) - torch.eye(len(stacked))).abs().max() < 5.5 / 32
 
 
 def test_initial_values_depend_on_the_seed_and_the_global_number_of_layers_alone() -> None:

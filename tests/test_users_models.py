@@ -71,9 +71,8 @@ def check(result: Result, wanted: Result, initial: dict[str, Tensor], case: Case
     loss, norm = (BF16_LOSS, BF16_NORM) if low else (TOLERANCE, TOLERANCE)
     assert result.losses == pytest.approx(wanted.losses, rel=loss, abs=0), "losses"
     assert result.norms == pytest.approx(wanted.norms, rel=norm, abs=0), "norms"
-    defined = (
-        case.model not in BUFFERS or case.dp == 1
-    )  # else the mean is that of data rank 0's rows
+    # else the mean is that of data rank 0's rows
+    defined = case.model not in BUFFERS or case.dp == 1
     if defined:
         assert result.evaluation == pytest.approx(wanted.evaluation, rel=loss, abs=0), "evaluation"
     assert result.weights.keys() == wanted.weights.keys()

@@ -422,13 +422,11 @@ def test_one_wrong_number_is_found_on_the_rank_that_holds_it(tmp_path: Path) -> 
     ranks = run_ranks(4, spoilt, case, str(tmp_path))
     assert [found[0] for found in ranks] == [""] * 4
     weight = [found[1] for found in ranks]
-    assert (
-        weight[:3] == [""] * 3
-    )  # the last rows: the second tensor rank's; the last of them: the second data rank's
+    # the last rows: the second tensor rank's; the last of them: the second data rank's
+    assert weight[:3] == [""] * 3
     assert "weight of blocks.0.mlp.up.weight" in weight[3]
-    assert ["exp_avg of blocks.1.mlp.down.bias" in found[2] for found in ranks].count(
-        True
-    ) == 2  # two copies
+    # two copies
+    assert ["exp_avg of blocks.1.mlp.down.bias" in found[2] for found in ranks].count(True) == 2
     assert "loss: " in ranks[2][3]
     assert "cut of another.weight []: no rank holds it" in ranks[0][3]
 

@@ -499,11 +499,9 @@ class Sinusoid(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm, self.out = (
-            nn.Embedding(VOCAB, 8),
-            nn.BatchNorm1d(8),
-            nn.Linear(8, VOCAB),
-        )
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, VOCAB)
         self.register_buffer(
             "table", torch.arange(WIDTH * 8.0).view(WIDTH, 8).sin(), persistent=False
         )
@@ -744,10 +742,8 @@ class Router(nn.Module):
 
     def __init__(self, frozen: bool = False) -> None:
         super().__init__()
-        self.body, self.router = (
-            nn.Linear(WIDTH, WIDTH).bfloat16(),
-            nn.Linear(WIDTH, 4).requires_grad_(not frozen),
-        )
+        self.body = nn.Linear(WIDTH, WIDTH).bfloat16()
+        self.router = nn.Linear(WIDTH, 4).requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.router(self.body(x.bfloat16()).float()).square().mean()

@@ -89,9 +89,8 @@ def check_freed() -> None:
         lambda *_: alive.append([ref.expired() for block in blocks for ref in block.seen])
     )
     got, want = train(engine, 3), train(engine_of(1, keep=False), 3)
-    assert alive[0][:-1] == [True] * (
-        len(alive[0]) - 1
-    )  # the last block's, where the backward begins, may stay
+    # the last block's, where the backward begins, may stay
+    assert alive[0][:-1] == [True] * (len(alive[0]) - 1)
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=1e-9)
 

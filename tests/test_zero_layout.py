@@ -215,12 +215,10 @@ def test_a_replicated_parameter_has_one_owner() -> None:
                         owners.update(
                             (run.piece.name, element) for element in range(run.first, run.last)
                         )
-        assert {n for (name, _), n in owners.items() if name == "u0.p0"} == {
-            1
-        }  # replicated over tp
-        assert {n for (name, _), n in owners.items() if name == "u0.p1"} == {
-            2
-        }  # another shard on each tensor rank
+        # replicated over tp
+        assert {n for (name, _), n in owners.items() if name == "u0.p0"} == {1}
+        # another shard on each tensor rank
+        assert {n for (name, _), n in owners.items() if name == "u0.p1"} == {2}
         assert len(owners) == 50 + 120
 
 
@@ -390,9 +388,8 @@ def training_cases(stages: int) -> list[Case]:
         small(tp=2, sequence=True, model="gpt-untied"),
         small(dp=3, zero=0, model="llama"),
     )
-    absurd = [
-        replace(shape, bucket_mib=1e-4) for shape in shapes
-    ]  # 32 elements a rank: hundreds of buckets
+    # 32 elements a rank: hundreds of buckets
+    absurd = [replace(shape, bucket_mib=1e-4) for shape in shapes]
     cases = absurd + [replace(shape, bucket_mib=mib) for mib in SIZES for shape in shapes]
     return [
         replace(case, zero=zero)

@@ -341,10 +341,8 @@ ON_DRIVE = Case(zero=3, layers=3, offload_optimizer="nvme", dtype="bf16", bucket
 def fail_while_values_move(folder: Path) -> None:
     """A load that breaks off, and an update that cannot store a state: neither is saved nor trained on, until a load
     comes through."""
-    engine, twin = (
-        engine_of(config_in(folder / "swap", ON_DRIVE)),
-        engine_of(config_of(replace(ON_DRIVE, offload_optimizer="cpu"))),
-    )
+    engine = engine_of(config_in(folder / "swap", ON_DRIVE))
+    twin = engine_of(config_of(replace(ON_DRIVE, offload_optimizer="cpu")))
     for each in (engine, twin):
         steps(each, 1)
     engine.save(folder / "good")

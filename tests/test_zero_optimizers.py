@@ -105,10 +105,8 @@ def check(got: Result, truth: Result, close: dict[str, Tensor], what: str) -> No
         found = {"weight": got.weights, **got.moments}[part]
         assert found.keys() == tensors.keys()
         for name, want in tensors.items():
-            gap, flips = (
-                (found[name] - want).abs(),
-                close.get(name, torch.zeros_like(want, dtype=torch.bool)),
-            )
+            gap = (found[name] - want).abs()
+            flips = close.get(name, torch.zeros_like(want, dtype=torch.bool))
             assert part != "weight" or float(gap.max()) <= 2.001 * STEPS * LR, f"{what}: {name}"
             gap = gap.masked_fill(flips, 0.0) if part == "weight" else gap
             assert float(gap.max()) <= 1e-9, (

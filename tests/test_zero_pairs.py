@@ -21,9 +21,8 @@ from threed.zero.records import records
 from threed.zero.state import holdings
 
 BASE = Case(pp=2, layers=4, microbatches=4)
-Place = tuple[
-    tuple[str, ...], int, int
-]  # a slice: the parameters of its bucket, where that begins, and the slice
+# a slice: the parameters of its bucket, where that begins, and the slice
+Place = tuple[tuple[str, ...], int, int]
 
 
 def test_training_equals_that_of_one_process() -> None:

@@ -223,10 +223,8 @@ class TwoTensors(Decoder):
         word = functools.partial(
             layers.VocabEmbedding, vocab=self.vocab, hidden=self.hidden, slicing=self.slicing
         )
-        first, value = (
-            own.Sources(word("embedding.word", std=STD)),
-            own.ValueEmbedding(word("value.word", std=STD)),
-        )
+        first = own.Sources(word("embedding.word", std=STD))
+        value = own.ValueEmbedding(word("value.word", std=STD))
         blocks = [own.Passing(self.block(f"blocks.{i}")) for i in range(2)]
         return [
             first,

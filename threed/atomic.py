@@ -100,9 +100,8 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
         wanted = wanted.expanduser().absolute()
         wanted.parent.mkdir(parents=True, exist_ok=True)
-        wanted.mkdir(
-            mode=0o700, exist_ok=True
-        )  # compiled code may lie there too, which nobody else may write
+        # compiled code may lie there too, which nobody else may write
+        wanted.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=wanted):
             return wanted, ""
     fallback = _private_temporary_folder()

@@ -120,9 +120,8 @@ class Batches:
         if self.wrapped is not None:
             return self._of_a_module(self.wrapped, batch, rows // self.size, step, scale, training)
         if "tokens" in batch:
-            self.slicing.positions(
-                batch["tokens"].shape[1]
-            )  # refuses what cannot be cut over ranks
+            # refuses what cannot be cut over ranks
+            self.slicing.positions(batch["tokens"].shape[1])
         whole = {key: self._placed(value) for key, value in batch.items()}
         first = consumed + self.topology.axis("dp").index * rows
         whole.setdefault("samples", torch.arange(first, first + rows, device=self.topology.device))

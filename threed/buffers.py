@@ -91,9 +91,8 @@ def bytes_of(value: Tensor) -> Tensor:
 
 def of_bytes(data: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
     """The tensor [*shape] of dtype (such as "float32") whose memory `data` is."""
-    return (
-        data.clone().view(getattr(torch, dtype)).view(tuple(shape))
-    )  # cloned, for it may begin at an odd byte
+    # cloned, for it may begin at an odd byte
+    return data.clone().view(getattr(torch, dtype)).view(tuple(shape))
 
 
 def dtype_name(value: Tensor) -> str:

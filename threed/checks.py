@@ -129,9 +129,8 @@ def _as_written(value: object) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    small = [
-        n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0
-    ]  # of any that is meant, all
+    # of any that is meant, all
+    small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
@@ -305,18 +304,16 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
     """Whether the schedule has a plan for the stages and micro-batches of this run, and the model layers for it."""
     name, p, train = config.parallel.schedule, config.parallel, config.train
     whole = dp is not None and train.global_batch % (train.micro_batch * dp) == 0
-    count = (
-        count_microbatches(config, dp) if whole and dp else None
-    )  # a batch that cannot be cut is said elsewhere
+    # a batch that cannot be cut is said elsewhere
+    count = count_microbatches(config, dp) if whole and dp else None
     if count is not None and count > MOST_MICROBATCHES:
         given = f"--train.global-batch {train.global_batch} makes {count} micro-batches a data rank"
         yield f"{given}: a plan has at most {MOST_MICROBATCHES}; use a larger --train.micro-batch"
     elif schedules.names_file(name):
         yield from _check_file(config, count)
     elif name in schedules.available():
-        chunks = (
-            p.chunks if schedules.chunks_are_free(name) else None
-        )  # another number is refused by name
+        # another number is refused by name
+        chunks = p.chunks if schedules.chunks_are_free(name) else None
         if schedules.is_asynchronous(name) and count is not None and count < p.pp:
             given = (
                 f"--parallel.schedule {name} with {count} micro-batches and --parallel.pp {p.pp}"
@@ -401,10 +398,8 @@ def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
         return
     smaller = max((n for n in range(1, micro) if batch % (n * dp) == 0), default=0)
     other = f", or --train.micro-batch {smaller}" if smaller else ""
-    product, use = (
-        f"--train.micro-batch {micro} × dp {dp} = {micro * dp}",
-        _around(batch, micro * dp),
-    )
+    product = f"--train.micro-batch {micro} × dp {dp} = {micro * dp}"
+    use = _around(batch, micro * dp)
     yield f"--train.global-batch {batch} is not divisible by {product}: use {use}{other}"
 
 
@@ -412,10 +407,8 @@ def _check_recheck(config: Config) -> Iterator[str]:
     """What changes weights between a step and its second computation."""
     if not config.run.recheck_bad_steps:
         return
-    given, why = (
-        "--run.recheck-bad-steps true with",
-        "weights change before a step could be computed again",
-    )
+    given = "--run.recheck-bad-steps true with"
+    why = "weights change before a step could be computed again"
     if config.zero.delayed_update:
         yield f"{given} --zero.delayed-update true: {why}; use one of them"
     if schedules.is_asynchronous(config.parallel.schedule):

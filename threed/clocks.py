@@ -24,9 +24,8 @@ Span = tuple[str, float, float]
 def on_one_clock(mine: Sequence[Span], axis: Axis) -> list[list[Span]]:
     """Returns the spans of every rank of an axis, in seconds of this rank's clock. Collective."""
     rows = collectives.exchange(mine, axis)
-    moments = collectives.exchange(
-        [_clock(), time.perf_counter()], axis
-    )  # all left the one before together
+    # all left the one before together
+    moments = collectives.exchange([_clock(), time.perf_counter()], axis)
     here, now = moments[axis.index]
     shifts = [0.0 if clock == here else now - moment for clock, moment in moments]
     return [

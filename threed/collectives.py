@@ -361,9 +361,8 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(
-            dy.clone(), ctx.axis
-        ), None  # NCCL sums in place, and dy may be another branch's too
+        # NCCL sums in place, and dy may be another branch's too
+        return all_reduce(dy.clone(), ctx.axis), None
 
 
 class _ReduceFrom(torch.autograd.Function):

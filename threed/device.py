@@ -98,9 +98,8 @@ def beside(stream: torch.Stream) -> Iterator[None]:
     to wait for it where it uses it. So memory of this stream may be let go once its last use was told."""
     before = current_stream(stream.device)
     stream.wait_stream(before)
-    torch.accelerator.set_stream(
-        stream
-    )  # not `with stream`, which one thread at a time may enter, and once
+    # not `with stream`, which one thread at a time may enter, and once
+    torch.accelerator.set_stream(stream)
     try:
         yield
     finally:

@@ -97,9 +97,8 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
 def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:
     """The cost of a layer whose input is kept as a copy: in an arena, or elsewhere than on the device."""
     r = config.recompute
-    copied = (
-        cost.input if cost.keeps_input else cost.kept
-    )  # of slices that is all that the layer keeps
+    # of slices that is all that the layer keeps
+    copied = cost.input if cost.keeps_input else cost.kept
     if r.offload == "nvme" or (r.offload == "cpu" and device != "cpu"):
         passing = cost.backward + activation_checkpointing.BUFFERS * copied
         return replace(cost, kept=0, keeps_input=False, elsewhere=copied, backward=passing)
@@ -159,10 +158,8 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     held["buffers"] = most - kept + _tiles(layout) + _standing(blueprint, chunks)
     sends = {axis: traffic[axis] - before[axis] for axis in AXES}
     _passes_send(blueprint, chunks, sends)
-    elsewhere, gpu = (
-        held.pop("offloaded") + _kept_elsewhere(blueprint, chunks),
-        default_device().type == "cuda",
-    )
+    elsewhere = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks)
+    gpu = default_device().type == "cuda"
     saving = save_bytes(config.checkpoint, layout, states, gpu)
     held |= {"saving": saving} if saving and not gpu else {}
     copies = memory_bytes(config, layout, states)
@@ -224,9 +221,8 @@ def order_facts(
         if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)
     ]
     nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
-    kept = (
-        Pass(costs[:-1] or costs).kept + costs[-1].input
-    )  # the last layer runs a micro-batch at a time
+    # the last layer runs a micro-batch at a time
+    kept = Pass(costs[:-1] or costs).kept + costs[-1].input
     return kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
 
 
@@ -284,15 +280,12 @@ def _activations(
     for number, action in enumerate(actions):
         one, whole = passes[action.chunk], gathered[action.chunk]
         if action.kind is Kind.F:
-            most, now = (
-                max(most, now + one.forward + reductions.standing + whole.forward * width),
-                now + one.kept,
-            )
+            most = max(most, now + one.forward + reductions.standing + whole.forward * width)
+            now = now + one.kept
             kept = max(kept, now)
             continue
-        if (
-            action.kind is Kind.W
-        ):  # a product into the gradients' memory; what an I has used is there until then
+        # a product into the gradients' memory; what an I has used is there until then
+        if action.kind is Kind.W:
             most, now = max(most, now + reductions.standing), now - one.kept
             reductions.standing = max(
                 reductions.standing, reductions.left if reductions.always else 0
@@ -326,9 +319,8 @@ def _activations_by_layer(
     for unit, cost in enumerate(layers):
         stays = cost.input * (cost.keeps_input or kept_before)
         passed = cost.kept + stays + cost.output
-        waiting = (
-            passed + cost.output * cost.keeps_output
-        )  # for their backward, with the gradient of the output
+        # for their backward, with the gradient of the output
+        waiting = passed + cost.output * cost.keeps_output
         if unit == len(layers) - 1:
             all_kept = kept + others * cost.input + cost.kept + stays
             passed = waiting = cost.input * (1 + kept_before)
@@ -381,9 +373,8 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
             blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (
                 count - 1
             )
-    for (
-        bucket
-    ) in layout.buckets:  # after an update the pipeline ranks that share a slice complete it
+    # after an update the pipeline ranks that share a slice complete it
+    for bucket in layout.buckets:
         part = torch.empty(bucket.updates, dtype=layout.policy.param_dtype, device=META)
         collectives.start_all_gather(part, bucket.group.holders)
     return chunks
@@ -421,11 +412,9 @@ def _passes_send(
 ) -> None:
     """Adds what layers send, and what goes to other stages, for every micro-batch."""
     plan, topology = blueprint.plan, blueprint.topology
-    microbatches, rank, tensor = (
-        plan.microbatches // plan.ways,
-        topology.axis("pp").index,
-        topology.axis("tp"),
-    )
+    microbatches = plan.microbatches // plan.ways
+    rank = topology.axis("pp").index
+    tensor = topology.axis("tp")
     sliced = isinstance(links(blueprint.model, topology), SlicedLinks)
     for number, chunk in enumerate(chunks):
         for cost in chunk:
@@ -461,9 +450,8 @@ class _Reductions:
         traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
         staged = [drive.take() for drive in layout.policy.drives]  # counted with the drives
         with Watch([*storages(layout, states), *staged]) as watch:
-            for _ in range(
-                2 if layout.policy.slices_gradients and rounds < STEADY else 1
-            ):  # buffers stay from step to step
+            # buffers stay from step to step
+            for _ in range(2 if layout.policy.slices_gradients and rounds < STEADY else 1):
                 traffic.clear()
                 traffic.update(before)
                 self._step(blueprint, reducer, rounds, watch)

@@ -89,15 +89,12 @@ class Forecast:
         build: makes a model of one's own, built from `threed.layers`, for a slicing; by default what `config.model` is.
         division: the engine's cut by measured times; by default layers are timed here, if they are to be.
         """
-        own, build = (
-            build is not None,
-            build or (lambda slicing: models.build(config.model, slicing)),
-        )
+        own = build is not None
+        build = build or (lambda slicing: models.build(config.model, slicing))
         p = config.parallel
         grid = Grid.of(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
-        alike: dict[
-            object, _Column
-        ] = {}  # columns that hold parameters of the same shapes count as one
+        # columns that hold parameters of the same shapes count as one
+        alike: dict[object, _Column] = {}
         columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
         columns = [alike.setdefault(column.shapes, column) for column in columns]
         config = with_order(
@@ -127,9 +124,8 @@ class Forecast:
             ranks.append(RankForecast(rank, grid.label(rank), layers, found.bytes, found.sends))
         costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
         timeline = schedules.simulate(pipeline.plan, costs)
-        counted = sum(
-            3.0 * cost.flops for cost in whole.costs
-        )  # not what the model says it costs, in a unit of its own
+        # not what the model says it costs, in a unit of its own
+        counted = sum(3.0 * cost.flops for cost in whole.costs)
         per_token = counted / (config.train.micro_batch * config.model.seq)
         name = type(whole.model).__name__ if own else config.model.arch
         own_costs = options_of(whole.model).costs is not None

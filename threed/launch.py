@@ -75,9 +75,8 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
     try:
         return _run(argv, {"model": {"arch": arch}} if arch else {}, prog)
     except KeyboardInterrupt as interrupt:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # a launcher passes on what the terminal sent already
+        # a launcher passes on what the terminal sent already
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if _local_rank() == 0:
             print(f"threed: interrupted; {interrupt or 'nothing was begun yet'}", flush=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -106,9 +105,8 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
     except ConfigError as error:
         return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast, data, options.dry_run)
-    if (
-        options.dry_run
-    ):  # of a run on another machine, perhaps: what is in the way on this one is only said
+    # of a run on another machine, perhaps: what is in the way on this one is only said
+    if options.dry_run:
         text = [] if forecast is None else [forecast.text()]
         return _say("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
     if options.world_size is not None:
@@ -119,9 +117,8 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         _say(f"threed: {note}")
     words = _words(argv, config) if options.pretrained else None
     command = [*prog.split(), *(words or argv)]
-    if (
-        config.parallel.partition == "measured"
-    ):  # by the ranks' times: the trainer makes the forecast then
+    # by the ranks' times: the trainer makes the forecast then
+    if config.parallel.partition == "measured":
         forecast = None
     code = _exit_code(config, words, lambda: _train(config, data, command, forecast))
     try:
@@ -419,9 +416,8 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
 def _device_problems(config: Config) -> list[str]:
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = device.count()
-    own = (
-        count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
-    )  # srun may make only its own GPU visible to each task
+    # srun may make only its own GPU visible to each task
+    own = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     if 0 < count < local_world and not own:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
         return [

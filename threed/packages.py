@@ -29,8 +29,7 @@ def needed(package: str, purpose: str) -> ModuleType:
 def missing(package: str, purpose: str, error: ImportError) -> MissingPackageError:
     """Returns the error to raise instead of an ImportError; `package` may have a version, such as "pydantic>=2.7"."""
     name = package.partition(">")[0]
-    shown = (
-        package if package == name else f"'{package}'"
-    )  # a shell would take ">" for a redirection
+    # a shell would take ">" for a redirection
+    shown = package if package == name else f"'{package}'"
     what = f"{purpose} needs the package {name}, which cannot be imported here ({error})"
     return MissingPackageError(f"{what}: pip install {shown}", name=name)

@@ -42,9 +42,8 @@ class Scaler:
     def __init__(self, rule: LossScale, device: torch.device) -> None:
         self.rule = rule
         self.scale = torch.full((), rule.initial, dtype=torch.float64, device=device)
-        self.good = torch.zeros(
-            (), dtype=torch.float64, device=device
-        )  # updates since the last overflow
+        # updates since the last overflow
+        self.good = torch.zeros((), dtype=torch.float64, device=device)
         self.left = torch.full((), float(rule.hysteresis), dtype=torch.float64, device=device)
 
     def update(self, skipped: Tensor) -> None:

@@ -43,12 +43,10 @@ def philox(
     k0, k1 = stream
     for _ in range(10):
         p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
-            p1 & _MASK,
-            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
-            p0 & _MASK,
-        )
+        c0 = ((p1 >> 32) & _MASK) ^ c1 ^ k0
+        c1 = p1 & _MASK
+        c2 = ((p0 >> 32) & _MASK) ^ c3 ^ k1
+        c3 = p0 & _MASK
         k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
     return cast(tuple[Tensor, Tensor, Tensor, Tensor], (c0, c1, c2, c3))
 
@@ -101,9 +99,8 @@ def normal(
     stream = key(seed, name)
     if 0 in size:
         return torch.empty(tuple(size))
-    cut = max(
-        (d for d in range(len(shape)) if size[d] != shape[d]), default=0
-    )  # from here on runs are whole
+    # from here on runs are whole
+    cut = max((d for d in range(len(shape)) if size[d] != shape[d]), default=0)
     run = math.prod(size[cut:])
     begins = torch.zeros(1, dtype=torch.int64)
     for d in range(cut):
@@ -133,28 +130,22 @@ def keep_mask(
     Made in blocks of positions: beside the mask itself, 125 bytes for each of `_CHUNK` counters at a time, 8.2 MB
     on a CPU and 131 MB elsewhere, or for those of one position's columns where they are more.
     """
-    stream, first, run, device = (
-        key(seed, name),
-        columns[0],
-        columns[1] - columns[0],
-        samples.device,
-    )
+    stream = key(seed, name)
+    first = columns[0]
+    run = columns[1] - columns[0]
+    device = samples.device
     keep = torch.empty((rows[1] - rows[0]) * len(samples), run, dtype=torch.bool, device=device)
     aligned = width % 4 == first % 4 == 0
-    counters = (
-        -(-run // 4) if aligned else (run + 6) // 4
-    )  # that cover a run, in the second case wherever it begins
+    # that cover a run, in the second case wherever it begins
+    counters = -(-run // 4) if aligned else (run + 6) // 4
     column = torch.arange(max(run, counters), device=device)
     lines = max(1, (_CHUNK if device.type == "cpu" else 16 * _CHUNK) // max(counters, 1))
-    for at in range(
-        0, min(len(keep), lines) if keep.is_meta else len(keep), lines
-    ):  # one block shows what it takes
+    # one block shows what it takes
+    for at in range(0, min(len(keep), lines) if keep.is_meta else len(keep), lines):
         out = keep[at : at + lines]
         line = torch.arange(at, at + len(out), device=device).view(-1, 1)
-        begin, sample = (
-            (line // len(samples) + rows[0]) * width + first,
-            samples[line % len(samples)],
-        )
+        begin = (line // len(samples) + rows[0]) * width + first
+        sample = samples[line % len(samples)]
         words = philox(
             (begin // 4 + column[:counters], sample & _MASK, sample >> 32, step & _MASK), stream
         )

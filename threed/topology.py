@@ -94,9 +94,8 @@ def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> N
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # one machine: never depend on what its name resolves to
+        # one machine: never depend on what its name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     store = dist.PrefixStore(_meet(store, rank, size), store)
     cuda = device is not None and device.type == "cuda"

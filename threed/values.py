@@ -166,9 +166,8 @@ def _duration(value: object) -> object:
 Count = Annotated[int, Field(ge=1), BeforeValidator(_number), Takes("N")]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(_number), Takes("N")]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_number), Takes("X")]
-MemorySize = Annotated[
-    float, Field(gt=0, le=1e12), BeforeValidator(_number), Takes("X")
-]  # of which bytes are finite
+# of which bytes are finite
+MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(_number), Takes("X")]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")]
 Spike = Annotated[NonNegative, AfterValidator(_zero_or_above_one)]
 Duration = Annotated[float, Field(gt=0, le=1e9), BeforeValidator(_duration), Takes("TIME")]
@@ -180,9 +179,8 @@ AutoSwitch = Annotated[
 ]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("TEXT")]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("PATH")]
-LocalPath = Annotated[
-    PathText, AfterValidator(os.path.expanduser)
-]  # of this machine: ~ is the user's home
+# of this machine: ~ is the user's home
+LocalPath = Annotated[PathText, AfterValidator(os.path.expanduser)]
 Partition = Annotated[
     Literal["balanced", "uniform", "measured"] | tuple[int, ...],
     BeforeValidator(_partition),

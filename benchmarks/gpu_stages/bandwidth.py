@@ -22,9 +22,8 @@ def rates(found: dict[str, float], nbytes: int) -> dict[str, Any]:
 
 def on_device(size: int, device: torch.device, rounds: int) -> dict[str, Any]:
     """A copy of so many bytes."""
-    given = torch.randint(
-        0, 255, (size,), dtype=torch.uint8, device=device
-    )  # zeros may be faster than numbers
+    # zeros may be faster than numbers
+    given = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     out = torch.empty_like(given)
     return rates(interleaved({"copy": lambda: out.copy_(given)}, device, rounds)["copy"], 2 * size)
 

@@ -85,10 +85,8 @@ def gradient_of(function: Callable[..., Any], gradients: int) -> Callable[[Compi
         work = compiled(function)
 
         def prepare(*inputs: Tensor) -> Callable[[], Results]:
-            given, leaves = (
-                inputs[:gradients],
-                [x.detach().requires_grad_() for x in inputs[gradients:]],
-            )
+            given = inputs[:gradients]
+            leaves = [x.detach().requires_grad_() for x in inputs[gradients:]]
             outputs = _tuple(work(*leaves))
             return lambda: torch.autograd.grad(outputs, leaves, given, retain_graph=True)
 
@@ -176,9 +174,8 @@ def _norm(layer: bool, residual: bool) -> Callable[..., Any]:
         other, (weight, *bias) = (rest[:1], rest[1:]) if residual else ((), rest)
         total = x + other[0] if residual else x
         if residual and total.dtype == torch.float64:
-            total = (
-                total + (total.bfloat16().double() - total).detach()
-            )  # all sides normalise the rounded sum
+            # all sides normalise the rounded sum
+            total = total + (total.bfloat16().double() - total).detach()
         y = (
             F.layer_norm(total, weight.shape, weight, bias[0], EPS)
             if layer
@@ -418,9 +415,8 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
         turn = liger("liger_rope")
 
         def prepare(x: Tensor) -> Callable[[], Results]:
-            q, k = (
-                part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts(x)
-            )  # [b a s d]
+            # [b a s d]
+            q, k = (part.transpose(0, 1).contiguous().transpose(1, 2) for part in parts(x))
             angle = rotary.angles(Positions.all(length), s.d, THETA, x.device)
             angle = angle.repeat(1, 2).unsqueeze(0).to(x.dtype)
             cosines, sines = angle.cos(), angle.sin()

@@ -90,11 +90,9 @@ def collectives(device: torch.device) -> str:
 
 def rank(args: argparse.Namespace) -> None:
     """One rank of a world; rank 0 writes what all ways gave."""
-    cuda, number, world = (
-        args.device == "cuda",
-        int(os.environ["RANK"]),
-        int(os.environ["WORLD_SIZE"]),
-    )
+    cuda = args.device == "cuda"
+    number = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", number) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

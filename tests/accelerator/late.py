@@ -249,10 +249,8 @@ class Device(TorchDispatchMode):
                 return None
         else:
             source, late = args[0], kwargs.get("non_blocking", False)
-            target, dtype = (
-                kwargs.get("device") or source.device,
-                kwargs.get("dtype") or source.dtype,
-            )
+            target = kwargs.get("device") or source.device
+            dtype = kwargs.get("dtype") or source.dtype
             if isinstance(source, Late) is (target.type == NAME):
                 return None
             out = torch.empty_like(zeros(source), dtype=dtype)

@@ -238,9 +238,8 @@ def numbers_begin_on_the_host() -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(before)
 
 
-_FAKE: list[
-    FakeTensorMode
-] = []  # one for all: tables that are kept from run to run are its tensors
+# one for all: tables that are kept from run to run are its tensors
+_FAKE: list[FakeTensorMode] = []
 
 
 @contextmanager

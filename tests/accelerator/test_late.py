@@ -233,10 +233,8 @@ def collectives_are_not_waited_for(stack: ExitStack) -> None:
     stack.enter_context(patch.object(Work, "wait", never))
 
 
-GATHERER, STORE = (
-    "threed.zero.gather:Gatherer",
-    "threed.pipeline.activation_checkpointing:ActivationStore",
-)
+GATHERER = "threed.zero.gather:Gatherer"
+STORE = "threed.pipeline.activation_checkpointing:ActivationStore"
 DEEP = {"layers": 6}  # else there are buffers enough
 FAULTS: list[tuple[Plant, Case]] = [
     (Changed("threed.device", "beside", "stream.wait_stream(before)"), Case(**OFFLOADED)),
@@ -255,10 +253,8 @@ FAULTS: list[tuple[Plant, Case]] = [
     (Changed(STORE, "release", "self._stream.synchronize()"), Case(recompute="nvme", **DEEP)),
     (batches_share_a_page_locked_buffer, Case()),
 ]  # fmt: skip
-OVERLAP, PAIRS = (
-    "threed.pipeline.overlap:Overlap",
-    Case(pp=2, schedule="dualpipev", layers=6, microbatches=8),
-)
+OVERLAP = "threed.pipeline.overlap:Overlap"
+PAIRS = Case(pp=2, schedule="dualpipev", layers=6, microbatches=8)
 BOTH_WAYS = Case(pp=2, schedule="chimera", layers=2)
 FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
     (Changed(OVERLAP, "pair", "current_stream(self._side.device).wait_stream(self._side)"), PAIRS),

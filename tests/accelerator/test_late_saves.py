@@ -65,15 +65,13 @@ def saved_late(
         engine = configs.engine_of(config)
         train(engine, 2)
         streams, copies = device.streams, device.streams.named("copies", "save")
-        stack.enter_context(
-            patch.object(streams.random, "random", return_value=1.0)
-        )  # the order stays
+        # the order stays
+        stack.enter_context(patch.object(streams.random, "random", return_value=1.0))
         streams.order.remove(copies)
         streams.order.append(copies)
         save = engine.start_save(folder / "beside")
-        if at_once or not (
-            room and config.zero.offload_optimizer == "none"
-        ):  # updates wait for the thread
+        # updates wait for the thread
+        if at_once or not (room and config.zero.offload_optimizer == "none"):
             told.set()
         train(engine, 2)
         told.set()

@@ -257,9 +257,8 @@ def run_planted(wrong: Callable[[Tensor], Tensor], world: int = 1) -> Pretend:
 def test_a_planted_fault_is_found_where_it_is(
     wrong: Callable[[Tensor], Tensor], kind: str, operation: str
 ) -> None:
-    first = run_planted(wrong).faults[
-        0
-    ]  # its backward may have more, in the line that runs the layer's backward
+    # its backward may have more, in the line that runs the layer's backward
+    first = run_planted(wrong).faults[0]
     assert first.kind == kind
     assert operation in first.operation
     assert first.place.startswith("tests/accelerator/test_pretend.py:")

@@ -32,11 +32,9 @@ from threed.ops import launch
 from threed.pipeline.trace import Watch
 
 NAME = "pretend"
-HOST_READ, MIXED, BLOCKING = (
-    "a value is read on the host",
-    "tensors of host and device in one operation",
-    "a copy waits",
-)
+HOST_READ = "a value is read on the host"
+MIXED = "tensors of host and device in one operation"
+BLOCKING = "a copy waits"
 TO_COLLECTIVE, WAIT = "host memory is given to a collective", "the host waits for the device"
 ROOT = Path(__file__).parents[2]
 OURS = (Path(__file__), Path(__file__).with_name("pretend.py"))
@@ -120,9 +118,8 @@ class Watching(TorchDispatchMode):
         self.faults: list[Fault] = []
         self.waits: list[Fault] = []  # of the host for the device
         self.launches: Counter[str] = Counter()
-        self.traffic = self.copied = self.communicated = (
-            0  # bytes: of kernels, between host and device, of collectives
-        )
+        # bytes: of kernels, between host and device, of collectives
+        self.traffic = self.copied = self.communicated = 0
         self.memory = Watch()
         self._pinned: dict[int, StorageWeakRef] = {}
 
@@ -183,9 +180,8 @@ class Watching(TorchDispatchMode):
     def _run(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in WITHOUT_SHAPES:
             return None
-        if (
-            name in IN_PLACE
-        ):  # its shape is known, which torch takes a fifth of a millisecond to find out
+        # its shape is known, which torch takes a fifth of a millisecond to find out
+        if name in IN_PLACE:
             return args[0]
         if name == "is_pinned":
             return self.is_pinned(args[0])
@@ -226,18 +222,15 @@ class Watching(TorchDispatchMode):
             waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         else:
             source = host = args[0]
-            target, waits = (
-                torch.device(kwargs.get("device") or source.device),
-                not kwargs.get("non_blocking", False),
-            )
+            target = torch.device(kwargs.get("device") or source.device)
+            waits = not kwargs.get("non_blocking", False)
         if {target.type, source.device.type} != {"cpu", NAME}:
             return
         if isinstance(source, FakeTensor):
             source.constant = None  # else torch would make a real copy of a number
         self.copied += source.nbytes
-        fresh = (
-            name == "_to_copy" and target.type == "cpu"
-        )  # torch makes that page-locked by itself
+        # torch makes that page-locked by itself
+        fresh = name == "_to_copy" and target.type == "cpu"
         if waits or not (fresh or self.is_pinned(host)):
             how = "blocking" if waits else "pageable memory"
             self.fault(

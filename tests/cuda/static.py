@@ -41,9 +41,8 @@ COMPILE_SECONDS = 60  # of CPU, for all sources and architectures
 
 REGISTERS, THREADS, BLOCKS, PARTITIONS = 65536, 2048, 32, 4  # of a multiprocessor, as SHARED
 SHARED = {"sm_80": 164 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10}
-DYNAMIC = {
-    "cross_entropy.whole": 50304 * 2
-}  # bytes of dynamic shared memory: GPT-2's vocabulary, padded
+# bytes of dynamic shared memory: GPT-2's vocabulary, padded
+DYNAMIC = {"cross_entropy.whole": 50304 * 2}
 # An H200: 4.8 TB/s for 132 multiprocessors of 1.755 GHz.
 BYTES_A_CLOCK = 4.8e12 / 132 / 1.755e9
 SPECIAL_CLOCKS = 2  # 32 lanes at 16 a clock

@@ -72,9 +72,8 @@ def test_gelu(rows: int, f: int, with_bias: bool, bias_gradient: bool | None) ->
         forward, backward, *rest = machine.launches
         elements = {"x": (1, 0), "out": (0, 1), "dout": (1, 0), "dx": (0, 1), "db_parts": (0, 1)}
         for ran in (forward, backward):
-            biases = (
-                {"bias": ran.traffic["bias"].times} if "bias" in ran.traffic else {}
-            )  # once a warp
+            # once a warp
+            biases = {"bias": ran.traffic["bias"].times} if "bias" in ran.traffic else {}
             assert_traffic(ran, {n: t for n, t in elements.items() if n in ran.traffic} | biases)
             if large(rows, f):
                 assert_coalesced(ran)

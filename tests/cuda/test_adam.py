@@ -51,19 +51,15 @@ def update(
 @pytest.mark.parametrize("step", [1, 1000])
 def test_update(n: int, gradient: torch.dtype, with_out: bool, step: int) -> None:
     rule, decay = Adam(0.9, 0.95, 1e-8), 0.1
-    p, m, v, g = (
-        normal(n, seed=0),
-        0.1 * normal(n, seed=1),
-        0.01 * normal(n, seed=2).square(),
-        normal(n, seed=3).to(gradient),
-    )
+    p = normal(n, seed=0)
+    m = 0.1 * normal(n, seed=1)
+    v = 0.01 * normal(n, seed=2).square()
+    g = normal(n, seed=3).to(gradient)
     v[::7], g[::7], m[::7] = 0, 0, 0  # never used yet
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
-        states, out = (
-            [t.clone() for t in (p, m, v)],
-            torch.empty(n, dtype=torch.bfloat16) if with_out else None,
-        )
+        states = [t.clone() for t in (p, m, v)]
+        out = torch.empty(n, dtype=torch.bfloat16) if with_out else None
         update(states, g, out, now(step), rule, decay)
         (ran,) = machine.launches
         arrays = {"p": (1, 1), "m": (1, 1), "v": (1, 1), "g": (1, 0), "out": (0, 1)}
@@ -115,9 +111,8 @@ def test_stochastic_rounding_is_right_on_average() -> None:
         assert ((out == low) | (out == high)).all()
         total += out.double()
     gap = (high.double() - low.double()).abs().clamp(min=1e-30)
-    assert (
-        (total / tries - p.double()).abs() / gap
-    ).max() < 5 * 0.5 / tries**0.5  # five standard deviations
+    # five standard deviations
+    assert ((total / tries - p.double()).abs() / gap).max() < 5 * 0.5 / tries**0.5
     assert torch.equal(total[:2] / tries, p[:2].double())
 
 

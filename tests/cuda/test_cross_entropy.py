@@ -63,11 +63,9 @@ def assert_loss(got: Tensor, losses: Tensor, logits: Tensor) -> None:
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("multiple", [8, 128])
 def test_whole_rows(rows: int, columns: int, multiple: int) -> None:
-    logits, targets, weight = (
-        bf16(rows, columns, scale=3.0),
-        targets_of(rows, columns),
-        torch.tensor(0.37),
-    )
+    logits = bf16(rows, columns, scale=3.0)
+    targets = targets_of(rows, columns)
+    weight = torch.tensor(0.37)
     width = -(-columns // multiple) * multiple
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
@@ -91,11 +89,9 @@ def test_whole_rows(rows: int, columns: int, multiple: int) -> None:
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_shards(rows: int, columns: int, ranks: int) -> None:
-    logits, targets, weight = (
-        bf16(rows, columns, scale=3.0),
-        targets_of(rows, columns),
-        torch.tensor(0.37),
-    )
+    logits = bf16(rows, columns, scale=3.0)
+    targets = targets_of(rows, columns)
+    weight = torch.tensor(0.37)
     spans = [split(columns, ranks, rank) for rank in range(ranks)]
 
     def work(machine: Machine) -> tuple[Tensor, ...]:

@@ -39,10 +39,8 @@ def test_dropout(
 ) -> None:
     length, sequences, h = shape
     x, what = bf16(*shape) + 2, draw(sequences, p, (3, 3 + length))
-    bias, residual = (
-        bf16(h, seed=1) if with_bias else None,
-        bf16(*shape, seed=2) if with_residual else None,
-    )
+    bias = bf16(h, seed=1) if with_bias else None
+    residual = bf16(*shape, seed=2) if with_residual else None
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         out = dropout.dropout(x, what, bias, residual)

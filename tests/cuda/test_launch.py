@@ -130,9 +130,8 @@ def test_a_refused_launch_is_not_blamed_on_the_next(device: str) -> None:
         refused, _ = bf16(2, 120_000), torch.zeros(())
         targets, one = torch.zeros(2, dtype=torch.int64), torch.ones(())
         with pytest.raises((ValueError, RuntimeError), match="CUDA error 1"):
-            cross_entropy.whole(
-                refused, targets, one, 120_000
-            )  # more shared memory than any GPU has
+            # more shared memory than any GPU has
+            cross_entropy.whole(refused, targets, one, 120_000)
         x = torch.ones(8, dtype=torch.bfloat16)
         launch.start("scale", x, torch.full((), 2.0), 8, 1)
         assert x.tolist() == [2.0] * 8

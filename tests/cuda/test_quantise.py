@@ -44,9 +44,8 @@ def test_quantise(blocks: int, bits: int) -> None:
     q, scales = in_every_order(work)
     whole, truth = quantise.quantise_reference(x.double(), bits)
     assert_close(scales, truth, 1e-6)
-    assert (
-        quantise.unpacked(q, bits).int() - whole.int()
-    ).abs().max() <= 1  # a number between two may go either way
+    # a number between two may go either way
+    assert (quantise.unpacked(q, bits).int() - whole.int()).abs().max() <= 1
     assert torch.equal(quantise.packed(quantise.unpacked(q, bits), bits), q)
     back = quantise.unpacked(q, bits).double() * truth.view(-1, 1)
     assert ((back - x.double().view(-1, 256)).abs() <= 0.5001 * truth.view(-1, 1)).all()

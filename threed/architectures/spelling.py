@@ -237,17 +237,15 @@ def _short(value: Any) -> str:
 def write(record: Architecture, keys: Keys) -> dict[str, Any]:
     """The configuration of a model with these keys, which are resolved."""
     table: dict[str, Any] = {"architectures": [record.hf_class], "model_type": record.model_type}
-    table["pad_token_id"] = (
-        None  # theirs may be beyond the vocabulary, and its row would not be trained
-    )
+    # theirs may be beyond the vocabulary, and its row would not be trained
+    table["pad_token_id"] = None
     for key in record.keys:
         table[key.theirs] = _plain(key.ours, keys[key.ours])
     if not record.learned_positions:
         table |= _rope(record, keys)
     if record.window == "layer_types" and not keys["window"]:
-        table["sliding_window"] = keys[
-            "positions"
-        ]  # theirs has no such layers without a window: one that sees all
+        # theirs has no such layers without a window: one that sees all
+        table["sliding_window"] = keys["positions"]
     return table | _windows(record, keys) | dict(record.fixed) | dict(record.written)
 
 
@@ -276,9 +274,8 @@ def _rope(record: Architecture, keys: Keys) -> dict[str, Any]:
             for name, value in old.items()
             if name in ("type", "short_factor", "long_factor")
         }
-        rest = (
-            {} if "factor" in rest or "attention_factor" in rest else rest
-        )  # of which transformers 4 knows nothing
+        # of which transformers 4 knows nothing
+        rest = {} if "factor" in rest or "attention_factor" in rest else rest
     if record.local:
         table["rope_local_base_freq"] = keys["rope_local_theta"]
         local = {"rope_type": "default", "rope_theta": keys["rope_local_theta"]}

@@ -56,12 +56,10 @@ class Save:
         before: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.path, self.called_s = saving.path, called_s
-        self._saving, self._snapshot, self._published, self._before = (
-            saving,
-            snapshot,
-            published,
-            before,
-        )
+        self._saving = saving
+        self._snapshot = snapshot
+        self._published = published
+        self._before = before
         self._asked = False
         self._written, self._done = threading.Event(), threading.Event()
         root = saving.root

@@ -106,9 +106,8 @@ def write_hashed(
             if limit is not None:
                 os.fdatasync(file.fileno())
                 _wait_until(began + written / limit, hurries)
-            if durable and hasattr(
-                os, "posix_fadvise"
-            ):  # starts to write them back, and frees clean pages
+            # starts to write them back, and frees clean pages
+            if durable and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, written, os.POSIX_FADV_DONTNEED)
         file.truncate()
         if durable:
@@ -181,10 +180,8 @@ def parts(
                 raise ValueError(
                     f"the tensors are fewer, or shorter, than announced: {name} is not complete"
                 )
-            whole, rows = (
-                tuple(tensor.shape) == shape,
-                tensor.dim() > 0 and tensor.shape[1:] == shape[1:],
-            )
+            whole = tuple(tensor.shape) == shape
+            rows = tensor.dim() > 0 and tensor.shape[1:] == shape[1:]
             if tensor.dtype != dtype or not (whole or (rows and tensor.numel() <= left)):
                 raise ValueError(
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {(dtype, shape)}"
@@ -246,9 +243,8 @@ class TensorFile:
             if len(starts) > 1:
                 blocks = [(rest[start : start + BLOCK], at + start) for start in starts]
                 work = [threads().submit(fill, self._handle, *block) for block in blocks]
-                wait(
-                    work
-                )  # after an error too: no thread may still write into `out` after the return
+                # after an error too: no thread may still write into `out` after the return
+                wait(work)
                 for one in work:
                     one.result()
             else:

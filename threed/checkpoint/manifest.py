@@ -63,9 +63,8 @@ Lengths = Annotated[list[Length], Field(max_length=64)]
 Row = Field(strict=False)  # JSON has lists for tuples
 Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # name, dtype, shape
 Number = Annotated[tuple[Counter, Counter], Row]
-Piece = Annotated[
-    tuple[Name, Dimensions, Lengths, Counter], Row
-]  # name, start, size, first element in its line
+# name, start, size, first element in its line
+Piece = Annotated[tuple[Name, Dimensions, Lengths, Counter], Row]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 

@@ -91,9 +91,8 @@ def load(
 
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
-    _tell(
-        topology.rank, reader, here, fresh if state["updates"] else set()
-    )  # moments of a start are zero
+    # moments of a start are zero
+    _tell(topology.rank, reader, here, fresh if state["updates"] else set())
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
     optimizer.updates.fill_(state["updates"])
@@ -243,9 +242,8 @@ def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dic
         for _, some in groupby(mine, key=lambda record: record.state)
     ]
     full: dict[str, Tensor] = {}
-    for boxes in zip_longest(
-        *collectives.exchange(about, everyone), fillvalue=[]
-    ):  # a bucket of each rank at a time
+    # a bucket of each rank at a time
+    for boxes in zip_longest(*collectives.exchange(about, everyone), fillvalue=[]):
         flat = next(held, empty)
         flat = flat if everyone.size == 1 else flat.to(topology.device)
         for values, some in zip(collectives.gather_to_first(flat, everyone), boxes, strict=False):

@@ -61,9 +61,8 @@ class SavedBox:
         done = 0
         for number, lo, hi in self._between(first, first + values.numel()):
             name, key = self.holders[number]
-            file = self.reader.file(
-                name
-            )  # compared with the manifest, which the offset follows from
+            # compared with the manifest, which the offset follows from
+            file = self.reader.file(name)
             offset = self.section.offset(number, self.line, self.part, lo)
             file.read(key, offset, values[done : done + hi - lo])
             done += hi - lo
@@ -138,10 +137,8 @@ class Reader:
 
     def _check_file(self, file: TensorFile, entry: Mapping[str, Any]) -> None:
         """Raises CheckpointError if a file's header says other than the manifest does."""
-        inside, name = (
-            {key: (dtype, shape) for key, (dtype, shape, _) in file.tensors.items()},
-            entry["file"],
-        )
+        inside = {key: (dtype, shape) for key, (dtype, shape, _) in file.tensors.items()}
+        name = entry["file"]
         for key, (number, holds) in enumerate(entry.get("holds", ())):
             section = self._sections[number]
             named = file.metadata.get(str(key)) == f"{section.digest} {holds}"

@@ -233,9 +233,8 @@ def _rate(manifest: Manifest, config: Config) -> Iterator[str]:
 def model_differences(manifest: Manifest, config: Config) -> list[str]:
     """Returns the differences of the model that a resume refuses, one line each."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
-    with suppress(
-        ValueError
-    ):  # defaults of keys that did not exist then; unchanged if a later version wrote it
+    # defaults of keys that did not exist then; unchanged if a later version wrote it
+    with suppress(ValueError):
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelt_as(resolved, config.model).model_dump(mode="json")
     fixed = {
@@ -268,9 +267,8 @@ def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
     optim = OptimConfig.model_validate(manifest["config"]["optim"])
     saved, wanted = _optimizers(optim), _optimizers(config.optim)
     kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
-    if saved == wanted or not (
-        kept or manifest["state"]["steps"]
-    ):  # weights alone, of another format
+    # weights alone, of another format
+    if saved == wanted or not (kept or manifest["state"]["steps"]):
         return []
     there, here = (", ".join(names) or "nothing" for names in (kept, state_names(config.optim)))
     fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"

@@ -175,9 +175,8 @@ class Retention:
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists():
             shutil.copy2(metrics, aside)
-        for path in reversed(
-            later
-        ):  # the newest last: until all are moved, the run resumes from it
+        # the newest last: until all are moved, the run resumes from it
+        for path in reversed(later):
             path.rename(aside / path.name)
         for place in (aside, self.folder, self.folder / "checkpoints"):
             sync(place)

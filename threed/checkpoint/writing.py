@@ -312,9 +312,8 @@ class Saving:
         """Returns the entries of all ranks; CheckpointError with what they could not do, or if one does not come."""
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
-            if (
-                rank == self.everyone.index and self.problem is not None
-            ):  # others may still write into the folder
+            # others may still write into the folder
+            if rank == self.everyone.index and self.problem is not None:
                 found.append({"error": self.problem})
                 continue
             file = self._entry_file(rank)
@@ -370,9 +369,8 @@ def finish(
 ) -> None:
     """Writes the manifest from what every rank left, and renames the folder. Raises OSError, CheckpointError, and
     TypeError and others for a `head` that JSON cannot say."""
-    body = json.loads(
-        json.dumps({**head, **joined(entries)})
-    )  # as it will be read: JSON has no tuples
+    # as it will be read: JSON has no tuples
+    body = json.loads(json.dumps({**head, **joined(entries)}))
     try:
         check_structure(body)  # what could not be read must not count as saved
     except CheckpointError as error:

@@ -25,10 +25,8 @@ def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Toke
     for group in _groups(pieces):
         encoded = tokenizer.encode_pieces([piece.data for piece in group])
         for piece, tokens in zip(group, encoded, strict=True):
-            before, after = (
-                tokenizer.bos_ids if begins else (),
-                (tokenizer.eot,) if piece.ends else (),
-            )
+            before = tokenizer.bos_ids if begins else ()
+            after = (tokenizer.eot) if piece.ends else ()
             parts = [np.array(before, tokens.dtype), tokens, np.array(after, tokens.dtype)]
             yield np.concatenate(parts), piece.ends
             begins = piece.ends

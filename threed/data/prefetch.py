@@ -33,9 +33,8 @@ class Prefetcher(Generic[T]):
         # All below is read and written only under the condition's lock.
         self._ready: deque[T | _Failure] = deque()
         self._wanted = start  # the step that get() expects next
-        self._upcoming: int | None = (
-            start  # the step to fetch next; None after a failure, until a restart
-        )
+        # the step to fetch next; None after a failure, until a restart
+        self._upcoming: int | None = start
         self._restarts = 0  # tells results requested before a restart from later ones
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="threed-prefetch", daemon=True)

@@ -16,18 +16,16 @@ from typing import BinaryIO, Literal, NamedTuple
 from threed.parse import ParseError, parse_json, plain
 
 PIECE_BYTES = 1 << 20
-BLANK = (
-    b" \t\r\n\xef\xbb\xbf"  # white space, and the mark that some editors put at the start of a file
-)
+# white space, and the mark that some editors put at the start of a file
+BLANK = b" \t\r\n\xef\xbb\xbf"
 # Byte-order marks: that of UTF-8 is removed, files with the others are refused. UTF-32 comes first, since its
 # little-endian mark begins with that of UTF-16.
 UTF8_MARK = b"\xef\xbb\xbf"
 OTHER_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
 }  # fmt: skip
-MOST_NULS = (
-    0.25  # share of NULs in a piece above which it is taken for UTF-16 or UTF-32 without a mark
-)
+# share of NULs in a piece above which it is taken for UTF-16 or UTF-32 without a mark
+MOST_NULS = 0.25
 TEXT_ENDINGS = (".txt", ".jsonl")
 
 

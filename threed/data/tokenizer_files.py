@@ -17,11 +17,9 @@ from typing import Any
 from threed.parse import read_json
 
 JSON = "tokenizer.json"
-CONFIG, SPECIALS_MAP, ADDED = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
+CONFIG = "tokenizer_config.json"
+SPECIALS_MAP = "special_tokens_map.json"
+ADDED = "added_tokens.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 # Sets of files with a full vocabulary, in order of preference.
 VOCABULARIES = (

@@ -169,9 +169,8 @@ def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None
     saved = extra.get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
-        if "hf" not in extra and FIRST_NAMES.issuperset(
-            saved or ()
-        ):  # written by an earlier version
+        # written by an earlier version
+        if "hf" not in extra and FIRST_NAMES.issuperset(saved or ()):
             found = found.only(FIRST_NAMES)
         return found if found.files and found.hashes() == saved else None
     except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to

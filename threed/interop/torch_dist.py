@@ -75,10 +75,8 @@ class DistFolder:
     def _read(self, info: Mapping[str, Any]) -> Any:
         """Returns what torch.save wrote to a part of a file."""
         with as_written_by("torch.distributed.checkpoint", self.path):
-            file, (first, length) = (
-                info["relative_path"],
-                _lengths([info["offset"], info["length"]]),
-            )
+            file = info["relative_path"]
+            (first, length) = _lengths([info["offset"], info["length"]])
             if Path(file).name != file or not file.isprintable():
                 raise CheckpointError(f"{self.path} names {plain(file)}, which is no file of it")
             if info.get("transform_descriptors"):

@@ -42,9 +42,8 @@ class _Projection:
         """The gradient of logits at some positions, [n v/t]; they are made again of x, [.. b h]."""
         with torch.enable_grad():
             logits = self.terms.by.linear(x, weight, None).requires_grad_()
-            loss = self.loss(
-                logits.view_as(logits), at
-            )  # not a leaf to the loss, which works in its memory
+            # not a leaf to the loss, which works in its memory
+            loss = self.loss(logits.view_as(logits), at)
             return torch.autograd.grad(loss, logits, dloss.to(loss.dtype))[0].flatten(0, -2)
 
 

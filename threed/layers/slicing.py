@@ -30,9 +30,8 @@ class Slicing:
     sequence: bool = False
     seed: int = 1234
     tile: int = 1
-    opaque: Any = field(
-        default=None, init=False
-    )  # stands for `tp` in a graph of torch.compile (`layers.compiled`)
+    # stands for `tp` in a graph of torch.compile (`layers.compiled`)
+    opaque: Any = field(default=None, init=False)
 
     def __deepcopy__(self, memo: object) -> Slicing:
         return self
@@ -281,10 +280,8 @@ class VectorGradient:
         if found is not None and self._direct:
             self.out, self.add = found[0].view(-1), found[1]
         else:
-            self.out, self.add = (
-                torch.empty(param.shape, dtype=torch.float32, device=param.device),
-                False,
-            )
+            self.out = torch.empty(param.shape, dtype=torch.float32, device=param.device)
+            self.add = False
 
     def done(self) -> Tensor | None:
         """Ends the contribution; returns what autograd is to get, if it does not go to a sink."""

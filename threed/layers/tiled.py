@@ -78,10 +78,8 @@ def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
 @contextmanager
 def whole(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
     """Keeps a tile whole in the block, and begins to gather `following`."""
-    gatherer, following_gatherer = (
-        tile_gatherer_of(weight),
-        None if following is None else tile_gatherer_of(following),
-    )
+    gatherer = tile_gatherer_of(weight)
+    following_gatherer = None if following is None else tile_gatherer_of(following)
     if gatherer is not None:
         gatherer.open()
     if following_gatherer is not None:

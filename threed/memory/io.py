@@ -159,9 +159,8 @@ class Disk:
             SwapError: the drive is full.
         """
         need = _whole_blocks(nbytes)
-        self._check_process(
-            "reserving space"
-        )  # before the lock, which a thread of the parent may have held
+        # before the lock, which a thread of the parent may have held
+        self._check_process("reserving space")
         with self._lock:
             self._check_open("reserving space")
             if self._free.get(need):
@@ -301,9 +300,8 @@ def _whole_blocks(nbytes: int) -> int:
 
 def _free_bytes(fd: int) -> int:
     here = os.fstatvfs(fd)
-    return (
-        here.f_bavail * here.f_frsize if here.f_blocks else 2**63
-    )  # some file systems do not count
+    # some file systems do not count
+    return here.f_bavail * here.f_frsize if here.f_blocks else 2**63
 
 
 def _allocate(fd: int, offset: int, nbytes: int) -> None:

@@ -48,9 +48,8 @@ def host_buffer(nbytes: int) -> Tensor:
     whole = nbytes // HUGE * HUGE  # a huge page beyond it would make more resident than requested
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
         _advise(memory, mmap.MADV_HUGEPAGE, start, whole)
-    buffer = torch.frombuffer(
-        memory, dtype=torch.uint8, offset=start, count=nbytes
-    ).zero_()  # touches every page
+    # touches every page
+    buffer = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes).zero_()
     if device.count():
         device.page_lock(buffer.data_ptr(), nbytes)
         memory.address = buffer.data_ptr()

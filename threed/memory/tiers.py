@@ -328,9 +328,8 @@ class DriveBuffer:
         storage.outstanding -= 1
         try:
             self.wait()
-            if (
-                storage.outstanding
-            ):  # the other buffer was read before this write, and its values are old
+            # the other buffer was read before this write, and its values are old
+            if storage.outstanding:
                 raise RuntimeError(
                     "values were staged twice, and the second buffer is older than what is stored now"
                 )

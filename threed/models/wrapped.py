@@ -124,11 +124,9 @@ class Wrapped(PipelineLayer):
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
         """The micro-batch's weighted loss."""
-        inputs, weight, items = (
-            micro.inputs or {},
-            micro.weight,
-            self.count if isinstance(self.count, Items) else None,
-        )
+        inputs = micro.inputs or {}
+        weight = micro.weight
+        items = self.count if isinstance(self.count, Items) else None
         with nullcontext() if items is None else items.watching(inputs), noting_dtypes(inputs):
             loss = self.loss(self.module(**inputs))
         loss = loss if loss.dtype == torch.float64 else loss.float()
@@ -222,10 +220,8 @@ class Wrapped(PipelineLayer):
 
     def _reset(self, module: nn.Module) -> None:
         own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-        theirs, reset = (
-            getattr(self.module, "_init_weights", None),
-            getattr(module, "reset_parameters", None),
-        )
+        theirs = getattr(self.module, "_init_weights", None)
+        reset = getattr(module, "reset_parameters", None)
         if reset is not None:
             reset()
         if theirs is not None:
@@ -331,9 +327,8 @@ def meta_copy(unit: Unit) -> nn.Module:
 def shallow(module: nn.Module) -> nn.Module:
     """A copy of a module without its children."""
     alone = copy.copy(module)
-    alone.__dict__.update(
-        {k: list(v) for k, v in module.__dict__.items() if isinstance(v, list)}
-    )  # an LSTM's weights
+    # an LSTM's weights
+    alone.__dict__.update({k: list(v) for k, v in module.__dict__.items() if isinstance(v, list)})
     alone.__dict__["_modules"] = {}
     alone.__dict__["_parameters"] = dict(module._parameters)
     alone.__dict__["_buffers"] = dict(module._buffers)

@@ -27,14 +27,12 @@ from threed.parse import read_json
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 # Okabe and Ito's palette, made for every kind of colour vision (https://jfly.uni-koeln.de/color/).
-_BLUE, _ORANGE, _GREEN, _SKY, _YELLOW, _GREY = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#56B4E9",
-    "#E69F00",
-    "#777777",
-)
+_BLUE = "#0072B2"
+_ORANGE = "#D55E00"
+_GREEN = "#009E73"
+_SKY = "#56B4E9"
+_YELLOW = "#E69F00"
+_GREY = "#777777"
 _PART_COLOURS = dict(zip(PARTS, (_BLUE, _SKY, _GREEN, _YELLOW, _ORANGE), strict=True))
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "threed",  # element ids from the content, not from a random number
@@ -120,10 +118,8 @@ def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> 
 
     def draw(axes: Any) -> None:
         _stacks(axes, ranks, unit)
-        right, measured = (
-            [i + 0.2 for i in range(len(ranks))],
-            [rank["measured"] / unit for rank in ranks],
-        )
+        right = [i + 0.2 for i in range(len(ranks))]
+        measured = [rank["measured"] / unit for rank in ranks]
         axes.bar(
             right,
             measured,

@@ -139,9 +139,8 @@ def _open_mended(path: Path) -> int:
     if not tail:
         return fd
     try:
-        decode(
-            tail
-        )  # no JSON object is the beginning of another: if it parses, only the line end is missing
+        # no JSON object is the beginning of another: if it parses, only the line end is missing
+        decode(tail)
         os.write(fd, b"\n")
     except ValueError:
         os.ftruncate(fd, len(content) - len(tail))

@@ -96,9 +96,8 @@ def peak_rss_bytes() -> int:
     import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (
-        peak if sys.platform == "darwin" else peak * 1024
-    )  # bytes on macOS, KiB elsewhere: getrusage(2)
+    # bytes on macOS, KiB elsewhere: getrusage(2)
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def reset_peak_rss() -> bool:

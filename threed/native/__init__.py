@@ -46,8 +46,7 @@ def status() -> dict[str, str]:
 
 @functools.cache
 def _find(name: str) -> tuple[ctypes.CDLL | None, str]:
-    from threed.native import (
-        build,
-    )  # not above: `python -m threed.native.build` must be the first to import it
+    # not above: `python -m threed.native.build` must be the first to import it
+    from threed.native import build
 
     return build.load(build.LIBRARIES[name])

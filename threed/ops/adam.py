@@ -140,9 +140,8 @@ def call_native(
         raise RuntimeError(
             f"threed_adamw: {os.strerror(code)} (instructions {instructions or 'of this processor'})"
         )
-    torch.autograd.graph.increment_version(
-        [t for t in tensors if t is not g]
-    )  # it wrote behind autograd's back
+    # it wrote behind autograd's back
+    torch.autograd.graph.increment_version([t for t in tensors if t is not g])
 
 
 def fits(p: Tensor, g: Tensor, out: Tensor | None) -> bool:

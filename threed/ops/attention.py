@@ -121,11 +121,9 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse = ctx.saved_tensors
-        y, dy, dq = (
-            y.unflatten(2, (q.shape[2], -1)),
-            dy.reshape(*q.shape[:3], -1),
-            torch.empty_like(q),
-        )
+        y = y.unflatten(2, (q.shape[2], -1))
+        dy = dy.reshape(*q.shape[:3], -1)
+        dq = torch.empty_like(q)
         dk, dv = (_batch_first(torch.zeros_like(x, dtype=lse.dtype)) for x in (k, v))
         for rows, keys in _parts(q, ctx.how[0]):
             offset, causal = rows.start - keys.start, Causal(*ctx.how)

@@ -93,9 +93,8 @@ def _over_shards(
     multiplied by to be probabilities, and the target's logit."""
     if axis.size == 1:
         return top + total.log(), total.reciprocal(), hit
-    rows = collectives.all_gather(
-        torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis
-    )  # [t 3 ...]
+    # [t 3 ...]
+    rows = collectives.all_gather(torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis)
     peak = rows[:, 0].amax(0)
     whole = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
     return peak + whole.log(), torch.exp(top - peak) / whole, rows[:, 2].sum(0)

@@ -67,10 +67,8 @@ def problem(where: torch.device) -> str:
 def _probe(where: torch.device) -> None:
     """Doubles eight numbers on a device; RuntimeError if that fails or the result is wrong."""
     with _disable_current_modes(), torch.inference_mode():  # the caller may be tracing
-        x, factor = (
-            torch.ones(8, dtype=torch.bfloat16, device=where),
-            torch.full((), 2.0, device=where),
-        )
+        x = torch.ones(8, dtype=torch.bfloat16, device=where)
+        factor = torch.full((), 2.0, device=where)
         start("scale", x, factor, x.numel(), 1)
         if x.tolist() != [2.0] * 8:
             raise RuntimeError(f"a kernel that doubles ones gave {x.tolist()}")

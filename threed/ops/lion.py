@@ -16,9 +16,8 @@ from torch import Tensor
 from threed.device import is_accelerator
 from threed.ops.update import StepScalars, needs_reference
 
-CHUNK = (
-    2**18
-)  # elements worked on at a time on a CPU: the direction stays in the cache, and has no size of its own
+# elements worked on at a time on a CPU: the direction stays in the cache, and has no size of its own
+CHUNK = 2**18
 
 
 @dataclass(frozen=True)

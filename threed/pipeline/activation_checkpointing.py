@@ -345,9 +345,8 @@ def enable(module: nn.Module, config: Config) -> None:
     named = (
         getattr(module, f"{what}_checkpointing_enable", None) for what in ("activation", "gradient")
     )
-    found = next(
-        (method for method in named if method is not None), None
-    )  # the second is the older name
+    # the second is the older name
+    found = next((method for method in named if method is not None), None)
     if r.mode == "selective":
         raise ConfigError(
             [

@@ -115,16 +115,12 @@ class Executor:
         updates: Updates | None = None,
     ) -> None:  # fmt: skip
         self.stages, self.transport, self.rank = stages, transport, rank
-        self.on_reduce, self.on_backward, self.weight_gradients = (
-            on_reduce,
-            on_backward,
-            weight_gradients,
-        )
-        self.device, self.varying, self.on_validate = (
-            device or torch.device("cpu"),
-            varying,
-            on_validate,
-        )
+        self.on_reduce = on_reduce
+        self.on_backward = on_backward
+        self.weight_gradients = weight_gradients
+        self.device = device or torch.device("cpu")
+        self.varying = varying
+        self.on_validate = on_validate
         self.overlap, self.updates = overlap or Overlap(torch.device("cpu")), updates
         self._forms: dict[tuple[Any, ...], Form] = {}
         self._plan = Plan("none", 1, 0, 1, ((),))
@@ -245,9 +241,8 @@ class Executor:
         forward, backward = action.parts
         self._wait_for(Kind.RECV_F, forward)
         self._wait_for(Kind.RECV_B, backward)
-        given = [
-            list(parts) for parts in self._arriving.values()
-        ]  # memory must stay while another stream reads it
+        # memory must stay while another stream reads it
+        given = [list(parts) for parts in self._arriving.values()]
         then, self._then = self._then, (backward,)
         with self.overlap.pair():
             with self.overlap.forward(_key(forward), beside=_key(backward)):
@@ -441,9 +436,8 @@ class Executor:
     def _validate(self, action: Action) -> None:
         if self.on_validate is None or self.on_validate():
             return
-        for (
-            arrived
-        ) in self._arriving.values():  # every message before the cut has both its ends there
+        # every message before the cut has both its ends there
+        for arrived in self._arriving.values():
             for part in arrived:
                 if isinstance(part, Pending):
                     part.wait()

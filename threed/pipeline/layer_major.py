@@ -30,9 +30,8 @@ from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.plan import Plan
 from threed.schedules.window import Step
 
-During = Callable[
-    [Kind, int], AbstractContextManager[None]
-]  # entered around a layer's F or B of a micro-batch
+# entered around a layer's F or B of a micro-batch
+During = Callable[[Kind, int], AbstractContextManager[None]]
 
 
 class LayerMajorStage(Stage):
@@ -94,9 +93,8 @@ class LayerMajorStage(Stage):
                     values[number], frame = self._run(unit, values[number], micro, values[number])
                 assert frame is not None
                 self._frames.append(frame)
-        self._frames[first:] = self._frames[first:][
-            ::-1
-        ]  # the backward, too, begins with micro-batch 0
+        # the backward, too, begins with micro-batch 0
+        self._frames[first:] = self._frames[first:][::-1]
 
     def _turn(
         self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During

@@ -140,10 +140,8 @@ class Stage:
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
         """The steps of a pass; of gathers and releases only those of parameters that come and go."""
         if (backward, keep) not in self._walks:
-            units, moves = (
-                self._backward_units if backward else self._units,
-                self.gatherer.comes_and_goes,
-            )
+            units = self._backward_units if backward else self._units
+            moves = self.gatherer.comes_and_goes
             self._walks[backward, keep] = tuple(
                 Step(tuple(filter(moves, step.gather)), step.run, step.release and moves(step.run))
                 for step in walk(units, self.prefetch, keep)
@@ -207,9 +205,8 @@ class Stage:
         layer = self._layer(unit)
         with self._watch(unit) if micro.training else nullcontext():
             y = self._call(layer, unit, x, micro)
-        if [
-            part._version for part in given
-        ] != versions:  # of an input without a neighbour's graph, torch says it
+        # of an input without a neighbour's graph, torch says it
+        if [part._version for part in given] != versions:
             raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
         if not micro.training:

@@ -141,10 +141,8 @@ class Timer:
 
     def _run(self, stage: Stage, x: Any, sinks: list[_Sink]) -> tuple[list[Moment], Any]:
         """One forward and one backward: when the forward, the backward and the products began and ended; the output."""
-        now, given = (
-            self._clock.now,
-            like(x, [p.detach().requires_grad_(p.requires_grad) for p in tensors(x)]),
-        )
+        now = self._clock.now
+        given = like(x, [p.detach().requires_grad_(p.requires_grad) for p in tensors(x)])
         stage.reset()
         moments = [now()]
         y = stage.forward(0, given, self.micro)

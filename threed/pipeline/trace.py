@@ -126,9 +126,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (formula := _formula(func._overloadpacket)) is not None:
-            known = [
-                arg for arg in args if not isinstance(arg, torch.dtype)
-            ]  # torch's formulas know no `out_dtype`
+            # torch's formulas know no `out_dtype`
+            known = [arg for arg in args if not isinstance(arg, torch.dtype)]
             self.flops += formula(*known, **(kwargs or {}), out_val=out)
         self.look_at((args, out))
         return out
@@ -146,9 +145,8 @@ class Watch(TorchDispatchMode):
             if nbytes != self._size[key]:  # new, or freed and allocated again
                 self._bound += max(0, nbytes - self._size[key])
                 self._size[key] = nbytes
-                if (
-                    self._bound > self.most
-                ):  # only then is it worth while to see what has gone meanwhile
+                # only then is it worth while to see what has gone meanwhile
+                if self._bound > self.most:
                     self.most = max(self.most, self.bytes())
         elif isinstance(values, list | tuple):
             for value in values:

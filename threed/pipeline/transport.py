@@ -33,9 +33,8 @@ class Links:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self.posts_ahead = (
-            topology.device.type == "cpu"
-        )  # gloo asks for a message that nobody waits for: two ways more
+        # gloo asks for a message that nobody waits for: two ways more
+        self.posts_ahead = topology.device.type == "cpu"
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """See `Transport`."""

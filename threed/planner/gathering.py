@@ -61,9 +61,8 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        for unit in (
-            () if is_forward else set(range(len(units))).difference(order)
-        ):  # what stays whole beside it
+        # what stays whole beside it
+        for unit in () if is_forward else set(range(len(units))).difference(order):
             backward[unit] = max(backward[unit], now)
     return Gathering(times, forward, backward)
 

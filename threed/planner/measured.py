@@ -144,16 +144,13 @@ def divide(
             raise ValueError(f"{excess:.0f} bytes above the limit")
         return plan
 
-    with contextlib.suppress(
-        ValueError
-    ):  # with two chunks a rank the search may need more than equal times do
+    # with two chunks a rank the search may need more than equal times do
+    with contextlib.suppress(ValueError):
         within, plan = _widest(equal, plan_for_times)
         timeline = simulate(plan, found.costs)
         if timeline.makespan <= found.seconds * (1 + _BETTER):
-            found, most = (
-                replace(found, plan=plan, seconds=timeline.makespan, bubble=timeline.bubble),
-                within,
-            )
+            found = replace(found, plan=plan, seconds=timeline.makespan, bubble=timeline.bubble)
+            most = within
     gains = {
         name: simulate(plan, stage_costs(times, cut)).makespan / found.seconds
         for name, (cut, plan) in others.items()
@@ -218,9 +215,8 @@ class _Search:
             [plan.stage_of(rank, chunk) for chunk in range(plan.chunks)]
             for rank in range(plan.stages)
         ]
-        self.left = max(
-            20, _WORK // max(1, sum(map(len, plan.ranks)))
-        )  # cuts that may still be played out
+        # cuts that may still be played out
+        self.left = max(20, _WORK // max(1, sum(map(len, plan.ranks))))
         self._prices: dict[Ranges, tuple[float, float]] = {}
 
     def balanced(self) -> Ranges:

@@ -63,9 +63,8 @@ class Stop:
         if not is_accelerator(self.device):
             pending = collectives.start_sum_of_scalars(flag, self.axis)
             return lambda: float(pending.wait())
-        stream = copy_stream(
-            self.device, "flags"
-        )  # beside the step: nothing of it waits for the slowest rank's flag
+        # beside the step: nothing of it waits for the slowest rank's flag
+        stream = copy_stream(self.device, "flags")
         with beside(stream):
             total = collectives.sum_of_scalars(start_copy_in(flag, self.device), self.axis)
             host = torch.empty(1, pin_memory=True)
@@ -102,9 +101,8 @@ def mark(
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     scratch = folder / f"{FILE}.tmp"
-    with contextlib.suppress(
-        OSError
-    ):  # a disk that fails: the exit code and the message say it all the same
+    # a disk that fails: the exit code and the message say it all the same
+    with contextlib.suppress(OSError):
         scratch.write_text(json.dumps({**about, "job": job, "attempt": _attempt(), "world": world}))
         scratch.replace(folder / FILE)
 

@@ -26,9 +26,8 @@ from typing import Any
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_S = 3.0
-TERMINATED = (
-    128 + signal.SIGTERM
-)  # the exit code of a process that ended by SIGTERM, as shells have it
+# the exit code of a process that ended by SIGTERM, as shells have it
+TERMINATED = 128 + signal.SIGTERM
 
 
 class Signals:

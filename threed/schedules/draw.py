@@ -191,12 +191,10 @@ def _places(
 ) -> Iterator[tuple[Action, float, float, float, float]]:
     """Where the parts of an action lie: each with x, y, width and height."""
     action, start, end = span
-    x, y, width, height = (
-        page.x(start),
-        float(page.y(rank)),
-        page.x(end) - page.x(start),
-        page.lane - page.strip,
-    )
+    x = page.x(start)
+    y = float(page.y(rank))
+    width = page.x(end) - page.x(start)
+    height = page.lane - page.strip
     if action.kind not in COMPUTE:
         y, height = y + height, page.strip
     each = height / len(action.parts)

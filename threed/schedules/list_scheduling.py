@@ -67,9 +67,8 @@ class _Ranks:
         self.made: list[list[float]] = [[] for _ in flow.rank]
         self.flying = [0] * flow.forwards
         self.free, self.held = [0.0] * flow.ranks, [0] * flow.ranks
-        self.waiting: list[list[int]] = [
-            [] for _ in self.positions
-        ]  # positions whose W has not run
+        # positions whose W has not run
+        self.waiting: list[list[int]] = [[] for _ in self.positions]
         self.orders: list[list[int]] = [[] for _ in self.positions]
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:

@@ -47,10 +47,8 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
     whens, whats = _line(plan, spans, targets, gathers)
     ranks: list[list[Action]] = [[] for _ in plan.ranks]
     for number in sorted(range(len(whens)), key=whens.__getitem__):
-        action, (phase, rank) = (
-            whats[number],
-            divmod(whens[number] % (_PHASES * plan.stages), plan.stages),
-        )
+        action = whats[number]
+        (phase, rank) = divmod(whens[number] % (_PHASES * plan.stages), plan.stages)
         if phase != _MESSAGE:
             ranks[rank].append(action)
             continue

@@ -184,9 +184,8 @@ class _Tightening:
         self.moving = (begin[-1], begin[0] + PERIOD * (count - 1))
         slots = max(times.values()) + PERIOD * count + 1
         self.taken = [bytearray(slots) for _ in range(unit.ranks)]
-        self.held = [
-            [0] * slots for _ in range(unit.ranks)
-        ]  # at first what changes in a slot, then how many there are
+        # at first what changes in a slot, then how many there are
+        self.held = [[0] * slots for _ in range(unit.ranks)]
 
     def _weights(self, begin: tuple[int, ...]) -> dict[int, int]:
         """The first slots after I that nothing else has, in any period."""

@@ -254,7 +254,6 @@ def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
     ):
         if search.over:
             return
-        search.left -= (
-            9 * flow.forwards * flow.microbatches
-        )  # list scheduling takes three times as long as filling
+        # list scheduling takes three times as long as filling
+        search.left -= 9 * flow.forwards * flow.microbatches
         yield orders_of(flow, Variant(hop, extra, 0, balanced, eager), limit)

@@ -27,9 +27,8 @@ from threed.zero.records import WEIGHT
 
 MOST = 8  # parameters that are listed
 Layers = Sequence[tuple[str, list[str]]]  # per layer: its name, and the names of its parameters
-About = tuple[
-    str | None, str | None, str, float
-]  # layer, parameter, text, largest difference or NaN
+# layer, parameter, text, largest difference or NaN
+About = tuple[str | None, str | None, str, float]
 Between = Mapping[Key, Mapping[int, Finding]]  # differences between layers, by place and rank
 
 _MISSING = "is a part of a sum on every tensor rank, and the sum is missing: "

@@ -117,10 +117,8 @@ class _World:
         except (EOFError, ConnectionResetError):
             self.processes[rank].join(1)
             self.died[rank] = self.processes[rank].exitcode
-            kind, value = (
-                "failure",
-                (f"the process died without a word, exit code {self.died[rank]}", None),
-            )
+            kind = "failure"
+            value = (f"the process died without a word, exit code {self.died[rank]}", None)
         if kind == "note":
             self.notes[rank] = value
             return

@@ -418,9 +418,8 @@ def _find_truth(task: _Task) -> Seen:
 def _train_and_compare(task: _Task, said: dict[str, int]) -> Seen:
     """On every rank: trains, and says what differs from the truth."""
     truth, usual = torch.load(task.file, mmap=True), task.config.train.micro_batch
-    cut = (
-        said.get("dp", 1) > 1 or said.get("micro", usual) != usual
-    )  # what buffers gather depends on that
+    # what buffers gather depends on that
+    cut = said.get("dp", 1) > 1 or said.get("micro", usual) != usual
 
     def look(when: str, engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:
         want = Results(**truth[when])

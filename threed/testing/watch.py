@@ -74,9 +74,8 @@ class Watch:
         layer.register_forward_hook(after)
 
     def _note(self, what: str, number: int) -> None:
-        if (
-            self._recording
-        ):  # tensor ranks that do not call the same collectives do not get beyond the layer
+        # tensor ranks that do not call the same collectives do not get beyond the layer
+        if self._recording:
             collectives.all_gather(torch.zeros(1), self.tensor)
         self.at = self.names[number]
         note(f"call {next(self._serial)}, the {what} of {self.at}")
@@ -102,9 +101,8 @@ class Watch:
 
     def _recorder(self, key: Key) -> Any:
         def keep(values: Tensor) -> None:
-            self.seen.setdefault(
-                key, values.detach().to("cpu", copy=True)
-            )  # recompute runs a layer again
+            # recompute runs a layer again
+            self.seen.setdefault(key, values.detach().to("cpu", copy=True))
 
         return keep
 

@@ -33,12 +33,10 @@ class Checkpoints(Callback):
         self, run: Run, retention: Retention, memory: Memory, owner: Owner, bad_steps: BadSteps
     ) -> None:
         self.run, self.engine = run, run.engine
-        self.retention, self.memory, self.owner, self.bad_steps = (
-            retention,
-            memory,
-            owner,
-            bad_steps,
-        )
+        self.retention = retention
+        self.memory = memory
+        self.owner = owner
+        self.bad_steps = bad_steps
         self.last_saved = run.start.step if run.start.saved else -1
         self._save: Save | None = None  # the asynchronous save in progress
         self._reported: set[Path] = set()

@@ -35,11 +35,9 @@ class Validation:
         train, axis = engine.config.train, engine.topology.axis("dp")
         self.engine, self.data, self.asked = engine, data, train.eval_samples
         self.windows = min(train.eval_samples, len(data.valid))
-        self.batch, self.share, self.index = (
-            train.global_batch,
-            train.global_batch // axis.size,
-            axis.index,
-        )
+        self.batch = train.global_batch
+        self.share = train.global_batch // axis.size
+        self.index = axis.index
 
     @property
     def notice(self) -> str:

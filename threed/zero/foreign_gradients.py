@@ -23,9 +23,8 @@ class Owner(Protocol):
     def give_up(self) -> None: ...
 
 
-_running: list[
-    object
-] = []  # owners of the running backwards, the innermost last; global, as autograd's engine is
+# owners of the running backwards, the innermost last; global, as autograd's engine is
+_running: list[object] = []
 
 
 @contextmanager

@@ -123,9 +123,8 @@ class Gatherer:
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
-        self._reading: dict[
-            Group, list[tuple[Bucket, StagedBuffer]]
-        ] = {}  # slices being read, in the order requested
+        # slices being read, in the order requested
+        self._reading: dict[Group, list[tuple[Bucket, StagedBuffer]]] = {}
         self._gathering: dict[Group, list[Pending]] = {}
         self._exact: set[Group] = set()  # groups whose gather in progress is not encoded
         self._holders: dict[Group, set[int | Holder]] = {}

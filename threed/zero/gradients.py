@@ -86,9 +86,8 @@ class BucketGradients:
         self._to_take: dict[Slot, int] = {}  # of a cut gradient: buckets not taken yet
         self._free: list[Tensor] = []
         self._temporary: set[int] = set()  # buffers that are not reused
-        self._users: dict[
-            int, int
-        ] = {}  # of a buffer: who fills it, and its windows not released yet
+        # of a buffer: who fills it, and its windows not released yet
+        self._users: dict[int, int] = {}
 
     def view(self, slot: Slot) -> Tensor:
         buckets = self._buckets_of.get(slot, [])

@@ -30,9 +30,8 @@ from threed.zero.layout import Group, Layout, Slot
 from threed.zero.manual_edits import Changes
 from threed.zero.modes import compiles
 
-RECENT = (
-    3  # groups used last in a backward, which stay gathered until all their gradients are there
-)
+# groups used last in a backward, which stay gathered until all their gradients are there
+RECENT = 3
 
 
 class Trace:
@@ -167,9 +166,8 @@ class ModuleGatherer(Gatherer):
 
     def runs_compiled(self, module: nn.Module) -> bool:
         """Returns whether the module, or a part of it, is compiled."""
-        self._compiles = (
-            self._compiles or compiles()
-        )  # `torch._dynamo.reset` forgets, compiled modules stay
+        # `torch._dynamo.reset` forgets, compiled modules stay
+        self._compiles = self._compiles or compiles()
         return self._compiles and any(
             part._compiled_call_impl or "_orig_mod" in part._modules for part in module.modules()
         )

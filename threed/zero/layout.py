@@ -126,13 +126,11 @@ class GroupKey:
     tied: tuple[int, ...]  # the pipeline stages that hold a copy, if several do
     units: tuple[int, ...] | None  # the units that gather it, where it is kept as slices
     layers: tuple[int, ...] = ()  # of a tied and sliced one: all layers of the model that use it
-    tile: str | None = (
-        None  # the name of a tile, which is gathered by itself while its layer uses it
-    )
+    # the name of a tile, which is gathered by itself while its layer uses it
+    tile: str | None = None
     chunks: tuple[int, ...] = (0,)  # this rank's chunks of the model that use it
-    tied_chunks: tuple[
-        tuple[int, ...], ...
-    ] = ()  # of a tied one: the chunks of each of these stages that use it
+    # of a tied one: the chunks of each of these stages that use it
+    tied_chunks: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(eq=False)
@@ -386,11 +384,9 @@ def build(
     """
     keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
-        spec, trainable, sliced = (
-            slot.spec,
-            slot.param.requires_grad,
-            policy.slices_parameter(slot.param),
-        )
+        spec = slot.spec
+        trainable = slot.param.requires_grad
+        sliced = policy.slices_parameter(slot.param)
         tie = tied.get(spec.name)
         key = GroupKey(
             policy.options(spec) if trainable else GroupOptions(), trainable, spec.replicated,

@@ -23,10 +23,8 @@ def compiles() -> bool:
 def without_transforms() -> AbstractContextManager[Any]:
     """Returns a context that suspends inference mode and transforms of `torch.func`, so that gathers write plain
     tensors."""
-    transformed, inferring = (
-        torch._C._functorch.peek_interpreter_stack() is not None,
-        torch.is_inference_mode_enabled(),
-    )
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    inferring = torch.is_inference_mode_enabled()
     if not (transformed or inferring):
         return nullcontext()
     stack = ExitStack()

@@ -341,9 +341,8 @@ class Optimizer:
             params = state.bucket.portion
             parameter = params.empty()
             stay = isinstance(state.weight, InMemory) and isinstance(params, InMemory)
-            parameter.values.copy_(
-                weight, non_blocking=stay
-            )  # else one of the buffers is reused, or written, at once
+            # else one of the buffers is reused, or written, at once
+            parameter.values.copy_(weight, non_blocking=stay)
             parameter.store()
         self.gatherer.publish(state.bucket)
 

@@ -40,9 +40,8 @@ class ReplicaError(RuntimeError):
     """Ranks that should hold the same values do not; the same on every rank."""
 
 
-Difference = tuple[
-    str, list[int], list[int]
-]  # what it is of, the ranks in the minority, all that hold it
+# what it is of, the ranks in the minority, all that hold it
+Difference = tuple[str, list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -198,10 +197,8 @@ def _told(problems: Sequence[Difference], hosts: Sequence[str]) -> str:
     """The message. Where a value has copies along several axes, the ranks that every one of them suspects."""
     what = problems[0][0]
     same = [(set(odd), set(ranks)) for name, odd, ranks in problems if name == what]
-    suspects, ranks = (
-        set.intersection(*(odd for odd, _ in same)),
-        set.union(*(ranks for _, ranks in same)),
-    )
+    suspects = set.intersection(*(odd for odd, _ in same))
+    ranks = set.union(*(ranks for _, ranks in same))
     suspects = suspects or set.union(*(odd for odd, _ in same))
     others = ", ".join(str(rank) for rank in sorted(ranks - suspects))
     named = ", ".join(f"{rank} ({hosts[rank]})" for rank in sorted(suspects))

@@ -108,9 +108,8 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         for unit in (group.key.units or ()) if group.key.tile is None else ():
             slices[unit] += len(group.buckets)
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
-    ahead = range(
-        zero.prefetch + 1
-    )  # consecutive units: an embedding is larger than the blocks after it
+    # consecutive units: an embedding is larger than the blocks after it
+    ahead = range(zero.prefetch + 1)
     gathered = (
         max((sum(slices[unit + n] for n in ahead) for unit in list(slices)), default=0) + 2 * tiles
     )
@@ -214,9 +213,8 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
         or {zero.offload_optimizer, zero.offload_params} != {"none"}
     ):
         return False
-    return (
-        time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6
-    )  # rounding of parts of chunks is no gain
+    # rounding of parts of chunks is no gain
+    return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6
 
 
 def is_early(config: Config) -> bool:

@@ -189,11 +189,9 @@ class Snapshot:
     """
 
     def __init__(self, wanted: Sequence[Record], optimizer: Optimizer, room: Room) -> None:
-        self._room, self._policy, self._device = (
-            room,
-            optimizer.layout.policy,
-            optimizer.updates.device,
-        )
+        self._room = room
+        self._policy = optimizer.layout.policy
+        self._device = optimizer.updates.device
         self.waited_s = 0.0
         self._changed = threading.Condition()
         self._over = False
@@ -205,9 +203,8 @@ class Snapshot:
         for item in self._items:
             self._of.setdefault(item.state, []).append(item)
         room.begin(self._items)
-        turn = [
-            item for state in reversed(optimizer.states) for item in self._of.get(state, ())
-        ]  # as updates come
+        # as updates come
+        turn = [item for state in reversed(optimizer.states) for item in self._of.get(state, ())]
         self._eager = [i for i in turn if i.eager] + [
             i for i in self._items if i.eager and i not in turn
         ]

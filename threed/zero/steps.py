@@ -124,9 +124,8 @@ class Asynchronous:
         self.open = 0
         self.seconds = [0.0, 0.0]
         self._running = 0  # micro-batches of the step that runs
-        self._updated = (
-            True  # the newest weights are newer than those that this step's batch runs with
-        )
+        # the newest weights are newer than those that this step's batch runs with
+        self._updated = True
         self._gradients: Callable[[], list[Gradient]] = list
         self._end: Callable[[], Update]
         zero, one = torch.zeros_like(optimizer.updates), torch.ones_like(optimizer.updates)
@@ -148,9 +147,8 @@ class Asynchronous:
         ]
         norm, rate = (torch.full_like(self.optimizer.updates, number) for number in numbers)
         self._last = replace(self._none, grad_norm=norm, lr=rate)
-        self._carry = torch.zeros_like(norm)[
-            None
-        ]  # this rank's numbers of the last step, not summed yet
+        # this rank's numbers of the last step, not summed yet
+        self._carry = torch.zeros_like(norm)[None]
 
     def begin(self, microbatches: int) -> None:
         """Does nothing: the gradients of a step begin when those of the step before have ended."""

@@ -24,9 +24,8 @@ FROZEN = (
     "{} {} (requires_grad) after the engine was made, and {}: set requires_grad back before the update, or save, and"
     " load into a new engine"
 )
-Stretch = tuple[
-    int, int, Tensor | None
-]  # elements [first, last) of a slice; updates before first use
+# elements [first, last) of a slice; updates before first use
+Stretch = tuple[int, int, Tensor | None]
 
 
 def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:

@@ -345,9 +345,8 @@ def scale_of(scaler: Any) -> dict[str, float]:
     scale, at, overflow, left = (number(state.get(name)) for name in names)
     if scale is None or at is None or overflow is None or left is None or not scale > 0:
         return {}
-    good = max(
-        0.0, at - overflow - 2
-    )  # 0.19 doubles one update later, and every window from then on
+    # 0.19 doubles one update later, and every window from then on
+    good = max(0.0, at - overflow - 2)
     return {"loss_scale": scale, "good_steps": good, "hysteresis_left": max(0.0, left)}
 
 

@@ -58,11 +58,9 @@ class DeepSpeedEngine:
             model, topology, t.config, learning_rate=t.learning_rate, loss_scale=t.loss_scale
         )
         self.module, self.topology = model, topology
-        self.device, self.global_rank, self.world_size = (
-            topology.device,
-            topology.rank,
-            topology.world,
-        )
+        self.device = topology.device
+        self.global_rank = topology.rank
+        self.world_size = topology.world
         self.optimizer = OptimizerView(self.engine, self.zero_grad)
         self._passed = passed
         self.notes = (*notes, *translation.notes)

@@ -69,9 +69,8 @@ def initialize(
     groups = find_groups(model, given, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
-    collectives.exchange(
-        None, topology.axis("world")
-    )  # so that no rank raises while others connect
+    # so that no rank raises while others connect
+    collectives.exchange(None, topology.axis("world"))
     translation = translate(ds, topology.dp, facts, groups)
     loader = None
     if training_data is not None:

@@ -266,9 +266,8 @@ def _places(path: Path) -> dict[str, str]:
 
 def _open(file: Path) -> Any:
     try:
-        if not stat.S_ISREG(
-            file.stat().st_mode
-        ):  # through links, which a cache of downloads is made of
+        # through links, which a cache of downloads is made of
+        if not stat.S_ISREG(file.stat().st_mode):
             raise OSError("it is no plain file")
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -31,10 +31,8 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     problems = [
         f"{name} {plain(args[name])}" for name, same in OTHERS.items() if args.get(name) not in same
     ]
-    norm, positions = (
-        args.get("normalization", "LayerNorm"),
-        args.get("position_embedding_type", "learned_absolute"),
-    )
+    norm = args.get("normalization", "LayerNorm")
+    positions = args.get("position_embedding_type", "learned_absolute")
     gated = bool(args.get("swiglu"))
     kind = (norm, positions, gated)
     if kind not in (("RMSNorm", "rope", True), ("LayerNorm", "learned_absolute", False)):

@@ -84,10 +84,8 @@ def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate |
         reader.problem("scheduler.type", f"not given: {fix}")
     name, params, path = found.type or "warmuplr", found.params, "scheduler.params"
     reader.refuse_keys(params, path, NOT_OF[name])
-    total, warmup = (
-        params.total_num_steps,
-        Warmup(params.warmup_type, max(2, params.warmup_num_steps)),
-    )
+    total = params.total_num_steps
+    warmup = Warmup(params.warmup_type, max(2, params.warmup_num_steps))
     if total is None and name != "warmuplr":
         reader.problem(f"{path}.total_num_steps", f"not given: {STEPS}")
     if name == "warmupcosinelr":
