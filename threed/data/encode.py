@@ -26,7 +26,7 @@ def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Toke
         encoded = tokenizer.encode_pieces([piece.data for piece in group])
         for piece, tokens in zip(group, encoded, strict=True):
             before = tokenizer.bos_ids if begins else ()
-            after = (tokenizer.eot) if piece.ends else ()
+            after = (tokenizer.eot,) if piece.ends else ()
             parts = [np.array(before, tokens.dtype), tokens, np.array(after, tokens.dtype)]
             yield np.concatenate(parts), piece.ends
             begins = piece.ends
