@@ -199,7 +199,7 @@ def test_blocks_that_are_alike_share_one_graph(dropout: float, place: str) -> No
     [pytest.param({}, id="device"), pytest.param(DRIVE, id="drive", marks=pytest.mark.grid)],
 )
 def test_inductor_trains_to_the_same_within_rounding(place: dict[str, object]) -> None:
-    config = alone(model="llama", dropout=0.1, microbatches=4, **place)
+    config = alone(model="llama", dropout=0.1, **place)
     (numbers, weights), (again, weights_again) = steps(config), steps(compiled(config, "inductor"))
     # Rotary tables are fp32, and other sines by one rounding.
     assert [loss for loss, _ in again] == pytest.approx([loss for loss, _ in numbers], rel=1e-8)
@@ -212,9 +212,8 @@ def test_inductor_trains_to_the_same_within_rounding(place: dict[str, object]) -
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipev"])
 def test_a_backward_that_waits_keeps_what_the_compiler_writes_over(schedule: str) -> None:
-    """Inductor reuses the memory of an output's gradient after the input's is computed, and the weight's is computed
-    from it later. The model and the shapes are those of the test above, whose kernels are compiled by then."""
-    config = alone(schedule=schedule, model="llama", dropout=0.1, microbatches=4, layers=4)
+    """Inductor reuses the memory of an output's gradient once the input's is made; the weight's comes from it later."""
+    config = alone(schedule=schedule, microbatches=4, layers=4)
     (numbers, weights), (again, weights_again) = steps(config), steps(compiled(config, "inductor"))
     assert [norm for _, norm in again[:-1]] == pytest.approx(
         [norm for _, norm in numbers[:-1]], rel=1e-6

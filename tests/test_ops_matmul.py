@@ -58,9 +58,9 @@ def gradients(tile: int, chunks: int, by: Matmul | None) -> list[Tensor]:
             setattr(module, name, torch.nn.Parameter(local_weight(param)))
         if by is not None and isinstance(module, Product | LanguageModelHead):
             module.matmul = by
-    layers[-1].loss_chunks = chunks
     ids = torch.arange(16).remainder(53).view(2, 8)
-    x, micro = None, MicroBatch(ids, ids, torch.arange(2), torch.ones((), dtype=torch.float64))
+    scale = torch.ones((), dtype=torch.float64)
+    x, micro = None, MicroBatch(ids, ids, torch.arange(2), scale, loss_chunks=chunks)
     for layer in layers:
         x = layer(x, micro)
     assert x is not None

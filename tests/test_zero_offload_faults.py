@@ -21,7 +21,7 @@ from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from threed.checkpoint import writing
 from threed.checkpoint.files import CheckpointError
-from threed.checkpoint.reading import Reader
+from threed.checkpoint.reading import SavedBox
 from threed.config import Config
 from threed.engine import Engine
 from threed.memory.io import SwapError
@@ -352,7 +352,7 @@ def fail_while_values_move(folder: Path) -> None:
         raise SwapError(5, "Input/output error")
 
     for owner, name, attempt in (
-        (Reader, "into", lambda: engine.load(folder / "good")),
+        (SavedBox, "read", lambda: engine.load(folder / "good")),
         (optimizer, "store_all", lambda: steps(engine, 1)),
     ):
         steps(engine, 1)

@@ -34,7 +34,8 @@ class LateGradients:
         if slot in self._gradients:
             self._gradients[slot].add_(grad)
         else:
-            self._gradients[slot] = grad.to(self.layout.policy.grad_dtype, copy=True)
+            dtype, rows = self.layout.policy.grad_dtype, torch.contiguous_format
+            self._gradients[slot] = grad.to(dtype, copy=True, memory_format=rows)
 
     def clear(self) -> None:
         """Drops all gradients."""
