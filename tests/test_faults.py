@@ -89,7 +89,7 @@ CASES = [
     *(killed(at, rank) for at, rank in KILLED),
     killed("collective", 0, restarts=0, always=True),
     beside_one_that_waits("SIGKILL", r"was killed: process \d+ has ended in step 6"),
-    beside_one_that_waits("raise", "failed in step 6, phase step: RuntimeError: planted", always=True),
+    beside_one_that_waits("raise", "failed in step 6, phase step: RuntimeError: planted"),
     *(stopped(rank) for rank in range(4)),
     stopped(0, TWO, always=True),
     hangs("data", "sleep", r"waits for no other rank: step 6, phase data, in act at tests/faulty.py"),

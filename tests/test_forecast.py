@@ -167,7 +167,12 @@ def test_the_cases_are_many_and_differ() -> None:
     assert any(case.groups for case in covering())
 
 
-@pytest.mark.parametrize("world", sorted({pp * dp * tp for pp, dp, tp in SETTINGS["grid"]}))
+WORLDS = sorted({pp * dp * tp for pp, dp, tp in SETTINGS["grid"]})
+
+
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.grid if n > 2 else ()) for n in WORLDS]
+)
 def test_a_forecast_holds_what_engines_hold(world: int) -> None:
     """Parameters, gradients, optimizer states, and what is on a drive: to the byte, on every rank."""
     cases = [case for case in covering() if case.world == world]
