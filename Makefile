@@ -28,8 +28,7 @@ SITE       := import sysconfig; print(sysconfig.get_path("purelib"))
 TORCHRUN   := import sys; from torch.distributed.run import main; sys.exit(main())
 
 # Files stay together, for what their tests share, and begin in the order of tests/conftest.py: the longest first.
-# Twice as many files as cores: ranks of some tests wait for time limits.
-TEST_JOBS ?= 4
+TEST_JOBS ?= 2
 PARALLEL  := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # pytest's status where a selection leaves a phase without tests
 OR_NONE   := || [ $$? -eq 5 ]
