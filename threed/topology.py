@@ -50,16 +50,16 @@ class Axis:
 
     @property
     def channel(self) -> dist.ProcessGroup | None:
-        """The communicator for the current stream: `group`, unless the stream was given another one."""
+        """The communicator for the current stream: `group`, or that of `give_channel`."""
         if not self._of_streams:
             return self.group
         return self._of_streams.get(gpu.current_stream(), self.group)
 
     def give_channel(self, stream: torch.Stream, twin: Axis) -> None:
-        """Has collectives of `stream` use the communicator of `twin`, an axis of the same ranks.
+        """Uses the communicator of `twin`, an axis of the same ranks, for collectives on `stream`.
 
-        A communicator runs its operations in the order in which they are enqueued, on whatever stream: of two streams
-        that share one, each waits for the other.
+        NCCL runs the operations of a communicator in the order in which they are enqueued, even if
+        they are enqueued on different streams.
         """
         if twin.group is not None:
             self._of_streams[stream] = twin.group
@@ -236,7 +236,7 @@ class Topology:
         return self._axes[name]
 
     def second(self, name: str) -> Axis | None:
-        """Returns the same ranks as `axis(name)` with a second communicator; None where none was prepared."""
+        """Returns `axis(name)` with a second communicator; None if none was prepared."""
         return self._axes.get(name + SECOND)
 
     def stages(self, stages: tuple[int, ...]) -> Axis:

@@ -84,7 +84,7 @@ class Thing:
         return made
 
     def __init__(self, *args: Any) -> None:
-        pass
+        """Does nothing: `__new__` has stored the arguments."""
 
     def __repr__(self) -> str:
         return self.name
@@ -93,7 +93,7 @@ class Thing:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        pass
+        """Drops an item."""
 
     def append(self, value: Any) -> None:
         """Drops an item."""
@@ -112,7 +112,7 @@ class Table(dict[Any, Any]):
             raise ValueError("it has a dictionary in the format of Python 2")
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        """Drops attributes."""
 
 
 class _Storage:
@@ -124,7 +124,7 @@ class _Storage:
         self.path, self.dtype, self.first, self.nbytes = path, dtype, first, nbytes
 
     def __setstate__(self, state: Any) -> None:
-        pass
+        """Drops attributes."""
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:

@@ -34,8 +34,8 @@ class LateGradients:
         if slot in self._gradients:
             self._gradients[slot].add_(grad)
         else:
-            dtype, rows = self.layout.policy.grad_dtype, torch.contiguous_format
-            self._gradients[slot] = grad.to(dtype, copy=True, memory_format=rows)
+            copied = grad.to(self.layout.policy.grad_dtype, copy=True)
+            self._gradients[slot] = copied.contiguous()  # a product may come transposed
 
     def clear(self) -> None:
         """Drops all gradients."""

@@ -212,10 +212,8 @@ class Asynchronous:
     def start_update(self) -> None:
         """Begins the sum of the gradients' norm."""
         with timed(self.seconds, 1):
-            gradients, self._gradients = (
-                self._gradients,
-                list,
-            )  # else their sums would stay in memory
+            # else their sums would stay in memory
+            gradients, self._gradients = self._gradients, list
             self._end = self.optimizer.start_step(gradients(), self._carry)
 
     def end_update(self) -> None:
