@@ -48,7 +48,8 @@ class NativeLibraries(BuildHookInterface):
             build_data["force_include"]["csrc"] = "threed/native/csrc"
         for library in build.LIBRARIES.values():
             try:
-                path = build.ensure(library, None if editable else Path(self.folder.name))
+                to_cache = editable or build.is_cached(library)
+                path = build.ensure(library, None if to_cache else Path(self.folder.name))
             except build.BuildError as error:
                 if library.sources:
                     self.app.display_warning(f"threed: no native {library.name} library: {error}")

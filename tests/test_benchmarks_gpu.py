@@ -300,7 +300,6 @@ def test_a_process_of_a_stage_is_ended_with_its_children(tmp_path: Path) -> None
     assert running.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode == 3
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_a_rehearsal_of_everything(tmp_path: Path) -> None:
     command = [

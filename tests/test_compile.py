@@ -120,8 +120,8 @@ def compare_rounded(cases: Sequence[Case]) -> list[str]:
 
 
 def test_every_number_is_the_same_with_every_setting() -> None:
-    """In every second case; in all of them, and by pairs of settings, in the grid."""
-    compare_in_worlds(SPACE.touching(0)[::2], compare)
+    """In every third case; in all of them, and by pairs of settings, in the grid."""
+    compare_in_worlds(SPACE.touching(0)[::3], compare)
 
 
 DRIVE = {"zero": 3, "offload_params": "nvme", "offload_optimizer": "nvme"}

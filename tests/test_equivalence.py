@@ -111,7 +111,7 @@ def run_cases(cases: list[Case], folder: str, work: Work) -> list[str]:
             engine, metrics = work(case)
         except Exception as error:
             raise RuntimeError(f"{case} failed") from error
-        truth = torch.load(f"{folder}/{name_of(case.truth)}", mmap=True)
+        truth = torch.load(f"{folder}/{name_of(case.truth)}", mmap=True, weights_only=False)
         found = differences(engine, metrics, Result(**truth), TOLERANCE[case.dtype])
         wrong += [f"{case}\nrank {engine.topology.rank}: {finding}" for finding in found]
     return wrong

@@ -134,7 +134,8 @@ def test_links_of_the_readme_work_outside_of_the_repository(wheel: Path) -> None
 
 
 def test_without_a_compiler_the_wheel_has_the_sources_and_fits_any_platform(tmp_path: Path) -> None:
-    wheel, said = build_wheel(tmp_path / "dist", PATH=str(tmp_path), CXX="")
+    none = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    wheel, said = build_wheel(tmp_path / "dist", **none, CXX="")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert "no compiler" in said
     names = zipfile.ZipFile(wheel).namelist()

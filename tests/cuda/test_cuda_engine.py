@@ -57,7 +57,12 @@ def on_a_rank(case: Case) -> tuple[list[float], set[str]]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"sequence": True, "zero": 3}, {"dropout": 0.25, "sequence": True}]
+    "changes",
+    [
+        pytest.param({}, marks=pytest.mark.grid),
+        {"sequence": True, "zero": 3},
+        pytest.param({"dropout": 0.25, "sequence": True}, marks=pytest.mark.grid),
+    ],
 )
 def test_two_tensor_ranks_train_as_one(changes: dict[str, Any]) -> None:
     case = Case(dtype="bf16", layers=2, **changes)

@@ -200,7 +200,7 @@ def same_everywhere(
         except RanksFailed as error:
             _explain_failure(report, ALONE, error, timeout)
             return report
-        truth = torch.load(task.file, mmap=True)
+        truth = _load(task.file)
         report.add(ALONE, diagnose.repeated(found, truth["layers"]))
         for name in said if not report.differences else ():
             _compare(report, name, said[name], task, truth, timeout)
@@ -405,6 +405,12 @@ def _layers(model: Any) -> Layers:
     return found
 
 
+def _load(file: str) -> dict[str, Any]:
+    """What `_find_truth` wrote. This package wrote it a moment ago: it may be any pickle."""
+    truth: dict[str, Any] = torch.load(file, mmap=True, weights_only=False)
+    return truth
+
+
 def _find_truth(task: _Task) -> Seen:
     """On one process: writes what training gives, and finds where one with other random numbers differs."""
     task = replace(task, config=plain(task.config))
@@ -417,7 +423,7 @@ def _find_truth(task: _Task) -> Seen:
 
 def _train_and_compare(task: _Task, said: dict[str, int]) -> Seen:
     """On every rank: trains, and says what differs from the truth."""
-    truth, usual = torch.load(task.file, mmap=True), task.config.train.micro_batch
+    truth, usual = _load(task.file), task.config.train.micro_batch
     # what buffers gather depends on that
     cut = said.get("dp", 1) > 1 or said.get("micro", usual) != usual
 
