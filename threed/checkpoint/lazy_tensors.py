@@ -18,7 +18,7 @@ import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -349,9 +349,6 @@ class FileTensor:
     stride: tuple[int, ...]
     offset: int
     first: int
-
-    def __setstate__(self, state: Any) -> None:
-        """Ignores attributes, which a pickle may give a tensor."""
 
     @property
     def contiguous(self) -> bool:
