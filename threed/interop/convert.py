@@ -19,11 +19,14 @@ from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.data.tokenizer import Tokenizer, TokenizerJson, load_tokenizer
 from threed.data.tokenizer_files import FIRST_NAMES, TokenizerFiles, find_files, folder_files
-from threed.interop import formats, source
+from threed.interop.deepspeed.checkpoint import DeepSpeedCheckpoint, step_folder
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.export import export_hf, write_folder
-from threed.interop.huggingface.folder import HFFolder, HFTensors, has_weights, is_hf_folder
+from threed.interop.huggingface.folder import CONFIG, HFFolder, has_weights, is_hf_folder
 from threed.interop.huggingface.weights import import_hf, record_of_folder
+from threed.interop.megatron.checkpoint import is_dist, open_dist
+from threed.interop.megatron.weights import is_legacy
+from threed.interop.native_writer import write_native
 
 
 def convert(
@@ -32,27 +35,55 @@ def convert(
 ) -> Path:  # fmt: skip
     """Converts the checkpoint folder `src` into the new folder `dst`, and returns that.
 
-    to: "native" or "hf"; None: the other one than `src` is. dtype: of the weights; None: as they are. tokenizer:
-    "bytes", a folder, the path of a tokenizer.json, or "none"; None: that of the folder or of the run.
-    allow_pickle: read other programs' checkpoints too. config: of their model, if it is elsewhere. Raises
-    CheckpointError with the fix.
+    Args:
+        dtype: of the weights; None: as they are.
+        tokenizer: "bytes", a folder, the path of a tokenizer.json, or "none"; None: that of the folder or of the run.
+        to: "native" or "hf"; None: the other one than `src` is.
+        allow_pickle: read checkpoints of other programs too.
+        config: of their model, if it is elsewhere.
+
+    Raises:
+        CheckpointError: with the fix.
     """
     src, dst = Path(src), Path(dst)
     kind = kind_of(src, allow_pickle)
     to = to or ("hf" if kind == "native" else "native")
     if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
-        raise CheckpointError(
-            f"{dst} exists already: give DST a name that is free, or an empty folder"
-        )
+        fix = "give DST a name that is free, or an empty folder"
+        raise CheckpointError(f"{dst} exists already: {fix}")
+    if kind == "hf":
+        return _from_hf(HFFolder(src), dst, to, dtype, tokenizer)
+    if kind == to:
+        why = "it loads in any topology as it is"
+        raise CheckpointError(f"{src} is a native checkpoint already: {why}")
     if kind == "native":
-        if to == "native":
-            raise CheckpointError(
-                f"{src} is a native checkpoint already: it loads in any topology as it is"
-            )
         return _from_native(src, dst, dtype, tokenizer)
-    if kind != "hf":
-        return _from_others(src, dst, kind, to, dtype, tokenizer, Path(config) if config else None)
-    return _from_hf(HFFolder(src), dst, to, dtype, tokenizer)
+    if to != "native":
+        fix = "make a native one of it first, and of that one of hf"
+        raise CheckpointError(f"{src} is a checkpoint of {kind}'s: {fix}")
+    path, hashes = _named(tokenizer or "none")
+    if kind == "Megatron-LM":
+        extra = {"tokenizer": hashes, "hf": None}
+        return write_native(open_dist(src), dst, dtype, path, extra)
+    found = DeepSpeedCheckpoint(src, _config_of(src, config))
+    record = folder_record.record_of(found.config, None, hashes or {})
+    return write_native(found, dst, dtype, path, {"tokenizer": hashes, "hf": record})
+
+
+def _config_of(path: Path, given: str | Path | None) -> Path:
+    """Returns the configuration of a model of DeepSpeed's: given, in the folder, or above it."""
+    places = [path / CONFIG, path.absolute().parent / CONFIG]
+    if given is not None:
+        places = [Path(given), Path(given) / CONFIG]
+    for place in places:
+        if place.is_file():
+            return place
+    where = (
+        f"there is none in {path}, nor above it" if given is None else f"--config {given} is none"
+    )
+    raise CheckpointError(
+        f"DeepSpeed does not save what the model is, and a {CONFIG} of transformers is needed: {where}; give --config FILE"
+    )
 
 
 def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> Path:
@@ -65,29 +96,6 @@ def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> P
     if files is not None and record is not None and record["tokenizer"] == extra["tokenizer"]:
         return export_hf(src, dst, None, dtype, files=files)  # copied without reading them
     return export_hf(src, dst, _tokenizer(spec if files is None else files), dtype)
-
-
-def _from_others(
-    src: Path,
-    dst: Path,
-    kind: str,
-    to: str,
-    dtype: str | None,
-    spec: str | None,
-    config: Path | None,
-) -> Path:
-    if to != "native":
-        raise CheckpointError(
-            f"{src} is a checkpoint of {kind}'s: make a native one of it first, and of that one of hf"
-        )
-    found = formats.open_source(src, kind, config)
-    path, hashes = _named(spec or "none")
-    record = (
-        folder_record.record_of(found.config, None, hashes or {})
-        if isinstance(found, HFTensors)
-        else None
-    )
-    return source.write_native(found, dst, dtype, path, {"tokenizer": hashes, "hf": record})
 
 
 def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str | None) -> Path:
@@ -119,27 +127,47 @@ def _named(spec: str) -> tuple[str, dict[str, str] | None]:
 
 
 def kind_of(path: Path, allow_pickle: bool = False) -> str:
-    """Returns "native", "hf" or another program's name, by the files of a folder; CheckpointError, with a hint if there
-    is one, if none of them. A folder that is both of Hugging Face's and another's is the other's where that may be."""
+    """Returns "native", "hf", "DeepSpeed" or "Megatron-LM", by the files of a folder.
+
+    Args:
+        allow_pickle: a folder that is both of Hugging Face's and another program's is the other's.
+
+    Raises:
+        CheckpointError: it is none of these, or is made of pickles and these are not allowed.
+    """
     if (path / native.MANIFEST).is_file():
         return "native"
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is a file: a checkpoint is a folder, {native.did_you_mean(path) or 'give that'}"
-        )
-    others = formats.kind_of(path)
-    if others is not None and allow_pickle:
-        return others
-    if is_hf_folder(path) and (others is None or has_weights(path)):
+        fix = native.did_you_mean(path) or "give that"
+        raise CheckpointError(f"{path} is a file: a checkpoint is a folder, {fix}")
+    other = _other_program(path)
+    if other is not None and allow_pickle:
+        return other
+    if is_hf_folder(path) and (other is None or has_weights(path)):
         return "hf"
-    if others is not None:
-        raise CheckpointError(formats.refusal(path, others))
+    if other is not None:
+        raise CheckpointError(
+            f"{path} is a checkpoint of {other}'s, which is made of pickles: --allow-pickle reads it, and"
+            " executes nothing in them"
+        )
     hint = native.did_you_mean(path) or "give a step-N folder, or one with a config.json"
     raise CheckpointError(
         f"{path} is no checkpoint: it has neither {native.MANIFEST} nor config.json; {hint}"
     )
+
+
+def _other_program(path: Path) -> str | None:
+    """Returns which other program wrote a folder, by its files."""
+    if step_folder(path) is not None:
+        return "DeepSpeed"
+    if is_legacy(path):
+        raise CheckpointError(
+            f"{path} has Megatron-LM's legacy layout (mp_rank_* folders), which is not read: run Megatron-LM's"
+            " training script with --ckpt-convert-format torch_dist --ckpt-convert-save DIR, and convert DIR"
+        )
+    return "Megatron-LM" if is_dist(path) else None
 
 
 def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:

@@ -409,10 +409,10 @@ def as_written_by(program: str, path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is not as {program} writes checkpoints ({text})") from None
 
 
-def number(value: Any, default: float | None = None) -> float | None:
+def number(value: Any) -> float | None:
     """Returns a number that was pickled as such, or as a tensor of one element."""
     if isinstance(value, FileTensor) and math.prod(value.shape) == 1:
         return float(read_all(value).double())
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    return default
+    return None

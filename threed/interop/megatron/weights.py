@@ -19,7 +19,6 @@ from threed.checkpoint.lazy_tensors import LazyTensor, Shape, rows
 from threed.config import ModelConfig
 from threed.interop.huggingface.layouts import entries, name_problems, our_shapes
 from threed.interop.megatron.model_args import model_of
-from threed.interop.source import Progress
 from threed.parse import ParseError, read_file
 from threed.zero.records import WEIGHT
 
@@ -94,8 +93,7 @@ class MegatronCheckpoint:
     title = "Megatron-LM, torch_dist"
 
     def __init__(self, path: Path, args: Mapping[str, Any], tensors: Tensors) -> None:
-        self.path, self.progress, self.scale = path, Progress(), dict[str, float]()
-        self.notes = [WEIGHTS_ONLY]
+        self.path, self.notes, self.state = path, [WEIGHTS_ONLY], dict[str, float]()
         self.model: ModelConfig = model_of(args, str(path))
         have = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
         if self.model.layers > have:  # before shapes are computed for every layer
