@@ -11,7 +11,8 @@ import pytest
 from tests.test_deepspeed_config import config, notes, problem, problems
 from threed.checks import find_problems
 from threed.config import ZeroConfig
-from threed.interop.deepspeed.config import ModelFacts, Translation, keys, translate
+from threed.interop.deepspeed.config import keys
+from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 
 PLACES = ("offload_optimizer", "offload_param")
 NVME = {"device": "nvme", "nvme_path": "/nvme"}

@@ -104,7 +104,7 @@ class DeepSpeedCheckpoint(HFTensors):
         self.title = f"{before}{'universal, from ' if universal else ''}ZeRO stage {stage}"
         keys = ("global_steps", "global_samples", "skipped_steps")
         steps, samples, skipped = (_count(head.get(key)) for key in keys)
-        self._updates = max(0.0, steps - skipped)
+        self._updates = float(max(0, steps - skipped))
         if universal:
             self._universal(reader, head["param_shapes"])
         else:

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from threed import collectives
 from threed.atomic import building
 from threed.engine import ModuleEngine, StepMetrics
-from threed.interop.deepspeed.config import PassedOptimizer, Translation
+from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.missing import INSTEAD
-from threed.interop.deepspeed.views import OptimizerView
+from threed.interop.deepspeed.views import OptimizerView, PassedOptimizer
 from threed.models.wrapped import loss_of
 from threed.topology import Topology
 from threed.zero.foreign_gradients import foreign_gradients

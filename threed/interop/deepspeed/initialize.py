@@ -13,17 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from threed import collectives
 from threed.config import ConfigError
-from threed.interop.deepspeed.config import (
-    ModelFacts,
-    PassedOptimizer,
-    find_groups,
-    read,
-    read_optimizer,
-    translate,
-)
+from threed.interop.deepspeed.config.optimizers import find_groups, read_optimizer
+from threed.interop.deepspeed.config.reader import read
+from threed.interop.deepspeed.config.translate import ModelFacts, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
-from threed.interop.deepspeed.views import OptimizerView, SchedulerView
+from threed.interop.deepspeed.views import OptimizerView, PassedOptimizer, SchedulerView
 from threed.precision import DTYPES
 from threed.topology import Topology
 

@@ -93,59 +93,17 @@ def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-class PassedOptimizer:
-    """An optimizer that was passed to `initialize`, which has read its values.
-
-    Later changes of its groups would have no effect: `check` raises RuntimeError for them, and so does its `step`.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._read = self._values()
-        self._own = optimizer.register_step_pre_hook(_refuse_step).id
-
-    def check(self) -> None:
-        """Raises RuntimeError if the values of a group have changed, or a scheduler was made for the optimizer."""
-        now = self._values()
-        for number, (group, read) in enumerate(zip(now, self._read, strict=False)):
-            if changed := [key for key in read if group.get(key) != read[key]]:
-                what = ", ".join(f"{key} from {read[key]} to {group.get(key)}" for key in changed)
-                name = f"param_groups[{number}] of the passed optimizer"
-                raise RuntimeError(f"{name} changed {what}: {NO_SCHEDULERS}")
-        problems = {
-            "had groups added: pass all groups to initialize": len(now) != len(self._read),
-            f"has a new learning rate scheduler: {NO_SCHEDULERS}": is_scheduled(self._optimizer),
-            f"has new hooks for its steps, which the engine does not call: {NO_HOOKS}": has_hooks(
-                self._optimizer, self._own
-            ),
-        }
-        for text, there in problems.items():
-            if there:
-                raise RuntimeError(f"the passed optimizer {text}")
-
-    def _values(self) -> list[dict[str, Any]]:
-        keys = ("lr", "weight_decay", *READ[type(self._optimizer)][1])
-        return [
-            {key: _plain(group.get(key)) for key in keys} for group in self._optimizer.param_groups
-        ]
-
-
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
     """Returns whether an optimizer has hooks for its steps, other than its `own`."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return bool({*before, *after} - {own})
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """Returns a value of a group that can be compared: tensors as numbers, lists as tuples."""
     if isinstance(value, torch.Tensor):
         return float(value)
     return tuple(value) if isinstance(value, list) else value
-
-
-def _refuse_step(*_: Any) -> None:
-    raise RuntimeError(
-        "step() of an optimizer that was passed to threed.initialize: call engine.step()"
-    )
 
 
 def find_groups(
@@ -203,8 +161,8 @@ def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterat
     if "initial_lr" in group:
         yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
     for key in HYPER.intersection(group):
-        own, common = _plain(group[key]), params.get(key, "auto")
-        common = HYPER_DEFAULTS.get(key, False) if common == "auto" else _plain(common)
+        own, common = plain_value(group[key]), params.get(key, "auto")
+        common = HYPER_DEFAULTS.get(key, False) if common == "auto" else plain_value(common)
         if own != common:
             fix = "only lr and weight_decay may differ between groups"
             yield f"{key} {own}, but the optimizer's is {common}: {fix}"
