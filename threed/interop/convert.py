@@ -24,8 +24,7 @@ from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.export import export_hf, write_folder
 from threed.interop.huggingface.folder import CONFIG, HFFolder, has_weights, is_hf_folder
 from threed.interop.huggingface.weights import import_hf, record_of_folder
-from threed.interop.megatron.checkpoint import is_dist, open_dist
-from threed.interop.megatron.weights import is_legacy
+from threed.interop.megatron.checkpoint import MegatronCheckpoint, is_dist, is_legacy
 from threed.interop.native_writer import write_native
 
 
@@ -64,7 +63,7 @@ def convert(
     path, hashes = _named(tokenizer or "none")
     if kind == "Megatron-LM":
         extra = {"tokenizer": hashes, "hf": None}
-        return write_native(open_dist(src), dst, dtype, path, extra)
+        return write_native(MegatronCheckpoint(src), dst, dtype, path, extra)
     found = DeepSpeedCheckpoint(src, _config_of(src, config))
     record = folder_record.record_of(found.config, None, hashes or {})
     return write_native(found, dst, dtype, path, {"tokenizer": hashes, "hf": record})
