@@ -384,7 +384,6 @@ TABLES = (
     "optimizer",
     "zero_optimization.offload_optimizer",
     "zero_optimization.offload_param",
-    "aio",
 )
 
 

@@ -165,11 +165,17 @@ def test_other_changes_of_a_passed_optimizer_are_refused() -> None:
         optimizer.step()
     with pytest.raises(TypeError, match="param_groups is read-only"):
         optimizer.param_groups[0]["weight_decay"] = 0.5
-    with pytest.raises(TypeError, match="pass groups with their own"):
-        optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
     passed.check()
     optimizer.load_state_dict(state)
     with pytest.raises(RuntimeError, match=r"has other groups: .* engine.load_checkpoint"):
+        passed.check()
+
+
+def test_groups_added_to_a_passed_optimizer_are_refused() -> None:
+    optimizer = torch.optim.SGD(small().parameters(), lr=0.1)
+    passed = PassedOptimizer(optimizer)
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with pytest.raises(RuntimeError, match="pass all groups to initialize"):
         passed.check()
 
 

@@ -51,16 +51,16 @@ class PassedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups = ReadOnlyList(
+        self._groups = [
             ParamGroup({key: plain_value(value) for key, value in group.items()})
             for group in optimizer.param_groups
-        )
-        optimizer.param_groups = self._groups
+        ]
+        optimizer.param_groups[:] = self._groups
         self._own = optimizer.register_step_pre_hook(_refuse_step).id
 
     def check(self) -> None:
-        """Raises RuntimeError if the optimizer's groups were replaced, or it has hooks for its steps."""
-        if self._optimizer.param_groups is not self._groups:
+        """Raises RuntimeError if the optimizer has other groups, or hooks for its steps."""
+        if list(map(id, self._optimizer.param_groups)) != list(map(id, self._groups)):
             fix = "pass all groups to initialize, and load states with engine.load_checkpoint()"
             raise RuntimeError(f"the passed optimizer has other groups: {fix}")
         if has_hooks(self._optimizer, self._own):

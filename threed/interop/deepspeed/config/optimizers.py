@@ -72,7 +72,7 @@ def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | Non
     """Returns the first reason why an optimizer cannot be read. keys: must be the same in all
     groups."""
     first, *others = optimizer.param_groups
-    if is_scheduled(optimizer):
+    if any("initial_lr" in group for group in optimizer.param_groups):
         return f"a learning rate scheduler drives it: {NO_SCHEDULERS}"
     if optimizer.state:
         return "has made steps, and its moments would be lost: pass a fresh one"
@@ -84,13 +84,6 @@ def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | Non
     if not any(float(group["lr"]) for group in optimizer.param_groups):
         return "lr is 0 in every group: nothing would be trained; give the learning rate"
     return None
-
-
-def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether a scheduler of torch, or of a subclass such as Hugging Face's, was made for an optimizer."""
-    return "step" in vars(optimizer) or any(
-        "initial_lr" in group for group in optimizer.param_groups
-    )
 
 
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
@@ -124,23 +117,22 @@ def find_groups(
     if given is None:
         return ()
     names = {id(param): name for name, param in model.named_parameters()}
-    wanted = {names[id(param)] for param in model.parameters() if param.requires_grad}
-    items: list[Mapping[str, Any]] = [
-        item if isinstance(item, Mapping) else {"params": [item]} for item in given
-    ]
-    groups, unknown, problems = [], 0, []
-    for number, item in enumerate(items):
+    wanted = {name for name, param in model.named_parameters() if param.requires_grad}
+    groups, unknown, problems = [], 0, list[str]()
+    for number, item in enumerate(given):
         which = f"model_parameters[{number}]"
-        if "params" not in item:
+        group = item if isinstance(item, Mapping) else {"params": [item]}
+        if "params" not in group:
             fix = "a group is a dict of its parameters and values"
             raise ConfigError([f"{which}: no 'params': {fix}"])
-        members = item["params"]
+        members = group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         unknown += sum(id(param) not in names for param in members)
         own = tuple(names[id(p)] for p in members if id(p) in names and p.requires_grad)
-        lr, decay = item.get("lr"), item.get("weight_decay")
-        groups.append(Group(own, *(None if x is None else float(x) for x in (lr, decay))))
-        problems += [f"{which}: {text}" for text in _other_values(item, params or {})]
+        groups.append(
+            Group(own, plain_value(group.get("lr")), plain_value(group.get("weight_decay")))
+        )
+        problems += [f"{which}: {text}" for text in _other_values(group, params or {})]
     counts = Counter(name for group in groups for name in group.names)
     if unknown:
         problems.append(f"model_parameters: {unknown} of them are not the model's")
