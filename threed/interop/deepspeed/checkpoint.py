@@ -93,10 +93,10 @@ class DeepSpeedCheckpoint(HFTensors):
         return set(self._tensors)
 
     def _read(self, reader: PickleReader) -> None:
-        models, states = files_of(self._folder)
+        models, states = self._files()
         heads = [reader.torch_file(file) for file in models]
         ranks = [reader.torch_file(file)["optimizer_state_dict"] for file in states]
-        head, universal = heads[0], is_universal(self._folder)
+        head, universal = heads[0], any(self._folder.glob("zero/*/fp32.pt"))
         about = self._universal_groups(reader, ranks) if universal else ranks[0] if ranks else {}
         stage = stage_of(about) if ranks or universal else 0
         version = head.get("ds_version")
@@ -126,21 +126,43 @@ class DeepSpeedCheckpoint(HFTensors):
         elif stage:
             self._note("it has no moments of Adam: a run begins at step 0, with moments of zero")
 
+    def _files(self) -> tuple[list[Path], list[Path]]:
+        """Returns the files of models and of states, by data rank."""
+        for pattern, what in OTHERS.items():
+            for file in sorted(self._folder.glob(pattern)):
+                raise self._error(f"is {what} ({file.name}): that is not read")
+        found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
+        prefixes = set()
+        for file in sorted(self._folder.iterdir()):
+            if (match := STATES_FILE.fullmatch(file.name)) is None:
+                continue
+            prefix, rank, mp, kind = match.groups()
+            if int(mp):
+                what = f"is of a model in several parts ({file.name})"
+                raise self._error(f"{what}: that is not read; save it at tp 1")
+            found[kind][int(rank or 0)] = file
+            prefixes |= {prefix} if kind == "optim" else set()
+        if len(prefixes) > 1:
+            kinds = ", ".join(sorted(prefixes))
+            raise self._error(f"has states of several kinds ({kinds}): take away the old ones")
+        for files in found.values():
+            if missing := set(range(len(files))) - files.keys():
+                fix = "copy those of all machines together"
+                raise self._error(f"has no file of rank {min(missing)}: {fix}")
+        models, states = ([files[rank] for rank in sorted(files)] for files in found.values())
+        return models, states
+
     def _check_ranks(self, ranks: list[Table], heads: int, stage: int, head: Table) -> None:
         if head.get("param_shapes") and not ranks:
-            raise CheckpointError(
-                f"{self._folder} has no files of its optimizer: copy those of all machines together"
-            )
+            raise self._error("has no files of its optimizer: copy those of all machines together")
         for found in ranks:
             count = found.get("partition_count", len(ranks))
             if any(n != len(ranks) for n in (count if isinstance(count, list) else [count])):
-                raise CheckpointError(
-                    f"{self._folder} has states of {len(ranks)} data ranks, and was saved by {count}"
+                raise self._error(
+                    f"has states of {len(ranks)} data ranks, and was saved by {count}"
                 )
         if stage == 3 and heads != len(ranks):
-            raise CheckpointError(
-                f"{self._folder} has the model of {heads} ranks and the states of {len(ranks)}"
-            )
+            raise self._error(f"has the model of {heads} ranks and the states of {len(ranks)}")
 
     def _plain(self, head: Table, ranks: list[Table]) -> None:
         """Stage 0: no file says what its states are of, and `_rest` takes the weights."""
@@ -169,9 +191,7 @@ class DeepSpeedCheckpoint(HFTensors):
                 end += padding
             (numel,) = vectors[WEIGHT].shape
             if not 0 <= numel - end + padding <= 4 * len(ranks):
-                raise CheckpointError(
-                    f"{self._folder}: group {group} has {numel} values, not {end}"
-                )
+                raise self._error(f"has {numel} values in group {group}, not {end}")
 
     def _sliced(self, head: Table, ranks: list[Table]) -> None:
         """Stage 3: slices of each parameter."""
@@ -186,14 +206,14 @@ class DeepSpeedCheckpoint(HFTensors):
         for some in vectors:
             if some[WEIGHT].shape != (at,):
                 numel = some[WEIGHT].shape[0]
-                raise CheckpointError(f"{self._folder}: its slices have {numel} values, not {at}")
+                raise self._error(f"has slices of {numel} values, not {at}")
 
     def _joined(self, vectors: Sequence[Table]) -> Parts:
         """Returns the weights and moments [n] in flat vectors, one after the other; notes what is left out."""
         found = set(vectors[0])
         if any(set(some) != found for some in vectors):
-            raise CheckpointError(
-                f"{self._folder}: some ranks saved states of the optimizer, and others did not"
+            raise self._error(
+                "has ranks that saved states of the optimizer, and others that did not"
             )
         if "step" in found:
             self._updates = max(some["step"] for some in vectors)
@@ -219,6 +239,9 @@ class DeepSpeedCheckpoint(HFTensors):
             if isinstance(tensor, FileTensor) and name not in others | self._tensors.keys():
                 self._tensors[name] = {WEIGHT: tensor}
 
+    def _error(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self._folder} {text}")
+
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
@@ -228,9 +251,7 @@ class DeepSpeedCheckpoint(HFTensors):
     def _universal_groups(self, reader: PickleReader, ranks: list[Table]) -> Table:
         """Returns the groups of a universal checkpoint's optimizer; empty if it has none."""
         if ranks:
-            raise CheckpointError(
-                f"{self._folder} is a universal checkpoint and another one: take one of them away"
-            )
+            raise self._error("is a universal checkpoint and another one: take one of them away")
         file = self._folder / "zero/optimizer_state.pt"
         if file.is_file():
             groups: Table = reader.torch_file(file)
@@ -242,9 +263,14 @@ class DeepSpeedCheckpoint(HFTensors):
         """Takes each parameter's files."""
         updates = set[float | None]()
         for name, shape in (pair for shapes in groups for pair in shapes.items()):
-            if Path(name).name != name or name == ".." or not name.isprintable() or len(name) > 250:
-                raise CheckpointError(
-                    f"{self._folder} has a parameter {plain(name)}, which cannot be the name of a folder"
+            if (
+                Path(name).name != name
+                or name == ".."
+                or not name.isprintable()
+                or len(name.encode()) > 250
+            ):
+                raise self._error(
+                    f"has a parameter {plain(name)}, which cannot be the name of a folder"
                 )
             folder = self._folder / "zero" / name
             files = {part: folder / file for file, part in UNIVERSAL_FILES.items()}
@@ -254,9 +280,7 @@ class DeepSpeedCheckpoint(HFTensors):
                 if file.is_file()
             }
             if WEIGHT not in parts:
-                raise CheckpointError(
-                    f"{self._folder} has no zero/{name}/fp32.pt, and its model has that parameter"
-                )
+                raise self._error(f"has no zero/{name}/fp32.pt, and its model has that parameter")
             self._tensors[name] = parts
             if (folder / "step.pt").is_file():
                 updates.add(number(_value(reader, folder / "step.pt")))
@@ -266,15 +290,11 @@ class DeepSpeedCheckpoint(HFTensors):
         """Checks that all parameters have moments or none has, and the number of updates."""
         missing = [name for name, parts in self._tensors.items() if len(parts) < 3]
         if 0 < len(missing) < len(self._tensors):
-            raise CheckpointError(
-                f"{self._folder} has moments of other parameters, and not those of {missing[0]}"
-            )
+            raise self._error(f"has moments of other parameters, and not those of {missing[0]}")
         if missing:  # those of another optimizer, or none
             self._tensors = {name: {WEIGHT: parts[WEIGHT]} for name, parts in self._tensors.items()}
         if len(updates) > 1:
-            raise CheckpointError(
-                f"{self._folder} has different numbers of updates: {plain(sorted(updates))}"
-            )
+            raise self._error(f"has different numbers of updates: {plain(sorted(updates))}")
         self._updates = max(updates, default=self._updates)
 
     # --------------------------------------------------------------------------------------------------------- reading
@@ -297,11 +317,6 @@ def _unpadded(shape: Shape, slices: Sequence[LazyTensor]) -> LazyTensor:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def is_universal(folder: Path) -> bool:
-    """Returns whether a folder is a universal checkpoint, by its files."""
-    return any(folder.glob("zero/*/fp32.pt"))
-
-
 def _value(reader: PickleReader, file: Path) -> Any:
     """Returns what a file of a universal checkpoint has of its parameter."""
     value = reader.torch_file(file)
@@ -318,37 +333,6 @@ def _reshaped(reader: PickleReader, file: Path, shape: Shape) -> LazyTensor:
     if tensor.shape != (math.prod(shape),):
         raise CheckpointError(f"{file} is {list(tensor.shape)}, and its parameter {list(shape)}")
     return Reshaped(shape, tensor)
-
-
-def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Returns the files of models and of states, by data rank; CheckpointError for what is not read, by name."""
-    for pattern, what in OTHERS.items():
-        if file := next(iter(sorted(folder.glob(pattern))), None):
-            raise CheckpointError(f"{folder} is {what} ({file.name}): that is not read")
-    found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
-    prefixes = set()
-    for file in sorted(folder.iterdir()):
-        if (match := STATES_FILE.fullmatch(file.name)) is None:
-            continue
-        prefix, rank, mp, kind = match.groups()
-        if int(mp):
-            raise CheckpointError(
-                f"{folder} is of a model in several parts ({file.name}): that is not read; save it at tp 1"
-            )
-        found[kind][int(rank or 0)] = file
-        prefixes |= {prefix} if kind == "optim" else set()
-    if len(prefixes) > 1:
-        kinds = ", ".join(sorted(prefixes))
-        raise CheckpointError(
-            f"{folder} has states of several kinds ({kinds}): take away the old ones"
-        )
-    for files in found.values():
-        if missing := set(range(len(files))) - files.keys():
-            raise CheckpointError(
-                f"{folder} has no file of rank {min(missing)}: copy those of all machines together"
-            )
-    models, states = ([files[rank] for rank in sorted(files)] for files in found.values())
-    return models, states
 
 
 def stage_of(found: Table) -> int:
