@@ -47,17 +47,7 @@ MOST_DIRECTORY = 2**24  # bytes of the directory of a zip file
 MOST_EXPANDED = 2**20  # elements of a tensor that has fewer values in its file
 
 # Opcodes that no checkpoint needs, as nothing after protocol 0 writes them.
-REFUSED = {
-    "INST",
-    "OBJ",
-    "DICT",
-    "EXT1",
-    "EXT2",
-    "EXT4",
-    "NEWOBJ_EX",
-    "NEXT_BUFFER",
-    "READONLY_BUFFER",
-}
+REFUSED = "INST OBJ DICT EXT1 EXT2 EXT4 NEWOBJ_EX NEXT_BUFFER READONLY_BUFFER".split()
 HEADER = b"PK\x03\x04"  # of a record of a zip file
 TOO_MUCH = "it has more in it than any checkpoint"
 STORAGES = {
@@ -101,18 +91,6 @@ class Thing:
     append = extend
 
 
-def _named(module: str, name: str) -> Thing:
-    """Returns a name. Raises ValueError if no checkpoint needs it."""
-    module, name = NAME_MAPPING.get((module, name), (module, name))  # Python 2's, in protocol 2
-    module = IMPORT_MAPPING.get(module, module)
-    full, top = f"{module}.{name}", module.partition(".")[0]
-    if len(full) > MOST_NAME:
-        raise ValueError("it has a longer name than any checkpoint")
-    if top in sys.stdlib_module_names and full not in KNOWN and not {full, top} & HARMLESS:
-        raise ValueError(f"it names {full}, which no checkpoint needs: it may be made to do harm")
-    return Thing(full)
-
-
 def _called(function: Any, args: Any) -> Any:
     """Returns what stands for the result of a call."""
     if not isinstance(function, Thing) or type(args) is not tuple:
@@ -123,23 +101,22 @@ def _called(function: Any, args: Any) -> Any:
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:
     """Stands for torch._utils._rebuild_tensor, its second version, and its third, which has a dtype as well."""
-    for values in ((offset,), size, stride):
-        if type(values) is not tuple or len(values) > MOST_DIMENSIONS:
-            raise ValueError("a tensor has no valid shape")
-        if not all(type(n) is int and 0 <= n < 2**63 for n in values):
-            raise ValueError("a tensor has no valid shape")
+    numbers = (offset, *size, *stride)
+    if len(numbers) > 2 * MOST_DIMENSIONS or not all(
+        type(n) is int and 0 <= n < 2**63 for n in numbers
+    ):
+        raise ValueError("a tensor has no valid shape")
     if not isinstance(storage, FileTensor):
         raise ValueError("a tensor has no storage")
-    dtype = storage.dtype
-    if len(more) > 2 and isinstance(more[2], Thing):
-        dtype = DTYPES[more[2].name]
-    reach = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    reach = 0 if 0 in size else reach
+    named = len(more) > 2 and isinstance(more[2], Thing)
+    dtype = DTYPES[more[2].name] if named else storage.dtype
+    last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    reach = 0 if 0 in size else 1 + last
     if (offset + reach) * dtype.itemsize > math.prod(storage.shape) * storage.dtype.itemsize:
         raise ValueError("a tensor lies outside of the file")
     if math.prod(size) > max(reach, MOST_EXPANDED):
         raise ValueError(f"a tensor of {list(size)} has only {reach} values in the file")
-    return FileTensor(storage.path, dtype, size, stride, offset, storage.first)
+    return FileTensor(storage.path, dtype, tuple(size), tuple(stride), offset, storage.first)
 
 
 def _table(*args: Any) -> dict[Any, Any]:
@@ -160,9 +137,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": _first,
     "torch._utils._rebuild_parameter_with_state": _first,
-    "torch._tensor._rebuild_from_type_v2": lambda function, kind, args, state: _called(
-        function, args
-    ),
+    "torch._tensor._rebuild_from_type_v2": lambda name, _, args, *state: _called(name, args),
     "torch.Size": _first,
     "collections.OrderedDict": _table,
     "collections.defaultdict": _table,
@@ -188,8 +163,17 @@ class _Unpickler(PURE):
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._archive = archive
 
-    def find_class(self, module: Any, name: Any) -> Thing:
-        return _named(module, name)
+    def find_class(self, module: str, name: str) -> Thing:
+        """Returns a name. Raises ValueError if no checkpoint needs it."""
+        module, name = NAME_MAPPING.get((module, name), (module, name))  # Python 2's, in protocol 2
+        module = IMPORT_MAPPING.get(module, module)
+        full, top = f"{module}.{name}", module.partition(".")[0]
+        if len(full) > MOST_NAME:
+            raise ValueError("it has a longer name than any checkpoint")
+        if top in sys.stdlib_module_names and full not in KNOWN and not {full, top} & HARMLESS:
+            why = "which no checkpoint needs: it may be made to do harm"
+            raise ValueError(f"it names {full}, {why}")
+        return Thing(full)
 
     def persistent_load(self, pid: Any) -> FileTensor:
         """Returns the storage that a persistent id refers to, as a tensor of one dimension."""
@@ -222,9 +206,8 @@ class _Unpickler(PURE):
     def _put(self, items: list[Any]) -> None:
         """Puts keys and values into the dictionary on the stack; a `Thing` in its place drops them."""
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if isinstance(key, tuple) and (
-                len(key) > MOST_DIMENSIONS or any(isinstance(part, tuple) for part in key)
-            ):
+            nested = isinstance(key, tuple) and any(isinstance(part, tuple) for part in key)
+            if nested or (isinstance(key, tuple) and len(key) > MOST_DIMENSIONS):
                 raise ValueError("it has a key that is a tuple with more items than any checkpoint")
             if type(self.stack[-1]) is dict:
                 self.stack[-1][key] = value
