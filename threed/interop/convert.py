@@ -18,7 +18,7 @@ from threed import architectures
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.data.tokenizer import Tokenizer, TokenizerJson, load_tokenizer
-from threed.data.tokenizer_files import FIRST_NAMES, TokenizerFiles, find_files, folder_files
+from threed.data.tokenizer_files import TokenizerFiles, find_files, folder_files
 from threed.interop.deepspeed.checkpoint import DeepSpeedCheckpoint, step_folder
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.export import export_hf, write_folder
@@ -72,14 +72,12 @@ def convert(
 def _config_of(path: Path, given: str | Path | None) -> Path:
     """Returns the configuration of a model of DeepSpeed's: given, in the folder, or above it."""
     places = [path / CONFIG, path.absolute().parent / CONFIG]
+    where = f"there is none in {path}, nor above it"
     if given is not None:
-        places = [Path(given), Path(given) / CONFIG]
+        places, where = [Path(given), Path(given) / CONFIG], f"--config {given} is none"
     for place in places:
         if place.is_file():
             return place
-    where = (
-        f"there is none in {path}, nor above it" if given is None else f"--config {given} is none"
-    )
     raise CheckpointError(
         f"DeepSpeed does not save what the model is, and a {CONFIG} of transformers is needed: {where}; give --config FILE"
     )
@@ -101,19 +99,16 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
     own = folder_files(folder.path)
     record = record_of_folder(folder)
     if to == "native":
-        path, hashes = (
-            _named(spec) if spec else (own.spec, own.hashes()) if own.files else ("none", None)
-        )
+        path, hashes = _named(spec or "none")
+        if not spec and own.files:
+            path, hashes = own.spec, own.hashes()
         return import_hf(folder, dst, dtype, path, {"tokenizer": hashes, "hf": record})
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
     tokenizer = _tokenizer(spec) if spec else None
     more, files = folder_record.written(record, tokenizer)
-    config = (
-        folder.config
-        | {"architectures": [architectures.layout_of(dict(folder.model)).hf_class]}
-        | more
-    )
+    hf_class = architectures.layout_of(dict(folder.model)).hf_class
+    config = {**folder.config, "architectures": [hf_class], **more}
     return write_folder(dst, folder.table, folder, config, dtype, tokenizer if spec else own, files)
 
 
@@ -152,9 +147,8 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
             " executes nothing in them"
         )
     hint = native.did_you_mean(path) or "give a step-N folder, or one with a config.json"
-    raise CheckpointError(
-        f"{path} is no checkpoint: it has neither {native.MANIFEST} nor config.json; {hint}"
-    )
+    what = f"it has neither {native.MANIFEST} nor config.json"
+    raise CheckpointError(f"{path} is no checkpoint: {what}; {hint}")
 
 
 def _other_program(path: Path) -> str | None:
@@ -192,13 +186,9 @@ def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | No
 
 def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
     """Returns the files of a tokenizer; None if one is missing or does not have the hash in the checkpoint."""
-    extra = manifest["state"]["extra"]
-    saved = extra.get("tokenizer")
+    saved = manifest["state"]["extra"].get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
-        # written by an earlier version
-        if "hf" not in extra and FIRST_NAMES.issuperset(saved or ()):
-            found = found.only(FIRST_NAMES)
         return found if found.files and found.hashes() == saved else None
     except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
         return None
@@ -210,6 +200,5 @@ def _tokenizer(spec: str | TokenizerFiles) -> Tokenizer | None:
             return TokenizerJson(spec)
         return None if spec == "none" else load_tokenizer(spec)
     except ValueError as error:
-        raise CheckpointError(
-            f"{error} (convert takes --tokenizer bytes, a path, or none)"
-        ) from None
+        fix = "convert takes --tokenizer bytes, a path, or none"
+        raise CheckpointError(f"{error} ({fix})") from None
