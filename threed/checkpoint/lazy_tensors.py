@@ -350,16 +350,6 @@ class FileTensor:
     offset: int
     first: int
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether its elements follow one another."""
-        want = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != want:
-                return False
-            want *= size
-        return True
-
     def read(self, start: Shape, out: Tensor) -> None:
         """Copies a box to `out`; CheckpointError if the file cannot be read, or has no such box."""
         if any(a + n > m for a, n, m in zip(start, out.shape, self.shape, strict=True)):
@@ -367,7 +357,8 @@ class FileTensor:
                 f"{self.path}: {list(out.shape)} at {list(start)} of a tensor of shape"
                 f" {list(self.shape)}"
             )
-        if self.contiguous:
+        strides = zip(self.shape, self.stride, _strides(self.shape), strict=True)
+        if all(size == 1 or stride == want for size, stride, want in strides):
             read_strided(self.shape, self.dtype, self._elements, start, out)
         elif out.numel():
             values = torch.empty(_span(self.shape, self.stride), dtype=self.dtype)

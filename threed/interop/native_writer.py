@@ -120,18 +120,16 @@ def write_tensors(
             check(part, name, values)
             yield narrowed(name, values, about[key][0])
 
-    keys = {str(number): key for number, key in enumerate(about)}
-    sizes = {n: size for n, key in keys.items() if (size := _nbytes(*about[key]))}
+    numels = {key: math.prod(shape) for key, (_, shape) in about.items()}
+    sizes = {key: numel * about[key][0].itemsize for key, numel in numels.items() if numel}
     head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "config": config.model_dump(mode="json"),
-        "topology": Grid().sizes,
-    }
+        "format": FORMAT, "version": VERSION, "config": config.model_dump(mode="json"),
+        "topology": Grid().sizes, "state": {**FRESH, **(state or {})},
+    }  # fmt: skip
     with new_folder(path, MANIFEST, "checkpoint", sum(sizes.values())) as building:
-        files = enumerate([keys[n] for n in some] for some in cut(sizes, file_bytes) if some)
+        files = enumerate(some for some in cut(sizes, file_bytes) if some)
         entries = [_write(building / file_of(number), some, about, slabs) for number, some in files]
-        finish(building, path, {**head, "state": {**FRESH, **(state or {})}}, entries)
+        finish(building, path, head, entries)
     return path
 
 
@@ -141,10 +139,6 @@ def _format(source: TensorSource, part: str, name: str, dtype: str | None) -> to
     if found not in FLOATS:
         raise CheckpointError(f"{part} of {name} is {found}: weights of that format are not read")
     return dtype_of(dtype) if dtype is not None and part == WEIGHT else found
-
-
-def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * dtype.itemsize
 
 
 def _write(

@@ -327,10 +327,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = _by_name({
         "use_node_local_storage": (OFF, "a checkpoint is one folder that all ranks see"),
     },
     "compile": {
-        "deepcompile": (OFF, "use torch.compile on the module's own functions"),
-        "offload_activation": (OFF, "use the model's own checkpointing"),
-        "offload_opt_states": (OFF, "use zero_optimization.offload_optimizer"),
-        "offload_parameters": (OFF, "use zero_optimization.offload_param"),
+        "deepcompile offload_activation offload_opt_states offload_parameters":
+            (OFF, "use torch.compile, the model's own checkpointing, and the offload of zero_optimization"),
     },
     "tensor_parallel": {
         "autotp_size tp_size": ((0, 1), "build the model from threed.layers, and use threed.Engine with a topology"),

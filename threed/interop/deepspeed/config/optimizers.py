@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from threed.config import ConfigError
+from threed.interop.deepspeed.config.keys import Params
 from threed.sharding import few
 
 NO_SCHEDULERS = (
@@ -19,13 +20,8 @@ NO_SCHEDULERS = (
 )
 NO_HOOKS = "remove them, and call engine.step() and your function one after the other"
 DECOUPLED = "decoupled_weight_decay"
-HYPER_DEFAULTS: dict[str, Any] = {
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "momentum": 0.0,
-    "dampening": 0,
-}
-HYPER = frozenset((*HYPER_DEFAULTS, "nesterov", "amsgrad", "maximize"))
+# hyper-parameters that groups have in common; those that `Params` does not have are False or 0 by default
+HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
 READ = {
     torch.optim.AdamW: ("AdamW", ("betas", "eps", "amsgrad", "maximize")),
     torch.optim.Adam: ("Adam", ("betas", "eps", "amsgrad", "maximize")),
@@ -154,7 +150,7 @@ def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterat
         yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
     for key in HYPER.intersection(group):
         own, common = plain_value(group[key]), params.get(key, "auto")
-        common = HYPER_DEFAULTS.get(key, False) if common == "auto" else plain_value(common)
+        common = getattr(Params(), key, False) if common == "auto" else plain_value(common)
         if own != common:
             fix = "only lr and weight_decay may differ between groups"
             yield f"{key} {own}, but the optimizer's is {common}: {fix}"

@@ -13,10 +13,9 @@ from threed.interop.deepspeed.config import keys
 from threed.interop.deepspeed.config.optimizers import Group
 from threed.interop.deepspeed.config.reader import Reader, shown
 from threed.interop.deepspeed.config.schedulers import LearningRate, learning_rate
-from threed.precision import LossScale
+from threed.precision import DTYPES, LossScale
 from threed.schema import ValidationError
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 SHARED = "the default of DeepSpeed and Hugging Face"
 TRAINER = "as Hugging Face fills it in"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -86,7 +85,8 @@ def translate(
     found = reader.read(ds)
     micro, accumulation = _batch(reader, found, world)
     precision, scale = _precision(reader, found, model)
-    zero = _zero(reader, found.zero_optimization, world, BYTES[precision["grad_dtype"]])
+    width = DTYPES[precision["grad_dtype"]].itemsize
+    zero = _zero(reader, found.zero_optimization, world, width)
     optim = _optimizer(reader, found.optimizer, any(group.weight_decay for group in groups))
     rate = learning_rate(reader, found.scheduler, optim["lr"])
     optim["groups"] = _groups(reader, groups, rate, optim["lr"], optim["weight_decay"])
