@@ -208,10 +208,8 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
     stage, ranks = zero.stage, world if zero.mics_shard_size < 1 else zero.mics_shard_size
     text = f"{ranks} does not divide {world} data-parallel ranks"
     reader.check(world % ranks == 0, f"{ZERO}.mics_shard_size", text)
-    fits, text = (
-        stage == 3 or not zero.zero_quantized_weights,
-        f"true with stage {stage}: use stage 3",
-    )
+    fits = stage == 3 or not zero.zero_quantized_weights
+    text = f"true with stage {stage}: use stage 3"
     reader.check(fits, f"{ZERO}.zero_quantized_weights", text)
     if zero.zero_quantized_gradients:
         reader.note(f"{ZERO}.zero_quantized_gradients", "blocks of 256 numbers in 8 bits, not 4")
