@@ -1,6 +1,6 @@
 """Writes checkpoints as Megatron-LM lays them out, from weights by our names, for `threed convert --allow-pickle`.
 
-Megatron itself needs a GPU to train; layouts are those of its sources (`threed.interop.megatron.weights` names them).
+Megatron itself needs a GPU to train; layouts are those of its sources (`threed.interop.megatron.checkpoint` names them).
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from threed.config import ConfigError
-from threed.interop.deepspeed.config import ModelFacts, Translation, keys, translate
+from threed.interop.deepspeed.config import keys
+from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 from threed.precision import LossScale
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -383,7 +384,6 @@ TABLES = (
     "optimizer",
     "zero_optimization.offload_optimizer",
     "zero_optimization.offload_param",
-    "aio",
 )
 
 

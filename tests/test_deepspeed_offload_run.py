@@ -30,7 +30,7 @@ from tests.test_zero_offload_wrapped import (
     start,
     train_step,
 )
-from threed.interop.deepspeed.config import read
+from threed.interop.deepspeed.config.reader import read
 from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.memory.io import SwapError
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.test_deepspeed_config import config, notes, problem
-from threed.interop.deepspeed.config import translate
+from threed.interop.deepspeed.config.translate import translate
 
 SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("WarmupLR", {"warmup_min_lr": 1e-5, "warmup_max_lr": 3e-3, "warmup_num_steps": 7}),

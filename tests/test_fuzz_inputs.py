@@ -37,7 +37,8 @@ from threed.cli import main
 from threed.config import ConfigError
 from threed.data.megatron import open_tokens, tokenize_to_megatron
 from threed.data.tokenizer import ByteTokenizer
-from threed.interop.deepspeed.config import read, translate
+from threed.interop.deepspeed.config.reader import read
+from threed.interop.deepspeed.config.translate import translate
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 MOST_S = 10.0

@@ -12,7 +12,7 @@ import pytest
 from threed.arguments import load
 from threed.config import ConfigError
 from threed.data.sources import find_text
-from threed.interop.deepspeed.config import read
+from threed.interop.deepspeed.config.reader import read
 from threed.parse import MOST_DEPTH, ParseError, parse_json, read_json, read_toml
 
 DEEP = b"[" * 100_000

@@ -193,7 +193,7 @@ def parts(
         raise ValueError("more tensors than announced")
 
 
-def cut(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+def cut(sizes: Mapping[Any, int], limit: int) -> list[list[Any]]:
     """Returns names in order, cut into files of at most `limit` bytes; what is larger has a file of its own."""
     files: list[list[str]] = [[]]
     used = 0

@@ -18,7 +18,7 @@ import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -350,19 +350,6 @@ class FileTensor:
     offset: int
     first: int
 
-    def __setstate__(self, state: Any) -> None:
-        """Ignores attributes, which a pickle may give a tensor."""
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether its elements follow one another."""
-        want = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != want:
-                return False
-            want *= size
-        return True
-
     def read(self, start: Shape, out: Tensor) -> None:
         """Copies a box to `out`; CheckpointError if the file cannot be read, or has no such box."""
         if any(a + n > m for a, n, m in zip(start, out.shape, self.shape, strict=True)):
@@ -370,7 +357,8 @@ class FileTensor:
                 f"{self.path}: {list(out.shape)} at {list(start)} of a tensor of shape"
                 f" {list(self.shape)}"
             )
-        if self.contiguous:
+        strides = zip(self.shape, self.stride, _strides(self.shape), strict=True)
+        if all(size == 1 or stride == want for size, stride, want in strides):
             read_strided(self.shape, self.dtype, self._elements, start, out)
         elif out.numel():
             values = torch.empty(_span(self.shape, self.stride), dtype=self.dtype)

@@ -18,12 +18,14 @@ from threed import architectures
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.data.tokenizer import Tokenizer, TokenizerJson, load_tokenizer
-from threed.data.tokenizer_files import FIRST_NAMES, TokenizerFiles, find_files, folder_files
-from threed.interop import formats, source
+from threed.data.tokenizer_files import TokenizerFiles, find_files, folder_files
+from threed.interop.deepspeed.checkpoint import DeepSpeedCheckpoint, step_folder
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.export import export_hf, write_folder
-from threed.interop.huggingface.folder import HFFolder, HFTensors, has_weights, is_hf_folder
+from threed.interop.huggingface.folder import CONFIG, HFFolder, has_weights, is_hf_folder
 from threed.interop.huggingface.weights import import_hf, record_of_folder
+from threed.interop.megatron.checkpoint import MegatronCheckpoint, is_dist, is_legacy
+from threed.interop.native_writer import write_native
 
 
 def convert(
@@ -32,27 +34,53 @@ def convert(
 ) -> Path:  # fmt: skip
     """Converts the checkpoint folder `src` into the new folder `dst`, and returns that.
 
-    to: "native" or "hf"; None: the other one than `src` is. dtype: of the weights; None: as they are. tokenizer:
-    "bytes", a folder, the path of a tokenizer.json, or "none"; None: that of the folder or of the run.
-    allow_pickle: read other programs' checkpoints too. config: of their model, if it is elsewhere. Raises
-    CheckpointError with the fix.
+    Args:
+        dtype: of the weights; None: as they are.
+        tokenizer: "bytes", a folder, the path of a tokenizer.json, or "none"; None: that of the folder or of the run.
+        to: "native" or "hf"; None: the other one than `src` is.
+        allow_pickle: read checkpoints of other programs too.
+        config: of their model, if it is elsewhere.
+
+    Raises:
+        CheckpointError: with the fix.
     """
     src, dst = Path(src), Path(dst)
     kind = kind_of(src, allow_pickle)
     to = to or ("hf" if kind == "native" else "native")
     if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
-        raise CheckpointError(
-            f"{dst} exists already: give DST a name that is free, or an empty folder"
-        )
+        fix = "give DST a name that is free, or an empty folder"
+        raise CheckpointError(f"{dst} exists already: {fix}")
+    if kind == "hf":
+        return _from_hf(HFFolder(src), dst, to, dtype, tokenizer)
+    if kind == to:
+        why = "it loads in any topology as it is"
+        raise CheckpointError(f"{src} is a native checkpoint already: {why}")
     if kind == "native":
-        if to == "native":
-            raise CheckpointError(
-                f"{src} is a native checkpoint already: it loads in any topology as it is"
-            )
         return _from_native(src, dst, dtype, tokenizer)
-    if kind != "hf":
-        return _from_others(src, dst, kind, to, dtype, tokenizer, Path(config) if config else None)
-    return _from_hf(HFFolder(src), dst, to, dtype, tokenizer)
+    if to != "native":
+        fix = "make a native one of it first, and of that one of hf"
+        raise CheckpointError(f"{src} is a checkpoint of {kind}'s: {fix}")
+    path, hashes = _named(tokenizer or "none")
+    if kind == "Megatron-LM":
+        extra = {"tokenizer": hashes, "hf": None}
+        return write_native(MegatronCheckpoint(src), dst, dtype, path, extra)
+    found = DeepSpeedCheckpoint(src, _config_of(src, config))
+    record = folder_record.record_of(found.config, None, hashes or {})
+    return write_native(found, dst, dtype, path, {"tokenizer": hashes, "hf": record})
+
+
+def _config_of(path: Path, given: str | Path | None) -> Path:
+    """Returns the configuration of a model of DeepSpeed's: given, in the folder, or above it."""
+    places = [path / CONFIG, path.absolute().parent / CONFIG]
+    where = f"there is none in {path}, nor above it"
+    if given is not None:
+        places, where = [Path(given), Path(given) / CONFIG], f"--config {given} is none"
+    for place in places:
+        if place.is_file():
+            return place
+    raise CheckpointError(
+        f"DeepSpeed does not save what the model is, and a {CONFIG} of transformers is needed: {where}; give --config FILE"
+    )
 
 
 def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> Path:
@@ -67,46 +95,20 @@ def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> P
     return export_hf(src, dst, _tokenizer(spec if files is None else files), dtype)
 
 
-def _from_others(
-    src: Path,
-    dst: Path,
-    kind: str,
-    to: str,
-    dtype: str | None,
-    spec: str | None,
-    config: Path | None,
-) -> Path:
-    if to != "native":
-        raise CheckpointError(
-            f"{src} is a checkpoint of {kind}'s: make a native one of it first, and of that one of hf"
-        )
-    found = formats.open_source(src, kind, config)
-    path, hashes = _named(spec or "none")
-    record = (
-        folder_record.record_of(found.config, None, hashes or {})
-        if isinstance(found, HFTensors)
-        else None
-    )
-    return source.write_native(found, dst, dtype, path, {"tokenizer": hashes, "hf": record})
-
-
 def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str | None) -> Path:
     own = folder_files(folder.path)
     record = record_of_folder(folder)
     if to == "native":
-        path, hashes = (
-            _named(spec) if spec else (own.spec, own.hashes()) if own.files else ("none", None)
-        )
+        path, hashes = _named(spec or "none")
+        if not spec and own.files:
+            path, hashes = own.spec, own.hashes()
         return import_hf(folder, dst, dtype, path, {"tokenizer": hashes, "hf": record})
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
     tokenizer = _tokenizer(spec) if spec else None
     more, files = folder_record.written(record, tokenizer)
-    config = (
-        folder.config
-        | {"architectures": [architectures.layout_of(dict(folder.model)).hf_class]}
-        | more
-    )
+    hf_class = architectures.layout_of(dict(folder.model)).hf_class
+    config = {**folder.config, "architectures": [hf_class], **more}
     return write_folder(dst, folder.table, folder, config, dtype, tokenizer if spec else own, files)
 
 
@@ -119,27 +121,46 @@ def _named(spec: str) -> tuple[str, dict[str, str] | None]:
 
 
 def kind_of(path: Path, allow_pickle: bool = False) -> str:
-    """Returns "native", "hf" or another program's name, by the files of a folder; CheckpointError, with a hint if there
-    is one, if none of them. A folder that is both of Hugging Face's and another's is the other's where that may be."""
+    """Returns "native", "hf", "DeepSpeed" or "Megatron-LM", by the files of a folder.
+
+    Args:
+        allow_pickle: a folder that is both of Hugging Face's and another program's is the other's.
+
+    Raises:
+        CheckpointError: it is none of these, or is made of pickles and these are not allowed.
+    """
     if (path / native.MANIFEST).is_file():
         return "native"
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is a file: a checkpoint is a folder, {native.did_you_mean(path) or 'give that'}"
-        )
-    others = formats.kind_of(path)
-    if others is not None and allow_pickle:
-        return others
-    if is_hf_folder(path) and (others is None or has_weights(path)):
+        fix = native.did_you_mean(path) or "give that"
+        raise CheckpointError(f"{path} is a file: a checkpoint is a folder, {fix}")
+    other = _other_program(path)
+    if other is not None and allow_pickle:
+        return other
+    if is_hf_folder(path) and (other is None or has_weights(path)):
         return "hf"
-    if others is not None:
-        raise CheckpointError(formats.refusal(path, others))
+    if other is not None:
+        raise CheckpointError(
+            f"{path} is a checkpoint of {other}'s, which is made of pickles: --allow-pickle reads it, and"
+            " executes nothing in them"
+        )
     hint = native.did_you_mean(path) or "give a step-N folder, or one with a config.json"
-    raise CheckpointError(
-        f"{path} is no checkpoint: it has neither {native.MANIFEST} nor config.json; {hint}"
-    )
+    what = f"it has neither {native.MANIFEST} nor config.json"
+    raise CheckpointError(f"{path} is no checkpoint: {what}; {hint}")
+
+
+def _other_program(path: Path) -> str | None:
+    """Returns which other program wrote a folder, by its files."""
+    if step_folder(path) is not None:
+        return "DeepSpeed"
+    if is_legacy(path):
+        raise CheckpointError(
+            f"{path} has Megatron-LM's legacy layout (mp_rank_* folders), which is not read: run Megatron-LM's"
+            " training script with --ckpt-convert-format torch_dist --ckpt-convert-save DIR, and convert DIR"
+        )
+    return "Megatron-LM" if is_dist(path) else None
 
 
 def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
@@ -165,13 +186,9 @@ def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | No
 
 def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
     """Returns the files of a tokenizer; None if one is missing or does not have the hash in the checkpoint."""
-    extra = manifest["state"]["extra"]
-    saved = extra.get("tokenizer")
+    saved = manifest["state"]["extra"].get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
-        # written by an earlier version
-        if "hf" not in extra and FIRST_NAMES.issuperset(saved or ()):
-            found = found.only(FIRST_NAMES)
         return found if found.files and found.hashes() == saved else None
     except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
         return None
@@ -183,6 +200,5 @@ def _tokenizer(spec: str | TokenizerFiles) -> Tokenizer | None:
             return TokenizerJson(spec)
         return None if spec == "none" else load_tokenizer(spec)
     except ValueError as error:
-        raise CheckpointError(
-            f"{error} (convert takes --tokenizer bytes, a path, or none)"
-        ) from None
+        fix = "convert takes --tokenizer bytes, a path, or none"
+        raise CheckpointError(f"{error} ({fix})") from None

@@ -1,6 +1,7 @@
-"""Writes a native checkpoint without an engine or a process group, from any `TensorSource`.
+"""Writes native checkpoints without an engine or a process group, from any `TensorSource`.
 
     write_tensors(path, config, HFFolder(folder), dtype="bf16", state={"extra": extra})
+    write_native(source, path, dtype, tokenizer, extra)          # of another program's checkpoint, a `Source`
 
 A run that resumes weights alone begins at step 0, with fresh moments.
 """
@@ -8,10 +9,11 @@ A run that resumes weights alone begins at step 0, with fresh moments.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from threed.checkpoint.lazy_tensors import TensorSource, read_slabs
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of
 from threed.checkpoint.sections import Section
 from threed.checkpoint.writing import finish, write_file
-from threed.config import Config
+from threed.config import Config, DataConfig, ModelConfig, OptimConfig
 from threed.interop.huggingface.export import dtype_of
 from threed.planner.grid import Grid
 from threed.zero.records import WEIGHT
@@ -32,6 +34,59 @@ Part = tuple[str, str]  # weight, exp_avg, ..., and a global name
 FILE_BYTES = 2**32
 FRESH = {"steps": 0, "consumed": 0, "updates": 0.0, "skips": 0.0, "uses": {}, "extra": {}}
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SQUARES = "exp_avg_sq"
+
+
+class Source(TensorSource, Protocol):
+    """A checkpoint of another program.
+
+    Attributes:
+        title: the program and the kind of checkpoint.
+        model: its model.
+        state: counters of the training, as a native checkpoint has them; empty if a run begins at step 0.
+        notes: what is left out.
+    """
+
+    title: str
+    model: ModelConfig
+    state: dict[str, float]
+    notes: list[str]
+
+    def problems(self) -> Iterator[str]:
+        """Yields what of it does not fit its model."""
+
+
+def write_native(
+    source: Source, out: Path, dtype: str | None, tokenizer: str, extra: Mapping[str, Any]
+) -> Path:
+    """Writes the native checkpoint `out`, whole or not at all, and warns of what is left out.
+
+    Args:
+        dtype: of all weights; None: each as it is. Moments stay as they are.
+        tokenizer: kept in the manifest, as is `extra`.
+
+    Raises:
+        CheckpointError: the source does not fit its model, or has values that no training has.
+    """
+    if problems := list(source.problems()):
+        raise CheckpointError("; ".join(problems))
+    optim, data = OptimConfig(name="adamw"), DataConfig(tokenizer=tokenizer)
+    config = Config(model=source.model, data=data, optim=optim)
+    state = {**source.state, "extra": {**extra, "imported": source.title}}
+    write_tensors(out, config, source, dtype, _check, state)
+    for note in source.notes:
+        warnings.warn(f"{source.title}: {note}", stacklevel=2)
+    return out
+
+
+def _check(part: str, name: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        fix = "take an earlier checkpoint"
+        raise CheckpointError(f"{part} of {name} has values that are not finite: {fix}")
+    if part == SQUARES and (values < 0).any():
+        raise CheckpointError(
+            f"{part} of {name} has values below zero, which no mean of squares has"
+        )
 
 
 def write_tensors(
@@ -65,18 +120,16 @@ def write_tensors(
             check(part, name, values)
             yield narrowed(name, values, about[key][0])
 
-    keys = {str(number): key for number, key in enumerate(about)}
-    sizes = {n: size for n, key in keys.items() if (size := _nbytes(*about[key]))}
+    numels = {key: math.prod(shape) for key, (_, shape) in about.items()}
+    sizes = {key: numel * about[key][0].itemsize for key, numel in numels.items() if numel}
     head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "config": config.model_dump(mode="json"),
-        "topology": Grid().sizes,
-    }
+        "format": FORMAT, "version": VERSION, "config": config.model_dump(mode="json"),
+        "topology": Grid().sizes, "state": {**FRESH, **(state or {})},
+    }  # fmt: skip
     with new_folder(path, MANIFEST, "checkpoint", sum(sizes.values())) as building:
-        files = enumerate([keys[n] for n in some] for some in cut(sizes, file_bytes) if some)
+        files = enumerate(some for some in cut(sizes, file_bytes) if some)
         entries = [_write(building / file_of(number), some, about, slabs) for number, some in files]
-        finish(building, path, {**head, "state": {**FRESH, **(state or {})}}, entries)
+        finish(building, path, head, entries)
     return path
 
 
@@ -86,10 +139,6 @@ def _format(source: TensorSource, part: str, name: str, dtype: str | None) -> to
     if found not in FLOATS:
         raise CheckpointError(f"{part} of {name} is {found}: weights of that format are not read")
     return dtype_of(dtype) if dtype is not None and part == WEIGHT else found
-
-
-def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) * dtype.itemsize
 
 
 def _write(

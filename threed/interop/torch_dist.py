@@ -33,9 +33,7 @@ class DistFolder:
                             for key, info in state["storage_data"].items()}  # fmt: skip
             tensors = {str(name): entry.state for name, entry in state["state_dict_metadata"].items()
                        if entry.name.endswith(".TensorStorageMetadata")}  # fmt: skip
-            self.shapes: dict[str, Shape] = {
-                name: _lengths(entry["size"]) for name, entry in tensors.items()
-            }
+            self.shapes = {name: _lengths(entry["size"]) for name, entry in tensors.items()}
             self._chunks = {name: [(_lengths(c.state["offsets"]), _lengths(c.state["sizes"])) for c in entry["chunks"]]
                             for name, entry in tensors.items()}  # fmt: skip
 
@@ -67,9 +65,8 @@ class DistFolder:
             raise CheckpointError(f"{self.path} does not say where a box of {plain(name)} is")
         found = self._read(self._places[name, first])
         if not isinstance(found, FileTensor) or found.shape != size:
-            raise CheckpointError(
-                f"{self.path}: a box of {plain(name)} has another shape than its list says"
-            )
+            problem = "has another shape than its list says"
+            raise CheckpointError(f"{self.path}: a box of {plain(name)} {problem}")
         return first, found
 
     def _read(self, info: Mapping[str, Any]) -> Any:
@@ -80,9 +77,8 @@ class DistFolder:
             if Path(file).name != file or not file.isprintable():
                 raise CheckpointError(f"{self.path} names {plain(file)}, which is no file of it")
             if info.get("transform_descriptors"):
-                raise CheckpointError(
-                    f"{self.path} has files that are compressed or encrypted: that is not read"
-                )
+                problem = "has files that are compressed or encrypted: that is not read"
+                raise CheckpointError(f"{self.path} {problem}")
         return self._reader.torch_file(self.path / file, first, first + length)
 
 

@@ -8,6 +8,5 @@
 
 `initialize.initialize` reads facts from the model and the given optimizer, translates the configuration (`config`),
 prints on rank 0 what has no effect and which defaults apply (`engine.notes`), and wraps a `threed.Engine`. The module
-itself is trained, on any ZeRO stage; docs/deepspeed.md lists the keys. `checkpoint` and `universal` read DeepSpeed's
-checkpoints.
+itself is trained, on any ZeRO stage; docs/deepspeed.md lists the keys. `checkpoint` reads DeepSpeed's checkpoints.
 """

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from threed import collectives
 from threed.atomic import building
 from threed.engine import ModuleEngine, StepMetrics
-from threed.interop.deepspeed.config import PassedOptimizer, Translation
+from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.missing import INSTEAD
-from threed.interop.deepspeed.views import OptimizerView
+from threed.interop.deepspeed.views import OptimizerView, PassedOptimizer
 from threed.models.wrapped import loss_of
 from threed.topology import Topology
 from threed.zero.foreign_gradients import foreign_gradients
@@ -68,7 +68,7 @@ class DeepSpeedEngine:
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
         self._pending = False  # a backward without a call of `step` so far
-        self._batches: Iterator[Any] | None = None
+        self._batches = None if training_loader is None else repeat(training_loader)
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # not there yet
@@ -176,7 +176,9 @@ class DeepSpeedEngine:
         and ranks, a scalar tensor.
         """
         self._check_boundary("train_batch", "call engine.step() until the boundary first")
-        source = self._endless() if data_iter is None else data_iter
+        source = self._batches if data_iter is None else data_iter
+        if source is None:
+            raise ValueError("train_batch needs an iterator, or training_data given to initialize")
         self.module.train()
         try:
             for _ in range(self.translation.accumulation):
@@ -202,13 +204,6 @@ class DeepSpeedEngine:
         if isinstance(batch, Mapping):
             return self(**batch)
         return self(*batch) if isinstance(batch, list | tuple) else self(batch)
-
-    def _endless(self) -> Iterator[Any]:
-        if self.training_loader is None:
-            raise ValueError("train_batch needs an iterator, or training_data given to initialize")
-        if self._batches is None:
-            self._batches = repeat(self.training_loader)
-        return self._batches
 
     # ---------------------------------------------------------------------------------------------------------- state
 

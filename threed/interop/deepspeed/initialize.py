@@ -13,17 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from threed import collectives
 from threed.config import ConfigError
-from threed.interop.deepspeed.config import (
-    ModelFacts,
-    PassedOptimizer,
-    find_groups,
-    read,
-    read_optimizer,
-    translate,
-)
+from threed.interop.deepspeed.config.optimizers import find_groups, read_optimizer
+from threed.interop.deepspeed.config.reader import read
+from threed.interop.deepspeed.config.translate import ModelFacts, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
-from threed.interop.deepspeed.views import OptimizerView, SchedulerView
+from threed.interop.deepspeed.views import OptimizerView, PassedOptimizer, SchedulerView
 from threed.precision import DTYPES
 from threed.topology import Topology
 
@@ -40,22 +35,23 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, OptimizerView, DataLoader[Any] | None, SchedulerView | None]:
     """Returns engine, optimizer, data loader (of training_data) and scheduler (of the config) for a module. Collective.
 
-    model: any nn.Module. config: path of a ds_config.json, or a dict. optimizer: a torch AdamW, Adam or SGD, whose
-    hyper-parameters are taken; else the config's. model_parameters: parameters or groups, which must be all that
-    require gradients. Makes the process group if there is none. Raises ConfigError with everything that is wrong.
+    Makes the process group if there is none.
+
+    Args:
+        model: any nn.Module.
+        config: the path of a ds_config.json, or a dict.
+        optimizer: a torch AdamW, Adam or SGD, whose hyper-parameters are taken; None: the config's.
+        model_parameters: parameters or groups, which must be all that require gradients.
+
+    Raises:
+        ConfigError: with everything that is wrong.
     """
     if model is None or config is None:
-        raise ConfigError(
-            [
-                f"{name}: not given"
-                for name, it in (("model", model), ("config", config))
-                if it is None
-            ]
-        )
+        given = {"model": model, "config": config}
+        raise ConfigError([f"{name}: not given" for name, value in given.items() if value is None])
     if lr_scheduler is not None:
-        raise ConfigError(
-            ["lr_scheduler: objects are not there: write the config's scheduler, such as WarmupLR"]
-        )
+        fix = "write the config's scheduler, such as WarmupLR"
+        raise ConfigError([f"lr_scheduler: objects are not there: {fix}"])
     ds = read(config)
     notes: list[str] = []
     if optimizer is not None:
@@ -65,8 +61,8 @@ def initialize(
         notes.append(text)
         if model_parameters is not None:
             notes.append("model_parameters: no effect: the groups of the passed optimizer are used")
-    given = optimizer.param_groups if optimizer is not None else model_parameters
-    groups = find_groups(model, given, _hyper_parameters(ds))
+        model_parameters = optimizer.param_groups
+    groups = find_groups(model, model_parameters, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
     # so that no rank raises while others connect
@@ -74,15 +70,14 @@ def initialize(
     translation = translate(ds, topology.dp, facts, groups)
     loader = None
     if training_data is not None:
-        loader = deepspeed_io(
-            training_data, topology, translation.micro_batch, translation.drop_last, collate_fn
-        )
+        batch, last = translation.micro_batch, translation.drop_last
+        loader = deepspeed_io(training_data, topology, batch, last, collate_fn)
     passed = None if optimizer is None else PassedOptimizer(optimizer)
     engine = DeepSpeedEngine(model, topology, translation, passed, loader, notes)
     if topology.rank == 0:
         print(*(f"threed: {note}" for note in engine.notes), sep="\n", file=sys.stderr)
     scheduler = None if translation.learning_rate is None else SchedulerView(engine.optimizer)
-    return engine, engine.optimizer, engine.training_loader, scheduler
+    return engine, engine.optimizer, loader, scheduler
 
 
 def find_facts(model: nn.Module) -> ModelFacts:
@@ -91,9 +86,14 @@ def find_facts(model: nn.Module) -> ModelFacts:
     for param in model.parameters():
         counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
     names = {dtype: name for name, dtype in DTYPES.items()}
-    return ModelFacts(
-        _hidden_size(getattr(model, "config", None)), names.get(max(counts, key=counts.__getitem__))
-    )
+    config = getattr(model, "config", None)
+    hidden = _hidden_size(config) or _hidden_size(getattr(config, "text_config", None))
+    return ModelFacts(hidden, names.get(max(counts, key=counts.__getitem__)))
+
+
+def _hidden_size(config: object) -> int | None:
+    size = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or [0])
+    return int(size) if size else None
 
 
 def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -101,13 +101,3 @@ def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
     section = ds.get("optimizer")
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}
-
-
-def _hidden_size(config: object) -> int | None:
-    for place in (config, getattr(config, "text_config", None)):
-        size = getattr(place, "hidden_size", None) or max(
-            getattr(place, "hidden_sizes", None) or [0]
-        )
-        if size:
-            return int(size)
-    return None

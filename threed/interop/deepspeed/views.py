@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from threed.engine import ModuleEngine
+from threed.interop.deepspeed.config.optimizers import NO_HOOKS, has_hooks, plain_value
 from threed.zero.layout import GroupOptions
 
 
-def _refuse(name: str) -> Callable[..., NoReturn]:
-    def method(self: Any, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
-            f"optimizer.param_groups is read-only ({name}): it shows values of the engine; set learning rates with"
-            ' the config\'s "scheduler", and rates and decays of groups with model_parameters'
-        )
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise TypeError(
+        "optimizer.param_groups is read-only, also by add_param_group: the engine makes the steps; for learning rates"
+        ' write the config\'s "scheduler" (WarmupLR, WarmupDecayLR or WarmupCosineLR), and pass groups with their own'
+        " rates or decays to initialize"
+    )
 
-    return method
+
+refuse: Callable[..., Any] = _refuse
 
 
 class ParamGroup(dict[str, Any]):
     """A parameter group that is read-only: methods that change a dict raise TypeError."""
 
-    __setitem__ = __delitem__ = _refuse("item assignment")
-    __ior__ = _refuse("|=")
-    update, setdefault = _refuse("update"), _refuse("setdefault")
-    pop, popitem, clear = _refuse("pop"), _refuse("popitem"), _refuse("clear")
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -36,14 +36,42 @@ class ParamGroup(dict[str, Any]):
 class ReadOnlyList(list[Any]):
     """A list that is read-only: methods that change a list raise TypeError."""
 
-    __setitem__ = __delitem__ = _refuse("item assignment")
-    __iadd__, __imul__ = _refuse("+="), _refuse("*=")
-    append, extend, insert = _refuse("append"), _refuse("extend"), _refuse("insert")
-    pop, remove, clear = _refuse("pop"), _refuse("remove"), _refuse("clear")
-    sort, reverse = _refuse("sort"), _refuse("reverse")
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = append = extend = insert = refuse
+    pop = remove = clear = sort = reverse = refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
+
+
+class PassedOptimizer:
+    """An optimizer that was passed to `initialize`, which has read its values.
+
+    From then on its groups are read-only, and its `step` raises RuntimeError.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [
+            ParamGroup({key: plain_value(value) for key, value in group.items()})
+            for group in optimizer.param_groups
+        ]
+        optimizer.param_groups[:] = self._groups
+        self._own = optimizer.register_step_pre_hook(_refuse_step).id
+
+    def check(self) -> None:
+        """Raises RuntimeError if the optimizer has other groups, or hooks for its steps."""
+        if list(map(id, self._optimizer.param_groups)) != list(map(id, self._groups)):
+            fix = "pass all groups to initialize, and load states with engine.load_checkpoint()"
+            raise RuntimeError(f"the passed optimizer has other groups: {fix}")
+        if has_hooks(self._optimizer, self._own):
+            what = "new hooks for its steps, which the engine does not call"
+            raise RuntimeError(f"the passed optimizer has {what}: {NO_HOOKS}")
+
+
+def _refuse_step(*_: Any) -> NoReturn:
+    raise RuntimeError(
+        "step() of an optimizer that was passed to threed.initialize: call engine.step()"
+    )
 
 
 class OptimizerView:
@@ -64,10 +92,8 @@ class OptimizerView:
         groups = [group for group in self._engine.layout.groups if group.key.trainable]
         rates_of = {slot.spec.name: group.key.options for group in groups for slot in group.slots}
         found: dict[GroupOptions, list[nn.Parameter]] = {}
-        for (
-            name,
-            param,
-        ) in self._engine.module.named_parameters():  # safe to read while they are slices
+        # safe to read while they are slices
+        for name, param in self._engine.module.named_parameters():
             if name in rates_of:
                 found.setdefault(rates_of[name], []).append(param)
         return ReadOnlyList(
@@ -77,7 +103,7 @@ class OptimizerView:
             for rates, params in found.items()
         )
 
-    add_param_group = _refuse("add_param_group")
+    add_param_group = refuse
 
     @property
     def loss_scale(self) -> float:

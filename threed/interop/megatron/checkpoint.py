@@ -1,67 +1,145 @@
-"""Megatron-LM's `torch_dist` checkpoints: a folder of torch.distributed.checkpoint, with names and shapes of the whole.
+"""Megatron-LM's `torch_dist` checkpoints of GPT models of megatron-core: the weights, as a `Source`.
 
-    checkpoint = open_dist(folder)                  a `Source`; CheckpointError for what is not read, by name
+    checkpoint = MegatronCheckpoint(folder)         CheckpointError for what is not read, by name
 
-Layers are stacked along a first dimension, or have numbers; a gated `linear_fc1` has all gates first, or two tensors,
-`_w` and `_v` (megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py). What all ranks have,
-such as `args`, is in `common.pt`, or an entry (core_v0.19: serialization.py, save, `common_state`).
+The folder is one of torch.distributed.checkpoint, with names and shapes of the whole model. Layers are stacked along a
+first dimension, or have numbers; a gated `linear_fc1` has all gates first, or two tensors, `_w` and `_v`
+(megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py). What all ranks have, such as
+`args`, is in `common.pt`, or an entry (core_v0.19: serialization.py, save, `common_state`).
+
+The layout of fused weights is that of megatron/core/transformer/attention.py and mlp.py (NVIDIA/Megatron-LM, commit
+d98e8a64): the rows of `linear_qkv` are, per query group, its queries, its key and its value; the rows of a gated
+`linear_fc1` are the gate and then the other factor.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError, plain
-from threed.checkpoint.lazy_tensors import Slice, concatenate
-from threed.interop.megatron.weights import MegatronCheckpoint, Tensors, step_folder
+from threed.checkpoint.lazy_tensors import LazyTensor, Slice, concatenate, rows
+from threed.config import ModelConfig
+from threed.interop.huggingface.layouts import entries, name_problems, our_shapes
+from threed.interop.megatron.model_args import model_of
 from threed.interop.pickle_reader import PickleReader, Thing
 from threed.interop.torch_dist import DistFolder
-from threed.parse import ParseError, read_json
+from threed.parse import ParseError, read_file, read_json
+from threed.zero.records import WEIGHT
 
-STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
+WEIGHTS_ONLY = (
+    "weights alone are imported, for states of Megatron-LM's optimizers are not read: a run begins at step 0, with"
+    " moments of zero"
+)
 PREFIXES = ("model.module.module.", "model.module.", "model.", "")
 WORD = "embedding.word_embeddings.weight"
 OTHERS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 MOST_LAYERS = 10_000
+LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
+STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
+FUSED = {  # norms that are part of the layer behind them, with Transformer Engine
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+TOP = {
+    "embedding.word_embeddings.weight": "embedding.word.weight",
+    "embedding.position_embeddings.weight": "embedding.position.weight",
+    "decoder.final_layernorm.weight": "head.norm.weight",
+    "decoder.final_layernorm.bias": "head.norm.bias",
+    "output_layer.weight": "head.weight",
+}
+IN_LAYER = {
+    "input_layernorm": "attention_norm", "pre_mlp_layernorm": "mlp_norm", "mlp.linear_fc2": "mlp.down",
+    "self_attention.linear_proj": "attention.out", "self_attention.q_layernorm": "attention.query_norm",
+    "self_attention.k_layernorm": "attention.key_norm",
+}  # fmt: skip
+Tensors = dict[str, LazyTensor]
+
+
+def step_folder(path: Path) -> Path | None:
+    """Returns the folder of an iteration: `path`, or the one below that the tracker names; None: neither.
+
+    Raises:
+        CheckpointError: the tracker names a folder that is not there.
+    """
+    tracker = path / "latest_checkpointed_iteration.txt"
+    if not tracker.is_file():
+        return path if path.is_dir() else None
+    try:
+        name = read_file(tracker, 2**12).decode("utf-8").strip()
+    except (ParseError, ValueError):
+        return None
+    if name.isdecimal() and len(name) < 12:
+        name = f"iter_{int(name):07d}"
+    elif name != "release":
+        return None
+    if not (path / name).is_dir():
+        fix = "give the folder of an iteration itself"
+        raise CheckpointError(f"{tracker} names {name}, which is not there: {fix}")
+    return path / name
+
+
+def is_legacy(path: Path) -> bool:
+    """Returns whether a folder has Megatron's legacy layout, one `mp_rank_*` folder per rank."""
+    folder = step_folder(path)
+    return folder is not None and any(folder.glob("mp_rank_*/model_optim_rng.pt"))
 
 
 def is_dist(path: Path) -> bool:
-    """Returns whether a folder is one, by its files."""
-    folder = step_folder(path) if path.is_dir() else None
+    """Returns whether a folder is one of torch_dist, by its files."""
+    folder = step_folder(path)
     return folder is not None and (folder / ".metadata").is_file()
 
 
-def open_dist(path: Path) -> MegatronCheckpoint:
-    """Returns what is in a folder. Raises CheckpointError."""
-    folder = step_folder(path)
-    assert folder is not None
-    _check_kind(folder)
-    reader = PickleReader()
-    dist = DistFolder(folder, reader)
-    common = _common(dist, reader)
-    args = common.get("args")
-    table = args.state if isinstance(args, Thing) and isinstance(args.state, dict) else None
-    if table is None:
-        raise CheckpointError(
-            f"{path} has no args: of what model it is cannot be known (common.pt has them)"
-        )
-    prefix = next((some for some in PREFIXES if some + WORD in dist.shapes), None)
-    if prefix is None:
-        raise CheckpointError(f"{folder} has no {WORD}: it is none of a GPT model of megatron-core")
-    names = {name.removeprefix(prefix): name for name in dist.shapes
-             if name.startswith(prefix) and not name.startswith(OTHERS) and "_extra_state" not in name}  # fmt: skip
-    found = dist.tensors(list(names.values()))
-    tensors = unstacked({name: found[key] for name, key in names.items()})
-    return MegatronCheckpoint(path, table, tensors)
+class MegatronCheckpoint:
+    """The weights of a checkpoint as a `Source`.
+
+    Raises:
+        CheckpointError: the model cannot be expressed, or a tensor does not have the shape that it needs.
+    """
+
+    title = "Megatron-LM, torch_dist"
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.notes, self.state = path, [WEIGHTS_ONLY], dict[str, float]()
+        folder = step_folder(path)
+        assert folder is not None
+        _check_kind(folder)
+        reader = PickleReader()
+        dist = DistFolder(folder, reader)
+        self.model = model_of(_args(dist, reader), str(path))
+        tensors = unstacked(_of_model(dist))
+        have = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
+        if self.model.layers > have:  # before shapes are computed for every layer
+            problem = f"it has {have} of {self.model.layers} layers"
+            raise CheckpointError(f"{path} does not fit its args: {problem}")
+        self.shapes = our_shapes(entries(self.model))
+        self.parts = dict.fromkeys(self.shapes, (WEIGHT,))
+        try:
+            self._weights = ours(tensors, self.model)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+
+    def problems(self) -> Iterator[str]:
+        """Yields the tensors that are missing, unexpected or of another shape."""
+        found = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
+        for problem in name_problems(found, self.shapes):
+            yield f"{self.path} does not fit its args: {plain(problem, 3000)}"
+
+    def tensor(self, part: str, name: str) -> LazyTensor:
+        """Returns one of our tensors."""
+        return self._weights[name]
+
+
+# --------------------------------------------------------------------------------------------------------------- files
 
 
 def _check_kind(folder: Path) -> None:
     try:
         kind = read_json(folder / "metadata.json").get("sharded_backend")
-    except (ParseError, AttributeError) as error:
+    except ParseError as error:
         raise CheckpointError(
             f"{error}: Megatron says there of which kind a checkpoint is"
         ) from None
@@ -69,18 +147,31 @@ def _check_kind(folder: Path) -> None:
         raise CheckpointError(f"{folder} is of kind {plain(kind)}: torch_dist is read")
 
 
-def _common(dist: DistFolder, reader: PickleReader) -> Mapping[str, Any]:
-    """Returns what is not of some rank: args, the iteration, the optimizer's groups."""
+def _args(dist: DistFolder, reader: PickleReader) -> Mapping[str, Any]:
+    """Returns the arguments of Megatron's program."""
     file = dist.path / "common.pt"
-    found = reader.torch_file(file) if file.is_file() else dist.entry("common_state/shard_0_1")
-    found = found[0] if isinstance(found, list) and len(found) == 1 else found
-    if found is None:
-        found = {"args": dist.entry("args")}
-    if not isinstance(found, dict):
-        raise CheckpointError(
-            f"{dist.path}: what is common to all ranks is not as Megatron writes it"
-        )
-    return found
+    common = reader.torch_file(file) if file.is_file() else dist.entry("common_state/shard_0_1")
+    if isinstance(common, list) and len(common) == 1:
+        common = common[0]
+    args = common.get("args") if isinstance(common, dict) else dist.entry("args")
+    if not isinstance(args, Thing) or not isinstance(args.state, dict):
+        what = "of what model it is cannot be known (common.pt has them)"
+        raise CheckpointError(f"{dist.path} has no args: {what}")
+    return args.state
+
+
+def _of_model(dist: DistFolder) -> Tensors:
+    """Returns the tensors of the model, by Megatron's names without a prefix."""
+    prefix = next((some for some in PREFIXES if some + WORD in dist.shapes), None)
+    if prefix is None:
+        problem = f"has no {WORD}: it is none of a GPT model of megatron-core"
+        raise CheckpointError(f"{dist.path} {problem}")
+    names = [name for name in dist.shapes if name.startswith(prefix) and "_extra_state" not in name]
+    names = [name for name in names if not name.removeprefix(prefix).startswith(OTHERS)]
+    return {name.removeprefix(prefix): tensor for name, tensor in dist.tensors(names).items()}
+
+
+# --------------------------------------------------------------------------------------------------------------- names
 
 
 def unstacked(tensors: Tensors) -> Tensors:
@@ -94,8 +185,63 @@ def unstacked(tensors: Tensors) -> Tensors:
         if not tensor.shape or tensor.shape[0] > MOST_LAYERS:
             raise CheckpointError(f"{plain(name)} has no layers, or more than any model")
         count, *shape = tensor.shape
-        at = {n: (n, *(0 for _ in shape)) for n in range(count)}
-        found |= {f"decoder.layers.{n}.{match[1]}": Slice(tensor, at[n], tuple(shape)) for n in at}
+        for number in range(count):
+            start = (number, *(0 for _ in shape))
+            found[f"decoder.layers.{number}.{match[1]}"] = Slice(tensor, start, tuple(shape))
     for name in [name for name in found if name.endswith("_w") and name[:-1] + "v" in found]:
         found[name[:-2]] = concatenate([found.pop(name), found.pop(name[:-1] + "v")])
     return found
+
+
+def ours(tensors: Tensors, model: ModelConfig) -> Tensors:
+    """Returns tensors by our names; an unknown tensor keeps its own name, and is reported as unexpected.
+
+    Args:
+        tensors: by Megatron's names, with the numbers of layers; a gated linear_fc1 has all gates first.
+    """
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        match = LAYER.fullmatch(name)
+        if match is None:
+            found[TOP.get(name, name)] = tensor
+            continue
+        inside = match[2]
+        for fused, alone in FUSED.items():
+            inside = inside.replace(fused, alone)
+        for key, part in _in_layer(inside, tensor, model):
+            found[f"blocks.{match[1]}.{key}" if key != inside else name] = part
+    if model.tied:
+        found.pop("head.weight", None)  # a copy of the embedding
+    return found
+
+
+def _in_layer(
+    name: str, tensor: LazyTensor, model: ModelConfig
+) -> Iterator[tuple[str, LazyTensor]]:
+    module, _, kind = name.rpartition(".")
+    if module == "self_attention.linear_qkv":
+        yield from _queries_keys_values(kind, tensor, model)
+    elif module == "mlp.linear_fc1" and model.arch != "gpt":
+        middle = model.ffn or 0
+        yield f"mlp.gate.{kind}", rows(tensor, (0, middle))
+        yield f"mlp.up.{kind}", rows(tensor, (middle, 2 * middle))
+    elif module == "mlp.linear_fc1":
+        yield f"mlp.up.{kind}", tensor
+    else:
+        yield f"{IN_LAYER.get(module, module)}.{kind}", tensor
+
+
+def _queries_keys_values(
+    kind: str, tensor: LazyTensor, model: ModelConfig
+) -> Iterator[tuple[str, LazyTensor]]:
+    """Yields the rows of queries, keys and values, group by group."""
+    groups = model.kv_heads or model.heads
+    each, head = model.heads // groups, model.head_dim or model.hidden // model.heads
+    size = (each + 2) * head
+    if tensor.shape[:1] != (groups * size,):
+        problem = f"linear_qkv.{kind} is {list(tensor.shape)}, and needs {groups * size} rows"
+        raise CheckpointError(problem)
+    bounds = {"query": (0, each), "key": (each, each + 1), "value": (each + 1, each + 2)}
+    for part, (first, last) in bounds.items():
+        ranges = [(at + first * head, at + last * head) for at in range(0, groups * size, size)]
+        yield f"attention.{part}.{kind}", rows(tensor, *ranges)

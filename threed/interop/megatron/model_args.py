@@ -24,18 +24,22 @@ OTHERS: Mapping[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,), "use_mup": (None, False),
     "qk_l2_norm": (None, False), "mrope_section": (None,), "spec": (None,),
 }  # fmt: skip
+KINDS = (("RMSNorm", "rope", True), ("LayerNorm", "learned_absolute", False))
 
 
 def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
-    """Returns the model of a checkpoint. CheckpointError with everything that cannot be expressed here."""
+    """Returns the model of a checkpoint.
+
+    Raises:
+        CheckpointError: with everything that cannot be expressed here.
+    """
     problems = [
         f"{name} {plain(args[name])}" for name, same in OTHERS.items() if args.get(name) not in same
     ]
     norm = args.get("normalization", "LayerNorm")
     positions = args.get("position_embedding_type", "learned_absolute")
     gated = bool(args.get("swiglu"))
-    kind = (norm, positions, gated)
-    if kind not in (("RMSNorm", "rope", True), ("LayerNorm", "learned_absolute", False)):
+    if (norm, positions, gated) not in KINDS:
         problems.append(
             f"normalization {plain(norm)} with position_embedding_type {plain(positions)} and swiglu {gated}: there are"
             " RMSNorm with rope and swiglu (Llama), and LayerNorm with learned_absolute (GPT-2)"
@@ -51,51 +55,44 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         model = resolve_model(ModelConfig.model_validate(_keys(args, gated)))
     except ValidationError as error:
-        some = [
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
-            for e in error.errors(include_input=False)[:3]
-        ]
-        raise CheckpointError(f"{where}: its args: {plain('; '.join(some), 2000)}") from None
+        details = error.errors(include_input=False)[:3]
+        problems = [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in details]
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"{where}: its args: {' '.join(plain(error, 2000).split())}"
-        ) from None
-    if wrong := list(find_model_problems(model)):
-        raise CheckpointError(f"{where}: {'; '.join(wrong)}")
+        problems = [" ".join(str(error).split())]
+    else:
+        problems = list(find_model_problems(model))
+    if problems:
+        raise CheckpointError(f"{where}: its args: {plain('; '.join(problems), 2000)}")
     return model
 
 
 def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
-    heads = args["num_attention_heads"]
+    """Returns the keys of a model. Raises KeyError, TypeError or ValueError."""
+    heads, positions = args["num_attention_heads"], args["max_position_embeddings"]
     grouped = bool(args.get("group_query_attention")) and args.get("num_query_groups")
-    bias, qkv_bias = bool(args.get("add_bias_linear", True)), bool(args.get("add_qkv_bias"))
-    positions = args["max_position_embeddings"]
     keys = {
-        "arch": "llama" if gated else "gpt", "layers": args["num_layers"], "hidden": args["hidden_size"],
-        "heads": heads, "kv_heads": args["num_query_groups"] if grouped else heads,
-        "head_dim": args.get("kv_channels"), "ffn": args["ffn_hidden_size"], "vocab": args["padded_vocab_size"],
-        "seq": positions, "positions": positions, "bias": bias, "mlp_bias": bias,
+        "arch": "gpt", "layers": args["num_layers"], "hidden": args["hidden_size"], "heads": heads,
+        "kv_heads": args["num_query_groups"] if grouped else heads, "head_dim": args.get("kv_channels"),
+        "ffn": args["ffn_hidden_size"], "vocab": args["padded_vocab_size"], "seq": positions, "positions": positions,
         "norm_eps": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
         "tied": not args.get("untie_embeddings_and_output_weights"),
     }  # fmt: skip
-    if not gated:
-        if qkv_bias and not bias:
-            raise ValueError(
-                "add_qkv_bias without add_bias_linear, of a model with LayerNorm, is not here"
-            )
-        return keys
-    keys["rope_theta"] = float(args.get("rotary_base", 10000))
-    if args.get("qk_layernorm"):
-        keys["qk_norm"] = True
-    if args.get("use_rope_scaling"):
+    bias, qk_norm = bool(args.get("add_bias_linear", True)), bool(args.get("qk_layernorm"))
+    qkv_bias_alone = bool(args.get("add_qkv_bias")) and not bias
+    if qkv_bias_alone and (qk_norm or not gated):
+        raise ValueError(
+            "add_qkv_bias without add_bias_linear, with qk_layernorm or LayerNorm, is not here"
+        )
+    if not qkv_bias_alone:
+        keys |= {"bias": bias, "mlp_bias": bias}
+    if gated:
+        keys |= {
+            "arch": "qwen2" if qkv_bias_alone else "llama", "rope_theta": float(args.get("rotary_base", 10000)),
+            **({"qk_norm": True} if qk_norm else {}),
+        }  # fmt: skip
+    if gated and args.get("use_rope_scaling"):
         keys["rope_scaling"] = {
             "rope_type": "llama3", "factor": float(args.get("rope_scaling_factor", 8.0)), "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
         }  # fmt: skip
-    if qkv_bias and not bias:  # Qwen2 has these, and no others
-        if keys.pop("qk_norm", False):
-            raise ValueError("add_qkv_bias with qk_layernorm is not here")
-        keys = {key: value for key, value in keys.items() if key not in ("bias", "mlp_bias")} | {
-            "arch": "qwen2"
-        }
     return keys

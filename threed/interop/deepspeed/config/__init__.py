@@ -13,18 +13,3 @@ as `threed.config.ConfigError`.
 Names, defaults and formulas are those of DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).
 """
-
-from threed.interop.deepspeed.config.optimizers import (
-    Group,
-    PassedOptimizer,
-    find_groups,
-    read_optimizer,
-)
-from threed.interop.deepspeed.config.reader import read
-from threed.interop.deepspeed.config.schedulers import LearningRate
-from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
-
-__all__ = [
-    "Group", "LearningRate", "ModelFacts", "PassedOptimizer", "Translation", "find_groups", "read", "read_optimizer",
-    "translate",
-]  # fmt: skip

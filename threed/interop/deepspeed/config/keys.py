@@ -142,22 +142,21 @@ class Zero(Group):
     cpu_offload_params: bool = False
 
 
-class Fp16(Group):
-    """fp16, with its loss scale."""
+class Bf16(Group):
+    """bf16, or bfloat16."""
 
     enabled: bool = Field(False, description="write true or false")
+
+
+class Fp16(Bf16):
+    """fp16, with its loss scale."""
+
     loss_scale: NonNegative = 0.0
     initial_scale_power: Annotated[Natural, Field(lt=128)] = 16
     loss_scale_window: Count = 1000
     hysteresis: Count = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: Positive = 1.0
-
-
-class Bf16(Group):
-    """bf16, or bfloat16."""
-
-    enabled: bool = Field(False, description="write true or false")
 
 
 class DataTypes(Group):
@@ -182,8 +181,6 @@ class DeepSpeedConfig(Group):
     zero_optimization: Zero = Zero()
     optimizer: Optimizer = Optimizer()
     scheduler: Scheduler = Scheduler()
-    aio: Group = Group()
-    activation_checkpointing: Group = Group()
     checkpoint: Group = Group()
     compile: Group = Group()
     tensor_parallel: Group = Group()
@@ -217,6 +214,9 @@ NO_EFFECT: Mapping[str, str] = _by_name({
         "disable_allgather": "the gather is chosen by the ZeRO stage",
         "prescale_gradients gradient_predivide_factor": "the loss is divided before the backward",
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": "the update is threed's own, at every stage",
+        "aio": "transfers are cut into pieces of threed's own size, of which many move at once, through host memory",
+        "activation_checkpointing":
+            "deepspeed.checkpointing is called by models: use the model's own, as gradient_checkpointing_enable()",
         "vocabulary_size": "DeepSpeed only warns by it",
         "nebula datastates": "checkpoints are written to the folder you name",
         "pipeline seq_parallel_communication_data_type use_data_before_expert_parallelism": "every rank runs all of it",
@@ -258,16 +258,6 @@ NO_EFFECT: Mapping[str, str] = _by_name({
         "buffer_count buffer_size": "there are as many buffers of a bucket's slice as are under way: reduce_bucket_size",
         "max_in_cpu": "with nvme all slices live on the drive, and only buffers are in memory",
         "pin_memory": PINNED,
-    },
-    "aio": {
-        "block_size": "a transfer is cut into pieces of threed's own size",
-        "queue_depth intra_op_parallelism thread_count single_submit overlap_events": "many pieces move at once, always",
-        "use_gds": "what is read from the drive passes through host memory",
-    },
-    "activation_checkpointing": {
-        "partition_activations cpu_checkpointing contiguous_memory_optimization number_checkpoints profile"
-        " synchronize_checkpoint_boundary":
-            "deepspeed.checkpointing is called by models: use the model's own, as gradient_checkpointing_enable()",
     },
     "bf16": {
         "immediate_grad_update": "gradients go to their bucket as soon as they are there",
@@ -337,10 +327,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = _by_name({
         "use_node_local_storage": (OFF, "a checkpoint is one folder that all ranks see"),
     },
     "compile": {
-        "deepcompile": (OFF, "use torch.compile on the module's own functions"),
-        "offload_activation": (OFF, "use the model's own checkpointing"),
-        "offload_opt_states": (OFF, "use zero_optimization.offload_optimizer"),
-        "offload_parameters": (OFF, "use zero_optimization.offload_param"),
+        "deepcompile offload_activation offload_opt_states offload_parameters":
+            (OFF, "use torch.compile, the model's own checkpointing, and the offload of zero_optimization"),
     },
     "tensor_parallel": {
         "autotp_size tp_size": ((0, 1), "build the model from threed.layers, and use threed.Engine with a topology"),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from threed.config import ConfigError
+from threed.interop.deepspeed.config.keys import Params
 from threed.sharding import few
 
 NO_SCHEDULERS = (
@@ -19,13 +20,8 @@ NO_SCHEDULERS = (
 )
 NO_HOOKS = "remove them, and call engine.step() and your function one after the other"
 DECOUPLED = "decoupled_weight_decay"
-HYPER_DEFAULTS: dict[str, Any] = {
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "momentum": 0.0,
-    "dampening": 0,
-}
-HYPER = frozenset((*HYPER_DEFAULTS, "nesterov", "amsgrad", "maximize"))
+# hyper-parameters that groups have in common; those that `Params` does not have are False or 0 by default
+HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
 READ = {
     torch.optim.AdamW: ("AdamW", ("betas", "eps", "amsgrad", "maximize")),
     torch.optim.Adam: ("Adam", ("betas", "eps", "amsgrad", "maximize")),
@@ -72,7 +68,7 @@ def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | Non
     """Returns the first reason why an optimizer cannot be read. keys: must be the same in all
     groups."""
     first, *others = optimizer.param_groups
-    if is_scheduled(optimizer):
+    if any("initial_lr" in group for group in optimizer.param_groups):
         return f"a learning rate scheduler drives it: {NO_SCHEDULERS}"
     if optimizer.state:
         return "has made steps, and its moments would be lost: pass a fresh one"
@@ -86,66 +82,17 @@ def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | Non
     return None
 
 
-def is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether a scheduler of torch, or of a subclass such as Hugging Face's, was made for an optimizer."""
-    return "step" in vars(optimizer) or any(
-        "initial_lr" in group for group in optimizer.param_groups
-    )
-
-
-class PassedOptimizer:
-    """An optimizer that was passed to `initialize`, which has read its values.
-
-    Later changes of its groups would have no effect: `check` raises RuntimeError for them, and so does its `step`.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._read = self._values()
-        self._own = optimizer.register_step_pre_hook(_refuse_step).id
-
-    def check(self) -> None:
-        """Raises RuntimeError if the values of a group have changed, or a scheduler was made for the optimizer."""
-        now = self._values()
-        for number, (group, read) in enumerate(zip(now, self._read, strict=False)):
-            if changed := [key for key in read if group.get(key) != read[key]]:
-                what = ", ".join(f"{key} from {read[key]} to {group.get(key)}" for key in changed)
-                name = f"param_groups[{number}] of the passed optimizer"
-                raise RuntimeError(f"{name} changed {what}: {NO_SCHEDULERS}")
-        problems = {
-            "had groups added: pass all groups to initialize": len(now) != len(self._read),
-            f"has a new learning rate scheduler: {NO_SCHEDULERS}": is_scheduled(self._optimizer),
-            f"has new hooks for its steps, which the engine does not call: {NO_HOOKS}": has_hooks(
-                self._optimizer, self._own
-            ),
-        }
-        for text, there in problems.items():
-            if there:
-                raise RuntimeError(f"the passed optimizer {text}")
-
-    def _values(self) -> list[dict[str, Any]]:
-        keys = ("lr", "weight_decay", *READ[type(self._optimizer)][1])
-        return [
-            {key: _plain(group.get(key)) for key in keys} for group in self._optimizer.param_groups
-        ]
-
-
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
     """Returns whether an optimizer has hooks for its steps, other than its `own`."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return bool({*before, *after} - {own})
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """Returns a value of a group that can be compared: tensors as numbers, lists as tuples."""
     if isinstance(value, torch.Tensor):
         return float(value)
     return tuple(value) if isinstance(value, list) else value
-
-
-def _refuse_step(*_: Any) -> None:
-    raise RuntimeError(
-        "step() of an optimizer that was passed to threed.initialize: call engine.step()"
-    )
 
 
 def find_groups(
@@ -166,23 +113,22 @@ def find_groups(
     if given is None:
         return ()
     names = {id(param): name for name, param in model.named_parameters()}
-    wanted = {names[id(param)] for param in model.parameters() if param.requires_grad}
-    items: list[Mapping[str, Any]] = [
-        item if isinstance(item, Mapping) else {"params": [item]} for item in given
-    ]
-    groups, unknown, problems = [], 0, []
-    for number, item in enumerate(items):
+    wanted = {name for name, param in model.named_parameters() if param.requires_grad}
+    groups, unknown, problems = [], 0, list[str]()
+    for number, item in enumerate(given):
         which = f"model_parameters[{number}]"
-        if "params" not in item:
+        group = item if isinstance(item, Mapping) else {"params": [item]}
+        if "params" not in group:
             fix = "a group is a dict of its parameters and values"
             raise ConfigError([f"{which}: no 'params': {fix}"])
-        members = item["params"]
+        members = group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         unknown += sum(id(param) not in names for param in members)
         own = tuple(names[id(p)] for p in members if id(p) in names and p.requires_grad)
-        lr, decay = item.get("lr"), item.get("weight_decay")
-        groups.append(Group(own, *(None if x is None else float(x) for x in (lr, decay))))
-        problems += [f"{which}: {text}" for text in _other_values(item, params or {})]
+        groups.append(
+            Group(own, plain_value(group.get("lr")), plain_value(group.get("weight_decay")))
+        )
+        problems += [f"{which}: {text}" for text in _other_values(group, params or {})]
     counts = Counter(name for group in groups for name in group.names)
     if unknown:
         problems.append(f"model_parameters: {unknown} of them are not the model's")
@@ -203,8 +149,8 @@ def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterat
     if "initial_lr" in group:
         yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
     for key in HYPER.intersection(group):
-        own, common = _plain(group[key]), params.get(key, "auto")
-        common = HYPER_DEFAULTS.get(key, False) if common == "auto" else _plain(common)
+        own, common = plain_value(group[key]), params.get(key, "auto")
+        common = getattr(Params(), key, False) if common == "auto" else plain_value(common)
         if own != common:
             fix = "only lr and weight_decay may differ between groups"
             yield f"{key} {own}, but the optimizer's is {common}: {fix}"

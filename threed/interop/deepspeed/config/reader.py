@@ -87,8 +87,9 @@ class Reader:
 
     def refuse_keys(self, group: Group, path: str, keys: Iterable[str]) -> None:
         """Adds a problem for each given key of a group that its type does not have."""
-        for key in group.model_fields_set.intersection(keys):
-            self.problem(f"{path}.{key}", "no such key for this type")
+        for key in keys:
+            given = key in group.model_fields_set
+            self.check(not given, f"{path}.{key}", "no such key for this type")
 
     def _select(self, given: Any, model: type[Group], path: str) -> dict[str, Any]:
         """Returns the keys of a group that are acted on, with values in place of "auto"."""

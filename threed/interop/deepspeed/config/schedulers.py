@@ -31,30 +31,20 @@ NOT_OF = {
 
 
 @dataclass(frozen=True)
-class Warmup:
-    """The share of the way up, before step `steps` (at least 2)."""
-
-    kind: str  # "log" or "linear"
-    steps: int
-
-    def share(self, step: Tensor) -> Tensor:
-        """From DeepSpeed's step count (updates done - 1) to a share from 0 to 1."""
-        if self.kind == "log":
-            return torch.log(step.clamp(min=0) + 1) * (1.0 / math.log(self.steps))
-        return step.clamp(min=0) / self.steps
-
-
-@dataclass(frozen=True)
 class LearningRate:
     """From the number of updates done (scalar tensor, fp64) to the next update's learning rate.
 
-    Rises from `low` to `high`, then is `high` times `after(step)`; `start` is the rate of the first update.
-    relative: whether rates are shares of the optimizer's, of which parameter groups may have their own; else `after`
-    counts from `low` upwards.
+    It rises from `low` to `high`, then is `high` times `after(step)`.
+
+    Attributes:
+        ramp: of the rise: "log" or "linear".
+        steps: of the rise, at least 2.
+        relative: whether rates are shares of the optimizer's, of which parameter groups may have their own; else
+            `after` counts from `low` upwards.
     """
 
-    warmup: Warmup
-    start: float
+    ramp: str
+    steps: int
     low: float
     high: float
     after: Callable[[Tensor], Tensor]
@@ -62,12 +52,13 @@ class LearningRate:
 
     def __call__(self, done: Tensor) -> Tensor:
         step = done - 1
-        rising = self.low + (self.high - self.low) * self.warmup.share(step)
-        floor = 0.0 if self.relative else self.low
-        falling = floor + (self.high - floor) * self.after(step)
-        return torch.where(
-            step < 0, self.start, torch.where(step < self.warmup.steps, rising, falling)
-        )
+        share = step.clamp(min=0) / self.steps
+        if self.ramp == "log":
+            share = torch.log(step.clamp(min=0) + 1) * (1.0 / math.log(self.steps))
+        rising = self.low + (self.high - self.low) * share
+        first = 0.0 if self.relative else self.low
+        falling = first + (self.high - first) * self.after(step)
+        return torch.where(step < 0, first, torch.where(step < self.steps, rising, falling))
 
 
 def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate | None:
@@ -79,25 +70,23 @@ def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate |
     """
     if not found.model_fields_set:
         return None
-    if found.type is None:
-        fix = "use WarmupLR, WarmupDecayLR or WarmupCosineLR"
-        reader.problem("scheduler.type", f"not given: {fix}")
+    fix = "use WarmupLR, WarmupDecayLR or WarmupCosineLR"
+    reader.check(found.type is not None, "scheduler.type", f"not given: {fix}")
     name, params, path = found.type or "warmuplr", found.params, "scheduler.params"
     reader.refuse_keys(params, path, NOT_OF[name])
-    total = params.total_num_steps
-    warmup = Warmup(params.warmup_type, max(2, params.warmup_num_steps))
-    if total is None and name != "warmuplr":
-        reader.problem(f"{path}.total_num_steps", f"not given: {STEPS}")
+    total, ramp, steps = params.total_num_steps, params.warmup_type, max(2, params.warmup_num_steps)
+    needs_total = total is None and name != "warmuplr"
+    reader.check(not needs_total, f"{path}.total_num_steps", f"not given: {STEPS}")
     if name == "warmupcosinelr":
-        fall = partial(decay_cosine, warmup.steps, total or 1, params.cos_min_ratio)
-        return LearningRate(warmup, 0.0, params.warmup_min_ratio * lr, lr, fall, True)
+        fall = partial(decay_cosine, steps, total or 1, params.cos_min_ratio)
+        return LearningRate(ramp, steps, params.warmup_min_ratio * lr, lr, fall, True)
     low, high = params.warmup_min_lr, params.warmup_max_lr
     if name == "warmuplr":
         high = lr if high is None else high
-        return LearningRate(warmup, low, low, high, torch.ones_like, False)
+        return LearningRate(ramp, steps, low, high, torch.ones_like, False)
     high = 0.001 if high is None else high
-    fall = partial(decay_linear, warmup.steps, total or 1)
-    return LearningRate(warmup, low, low, high, fall, False)
+    fall = partial(decay_linear, steps, total or 1)
+    return LearningRate(ramp, steps, low, high, fall, False)
 
 
 def decay_linear(warmup: int, total: int, step: Tensor) -> Tensor:

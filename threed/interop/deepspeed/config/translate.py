@@ -13,13 +13,11 @@ from threed.interop.deepspeed.config import keys
 from threed.interop.deepspeed.config.optimizers import Group
 from threed.interop.deepspeed.config.reader import Reader, shown
 from threed.interop.deepspeed.config.schedulers import LearningRate, learning_rate
-from threed.precision import LossScale
+from threed.precision import DTYPES, LossScale
 from threed.schema import ValidationError
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 SHARED = "the default of DeepSpeed and Hugging Face"
 TRAINER = "as Hugging Face fills it in"
-NO_NVME = "nothing is offloaded to NVMe"
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 ZERO = "zero_optimization"
 THRESHOLD = f"{ZERO}.stage3_param_persistence_threshold"
@@ -87,7 +85,8 @@ def translate(
     found = reader.read(ds)
     micro, accumulation = _batch(reader, found, world)
     precision, scale = _precision(reader, found, model)
-    zero = _zero(reader, found.zero_optimization, world, BYTES[precision["grad_dtype"]])
+    width = DTYPES[precision["grad_dtype"]].itemsize
+    zero = _zero(reader, found.zero_optimization, world, width)
     optim = _optimizer(reader, found.optimizer, any(group.weight_decay for group in groups))
     rate = learning_rate(reader, found.scheduler, optim["lr"])
     optim["groups"] = _groups(reader, groups, rate, optim["lr"], optim["weight_decay"])
@@ -103,8 +102,8 @@ def translate(
         raise ConfigError(
             [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         ) from None
-    last, notes = found.dataloader_drop_last, tuple(reader.notes)
-    return Translation(config, batch, micro, accumulation, rate, scale, last, notes)
+    last = found.dataloader_drop_last
+    return Translation(config, batch, micro, accumulation, rate, scale, last, tuple(reader.notes))
 
 
 def _value(ds: Any, path: str) -> Any:
@@ -144,38 +143,32 @@ def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
         off[THRESHOLD] = "parameters are whole anyway below stage 3"
     if not stage:
         off[f"{ZERO}.mics_shard_size"] = "stage 0 slices nothing"
-    devices = [str(_value(ds, f"{place}.device")).lower() for place in PLACES]
-    for place, device in zip(PLACES, devices, strict=True):
+    for place in PLACES:
+        device = str(_value(ds, f"{place}.device")).lower()
         if device != "nvme":
-            off[f"{place}.nvme_path"] = NO_NVME
+            off[f"{place}.nvme_path"] = "nothing is offloaded to NVMe"
         if device not in ("nvme", "cpu"):
             for key in (*keys.NO_EFFECT, *keys.REFUSED):
                 off |= {key: "nothing is offloaded"} if key.startswith(f"{place}.") else {}
-    if "nvme" not in devices:
-        off["aio"] = NO_NVME
     return off
 
 
 def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int, int]:
     """Returns micro-batch and accumulation steps; if they are not given, they follow from the
     batch."""
-    total, micro = found.train_batch_size, found.train_micro_batch_size_per_gpu
-    steps = found.gradient_accumulation_steps
+    total, micro, steps = (getattr(found, name) for name in BATCH)
     if total is None:
         fix = "write the samples in one forward pass of one rank (or train_batch_size)"
         reader.check(micro is not None, BATCH[1], f"not given: {fix}")
         return micro or 1, steps or 1
-    if micro is None and steps is None:
-        steps = 1
+    steps = 1 if micro is None and steps is None else steps
     share = (micro or 1) * (steps or 1) * world
-    both = micro is not None and steps is not None
+    rest = 1 if micro and steps else total // share
     sizes = zip(BATCH[1:], (micro, steps), strict=True)
     given = " × ".join(f"{name} {size}" for name, size in sizes if size)
-    near = share if both else max(total // share, 1) * share
-    text = f"does not fit {given} × {world} data-parallel ranks = {share}: use {near}"
-    fits = total == share if both else total % share == 0
-    reader.check(fits, BATCH[0], f"{total} {text}")
-    return micro or total // share, steps or total // share
+    text = f"does not fit {given} × {world} data-parallel ranks = {share}: use"
+    reader.check(total == rest * share > 0, BATCH[0], f"{total} {text} {max(rest, 1) * share}")
+    return micro or rest, steps or rest
 
 
 def _precision(
@@ -215,11 +208,9 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
     stage, ranks = zero.stage, world if zero.mics_shard_size < 1 else zero.mics_shard_size
     text = f"{ranks} does not divide {world} data-parallel ranks"
     reader.check(world % ranks == 0, f"{ZERO}.mics_shard_size", text)
-    reader.check(
-        not zero.zero_quantized_weights or stage == 3,
-        f"{ZERO}.zero_quantized_weights",
-        f"true with stage {stage}: use stage 3",
-    )
+    fits = stage == 3 or not zero.zero_quantized_weights
+    text = f"true with stage {stage}: use stage 3"
+    reader.check(fits, f"{ZERO}.zero_quantized_weights", text)
     if zero.zero_quantized_gradients:
         reader.note(f"{ZERO}.zero_quantized_gradients", "blocks of 256 numbers in 8 bits, not 4")
     elements = zero.reduce_bucket_size or 64 * 2**20 // width
