@@ -218,8 +218,8 @@ _LIBRARY.define(
 )
 _LIBRARY.impl("adamw_", call_native, "CPU")
 torch.library.register_fake("threed::adamw_", lambda *args: None, lib=_LIBRARY)
-ADAMW_CUDA = launch.define(
+ADAMW_CUDA: Any = launch.operator(
     "adamw_cuda_(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor g, Tensor(d!)? out, Tensor lr, Tensor step, "
     "Tensor scale, Tensor skip, float beta1, float beta2, float eps, float decay) -> ()",
-    call_cuda, lambda *args: None, launches=1,
-)  # fmt: skip
+    lambda *args: None, launches=1,
+)(call_cuda)  # fmt: skip
