@@ -13,8 +13,7 @@ class PipelineLayer(nn.Module):
     The layers of a model may be any modules with such a forward. Attributes that a module lacks have these defaults.
 
     The first layer gets x = None, and the last returns the weighted loss of the micro-batch, or logits if the
-    micro-batch has no labels. Parts of a layer may have a method `flops(tokens, seq)`, the floating-point operations of
-    their forward (None: unknown), and a tuple `data_flags` of `slicing.Flag`s.
+    micro-batch has no labels. Parts of a layer may have a tuple `data_flags` of `slicing.Flag`s.
 
     Attributes:
         name: a global name, unique in the model: the prefix of its buffers' names, and what messages call it.

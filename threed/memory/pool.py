@@ -1,8 +1,6 @@
-"""Reusable host buffers for direct access by drives and GPUs: page-aligned, on huge pages, allocated once.
+"""Host buffers for direct access by drives and GPUs: page-aligned, on huge pages; and how much host memory is free.
 
-    pool = Pool(nbytes=64 * 2**20, count=3)
-    buffer = pool.take()            # uint8 [nbytes]; view it as any dtype
-    pool.give(buffer)
+    buffer = host_buffer(64 * 2**20)            # uint8 [nbytes]; view it as any dtype
 
 A direct transfer from 4 KiB pages is cut into one segment a page, which costs a drive half its speed; a huge page is
 one segment. Torch's CPU allocator aligns to 64 bytes and guarantees no huge pages, hence `mmap`.
@@ -86,38 +84,3 @@ def _pages() -> int:
         return os.sysconf("SC_AVPHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 0
-
-
-class Pool:
-    """`count` buffers of `nbytes` each, allocated at once: memory does not grow with the data that passes through."""
-
-    def __init__(self, nbytes: int, count: int) -> None:
-        self.nbytes, self.count = nbytes, count
-        self._free = [host_buffer(nbytes) for _ in range(count)]
-        self._in_use: dict[int, Tensor] = {}
-
-    @property
-    def in_use(self) -> int:
-        """The number of buffers in use."""
-        return len(self._in_use)
-
-    def take(self) -> Tensor:
-        """Returns a buffer, uint8 [nbytes], with undefined values; RuntimeError when all are in use."""
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            raise RuntimeError(
-                f"all {self.count} buffers of {self.nbytes} bytes are in use: give one back before taking another, "
-                "or make the pool with a larger count"
-            ) from None
-        self._in_use[buffer.data_ptr()] = buffer
-        return buffer
-
-    def give(self, buffer: Tensor) -> None:
-        """Takes back a buffer, or a view of one from its start; ValueError if it is not in use here."""
-        ours = self._in_use.pop(buffer.data_ptr(), None)
-        if ours is None:
-            raise ValueError(
-                f"a tensor of {buffer.nbytes} bytes that is no buffer of this pool, or was given back before"
-            )
-        self._free.append(ours)

@@ -24,7 +24,7 @@ from threed import device as gpu
 from threed.collectives import Pending, done
 from threed.device import beside, copy_stream, is_accelerator
 from threed.memory.io import Disk, Transfer
-from threed.memory.pool import Pool
+from threed.memory.pool import host_buffer
 
 
 class StagedBuffer(Protocol):
@@ -164,7 +164,7 @@ class Drive:
         self.disk, self.nbytes, self.count = disk, nbytes, count
         self.device = torch.device("cpu")  # of the buffers
         self._make_room: Callable[[], None] = lambda: None
-        self._pool: Pool | None = None
+        self._buffers: list[Tensor] | None = None  # those that are not in use
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
     def __call__(self, numel: int, dtype: torch.dtype) -> OnDrive:
@@ -173,7 +173,7 @@ class Drive:
     @property
     def in_use(self) -> int:
         """The number of buffers in use, also by writes in flight."""
-        return 0 if self._pool is None else self._pool.in_use
+        return 0 if self._buffers is None else self.count - len(self._buffers)
 
     def settle(self) -> None:
         """Waits for all writes; SwapError if one failed."""
@@ -189,20 +189,22 @@ class Drive:
         self.nbytes, self.count = nbytes, count
 
     def take(self) -> Tensor:
-        """Returns a buffer; waits for the oldest write if all are in use."""
-        if self._pool is None:
-            self._pool = Pool(self.nbytes, self.count)
+        """Returns a buffer; waits for the oldest write if all are in use. RuntimeError if there is none."""
+        if self._buffers is None:
+            self._buffers = [host_buffer(self.nbytes) for _ in range(self.count)]
         self._reap(wait=False)
-        while self.in_use == self.count and self._writing:
+        while not self._buffers and self._writing:
             self._reap(wait=True)
-        if self.in_use == self.count:
+        if not self._buffers:
             self._make_room()
-        return self._pool.take()
+        if not self._buffers:
+            raise RuntimeError(f"all {self.count} buffers of {self.nbytes} bytes are in use")
+        return self._buffers.pop()
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back."""
-        assert self._pool is not None
-        self._pool.give(buffer)
+        assert self._buffers is not None
+        self._buffers.append(buffer)
 
     def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
         """Takes a buffer back when its write is done."""

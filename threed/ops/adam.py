@@ -188,27 +188,15 @@ def call_cuda(
 
 
 def _check(tensors: Sequence[Tensor], scalars: Sequence[Tensor], out: Tensor | None) -> None:
-    """Refuses what the kernel, which sees only addresses, would misread."""
+    """Raises ValueError for what the kernel, which sees only addresses, would misread."""
     p, m, v, g = tensors[:4]
     fits = p.dtype in STATES and m.dtype == v.dtype == p.dtype and g.dtype in FORMATS
-    if not fits or (out is not None and out.dtype not in OUTPUTS):
-        raise ValueError(
-            f"adamw_ takes p, m, v of one of {STATES}, and out of one of {OUTPUTS}; {_words(tensors)}"
-        )
-    if any(
-        t.numel() != p.numel() or not t.is_contiguous() or t.device.type != "cpu" for t in tensors
-    ):
-        raise ValueError(f"adamw_ takes contiguous CPU tensors of one length; {_words(tensors)}")
-    if any(t.numel() != 1 or t.dtype != torch.float64 or t.device.type != "cpu" for t in scalars):
-        raise ValueError(
-            f"adamw_ takes lr, step, scale and skip as fp64 scalars on the CPU; {_words(scalars)}"
-        )
-
-
-def _words(tensors: Sequence[Tensor]) -> str:
-    return "got " + ", ".join(
-        f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in tensors
-    )
+    fits = fits and (out is None or out.dtype in OUTPUTS)
+    fits = fits and all(t.numel() == p.numel() and t.is_contiguous() for t in tensors)
+    fits = fits and all(t.numel() == 1 and t.dtype == torch.float64 for t in scalars)
+    fits = fits and all(t.device.type == "cpu" for t in (*tensors, *scalars))
+    wanted = f"contiguous CPU tensors of one length, p, m, v of one of {STATES}, out of one of {OUTPUTS}; fp64 scalars"
+    launch.check(fits, "adamw_", wanted, *tensors, *scalars)
 
 
 _LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as it
