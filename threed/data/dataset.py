@@ -167,7 +167,7 @@ def _check_path(path: str | None) -> None:
     for file in _find(where).files:
         if file.name.endswith(".jsonl"):
             next(read_pieces(file), None)
-        with file.path.open("rb"):
+        with file.open():
             pass
 
 

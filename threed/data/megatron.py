@@ -28,7 +28,7 @@ from threed.data.tokenizer import Tokenizer, Tokens, token_dtype
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")
-DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 LONGEST_SEQUENCE = (1 << 31) - 1
 
 
@@ -225,11 +225,6 @@ def _dtype_of(path: Path, version: int, code: int) -> np.dtype[Any]:
         )
     if code not in DTYPES:
         raise ValueError(
-            f"{path}: dtype code {code} is unknown; the codes of tokens are 1 to 5 and 8"
+            f"{path}: dtype code {code} is none of token ids, whose codes are 1 to 5 and 8"
         )
-    dtype = np.dtype(DTYPES[code])
-    if dtype.kind == "f":
-        raise ValueError(
-            f"{path} holds {dtype.name} numbers, which are no token ids. Give a data set of tokens"
-        )
-    return dtype
+    return np.dtype(DTYPES[code])

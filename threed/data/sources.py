@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 from threed.parse import ParseError, parse_json, plain
 
@@ -50,6 +50,10 @@ class TextFile:
     name: str
     path: Path
 
+    def open(self) -> BinaryIO:
+        """Opens it for reading."""
+        return self.path.open("rb")
+
     @property
     def size(self) -> int:
         """Bytes."""
@@ -81,7 +85,7 @@ class TextSource:
             label = file.name.encode("utf-8", errors="surrogateescape")
             digest.update(len(label).to_bytes(8, "little") + label)
             digest.update(file.size.to_bytes(8, "little"))
-            with file.path.open("rb") as stream:
+            with file.open() as stream:
                 while block := stream.read(PIECE_BYTES):
                     digest.update(block)
         return digest.hexdigest()
@@ -208,7 +212,7 @@ def _walk(folder: Path) -> list[str]:
 
 
 def _read_whole(file: TextFile) -> Iterator[Piece]:
-    with file.path.open("rb") as stream:
+    with file.open() as stream:
         kept = stream.read(PIECE_BYTES).removeprefix(UTF8_MARK)
         while block := stream.read(PIECE_BYTES):
             kept += block
@@ -222,7 +226,7 @@ def _read_whole(file: TextFile) -> Iterator[Piece]:
 
 def _checked(file: TextFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Yields the pieces. Raises ValueError at the first byte that is not UTF-8."""
-    with file.path.open("rb") as stream:
+    with file.open() as stream:
         offset = len(UTF8_MARK) if stream.read(len(UTF8_MARK)) == UTF8_MARK else 0
     for piece in pieces:
         check_utf8(piece.data, str(file.path), offset)
@@ -278,7 +282,7 @@ def _cut(data: bytes) -> int:
 
 def _read_jsonl(file: TextFile) -> Iterator[Piece]:
     offset = 0
-    with file.path.open("rb") as stream:
+    with file.open() as stream:
         for number, line in enumerate(stream, start=1):
             place = f"{file.path}, line {number}"
             check_utf8(line, place, offset)

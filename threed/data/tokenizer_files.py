@@ -9,7 +9,7 @@ neither read nor copied.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,6 @@ PATTERNS = (
     "*.spm", "*.tiktoken", "tekken.json", "encoder.json", "vocab.bpe", "chat_template.jinja", "chat_template.json",
     "chat_templates/*.jinja", "additional_chat_templates/*.jinja", "*preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-# The files whose hashes are in checkpoints of earlier versions.
-FIRST_NAMES = frozenset({JSON, CONFIG, SPECIALS_MAP})
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,6 @@ class TokenizerFiles:
         return {
             name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files.items()
         }
-
-    def only(self, names: Collection[str]) -> TokenizerFiles:
-        """Returns the files with these names."""
-        return TokenizerFiles(
-            self.place, {name: path for name, path in self.files.items() if name in names}
-        )
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Copies all files into `folder`."""

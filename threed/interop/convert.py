@@ -18,7 +18,7 @@ from threed import architectures
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.data.tokenizer import Tokenizer, TokenizerJson, load_tokenizer
-from threed.data.tokenizer_files import FIRST_NAMES, TokenizerFiles, find_files, folder_files
+from threed.data.tokenizer_files import TokenizerFiles, find_files, folder_files
 from threed.interop import formats, source
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.export import export_hf, write_folder
@@ -165,13 +165,9 @@ def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | No
 
 def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
     """Returns the files of a tokenizer; None if one is missing or does not have the hash in the checkpoint."""
-    extra = manifest["state"]["extra"]
-    saved = extra.get("tokenizer")
+    saved = manifest["state"]["extra"].get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)
-        # written by an earlier version
-        if "hf" not in extra and FIRST_NAMES.issuperset(saved or ()):
-            found = found.only(FIRST_NAMES)
         return found if found.files and found.hashes() == saved else None
     except (ValueError, OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
         return None

@@ -1,9 +1,11 @@
 """Storage of slices of the training state, in memory or in a file on an NVMe drive, and staged access to them.
 
     storage = tier(numel, dtype)    allocates space for `numel` values, zeros at first; a tier is any such function
-    staged = storage.fetch()        begins to read the values into a buffer
-    values = staged.wait()          [numel], to be changed in place
+    staged = storage.fetch()        begins to read the values into a buffer; `empty` returns one with undefined values
+    values = staged.wait()          [numel], to be changed in place; SwapError when they could not be read
     staged.store()                  begins to write them back;   staged.drop() releases the buffer unwritten
+
+After `store` or `drop` the values may not be used any more.
 
 In memory none of this costs anything: the buffer is the tensor itself. On a drive values pass through constant-size,
 page-aligned buffers, read ahead and written behind: algorithms are written once, as if everything were on a drive, and
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,42 +27,6 @@ from threed.collectives import Pending, done
 from threed.device import beside, copy_stream, is_accelerator
 from threed.memory.io import Disk, Transfer
 from threed.memory.pool import host_buffer
-
-
-class StagedBuffer(Protocol):
-    """A buffer with a storage's values. `values` [numel] is its tensor; it is filled once `wait` has returned."""
-
-    @property
-    def values(self) -> Tensor: ...
-
-    def wait(self) -> Tensor:
-        """Waits for the values [numel] and returns them; SwapError when they could not be read."""
-
-    def store(self) -> None:
-        """Begins to write the values back. The tensor that `wait` returned may not be used any more."""
-
-    def drop(self) -> None:
-        """Releases the buffer; the storage stays as it was."""
-
-
-class Storage(Protocol):
-    """Holds values of one length and dtype."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device of a staged buffer's values."""
-
-    def fetch(self) -> StagedBuffer:
-        """Begins to read the values into a staged buffer."""
-
-    def empty(self) -> StagedBuffer:
-        """Returns a staged buffer to be written in full: its values are undefined."""
-
-
-Tier = Callable[[int, torch.dtype], Storage]
 
 
 @dataclass(eq=False)
@@ -354,3 +320,8 @@ class DriveBuffer:
             self.wait()
         finally:
             self.storage.drive.give(self._buffer)
+
+
+Storage = InMemory | OnDrive  # holds values of one length and dtype
+StagedBuffer = InMemory | DriveBuffer | Copied  # a buffer with a storage's values
+Tier = Callable[[int, torch.dtype], Storage]

@@ -15,8 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-PHASES = ("data_s", "fwd_bwd_s", "dp_comm_s", "optim_s", "ckpt_s")
-
 # Dense bf16 tensor-core peak in TFLOP/s, by the name that `device.name` gives; the first match counts. From the
 # makers' data sheets. NVIDIA's mostly state the figure "with sparsity": that is twice the dense one.
 _PEAKS: tuple[tuple[str, float], ...] = (
@@ -85,20 +83,14 @@ class Throughput:
     def _clear(self) -> None:
         self._tokens = self._steps = 0
         self._seconds = 0.0
-        self._phases: dict[str, float] = {}
+        self._phases: Counter[str] = Counter()
 
     def add(self, tokens: int, step_s: float, **phases: float) -> None:
-        """Counts one step of `tokens` over all devices; `phases` are seconds within it, named as in PHASES."""
-        unknown = set(phases) - set(PHASES)
-        if unknown:
-            raise ValueError(
-                f"unknown phase {', '.join(sorted(unknown))}; choose from {', '.join(PHASES)}"
-            )
+        """Counts one step of `tokens` over all devices; `phases` are seconds within it, by names such as data_s."""
         self._tokens += tokens
         self._steps += 1
         self._seconds += step_s
-        for name, seconds in phases.items():
-            self._phases[name] = self._phases.get(name, 0.0) + seconds
+        self._phases.update(phases)
 
     def take(self) -> dict[str, float]:
         """Returns the perf/ metrics since the last take, times as means per step; empty if there was no step."""

@@ -32,6 +32,11 @@ def function(name: str, types: str) -> Any:
     """
     if (loaded := library("cpu")) is None:
         return None
+    return declare(loaded, name, types)
+
+
+def declare(loaded: ctypes.CDLL, name: str, types: str) -> Any:
+    """Returns a function of a library, declared; types: as in `function`."""
     declared = getattr(loaded, name)
     declared.restype, *declared.argtypes = (_TYPES[letter] for letter in types)
     return declared

@@ -82,8 +82,7 @@ def adamw_(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float
 ) -> None:
     """The same update by torch's fused kernel: one pass over p, m, v [n] (fp32 or fp64) and g [n]."""
-    if g.dtype != p.dtype:
-        g = g.to(p.dtype)
+    g = g.to(p.dtype)
     scale, lr = None, now.lr
     if p.dtype == torch.float32:
         # The kernel divides by the scale, and reads it (and on CUDA the rate) as fp32, whatever p is.

@@ -33,7 +33,6 @@ LAUNCHERS = {
     "norm_backward": "PPPPPPPPPqqq", "quantise": "PPPqqq", "dequantise": "PPPqqqq", "rotary": "PPqqqqqd",
     "add_parts": "PPqPPqqq", "column_sums": "PPqqq", "square_sum": "PPPqq",
 }  # fmt: skip
-_TYPES: dict[str, Any] = {"P": ctypes.c_void_p, "q": ctypes.c_int64, "d": ctypes.c_double}
 
 
 def available(x: Tensor) -> bool:
@@ -150,10 +149,7 @@ def _launcher(name: str) -> Any:
 
 def declare(library: ctypes.CDLL, name: str) -> Any:
     """Returns a launcher of a library, with its argument types declared."""
-    launcher = getattr(library, f"threed_cuda_{name}")
-    launcher.restype = ctypes.c_int
-    launcher.argtypes = [*(_TYPES[letter] for letter in LAUNCHERS[name]), ctypes.c_void_p]
-    return launcher
+    return native.declare(library, f"threed_cuda_{name}", f"i{LAUNCHERS[name]}P")
 
 
 def check_types(name: str, arguments: tuple[Argument, ...]) -> list[int | float | None]:

@@ -122,22 +122,10 @@ class _Broken(Exception):
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
         text = f"{type(error).__name__}: {error}{_place(error)}"
-        kind = (
-            "model"
-            if isinstance(error, ModelError)
-            else "value"
-            if isinstance(error, ValueError)
-            else "other"
-        )
-        about = {
-            "phase": phase,
-            "layer": layer,
-            "kind": kind,
-            "text": text,
-            "message": str(error),
-            "layers": layers,
-        }
-        self.report = about
+        kinds = {ModelError: "model", ValueError: "value", Exception: "other"}
+        kind = next(name for cause, name in kinds.items() if isinstance(error, cause))
+        about = {"phase": phase, "layer": layer, "kind": kind, "text": text, "layers": layers}
+        self.report = {**about, "message": str(error)}
 
 
 def _place(error: Exception) -> str:
