@@ -21,8 +21,14 @@ import numpy as np
 
 from threed.data.cache import build_once, cache_folder
 from threed.data.encode import encode
-from threed.data.megatron import is_megatron, open_tokens, pair_of, read_index
-from threed.data.pair_checks import Borders, count_borders
+from threed.data.megatron import (
+    Borders,
+    count_borders,
+    is_megatron,
+    open_tokens,
+    pair_of,
+    read_index,
+)
 from threed.data.samples import Samples
 from threed.data.sources import (
     TextFile,
@@ -41,14 +47,6 @@ FRESH_S = 2.0
 BLOCK = 1 << 22
 # Entropy and bytes a token hardly change beyond this many tokens; decoding all of them could take hours.
 MEASURED_TOKENS = 1 << 22
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Of a validation split: entropy of its token frequencies in nats a token, and bytes of text a token."""
-
-    unigram_entropy: float
-    bytes_per_token: float
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,7 @@ def open_data(
         sha256=opened.sha256,
         description=f"{opened.description}: {len(train):,} training and {len(valid):,} validation tokens",
         notice="\n".join(line for line in (opened.notice, notice) if line),
-        unigram_entropy=opened.facts.unigram_entropy,
-        bytes_per_token=opened.facts.bytes_per_token,
+        **opened.facts,
     )
 
 
@@ -147,7 +144,7 @@ class _Opened:
     tokens: Tokens
     cut: int
     sha256: str
-    facts: Facts
+    facts: dict[str, float]
     description: str
     notice: str
 
@@ -191,8 +188,10 @@ def _open_text(source: TextSource, tokenizer: Tokenizer, split: float, folder: P
     tokens = np.memmap(
         entry.folder / "tokens.bin", dtype=token_dtype(tokenizer.vocab_size), mode="r"
     )
-    found = Facts(**entry.record["facts"])
-    return _Opened(tokens, entry.record["cut"], sha256, found, source.description, source.notice)
+    record = entry.record
+    return _Opened(
+        tokens, record["cut"], sha256, record["facts"], source.description, source.notice
+    )
 
 
 def _text_sha256(source: TextSource, folder: Path) -> str:
@@ -283,7 +282,7 @@ def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> 
 
     record = build_once(folder, f"facts-{key}", measure).record
     notice = Borders(**record["borders"]).notice(str(path), tokenizer)
-    return _Opened(tokens, cut, known["sha256"], Facts(**record["facts"]), str(path), notice)
+    return _Opened(tokens, cut, known["sha256"], record["facts"], str(path), notice)
 
 
 def _refuse_ids(file: Path, tokens: Tokens, tokenizer: Tokenizer) -> NoReturn:
@@ -300,20 +299,19 @@ def _cut(tokens: int, split: float) -> int:
 
 
 def _measure(valid: Tokens, tokenizer: Tokenizer, split: float) -> dict[str, float]:
+    """Returns the facts about a validation split in `Data`, of its first `MEASURED_TOKENS` tokens."""
     if not len(valid):
         raise ValueError(
             f"--data.split {split} leaves no validation data. Give a larger one, or more data"
         )
-    return asdict(measure(valid, tokenizer))
+    return {
+        "unigram_entropy": entropy(np.bincount(valid[:MEASURED_TOKENS])),
+        "bytes_per_token": bytes_per_token(valid, tokenizer),
+    }
 
 
 def _key(*parts: str) -> str:
     return hashlib.sha256("\n".join([str(LAYOUT), *parts]).encode()).hexdigest()[:32]
-
-
-def measure(tokens: Tokens, tokenizer: Tokenizer) -> Facts:
-    """Measures the first `MEASURED_TOKENS` tokens (at least one) of a validation split."""
-    return Facts(entropy(np.bincount(tokens[:MEASURED_TOKENS])), bytes_per_token(tokens, tokenizer))
 
 
 def bytes_per_token(tokens: Tokens, tokenizer: Tokenizer) -> float:

@@ -63,7 +63,7 @@ def _advise(memory: Any, advice: int, start: int, nbytes: int) -> None:
 
 def free_bytes() -> int:
     """Returns the bytes of host memory that this process could still take: of the machine, and of its control group."""
-    free = [_pages() * mmap.PAGESIZE]
+    free = [os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE]
     with (
         contextlib.suppress(OSError, ValueError, StopIteration),
         open("/proc/meminfo", encoding="ascii") as lines,
@@ -77,10 +77,3 @@ def free_bytes() -> int:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         free.append(most - used + int(stat.get("inactive_file", 0)))  # a cache of files makes room
     return max(0, min(free))
-
-
-def _pages() -> int:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0

@@ -78,31 +78,21 @@ class Throughput:
         self._flops_per_token = flops_per_token
         self._world_size = world_size
         self._peak = peak_tflops(device_name, dtype)
-        self._clear()
-
-    def _clear(self) -> None:
-        self._tokens = self._steps = 0
-        self._seconds = 0.0
-        self._phases: Counter[str] = Counter()
+        self._sums: Counter[str] = Counter()
 
     def add(self, tokens: int, step_s: float, **phases: float) -> None:
         """Counts one step of `tokens` over all devices; `phases` are seconds within it, by names such as data_s."""
-        self._tokens += tokens
-        self._steps += 1
-        self._seconds += step_s
-        self._phases.update(phases)
+        self._sums.update({"tokens": tokens, "steps": 1, "step_s": step_s, **phases})
 
     def take(self) -> dict[str, float]:
         """Returns the perf/ metrics since the last take, times as means per step; empty if there was no step."""
-        if not self._steps or self._seconds <= 0:
+        sums: dict[str, float] = dict(self._sums)
+        self._sums.clear()
+        if not sums.get("step_s"):
             return {}
-        rates = perf(
-            self._tokens, self._seconds, self._flops_per_token, self._world_size, self._peak
-        )
-        times = {"step_s": self._seconds, **self._phases}
-        rates.update({f"perf/{name}": seconds / self._steps for name, seconds in times.items()})
-        self._clear()
-        return rates
+        tokens, steps = int(sums.pop("tokens")), sums.pop("steps")
+        rates = perf(tokens, sums["step_s"], self._flops_per_token, self._world_size, self._peak)
+        return rates | {f"perf/{name}": seconds / steps for name, seconds in sums.items()}
 
 
 class Traffic:
