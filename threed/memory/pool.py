@@ -12,7 +12,6 @@ import contextlib
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,20 +44,14 @@ def host_buffer(nbytes: int) -> Tensor:
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % HUGE
     whole = nbytes // HUGE * HUGE  # a huge page beyond it would make more resident than requested
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(memory, mmap.MADV_HUGEPAGE, start, whole)
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
     # touches every page
     buffer = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes).zero_()
     if device.count():
         device.page_lock(buffer.data_ptr(), nbytes)
         memory.address = buffer.data_ptr()
     return buffer
-
-
-def _advise(memory: Any, advice: int, start: int, nbytes: int) -> None:
-    try:
-        memory.madvise(advice, start, nbytes)
-    except OSError:  # a kernel without huge pages: slower, not wrong
-        return
 
 
 def free_bytes() -> int:

@@ -25,10 +25,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bH200\b", 989.0),  # H200 data sheet, SXM column: 1,979 sparse
     (r"\bH100 NVL\b", 835.0),  # H100 data sheet, NVL column: 1,671 sparse
     (r"\bH100 PCIe\b", 756.0),  # H100 data sheet, PCIe column: 1,513 sparse
-    (
-        r"\bH100\b.*\bHBM3\b",
-        989.0,
-    ),  # H100 data sheet, SXM column: 1,979 sparse; the SXM board's name ends in "HBM3"
+    (r"\bH100\b.*\bHBM3\b", 989.0),  # H100 data sheet, SXM column: 1,979 sparse
     (r"\bH800\b(?! PCIe)", 989.0),  # an H100 SXM with slower NVLink and fp64
     (r"\bA[18]00\b", 312.0),  # A100 data sheet, every form; the A800 differs in NVLink only
     (r"\bA30\b", 165.0),  # A30 data sheet

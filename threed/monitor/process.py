@@ -59,11 +59,7 @@ def _launched() -> float:
 
 
 def _uptime() -> float:
-    return (
-        time.clock_gettime(time.CLOCK_BOOTTIME)
-        if hasattr(time, "CLOCK_BOOTTIME")
-        else time.monotonic()
-    )
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def machines_asked() -> tuple[int, int] | None:

@@ -53,9 +53,7 @@ class Adam:
             return
         if p.device.type == "cpu" and p.dtype in STATES and _kernel() is not None:
             scalars = [_on_host(number) for number in scalars]
-            torch.ops.threed.adamw_(
-                p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay
-            )
+            ADAMW(p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay)
             return
         step = reference if needs_reference(p) else adamw_
         step(p, g, state[0], state[1], now, self, decay)
@@ -198,13 +196,11 @@ def _check(tensors: Sequence[Tensor], scalars: Sequence[Tensor], out: Tensor | N
     launch.check(fits, "adamw_", wanted, *tensors, *scalars)
 
 
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as it
-_LIBRARY.define(
+ADAMW: Any = launch.operator(
     "adamw_(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor g, Tensor(d!)? out, Tensor lr, Tensor step, "
-    "Tensor scale, Tensor skip, float beta1, float beta2, float eps, float decay) -> ()"
-)
-_LIBRARY.impl("adamw_", call_native, "CPU")
-torch.library.register_fake("threed::adamw_", lambda *args: None, lib=_LIBRARY)
+    "Tensor scale, Tensor skip, float beta1, float beta2, float eps, float decay) -> ()",
+    lambda *args: None, launches=0,
+)(call_native)  # fmt: skip
 ADAMW_CUDA: Any = launch.operator(
     "adamw_cuda_(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor g, Tensor(d!)? out, Tensor lr, Tensor step, "
     "Tensor scale, Tensor skip, float beta1, float beta2, float eps, float decay) -> ()",

@@ -58,7 +58,10 @@ def fits(x: Tensor) -> bool:
 def dropout(
     x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """As `reference`, of bf16; for the backward without bias and residual. One kernel per range of positions."""
+    """As `reference`, of bf16; for the backward without bias and residual. One kernel per range of positions.
+
+    No layer passes bias or residual yet.
+    """
     ranges = [edge for part in draw.positions.ranges for edge in part]
     stream = (*rng.key(draw.seed, draw.name), draw.step & 0xFFFFFFFF)
     return _start(x, bias, residual, draw.samples, ranges, *stream, draw.p)

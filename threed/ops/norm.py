@@ -48,7 +48,10 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, residual: Tensor | None = None,
     before: Tensor | None = None,
 ) -> Normalised:  # fmt: skip
-    """norm(x + residual + before): x and residual [n h], the others [h], all bf16. Launches one kernel."""
+    """norm(x + residual + before): x and residual [n h], the others [h], all bf16. Launches one kernel.
+
+    No layer passes `before` yet.
+    """
     total, y, means, scales = _start(x, residual, before, weight, bias, eps, layer)
     return Normalised(
         x if residual is None and before is None else total, y, means if layer else None, scales
