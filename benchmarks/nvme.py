@@ -67,11 +67,9 @@ class Contender:
 class Threed(Contender):
     """Our engine: all transfers submitted, then waited for."""
 
-    backend = "auto"
-
     def open(self) -> None:
         super().open()
-        self.disk = Disk(self.folder, "swap", backend=self.backend)
+        self.disk = Disk(self.folder, "swap")
         self.offsets = [self.disk.reserve(buffer.nbytes) for buffer in self.buffers]
 
     def close(self) -> None:
@@ -84,10 +82,6 @@ class Threed(Contender):
             begin(offset, buffer) for offset, buffer in zip(self.offsets, self.buffers, strict=True)
         ]:
             transfer.wait()
-
-
-class ThreedThreads(Threed):
-    backend = "threads"
 
 
 class Direct(Contender):
@@ -163,8 +157,7 @@ class Fio(Contender):
 
 
 CONTENDERS: dict[str, type[Contender]] = {
-    "threed": Threed, "threed_threads": ThreedThreads,
-    "o_direct_hugepages_1thread_8MiB": Direct, "fio_libaio": Fio, "fio_io_uring": Fio, "fio_psync": Fio,
+    "threed": Threed, "o_direct_hugepages_1thread_8MiB": Direct, "fio_libaio": Fio, "fio_io_uring": Fio, "fio_psync": Fio,
     "deepspeed_pinned_1thread_1MiB": DeepSpeed, "deepspeed_pinned_4threads_8MiB": DeepSpeed4,
 }  # fmt: skip
 
@@ -244,7 +237,7 @@ def speeds(found: Rounds, name: str, operation: str) -> list[float]:
 
 
 def summary(found: Rounds) -> Iterator[dict[str, Any]]:
-    """A record a contender, then ratios: of threed to every peer, of its other engines to the best peer."""
+    """A record a contender, then ratios of threed to every peer."""
     for name, operations in found.items():
         record: dict[str, Any] = {"contender": name}
         for operation, runs in operations.items():
@@ -263,8 +256,8 @@ def summary(found: Rounds) -> Iterator[dict[str, Any]]:
         best = max(
             peers, key=lambda peer: statistics.median(speeds(found, peer, operation)), default=""
         )
-        for ours in (name for name in found if name not in peers):
-            for peer in peers if ours == "threed" else [best] * bool(peers):
+        for ours in found.keys() - peers:
+            for peer in peers:
                 pairs = zip(
                     speeds(found, ours, operation), speeds(found, peer, operation), strict=True
                 )
@@ -324,11 +317,10 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="threed-nvme-") as folder:
         contenders = {name: CONTENDERS[name](Path(folder), name, buffers) for name in chosen(names)}
         records = list(summary(play(contenders, args.rounds, args.fresh)))
-        engine = {name: c.disk.backend for name, c in contenders.items() if isinstance(c, Threed)}
         for contender in contenders.values():
             contender.close()
     for record in records:
-        print(json.dumps({**record, "engine": engine.get(record["contender"])}))
+        print(json.dumps(record))
     print(table(records), file=sys.stderr)
 
 

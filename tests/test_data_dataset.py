@@ -16,8 +16,7 @@ import torch
 
 from threed.data import ByteTokenizer, Data, find_problems, open_data, tokenize_to_megatron
 from threed.data import dataset as dataset_module
-from threed.data.corpus import standard_library
-from threed.data.sources import TextSource
+from threed.data.sources import TextSource, standard_library
 
 FORK = multiprocessing.get_context("fork")
 

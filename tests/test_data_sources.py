@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threed.data import sources
-from threed.data.corpus import LEFT_OUT, standard_library
 from threed.data.dataset import find_problems
 from threed.data.encode import encode
-from threed.data.sources import Piece, TextFile, find_text, read_pieces
+from threed.data.sources import LEFT_OUT, Piece, TextFile, find_text, read_pieces, standard_library
 from threed.data.tokenizer import ByteTokenizer
 
 
@@ -271,7 +270,7 @@ def test_without_sources_the_refusal_says_what_to_give(tmp_path: Path) -> None:
 def test_a_run_without_sources_is_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("threed.data.corpus.sysconfig.get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr("threed.data.sources.sysconfig.get_path", lambda _: str(tmp_path))
     (problem,) = find_problems(None, "bytes", 0.05)
     assert problem.startswith(f"{tmp_path} has no Python sources")
     (tmp_path / "mine.txt").write_text("text")

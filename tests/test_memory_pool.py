@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from threed.memory.pool import HUGE, Pool, host_buffer
+from threed.memory.pool import HUGE, host_buffer
 
 
 def mappings() -> list[tuple[int, int, list[str]]]:
@@ -70,40 +70,6 @@ def test_memory_goes_back_with_the_last_tensor() -> None:
 def test_a_buffer_of_nothing_is_refused(nbytes: int) -> None:
     with pytest.raises(ValueError, match="at least one byte"):
         host_buffer(nbytes)
-
-
-def test_the_pool_lends_every_buffer_once_and_no_more() -> None:
-    pool = Pool(nbytes=10_000, count=3)
-    taken = [pool.take() for _ in range(3)]
-    for number, buffer in enumerate(taken):
-        buffer.fill_(number)
-    assert [int(buffer[-1]) for buffer in taken] == [0, 1, 2]
-    with pytest.raises(RuntimeError, match="all 3 buffers of 10000 bytes are in use"):
-        pool.take()
-    pool.give(taken[1])
-    assert pool.take().data_ptr() == taken[1].data_ptr()
-
-
-def test_views_may_be_given_back_but_nothing_else() -> None:
-    pool, other = Pool(nbytes=4096, count=2), Pool(nbytes=4096, count=1)
-    buffer, foreign = pool.take(), other.take()
-    with pytest.raises(ValueError, match="no buffer of this pool"):
-        pool.give(foreign)
-    with pytest.raises(ValueError, match="no buffer of this pool"):
-        pool.give(buffer[64:])
-    pool.give(buffer[:400].view(torch.float32))
-    with pytest.raises(ValueError, match="given back before"):
-        pool.give(buffer)
-    assert pool.take().shape == (4096,)
-
-
-def test_a_pool_makes_nothing_after_its_start() -> None:
-    pool = Pool(nbytes=HUGE, count=2)
-    first = {pool.take().data_ptr() for _ in range(2)}
-    for _ in range(20):
-        for address in first:
-            pool.give(pool._in_use[address])
-        assert {pool.take().data_ptr() for _ in range(2)} == first
 
 
 @pytest.mark.gpu

@@ -94,7 +94,9 @@ def test_memory_figure_says_what_is_offloaded(tmp_path: Path) -> None:
     for rank, size in zip(ranks, (90, 120), strict=True):
         rank["predicted"] = rank["predicted"] | {"offloaded": size * MIB}
     assert figures.memory_figure(ranks, tmp_path / "memory.svg")
-    assert "predicted, without 90 to 120 MiB offloaded" in " ".join(_texts(tmp_path / "memory.svg"))
+    assert "predicted, without up to 120.0 MiB offloaded" in " ".join(
+        _texts(tmp_path / "memory.svg")
+    )
 
 
 def test_memory_bars_are_as_high_as_the_bytes(

@@ -40,12 +40,10 @@ def test_take_averages_over_its_steps_and_starts_anew() -> None:
     assert meter.take()["perf/tokens_per_s"] == 2000.0
 
 
-def test_no_mfu_on_a_cpu_and_no_unknown_phase() -> None:
+def test_no_mfu_on_a_cpu() -> None:
     meter = Throughput(6e9, 4)
     meter.add(4000, 1.0)
     assert meter.take().keys() == RATES | {"perf/step_s"}
-    with pytest.raises(ValueError, match="unknown phase sleep_s; choose from data_s"):
-        meter.add(1, 1.0, sleep_s=1.0)
 
 
 @pytest.mark.parametrize(

@@ -190,26 +190,17 @@ def test_a_cache_that_cannot_be_written_is_named(house: Path) -> None:
     assert "XDG_CACHE_HOME" in done.stdout
 
 
-# What somebody else could have done to the cache, and what the refusal names.
-CACHES: dict[str, tuple[Callable[[Path, Path], object], str]] = {
-    "a folder for everybody": (lambda folder, file: folder.chmod(0o777), "{folder} is a link"),
-    "a folder for a group": (lambda folder, file: folder.chmod(0o770), "{folder} is a link"),
-    "a file for everybody": (lambda folder, file: file.chmod(0o757), "{file} is a link"),
-    "a link": (lambda folder, file: linked(file), "{file} is a link"),
-    "a folder above": (lambda folder, file: folder.parent.chmod(0o777), "everybody may write {above}"),
-    "a file of another user": (lambda folder, file: os.chown(file, 65534, -1), "{file} is a link"),
-    "a folder of another user": (lambda folder, file: os.chown(folder, 65534, -1), "{folder} is a link"),
-}  # fmt: skip
-
-
-def linked(file: Path) -> None:
-    file.rename(file.with_name("elsewhere"))
-    file.symlink_to("elsewhere")
+# Folders in which somebody else could replace the library.
+CACHES: dict[str, Callable[[Path], object]] = {
+    "a folder for everybody": lambda folder: folder.chmod(0o777),
+    "a folder for a group": lambda folder: folder.chmod(0o770),
+    "a folder of another user": lambda folder: os.chown(folder, 65534, -1),
+}
 
 
 def test_a_library_is_loaded_only_where_nobody_else_may_write(house: Path) -> None:
     script = "import os; os.umask(0)\n" + ANSWER  # the widest
-    for name, (change, wanted) in CACHES.items():
+    for name, change in CACHES.items():
         if "another user" in name and os.geteuid():
             continue  # only root can give files away
         shutil.rmtree(house / "cache", ignore_errors=True)
@@ -218,10 +209,9 @@ def test_a_library_is_loaded_only_where_nobody_else_may_write(house: Path) -> No
         file = libraries(house)[0]
         assert file.parent.stat().st_mode & 0o7777 == 0o700
         assert not file.stat().st_mode & 0o022
-        change(file.parent, file)
+        change(file.parent)
         done = run(house, "-c", STATUS)
-        places = {"folder": file.parent, "file": file, "above": file.parent.parent}
-        assert wanted.format(**places) in done.stdout, (name, done.stdout)
+        assert f"others own or may write {file.parent}" in done.stdout, (name, done.stdout)
         assert done.stdout.startswith("none: ")
         assert "portable torch path" in done.stderr
 

@@ -315,7 +315,7 @@ def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
         disk.close()
     except (SwapError, OSError) as error:
         return f"{folder}: {error}"
-    how = f"{disk.backend}, {'direct' if disk.direct else 'through the page cache'}"
+    how = "direct" if disk.direct else "through the page cache"
     return f"{folder}: {rates[1]:.1f} GB/s written, {rates[2]:.1f} read ({nbytes >> 20} MiB, {how})"
 
 

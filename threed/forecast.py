@@ -258,11 +258,8 @@ def _gib(size: float) -> str:
 
 def _widths(config: Config) -> tuple[int, int]:
     """Bytes of a parameter and of a gradient."""
-    return _width(config.precision.dtype), _width(config.precision.grad_dtype or "fp32")
-
-
-def _width(name: str) -> int:
-    return dtype(name).itemsize
+    grads = config.precision.grad_dtype or "fp32"
+    return dtype(config.precision.dtype).itemsize, dtype(grads).itemsize
 
 
 class _Column:
@@ -378,18 +375,14 @@ def _recompute_text(config: Config) -> str:
         parts.append("sliced over tp" + (" (by sequence parallelism already)" if sliced else ""))
     if r.offload == "cpu":
         parts.append(
-            "in host memory" + ("" if on_gpu() else " (where it is anyway: there is no GPU)")
+            "in host memory"
+            + ("" if default_device().type == "cuda" else " (where it is anyway: there is no GPU)")
         )
     elif r.offload == "nvme":
         parts.append(f"in {config.zero.nvme_path}")
     return ", ".join(parts + ["in an arena"] * r.arena)
 
 
-def on_gpu() -> bool:
-    """Whether ranks compute on GPUs here."""
-    return default_device().type == "cuda"
-
-
 def checkpoint_bytes(parameters: int, name: str) -> int:
     """Bytes of a checkpoint: masters and two moments of every parameter."""
-    return 3 * parameters * max(_width(name), 4)
+    return 3 * parameters * max(dtype(name).itemsize, 4)

@@ -161,7 +161,7 @@ def cross_entropies(s: Sizes, device: torch.device) -> list[Case]:
         ),
         Case(
             "scale in place", ("scale",), 4 * size, (logits, torch.tensor(-1.0, device=device)),
-            lambda x, factor: lambda: (cross_entropy._SCALE(x, factor), x)[1:],
+            lambda x, factor: lambda: (cross_entropy.scale_(x, factor), x)[1:],
             call(lambda x, factor: x.mul_(factor)),
         ),
     ]  # fmt: skip

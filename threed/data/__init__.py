@@ -2,9 +2,9 @@
 
 Use: `data = open_data(None, "bytes", split=0.05, seq=128, seed=1)`, then `data.train.batch(first=0, count=8)`.
 
-Files, in the order data flow: corpus (this Python's standard library, the default), sources (.txt, .jsonl, folders),
-tokenizer, encode, cache, megatron (.bin/.idx, read and written), facts (entropies, bytes a token), samples (windows and
-their order), prefetch (a background thread), dataset (`open_data`, which puts them together).
+Files, in the order data flow: sources (.txt, .jsonl, folders, and this Python's standard library, the default),
+tokenizer, encode, cache, megatron (.bin/.idx, read and written), samples (windows and their order), prefetch (a
+background thread), dataset (`open_data`, which puts them together).
 """
 
 from __future__ import annotations

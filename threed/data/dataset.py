@@ -12,27 +12,30 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from threed.data import facts
 from threed.data.cache import build_once, cache_folder
-from threed.data.corpus import standard_library
 from threed.data.encode import encode
-from threed.data.megatron import is_megatron, open_tokens, pair_of, read_index
-from threed.data.pair_checks import Borders, count_borders
+from threed.data.megatron import (
+    Borders,
+    count_borders,
+    is_megatron,
+    open_tokens,
+    pair_of,
+    read_index,
+)
 from threed.data.samples import Samples
 from threed.data.sources import (
     TextFile,
     TextSource,
     find_text,
-    hash_files,
     read_pieces,
-    stamp_files,
+    standard_library,
 )
 from threed.data.tokenizer import Bos, Spelt, Tokenizer, Tokens, load_tokenizer, token_dtype
 
@@ -40,6 +43,10 @@ from threed.data.tokenizer import Bos, Spelt, Tokenizer, Tokens, load_tokenizer,
 LAYOUT = 2
 # File systems with coarse clocks show no second change within this time, so a stamp this fresh proves nothing.
 FRESH_S = 2.0
+# Tokens that are looked at at once.
+BLOCK = 1 << 22
+# Entropy and bytes a token hardly change beyond this many tokens; decoding all of them could take hours.
+MEASURED_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Data:
 
     def bytes_per_label(self, windows: int) -> float:
         """Returns the mean bytes of text per label of the first validation windows."""
-        return facts.bytes_per_token(self.valid.labels(windows), self.tokenizer)
+        return bytes_per_token(self.valid.labels(windows), self.tokenizer)
 
 
 def open_data(
@@ -103,8 +110,7 @@ def open_data(
         sha256=opened.sha256,
         description=f"{opened.description}: {len(train):,} training and {len(valid):,} validation tokens",
         notice="\n".join(line for line in (opened.notice, notice) if line),
-        unigram_entropy=opened.facts.unigram_entropy,
-        bytes_per_token=opened.facts.bytes_per_token,
+        **opened.facts,
     )
 
 
@@ -138,7 +144,7 @@ class _Opened:
     tokens: Tokens
     cut: int
     sha256: str
-    facts: facts.Facts
+    facts: dict[str, float]
     description: str
     notice: str
 
@@ -182,8 +188,10 @@ def _open_text(source: TextSource, tokenizer: Tokenizer, split: float, folder: P
     tokens = np.memmap(
         entry.folder / "tokens.bin", dtype=token_dtype(tokenizer.vocab_size), mode="r"
     )
-    found = facts.Facts(**entry.record["facts"])
-    return _Opened(tokens, entry.record["cut"], sha256, found, source.description, source.notice)
+    record = entry.record
+    return _Opened(
+        tokens, record["cut"], sha256, record["facts"], source.description, source.notice
+    )
 
 
 def _text_sha256(source: TextSource, folder: Path) -> str:
@@ -255,30 +263,30 @@ def _write_tokens(out: BinaryIO, files: tuple[TextFile, ...], tokenizer: Tokeniz
 
 def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> _Opened:
     tokens = open_tokens(path)
-    files = [(file.name, file) for file in pair_of(path)]
+    data, index = pair_of(path)
+    source = TextSource(str(path), tuple(TextFile(file.name, file) for file in (data, index)))
 
     def read(_: Path) -> dict[str, Any]:
-        opened = ((name, file.stat().st_size, file.open("rb")) for name, file in files)
-        return {"sha256": hash_files(opened), "range": facts.id_range(tokens)}
+        return {"sha256": source.sha256(), "range": id_range(tokens)}
 
-    known = _known(folder, *stamp_files(files), read)
+    known = _known(folder, *source.stamp(), read)
     low, high = known["range"]
     if low < 0 or high >= tokenizer.vocab_size:
-        _refuse_ids(files[0][1], tokens, tokenizer)
+        _refuse_ids(data, tokens, tokenizer)
     cut = _cut(len(tokens), split)
     key = _key(known["sha256"], tokenizer.cache_key, repr(split))
 
     def measure(_: Path) -> dict[str, Any]:
-        borders = count_borders(tokens, read_index(files[1][1]), tokenizer)
+        borders = count_borders(tokens, read_index(index), tokenizer)
         return {"facts": _measure(tokens[cut:], tokenizer, split), "borders": asdict(borders)}
 
     record = build_once(folder, f"facts-{key}", measure).record
     notice = Borders(**record["borders"]).notice(str(path), tokenizer)
-    return _Opened(tokens, cut, known["sha256"], facts.Facts(**record["facts"]), str(path), notice)
+    return _Opened(tokens, cut, known["sha256"], record["facts"], str(path), notice)
 
 
 def _refuse_ids(file: Path, tokens: Tokens, tokenizer: Tokenizer) -> NoReturn:
-    offset = facts.first_outside(tokens, tokenizer.vocab_size)
+    offset = first_outside(tokens, tokenizer.vocab_size)
     found = "" if offset is None else f"token {int(tokens[offset])} at offset {offset}"
     raise ValueError(
         f"{file}: {found} is outside the {tokenizer.vocab_size} ids of tokenizer {tokenizer.name!r}. "
@@ -291,12 +299,49 @@ def _cut(tokens: int, split: float) -> int:
 
 
 def _measure(valid: Tokens, tokenizer: Tokenizer, split: float) -> dict[str, float]:
+    """Returns the facts about a validation split in `Data`, of its first `MEASURED_TOKENS` tokens."""
     if not len(valid):
         raise ValueError(
             f"--data.split {split} leaves no validation data. Give a larger one, or more data"
         )
-    return asdict(facts.measure(valid, tokenizer))
+    return {
+        "unigram_entropy": entropy(np.bincount(valid[:MEASURED_TOKENS])),
+        "bytes_per_token": bytes_per_token(valid, tokenizer),
+    }
 
 
 def _key(*parts: str) -> str:
     return hashlib.sha256("\n".join([str(LAYOUT), *parts]).encode()).hexdigest()[:32]
+
+
+def bytes_per_token(tokens: Tokens, tokenizer: Tokenizer) -> float:
+    """Returns the mean bytes of text per token, of the first `MEASURED_TOKENS` tokens (at least one)."""
+    part = tokens[:MEASURED_TOKENS]
+    return tokenizer.count_bytes(part) / len(part)
+
+
+def entropy(counts: Tokens) -> float:
+    """Returns the entropy, in nats, of the frequencies that `counts` stand for: log n - (sum of c log c) / n."""
+    seen = counts[counts > 0].astype(np.float64)
+    total = seen.sum()
+    return max(0.0, math.log(total) - float((seen * np.log(seen)).sum()) / float(total))
+
+
+def id_range(tokens: Tokens) -> tuple[int, int]:
+    """Returns the smallest and the largest id."""
+    ranges = [(int(block.min()), int(block.max())) for _, block in _blocks(tokens)]
+    return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+
+def first_outside(tokens: Tokens, vocab: int) -> int | None:
+    """Returns the offset of the first id that is negative or not below `vocab`."""
+    for start, block in _blocks(tokens):
+        outside = (block < 0) | (block >= vocab)
+        if outside.any():
+            return start + int(outside.argmax())
+    return None
+
+
+def _blocks(tokens: Tokens) -> Iterator[tuple[int, Tokens]]:
+    for start in range(0, len(tokens), BLOCK):
+        yield start, tokens[start : start + BLOCK]

@@ -1,7 +1,7 @@
 """Fixed-length samples over a flat run of tokens, in an order that is a function and not a state.
 
 Use: `samples = Samples(tokens, seq=128, seed=1)`; `samples.batch(first, count)` gives the samples that a run consumes
-after `first` samples; `samples.batch(indices)` any others. Nothing else needs saving to resume: one integer says all.
+after `first` samples. Nothing else needs saving to resume: one integer says all.
 
 Phases of a batch: sample index -> (epoch, position) -> window, by a permutation keyed with (seed, epoch) -> tokens.
 """
@@ -9,8 +9,6 @@ Phases of a batch: sample index -> (epoch, position) -> window, by a permutation
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import overload
 
 import numpy as np
 import torch
@@ -61,28 +59,14 @@ class Samples:
         """Returns the window that sample `index` (>= 0) of the run reads."""
         return int(self._windows_of(np.asarray([index], dtype=np.uint64))[0])
 
-    @overload
-    def batch(self, first: int, count: int) -> dict[str, torch.Tensor]: ...
-
-    @overload
-    def batch(self, first: Sequence[int]) -> dict[str, torch.Tensor]: ...
-
-    def batch(
-        self, first: int | Sequence[int], count: int | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Returns samples first … first + count - 1 of the run, or those of a sequence of indices.
+    def batch(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        """Returns samples first … first + count - 1 of the run.
 
         Returns int64 tensors: "tokens" [b, s], "labels" [b, s] (one token further on), "samples" [b] (the indices).
         """
-        if isinstance(first, int | np.integer):
-            if count is None:
-                raise TypeError(
-                    "batch(first, count): count is missing; or pass a sequence of indices"
-                )
-            first = range(int(first), int(first) + count)
-        if len(first) and min(first) < 0:
-            raise ValueError(f"sample index {min(first)}: must not be negative")
-        indices = np.asarray(first, dtype=np.int64)
+        if first < 0:
+            raise ValueError(f"sample index {first}: must not be negative")
+        indices = np.arange(first, first + count, dtype=np.int64)
         rows = np.empty((len(indices), self.seq + 1), dtype=np.int64)
         for row, window in zip(
             rows, self._windows_of(indices.astype(np.uint64)).tolist(), strict=True

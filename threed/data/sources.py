@@ -1,6 +1,7 @@
 """Text sources: which files a corpus is made of, its sha256, and its documents as a stream of pieces.
 
-Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder of them; `source.sha256()`;
+Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder of them, or `standard_library()`, which
+is always there; `source.sha256()`;
 `for piece in source.pieces(): …`. Nothing here holds more than one piece (about 1 MiB; one line for .jsonl) in memory.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,10 @@ OTHER_MARKS = {
 # share of NULs in a piece above which it is taken for UTF-16 or UTF-32 without a mark
 MOST_NULS = 0.25
 TEXT_ENDINGS = (".txt", ".jsonl")
+# Third-party code and tests are no part of the corpus; the folders of compiled files hold no sources.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# A whole standard library has about 12 MB. Less than this is a stripped one, too little to learn from.
+ENOUGH_BYTES = 1_000_000
 
 
 class Piece(NamedTuple):
@@ -73,7 +80,15 @@ class TextSource:
 
     def sha256(self) -> str:
         """Hashes every file's name and content, each preceded by its length."""
-        return hash_files((file.name, file.size, file.open()) for file in self.files)
+        digest = hashlib.sha256()
+        for file in self.files:
+            label = file.name.encode("utf-8", errors="surrogateescape")
+            digest.update(len(label).to_bytes(8, "little") + label)
+            digest.update(file.size.to_bytes(8, "little"))
+            with file.open() as stream:
+                while block := stream.read(PIECE_BYTES):
+                    digest.update(block)
+        return digest.hexdigest()
 
     def pieces(self, any_bytes: bool = False) -> Iterator[Piece]:
         """Returns all documents, piece by piece; see `read_pieces`."""
@@ -81,8 +96,18 @@ class TextSource:
             yield from read_pieces(file, any_bytes)
 
     def stamp(self) -> tuple[str, float]:
-        """Describes the files by what the file system says of them; and when the newest changed (Unix time)."""
-        return stamp_files([(file.name, file.path) for file in self.files])
+        """Returns a hash of names, places, sizes and times of the files, and when the newest changed (Unix time).
+
+        The same hash means unchanged contents, unless a file was just written.
+        """
+        digest, newest = hashlib.sha256(), 0.0
+        for file in self.files:
+            seen = file.path.stat()
+            times = (seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino, seen.st_dev)
+            facts = repr((file.name, str(file.path.absolute()), times))
+            digest.update(facts.encode("utf-8", errors="surrogateescape"))
+            newest = max(newest, seen.st_mtime, seen.st_ctime)
+        return digest.hexdigest(), newest
 
 
 def find_text(path: Path) -> TextSource:
@@ -117,6 +142,38 @@ def find_text(path: Path) -> TextSource:
     return source
 
 
+def standard_library(folder: Path | None = None) -> TextSource:
+    """Returns the .py files of the standard library in `folder` (default: this Python's): the default corpus.
+
+    Left out are tests and installed packages. Files differ between Python versions, so runs record their sha256.
+
+    Raises ValueError, saying what to do, where there are no sources: in a zipped or stripped Python.
+    """
+    root = folder or Path(sysconfig.get_path("stdlib"))
+    files = tuple(TextFile(name, root / name) for name in _python_files(root))
+    source = TextSource(
+        f"Python {platform.python_version()} standard library, {len(files)} files", files, "path"
+    )
+    if source.size < ENOUGH_BYTES:
+        raise ValueError(
+            f"{root} has no Python sources, which are the default corpus. Give text by --data.path: a .txt, a .jsonl, "
+            "a folder of them, or a Megatron .bin/.idx pair"
+        )
+    return source
+
+
+def _python_files(root: Path) -> list[str]:
+    names: list[str] = []
+    for here, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        names += [
+            Path(here, name).relative_to(root).as_posix() for name in files if name.endswith(".py")
+        ]
+    return sorted(
+        name for name in names if (root / name).is_file() and os.access(root / name, os.R_OK)
+    )
+
+
 def read_pieces(file: TextFile, any_bytes: bool = False) -> Iterator[Piece]:
     """Returns the documents of one file: the lines of a .jsonl, else the whole file.
 
@@ -132,31 +189,6 @@ def read_pieces(file: TextFile, any_bytes: bool = False) -> Iterator[Piece]:
     if file.name.endswith(".jsonl"):
         return _read_jsonl(file)
     return _read_whole(file) if any_bytes else _checked(file, _read_whole(file))
-
-
-def hash_files(files: Iterable[tuple[str, int, BinaryIO]]) -> str:
-    """Returns the sha256 of (name, size in bytes, open file)s, names and contents each preceded by their length."""
-    digest = hashlib.sha256()
-    for name, size, stream in files:
-        label = name.encode("utf-8", errors="surrogateescape")
-        digest.update(len(label).to_bytes(8, "little") + label + size.to_bytes(8, "little"))
-        with stream:
-            while block := stream.read(PIECE_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def stamp_files(files: list[tuple[str, Path]]) -> tuple[str, float]:
-    """Hashes names, places, sizes and times of files: the same stamp means unchanged contents, unless just written."""
-    digest, newest = hashlib.sha256(), 0.0
-    for name, path in files:
-        seen = path.stat()
-        times = (seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino, seen.st_dev)
-        digest.update(
-            repr((name, str(path.absolute()), times)).encode("utf-8", errors="surrogateescape")
-        )
-        newest = max(newest, seen.st_mtime, seen.st_ctime)
-    return digest.hexdigest(), newest
 
 
 def _walk(folder: Path) -> list[str]:

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from threed.data.special_tokens import (
-    NamedSpecials,
     beginning,
     bos_id,
     end_of_document,
@@ -45,47 +45,31 @@ class EncodeError(ValueError):
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer, for data and engine."""
+    """The interface of a tokenizer, for data and engine.
 
-    @property
-    def name(self) -> str:
-        """Its name in messages."""
+    Attributes:
+        name: its name in messages.
+        vocab_size: one more than the largest id.
+        text_vocab_size: one more than the largest id that documents can have.
+        eot: the id that ends a document.
+        bos_ids: the ids that begin a document; empty if documents begin without bos.
+        bos_token_id: the id of the tokenizer's bos token, also if documents do not begin with it; None if it has none.
+        takes_any_bytes: whether `encode_pieces` takes bytes that are not UTF-8.
+        fingerprint: changes whenever the meaning of an id, or the end of a document, could change.
+        cache_key: changes whenever the ids of a text could change: also with bos and the reading of special tokens.
+        files: the sha256 of each file that `save_hf` copies, by the name it copies it to.
+    """
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-
-    @property
-    def text_vocab_size(self) -> int:
-        """One more than the largest id that documents can have."""
-
-    @property
-    def eot(self) -> int:
-        """The id that ends a document."""
-
-    @property
-    def bos_ids(self) -> tuple[int, ...]:
-        """The ids that begin a document; empty if documents begin without bos."""
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id of the tokenizer's bos token, also if documents do not begin with it; None if it has none."""
-
-    @property
-    def takes_any_bytes(self) -> bool:
-        """Whether `encode_pieces` takes bytes that are not UTF-8."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Changes whenever the meaning of an id, or the end of a document, could change."""
-
-    @property
-    def cache_key(self) -> str:
-        """Changes whenever the ids of a text could change: also with bos and the reading of special tokens."""
-
-    @property
-    def files(self) -> dict[str, str]:
-        """The sha256 of each file that `save_hf` copies, by the name it copies it to."""
+    name: str
+    vocab_size: int
+    text_vocab_size: int
+    eot: int
+    bos_ids: tuple[int, ...]
+    bos_token_id: int | None
+    takes_any_bytes: bool
+    fingerprint: str
+    cache_key: str
+    files: dict[str, str]
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without any special token added."""
@@ -140,11 +124,13 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = text_vocab_size = 257
     eot = 256
-    bos_ids: ClassVar[tuple[int, ...]] = ()
-    bos_token_id: ClassVar[int | None] = None
+    bos_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
     takes_any_bytes = True
     fingerprint = cache_key = "bytes-257"
-    files: ClassVar[dict[str, str]] = {}
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
 
     def encode(self, text: str) -> list[int]:
         """Returns the UTF-8 bytes of `text`; a lone surrogate, which UTF-8 cannot say, becomes '?'."""
@@ -205,13 +191,15 @@ class TokenizerJson:
             self._backend = _load_backend(json.dumps(document).encode(), self.name)
         ids = _ids(self._backend, document, self.name)
         self.vocab_size = max(ids.values()) + 1
-        self._eot_name = _end_of_document(named, ids, document, self.name)
+        specials = frozenset(t["content"] for t in document["added_tokens"] if t["special"])
+        with _naming(self.name):
+            self._eot_name = end_of_document(named, ids, specials)
         self.eot, self.bos_token_id = ids[self._eot_name], bos_id(named, ids)
-        self.bos_ids = (
-            ()
-            if bos is False
-            else self._choose_bos(bos, _beginning(named, document, ids, self.name))
-        )
+        self.bos_ids: tuple[int, ...] = ()
+        if bos is not False:
+            with _naming(self.name, ". Correct it, or use --data.bos false"):
+                own = beginning(named, document, ids)
+            self.bos_ids = self._choose_bos(bos, own)
         self.text_vocab_size = self._largest(document, ids, special_tokens) + 1
         known = json.dumps((self.eot, document["added_tokens"]))
         self.fingerprint = hashlib.sha256(self._text + known.encode()).hexdigest()
@@ -335,23 +323,13 @@ def _ids(backend: Any, document: dict[str, Any], name: str) -> dict[str, int]:
     return ids
 
 
-def _end_of_document(
-    named: NamedSpecials, ids: dict[str, int], document: dict[str, Any], name: str
-) -> str:
-    specials = frozenset(entry["content"] for entry in document["added_tokens"] if entry["special"])
+@contextmanager
+def _naming(name: str, fix: str = "") -> Iterator[None]:
+    """Adds the name of a tokenizer, and a fix, to the message of a ValueError."""
     try:
-        return end_of_document(named, ids, specials)
+        yield
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _beginning(
-    named: NamedSpecials, document: dict[str, Any], ids: dict[str, int], name: str
-) -> tuple[int, ...]:
-    try:
-        return beginning(named, document, ids)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}. Correct it, or use --data.bos false") from None
+        raise ValueError(f"{name}: {error}{fix}") from None
 
 
 def _clean(text: str) -> str:

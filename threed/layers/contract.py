@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 from torch import nn
 
 
-class PipelineLayer(nn.Module):
-    """A layer of a model: `forward(x, micro)` maps the activations of a micro-batch to those of the next layer.
-
-    The layers of a model may be any modules with such a forward. Attributes that a module lacks have these defaults.
-
-    The first layer gets x = None, and the last returns the weighted loss of the micro-batch, or logits if the
-    micro-batch has no labels. Parts of a layer may have a method `flops(tokens, seq)`, the floating-point operations of
-    their forward (None: unknown), and a tuple `data_flags` of `slicing.Flag`s.
+class Contract:
+    """The attributes of a pipeline layer that an engine reads.
 
     Attributes:
         name: a global name, unique in the model: the prefix of its buffers' names, and what messages call it.
@@ -31,21 +23,23 @@ class PipelineLayer(nn.Module):
     compilable: bool = False
 
 
-@dataclass(frozen=True)
-class Contract:
-    """The attributes of a `PipelineLayer`."""
+class PipelineLayer(nn.Module, Contract):
+    """A layer of a model: `forward(x, micro)` maps the activations of a micro-batch to those of the next layer.
 
-    name: str
-    recomputable: bool
-    backward_reads_weights: bool
-    runs_vary: bool
-    compilable: bool
+    The layers of a model may be any modules with such a forward. Attributes of `Contract` that a module lacks have the
+    defaults.
+
+    The first layer gets x = None, and the last returns the weighted loss of the micro-batch, or logits if the
+    micro-batch has no labels. Parts of a layer may have a tuple `data_flags` of `slicing.Flag`s.
+    """
 
 
 def contract(layer: nn.Module) -> Contract:
     """Returns the attributes of a layer, with the defaults of those that it lacks."""
-    found = {f.name: getattr(layer, f.name, vars(PipelineLayer)[f.name]) for f in fields(Contract)}
-    return Contract(**found)
+    found = Contract()
+    for name in Contract.__annotations__:
+        setattr(found, name, getattr(layer, name, getattr(Contract, name)))
+    return found
 
 
 def title(layer: nn.Module, number: int) -> str:

@@ -5,7 +5,6 @@ activation, of both: any function of each element by itself; or a module, whose 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch.nn.functional as F
@@ -37,6 +36,7 @@ class MLP(nn.Module):
     """
 
     recompute = Recompute()
+    outputs: tuple[str, ...] = ("up",)  # of the first product
 
     def __init__(
         self, name: str, hidden: int, ffn: int, slicing: Slicing, *, bias: bool = True, std: float = 0.02,
@@ -44,36 +44,34 @@ class MLP(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.activation = activation
-        self.up = ColumnLinear(name, hidden, [("up", ffn)], slicing, std=std, bias=bias)
+        outputs = [(output, ffn) for output in self.outputs]
+        self.up = ColumnLinear(name, hidden, outputs, slicing, std=std, bias=bias)
         self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(
-            self.recompute.run("activation", self.activation, self.recompute.column(self.up, x))
-        )
+        y = self.recompute.column(self.up, x)
+        return self.down(self.recompute.run("activation", self.activate, y))
+
+    def activate(self, x: Tensor) -> Tensor:
+        """Returns what `down` gets, of the first product."""
+        return self.activation(x)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(MLP):
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202): x [s b h] -> [s b h]; gate and up are one matmul.
 
     activation: SiLU by default, which makes it SwiGLU.
     """
 
-    recompute = Recompute()
+    outputs = ("gate", "up")
 
     def __init__(
         self, name: str, hidden: int, ffn: int, slicing: Slicing, *, bias: bool = False, std: float = 0.02,
         out_std: float = 0.02, activation: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.activation = activation
-        self.gate_up = ColumnLinear(
-            name, hidden, [("gate", ffn), ("up", ffn)], slicing, std=std, bias=bias
+        super().__init__(
+            name, hidden, ffn, slicing, bias=bias, std=std, out_std=out_std, activation=activation
         )
-        self.down = RowLinear(f"{name}.down", ffn, hidden, slicing, std=out_std, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        product = functools.partial(gated, self.activation)
-        return self.down(
-            self.recompute.run("activation", product, self.recompute.column(self.gate_up, x))
-        )
+    def activate(self, x: Tensor) -> Tensor:
+        return gated(self.activation, x)

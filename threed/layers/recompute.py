@@ -31,7 +31,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,9 @@ from torch.utils.checkpoint import (
 
 from threed import collectives
 from threed.device import rng_states, set_rng_states
+from threed.layers.linear import Product
 from threed.ops import attention
 from threed.sharding import storage_of
-from threed.topology import Axis
 
 
 class RngState:
@@ -80,16 +80,6 @@ class RngState:
             set_rng_states(now, self._device)
 
 
-class Column(Protocol):
-    """A column-parallel layer, which gathers its input over `axis` if `gather`."""
-
-    axis: Axis
-    gather: bool
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-
 class Recompute:
     """The default for the operations of a layer: everything is saved."""
 
@@ -97,7 +87,7 @@ class Recompute:
         """Returns f(*inputs); f depends on its inputs and on weights only."""
         return f(*inputs)
 
-    def column(self, layer: Column, x: Tensor) -> Tensor:
+    def column(self, layer: Product, x: Tensor) -> Tensor:
         """Returns layer(x), where x may be the result of an operation."""
         return layer(x)
 
@@ -285,7 +275,7 @@ class Selective(Recompute):
         finally:
             self._running = False
 
-    def column(self, layer: Column, x: Tensor) -> Tensor:
+    def column(self, layer: Product, x: Tensor) -> Tensor:
         """Returns layer(x); if the layer gathers an x that is to be rebuilt, the backward gathers it again as well."""
         source = None if torch.compiler.is_compiling() else self._made(x)
         if not layer.gather or source is None:

@@ -1,4 +1,4 @@
 """Memory below the model: constant-size host buffers, and files on a drive behind asynchronous direct I/O.
 
-`pool` manages page-aligned buffers on huge pages; `io` moves tensors between memory and a drive.
+`pool` makes page-aligned buffers on huge pages; `io` moves tensors between memory and a drive.
 """

@@ -6,9 +6,9 @@
     disk.read(offset, into=values).wait()         # SwapError unless every byte arrived
     disk.close()
 
-A transfer of any length, from any memory, is cut into pieces that run concurrently: by io_uring if the kernel allows it
-and the native library is built, else by a few threads. Memory that starts on a page (`threed.memory.pool`) goes straight
-to the drive; other memory, and the bytes beyond the last multiple of 4096, pass through an aligned copy in a thread.
+A transfer of any length, from any memory, is cut into pieces that a few threads move at the same time; the calls release
+the interpreter's lock. Memory that starts on a page (`threed.memory.pool`) is read and written directly; other memory,
+and the bytes beyond the last multiple of 4096, pass through an aligned copy.
 Transfers have no order among themselves: wait for a write before reading or writing the same place.
 """
 
@@ -24,18 +24,12 @@ import threading
 import uuid
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
 from torch import Tensor
 
-from threed import native
-
 BLOCK = 4096  # the alignment of memory, lengths and offsets in direct I/O
-PIECE = 8 * 2**20  # bytes in one request to the kernel
+PIECE = 8 * 2**20  # bytes in one call
 WORKERS = 4  # threads that move pieces
-DEPTH = 16  # pieces in io_uring at once
-SHORT = -5000  # the result of a read past the end of the file; below every -errno
-BACKENDS = ("auto", "io_uring", "threads")
 
 _FIXES = {
     errno.ENOSPC: "free space there, or name a folder on a larger drive",
@@ -66,91 +60,54 @@ def _make_folder(folder: str) -> None:
     )
 
 
-class Backend(Protocol):
-    """Moves bytes: `submit` returns a transfer's id; `wait`, once for each id, the bytes moved, -errno or SHORT."""
-
-    name: str
-
-    def submit(
-        self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int
-    ) -> int: ...
-    def wait(self, number: int) -> int: ...
-    def done(self, number: int) -> bool: ...
-    def close(self) -> None: ...
-
-
 class Transfer:
-    """A read or a write in flight; it keeps its tensor alive, which must not be touched until it is done."""
+    """A read or a write in flight. Its pieces hold its tensor, which must not be touched until it is done."""
 
-    def __init__(self, disk: Disk, write: bool, offset: int, tensor: Tensor, number: int) -> None:
-        self._disk, self._write, self._offset, self._nbytes = disk, write, offset, tensor.nbytes
-        self._tensor: Tensor | None = tensor
-        self._number, self._result = number, None if tensor.nbytes else 0
-        self._lock = threading.Lock()
+    def __init__(self, disk: Disk, what: str, pieces: list[Future[None]]) -> None:
+        self._disk, self._what, self._pieces = disk, what, pieces
 
     def done(self) -> bool:
         """Returns whether wait() would return, or raise, at once."""
         self._disk._check_process("testing a transfer")
-        if not self._lock.acquire(blocking=False):  # another thread is waiting for it
-            return False
-        try:
-            return self._result is not None or self._disk._engine.done(self._number)
-        finally:
-            self._lock.release()
+        return all(piece.done() for piece in self._pieces)
 
     def wait(self) -> None:
         """Waits until every byte has moved; raises SwapError, at every call, if that failed."""
         self._disk._check_process("waiting for a transfer")
-        result = self._finish()
-        self._disk._under_way.pop(self._number, None)
-        if result != self._nbytes:
-            raise self._disk._failure(
-                "writing" if self._write else "reading", self._nbytes, self._offset, result
-            )
+        errors = self._errors()
+        self._disk._under_way.discard(self)
+        if errors:
+            raise self._disk._failure(self._what, errors[0])
 
-    def _finish(self) -> int:
-        with self._lock:
-            if self._result is None:
-                self._result = self._disk._engine.wait(self._number)
-                self._tensor = None
-            return self._result
+    def _errors(self) -> list[BaseException]:
+        """Waits for all pieces; returns the errors of those that failed."""
+        return [error for piece in self._pieces if (error := piece.exception()) is not None]
 
 
 class Disk:
     """One file in `folder` for the tensors of this process; space in it is reserved region by region.
 
     The file has no name once it is open: its space returns to the drive when the process ends, however it ends.
-    `backend`: auto, io_uring or threads; `disk.backend` is the one chosen, and `disk.direct` says if transfers bypass
-    the page cache. Threads may share a Disk; a forked child may not use its parent's.
+    `disk.direct`: whether transfers bypass the page cache. Threads may share a Disk; a forked child may not use its
+    parent's.
 
     Raises:
-        SwapError: the folder cannot be made or written; io_uring is requested and the kernel refuses it.
+        SwapError: the folder cannot be made or written.
     """
 
     _fd = -1  # until it is open, and after it is closed
 
-    def __init__(self, folder: str | os.PathLike[str], name: str, *, backend: str = "auto") -> None:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    def __init__(self, folder: str | os.PathLike[str], name: str) -> None:
         self.path = os.path.join(folder, f"{name}.rank{_rank()}.{uuid.uuid4().hex[:12]}.swap")
         self._process, self._lock = os.getpid(), threading.Lock()
-        self._under_way: dict[int, Transfer] = {}
+        self._under_way: set[Transfer] = set()
         self._size, self._free = 0, dict[int, list[int]]()
         try:
             _make_folder(os.path.abspath(folder))
             self._fd, self.direct = _open(self.path)
         except OSError as error:
             raise self._error(error.errno, f"cannot make {self.path}: {error.strerror}") from None
-        try:
-            self._engine = _engine(backend, self._fd, self.direct)
-        except OSError as error:
-            os.close(self._fd)
-            self._fd = -1
-            fix = "use backend 'auto', which takes threads where the kernel blocks io_uring"
-            raise self._error(
-                error.errno, f"backend {backend!r} for {self.path}: {error.strerror}", fix
-            ) from None
-        self.backend = self._engine.name
+        self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="threed-io")
 
     def reserve(self, nbytes: int) -> int:
         """Reserves a region of `nbytes`, rounded up to blocks, and returns its offset.
@@ -200,24 +157,30 @@ class Disk:
                 f"{doing} {nbytes} bytes at {offset}: offsets are multiples of {BLOCK}, and transfers stay inside the "
                 f"{self._size} bytes that are reserved"
             )
-        if nbytes == 0:
-            return Transfer(self, write, offset, tensor, 0)
         self._check_process(doing)
         with self._lock:
             self._check_open(doing)
             self._forget_finished()
-            block = BLOCK if self.direct else 1
-            number = self._engine.submit(write, self._fd, tensor.data_ptr(), nbytes, offset, block)
-            if number < 0:
-                raise self._failure(doing, nbytes, offset, number)
-            transfer = self._under_way[number] = Transfer(self, write, offset, tensor, number)
+            what = f"{doing} {nbytes} bytes at offset {offset} of {self.path} failed"
+            transfer = Transfer(self, what, self._submit(write, offset, tensor))
+            self._under_way.add(transfer)
         return transfer
+
+    def _submit(self, write: bool, offset: int, tensor: Tensor) -> list[Future[None]]:
+        block, nbytes = BLOCK if self.direct else 1, tensor.nbytes
+        whole = nbytes // block * block  # the tail beyond is a piece of its own
+        cuts = [*range(0, whole, PIECE), whole, nbytes]
+        return [
+            self._threads.submit(_move, write, self._fd, tensor, range(a, b), offset + a, block)
+            for a, b in itertools.pairwise(cuts)
+            if b > a
+        ]
 
     def _forget_finished(self) -> None:
         """Drops finished transfers; those that failed stay, for close() to report."""
-        for number, transfer in list(self._under_way.items()):
-            if transfer.done() and transfer._finish() == transfer._nbytes:
-                self._under_way.pop(number, None)
+        for transfer in list(self._under_way):
+            if transfer.done() and not transfer._errors():
+                self._under_way.discard(transfer)
 
     def close(self) -> None:
         """Waits for transfers in flight and frees the file's space; SwapError if a transfer failed unnoticed."""
@@ -230,16 +193,12 @@ class Disk:
             fd, self._fd = self._fd, -1
         if fd < 0:
             return
-        for transfer in list(self._under_way.values()):
-            transfer._finish()
-        self._engine.close()
+        self._threads.shutdown()
         os.close(fd)
-        for transfer in list(self._under_way.values()):
+        for transfer in list(self._under_way):
             transfer.wait()
 
-    def __del__(
-        self,
-    ) -> None:  # before its transfers' tensors are freed: the engine may still write into them
+    def __del__(self) -> None:
         if self._fd >= 0:
             self.close()
 
@@ -252,14 +211,12 @@ class Disk:
             what = f"{doing}: {self.path} belongs to process {self._process}, not to its forked child {os.getpid()}"
             raise self._error(errno.EBADF, what, "make a Disk in the child")
 
-    def _failure(self, doing: str, nbytes: int, offset: int, result: int) -> SwapError:
-        what = f"{doing} {nbytes} bytes at offset {offset} of {self.path} failed"
-        if result == SHORT:
-            what += ": the file ends before them"
-            return self._error(
-                errno.EIO, what, "nothing may truncate a swap file while it is in use"
-            )
-        return self._error(-result, f"{what}: {os.strerror(-result)}")
+    def _failure(self, what: str, error: BaseException) -> SwapError:
+        if isinstance(error, EOFError):
+            fix = "nothing may truncate a swap file while it is in use"
+            return self._error(errno.EIO, f"{what}: the file ends before them", fix)
+        number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
+        return self._error(number, f"{what}: {os.strerror(number)}")
 
     def _error(self, number: int | None, what: str, fix: str = "") -> SwapError:
         number = number or errno.EIO
@@ -316,124 +273,26 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
         os.ftruncate(fd, offset + nbytes)  # a file system that cannot promise space
 
 
-def _engine(backend: str, fd: int, direct: bool) -> Backend:
-    """Returns the requested engine, or the best that runs here."""
-    # Buffered reads are copies, which one ring would run one after another: threads are faster for them.
-    if backend == "threads" or (backend == "auto" and not direct):
-        return Threads()
-    try:
-        return IoUring(fd)
-    except OSError:
-        if backend == "io_uring":
-            raise
-        return Threads()
+def _move(write: bool, fd: int, tensor: Tensor, part: range, offset: int, block: int) -> None:
+    """Moves some bytes of a tensor, through an aligned copy if direct I/O needs one.
 
-
-class IoUring:
-    """The ring of csrc/cpu/io.cpp for whole aligned blocks, and threads for the rest. OSError if it does not run here."""
-
-    name = "io_uring"
-
-    def __init__(self, fd: int) -> None:
-        if native.library("cpu") is None:
-            what = "the native library is not built (see threed.native.status)"
-            raise OSError(errno.ENOSYS, what)
-        types = {"open": "PiiqP", "submit": "qPiiPqqq", "wait": "qPq", "done": "iPq", "close": "vP"}
-        self._call = {
-            name: native.function(f"threed_io_{name}", letters) for name, letters in types.items()
-        }
-        error = ctypes.c_int(0)
-        self._ring = self._call["open"](fd, DEPTH, PIECE, ctypes.byref(error))
-        if not self._ring:
-            raise OSError(-error.value, os.strerror(-error.value))
-        self._threads = Threads()
-        self._parts: dict[int, tuple[int, int]] = {}  # ids in the ring and of the threads; 0: none
-        self._numbers = itertools.count(1)
-
-    def submit(
-        self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int
-    ) -> int:
-        whole = nbytes // block * block if address % block == 0 else 0
-        place = (address + whole, nbytes - whole, offset + whole)
-        rest = self._threads.submit(write, fd, *place, block) if whole < nbytes else 0
-        call = self._call["submit"]
-        ring = call(self._ring, write, fd, address, whole, offset, block) if whole else 0
-        if ring < 0:
-            if rest:
-                self._threads.wait(rest)
-            return int(ring)
-        number = next(self._numbers)
-        self._parts[number] = ring, rest
-        return number
-
-    def wait(self, number: int) -> int:
-        ring, rest = self._parts[number]
-        results = [int(self._call["wait"](self._ring, ring))] if ring else []
-        results += [self._threads.wait(rest)] if rest else []
-        del self._parts[number]
-        return min(results) if min(results) < 0 else sum(results)
-
-    def done(self, number: int) -> bool:
-        ring, rest = self._parts.get(number, (0, 0))
-        ring_done = not ring or self._ring is None or bool(self._call["done"](self._ring, ring))
-        return ring_done and (not rest or self._threads.done(rest))
-
-    def close(self) -> None:
-        ring, self._ring = self._ring, None
-        self._call["close"](ring)
-        self._threads.close()
-
-
-class Threads:
-    """Threads that move pieces; reads and writes release the interpreter's lock."""
-
-    name = "threads"
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="threed-io")
-        self._pieces: dict[int, list[Future[int]]] = {}
-        self._numbers = itertools.count(1)
-
-    def submit(
-        self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int
-    ) -> int:
-        number = next(self._numbers)
-        whole = nbytes // block * block  # the tail beyond is a piece of its own
-        cuts = [*range(0, whole, PIECE), whole, nbytes]
-        self._pieces[number] = [
-            self._threads.submit(_move, write, fd, address + a, b - a, offset + a, block)
-            for a, b in itertools.pairwise(cuts)
-            if b > a
-        ]
-        return number
-
-    def wait(self, number: int) -> int:
-        results = [piece.result() for piece in self._pieces[number]]
-        del self._pieces[number]
-        return min(results) if min(results) < 0 else sum(results)
-
-    def done(self, number: int) -> bool:
-        return all(piece.done() for piece in self._pieces.get(number, ()))
-
-    def close(self) -> None:
-        self._threads.shutdown()
-
-
-def _move(write: bool, fd: int, address: int, nbytes: int, offset: int, block: int) -> int:
-    """Moves one piece, through an aligned copy if direct I/O needs one; returns `nbytes`, -errno or SHORT."""
+    Raises:
+        OSError: a call failed.
+        EOFError: the file ends before them.
+    """
+    address, nbytes = tensor.data_ptr() + part.start, len(part)
     whole = -(-nbytes // block) * block
     memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     copied = address % block or whole != nbytes
     aligned = memoryview(mmap.mmap(-1, whole)) if copied else memory
     if copied and write:
         aligned[:nbytes] = memory
-    result = _transfer(write, fd, aligned, offset, block)
-    if copied and not write and result == whole:
+    _transfer(write, fd, aligned, offset, block)
+    if copied and not write:
         memory[:] = aligned[:nbytes]
-    return nbytes if result == whole else result
 
 
-def _transfer(write: bool, fd: int, memory: memoryview, offset: int, block: int) -> int:
+def _transfer(write: bool, fd: int, memory: memoryview, offset: int, block: int) -> None:
     """Moves all of `memory`, in as many calls as it takes: one call may move less than requested."""
     call, moved = os.pwritev if write else os.preadv, 0
     while moved < len(memory):
@@ -441,10 +300,7 @@ def _transfer(write: bool, fd: int, memory: memoryview, offset: int, block: int)
             count = call(fd, [memory[moved:]], offset + moved)
         except BlockingIOError:
             continue
-        except OSError as error:
-            return -(error.errno or errno.EIO)
         count -= count % block  # a direct transfer can go on only at a block
         if count == 0:
-            return -errno.EIO if write else SHORT
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) if write else EOFError
         moved += count
-    return moved

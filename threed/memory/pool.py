@@ -1,8 +1,6 @@
-"""Reusable host buffers for direct access by drives and GPUs: page-aligned, on huge pages, allocated once.
+"""Host buffers for direct access by drives and GPUs: page-aligned, on huge pages; and how much host memory is free.
 
-    pool = Pool(nbytes=64 * 2**20, count=3)
-    buffer = pool.take()            # uint8 [nbytes]; view it as any dtype
-    pool.give(buffer)
+    buffer = host_buffer(64 * 2**20)            # uint8 [nbytes]; view it as any dtype
 
 A direct transfer from 4 KiB pages is cut into one segment a page, which costs a drive half its speed; a huge page is
 one segment. Torch's CPU allocator aligns to 64 bytes and guarantees no huge pages, hence `mmap`.
@@ -14,7 +12,6 @@ import contextlib
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +44,8 @@ def host_buffer(nbytes: int) -> Tensor:
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % HUGE
     whole = nbytes // HUGE * HUGE  # a huge page beyond it would make more resident than requested
     if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise(memory, mmap.MADV_HUGEPAGE, start, whole)
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
     # touches every page
     buffer = torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=nbytes).zero_()
     if device.count():
@@ -56,16 +54,9 @@ def host_buffer(nbytes: int) -> Tensor:
     return buffer
 
 
-def _advise(memory: Any, advice: int, start: int, nbytes: int) -> None:
-    try:
-        memory.madvise(advice, start, nbytes)
-    except OSError:  # a kernel without huge pages: slower, not wrong
-        return
-
-
 def free_bytes() -> int:
     """Returns the bytes of host memory that this process could still take: of the machine, and of its control group."""
-    free = [_pages() * mmap.PAGESIZE]
+    free = [os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE]
     with (
         contextlib.suppress(OSError, ValueError, StopIteration),
         open("/proc/meminfo", encoding="ascii") as lines,
@@ -79,45 +70,3 @@ def free_bytes() -> int:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         free.append(most - used + int(stat.get("inactive_file", 0)))  # a cache of files makes room
     return max(0, min(free))
-
-
-def _pages() -> int:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0
-
-
-class Pool:
-    """`count` buffers of `nbytes` each, allocated at once: memory does not grow with the data that passes through."""
-
-    def __init__(self, nbytes: int, count: int) -> None:
-        self.nbytes, self.count = nbytes, count
-        self._free = [host_buffer(nbytes) for _ in range(count)]
-        self._in_use: dict[int, Tensor] = {}
-
-    @property
-    def in_use(self) -> int:
-        """The number of buffers in use."""
-        return len(self._in_use)
-
-    def take(self) -> Tensor:
-        """Returns a buffer, uint8 [nbytes], with undefined values; RuntimeError when all are in use."""
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            raise RuntimeError(
-                f"all {self.count} buffers of {self.nbytes} bytes are in use: give one back before taking another, "
-                "or make the pool with a larger count"
-            ) from None
-        self._in_use[buffer.data_ptr()] = buffer
-        return buffer
-
-    def give(self, buffer: Tensor) -> None:
-        """Takes back a buffer, or a view of one from its start; ValueError if it is not in use here."""
-        ours = self._in_use.pop(buffer.data_ptr(), None)
-        if ours is None:
-            raise ValueError(
-                f"a tensor of {buffer.nbytes} bytes that is no buffer of this pool, or was given back before"
-            )
-        self._free.append(ours)

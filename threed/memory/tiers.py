@@ -1,9 +1,11 @@
 """Storage of slices of the training state, in memory or in a file on an NVMe drive, and staged access to them.
 
     storage = tier(numel, dtype)    allocates space for `numel` values, zeros at first; a tier is any such function
-    staged = storage.fetch()        begins to read the values into a buffer
-    values = staged.wait()          [numel], to be changed in place
+    staged = storage.fetch()        begins to read the values into a buffer; `empty` returns one with undefined values
+    values = staged.wait()          [numel], to be changed in place; SwapError when they could not be read
     staged.store()                  begins to write them back;   staged.drop() releases the buffer unwritten
+
+After `store` or `drop` the values may not be used any more.
 
 In memory none of this costs anything: the buffer is the tensor itself. On a drive values pass through constant-size,
 page-aligned buffers, read ahead and written behind: algorithms are written once, as if everything were on a drive, and
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,43 +26,7 @@ from threed import device as gpu
 from threed.collectives import Pending, done
 from threed.device import beside, copy_stream, is_accelerator
 from threed.memory.io import Disk, Transfer
-from threed.memory.pool import Pool
-
-
-class StagedBuffer(Protocol):
-    """A buffer with a storage's values. `values` [numel] is its tensor; it is filled once `wait` has returned."""
-
-    @property
-    def values(self) -> Tensor: ...
-
-    def wait(self) -> Tensor:
-        """Waits for the values [numel] and returns them; SwapError when they could not be read."""
-
-    def store(self) -> None:
-        """Begins to write the values back. The tensor that `wait` returned may not be used any more."""
-
-    def drop(self) -> None:
-        """Releases the buffer; the storage stays as it was."""
-
-
-class Storage(Protocol):
-    """Holds values of one length and dtype."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device:
-        """The device of a staged buffer's values."""
-
-    def fetch(self) -> StagedBuffer:
-        """Begins to read the values into a staged buffer."""
-
-    def empty(self) -> StagedBuffer:
-        """Returns a staged buffer to be written in full: its values are undefined."""
-
-
-Tier = Callable[[int, torch.dtype], Storage]
+from threed.memory.pool import host_buffer
 
 
 @dataclass(eq=False)
@@ -164,7 +130,7 @@ class Drive:
         self.disk, self.nbytes, self.count = disk, nbytes, count
         self.device = torch.device("cpu")  # of the buffers
         self._make_room: Callable[[], None] = lambda: None
-        self._pool: Pool | None = None
+        self._buffers: list[Tensor] | None = None  # those that are not in use
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
     def __call__(self, numel: int, dtype: torch.dtype) -> OnDrive:
@@ -173,7 +139,7 @@ class Drive:
     @property
     def in_use(self) -> int:
         """The number of buffers in use, also by writes in flight."""
-        return 0 if self._pool is None else self._pool.in_use
+        return 0 if self._buffers is None else self.count - len(self._buffers)
 
     def settle(self) -> None:
         """Waits for all writes; SwapError if one failed."""
@@ -189,20 +155,22 @@ class Drive:
         self.nbytes, self.count = nbytes, count
 
     def take(self) -> Tensor:
-        """Returns a buffer; waits for the oldest write if all are in use."""
-        if self._pool is None:
-            self._pool = Pool(self.nbytes, self.count)
+        """Returns a buffer; waits for the oldest write if all are in use. RuntimeError if there is none."""
+        if self._buffers is None:
+            self._buffers = [host_buffer(self.nbytes) for _ in range(self.count)]
         self._reap(wait=False)
-        while self.in_use == self.count and self._writing:
+        while not self._buffers and self._writing:
             self._reap(wait=True)
-        if self.in_use == self.count:
+        if not self._buffers:
             self._make_room()
-        return self._pool.take()
+        if not self._buffers:
+            raise RuntimeError(f"all {self.count} buffers of {self.nbytes} bytes are in use")
+        return self._buffers.pop()
 
     def give(self, buffer: Tensor) -> None:
         """Takes a buffer back."""
-        assert self._pool is not None
-        self._pool.give(buffer)
+        assert self._buffers is not None
+        self._buffers.append(buffer)
 
     def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
         """Takes a buffer back when its write is done."""
@@ -352,3 +320,8 @@ class DriveBuffer:
             self.wait()
         finally:
             self.storage.drive.give(self._buffer)
+
+
+Storage = InMemory | OnDrive  # holds values of one length and dtype
+StagedBuffer = InMemory | DriveBuffer | Copied  # a buffer with a storage's values
+Tier = Callable[[int, torch.dtype], Storage]

@@ -82,8 +82,8 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
                 uses.append(Use(name, path, param, spec))
     cut = list(_badly_cut(uses, tensor))
     problems += [*_doubled(uses), *_unlike(uses), *([] if problems else cut)]
-    description = [[use.layer, use.path, use.spec.name, use.facts()] for use in uses]
-    digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
+    text = json.dumps([[use.layer, use.path, use.spec.name, use.facts()] for use in uses])
+    digest, description = hashlib.sha256(text.encode()).hexdigest(), json.loads(text)
     everyone = collectives.exchange([problems, digest], world)
     if any(other != digest for _, other in everyone):
         first = collectives.exchange(description if world.index == 0 else None, world)[0]
@@ -171,11 +171,7 @@ def _cut_fault(
 
 def _differences(first: Sequence[Any], mine: Sequence[Any], rank: int) -> list[str]:
     """Where this rank's description of the model departs from that of rank 0."""
-    own = [
-        [layer, path, name, {k: _plain(v) for k, v in facts.items()}]
-        for layer, path, name, facts in mine
-    ]
-    for there, here in zip(first, own, strict=False):
+    for there, here in zip(first, mine, strict=False):
         if there != here:
             layer, path, name, facts = here
             keys = (
@@ -192,11 +188,6 @@ def _differences(first: Sequence[Any], mine: Sequence[Any], rank: int) -> list[s
             return [text]
     return (
         []
-        if len(first) == len(own)
-        else [f"rank {rank} has {len(own)} parameters, rank 0 has {len(first)}"]
+        if len(first) == len(mine)
+        else [f"rank {rank} has {len(mine)} parameters, rank 0 has {len(first)}"]
     )
-
-
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from threed.atomic import building
+from threed.disk import in_units
 from threed.monitor import metrics
 from threed.parse import read_json
 
@@ -132,12 +133,9 @@ def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> 
         )
         _rank_ticks(axes, ranks)
         axes.set_ylabel(f"{name} per rank")
-        away = [rank["predicted"].get("offloaded", 0) for rank in ranks]
-        colours = (
-            f"colours: predicted, without {_span(away)} offloaded\n"
-            if any(away)
-            else "colours: predicted; "
-        )
+        away = max(rank["predicted"].get("offloaded", 0) for rank in ranks)
+        offloaded = f", without up to {in_units(away)} offloaded\n" if away else "; "
+        colours = f"colours: predicted{offloaded}"
         axes.set_xlabel(
             f"{colours}grey: the peak of live tensors in step {ranks[0]['step']}",
             color=_GREY,
@@ -174,16 +172,6 @@ def _rank_ticks(axes: Any, ranks: Sequence[Row]) -> None:
 
 def _predicted(rank: Row) -> float:
     return float(sum(rank["predicted"].get(part, 0) for part in PARTS))
-
-
-def _span(sizes: Sequence[float]) -> str:
-    """Returns the range of some bytes, as text."""
-    low, high = min(sizes), max(sizes)
-    unit, name = _unit(high)
-    text = (
-        f"{low / unit:.0f}" if high < 1.02 * low + 1 else f"{low / unit:.0f} to {high / unit:.0f}"
-    )
-    return f"{text} {name}"
 
 
 def _unit(largest: float) -> tuple[float, str]:

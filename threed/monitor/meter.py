@@ -15,8 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-PHASES = ("data_s", "fwd_bwd_s", "dp_comm_s", "optim_s", "ckpt_s")
-
 # Dense bf16 tensor-core peak in TFLOP/s, by the name that `device.name` gives; the first match counts. From the
 # makers' data sheets. NVIDIA's mostly state the figure "with sparsity": that is twice the dense one.
 _PEAKS: tuple[tuple[str, float], ...] = (
@@ -27,10 +25,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bH200\b", 989.0),  # H200 data sheet, SXM column: 1,979 sparse
     (r"\bH100 NVL\b", 835.0),  # H100 data sheet, NVL column: 1,671 sparse
     (r"\bH100 PCIe\b", 756.0),  # H100 data sheet, PCIe column: 1,513 sparse
-    (
-        r"\bH100\b.*\bHBM3\b",
-        989.0,
-    ),  # H100 data sheet, SXM column: 1,979 sparse; the SXM board's name ends in "HBM3"
+    (r"\bH100\b.*\bHBM3\b", 989.0),  # H100 data sheet, SXM column: 1,979 sparse
     (r"\bH800\b(?! PCIe)", 989.0),  # an H100 SXM with slower NVLink and fp64
     (r"\bA[18]00\b", 312.0),  # A100 data sheet, every form; the A800 differs in NVLink only
     (r"\bA30\b", 165.0),  # A30 data sheet
@@ -80,37 +75,21 @@ class Throughput:
         self._flops_per_token = flops_per_token
         self._world_size = world_size
         self._peak = peak_tflops(device_name, dtype)
-        self._clear()
-
-    def _clear(self) -> None:
-        self._tokens = self._steps = 0
-        self._seconds = 0.0
-        self._phases: dict[str, float] = {}
+        self._sums: Counter[str] = Counter()
 
     def add(self, tokens: int, step_s: float, **phases: float) -> None:
-        """Counts one step of `tokens` over all devices; `phases` are seconds within it, named as in PHASES."""
-        unknown = set(phases) - set(PHASES)
-        if unknown:
-            raise ValueError(
-                f"unknown phase {', '.join(sorted(unknown))}; choose from {', '.join(PHASES)}"
-            )
-        self._tokens += tokens
-        self._steps += 1
-        self._seconds += step_s
-        for name, seconds in phases.items():
-            self._phases[name] = self._phases.get(name, 0.0) + seconds
+        """Counts one step of `tokens` over all devices; `phases` are seconds within it, by names such as data_s."""
+        self._sums.update({"tokens": tokens, "steps": 1, "step_s": step_s, **phases})
 
     def take(self) -> dict[str, float]:
         """Returns the perf/ metrics since the last take, times as means per step; empty if there was no step."""
-        if not self._steps or self._seconds <= 0:
+        sums: dict[str, float] = dict(self._sums)
+        self._sums.clear()
+        if not sums.get("step_s"):
             return {}
-        rates = perf(
-            self._tokens, self._seconds, self._flops_per_token, self._world_size, self._peak
-        )
-        times = {"step_s": self._seconds, **self._phases}
-        rates.update({f"perf/{name}": seconds / self._steps for name, seconds in times.items()})
-        self._clear()
-        return rates
+        tokens, steps = int(sums.pop("tokens")), sums.pop("steps")
+        rates = perf(tokens, sums["step_s"], self._flops_per_token, self._world_size, self._peak)
+        return rates | {f"perf/{name}": seconds / steps for name, seconds in sums.items()}
 
 
 class Traffic:

@@ -1,9 +1,6 @@
-"""What the operating system knows about this process: its parent and when that started, peak memory, bytes on loopback.
+"""What the operating system knows about this process: its parent and when that started, and its peak memory.
 
     die_with_parent()                    # first thing in every rank: no rank outlives a killed launcher
-    reset_peak_rss(); baseline = peak_rss_bytes()
-    ...
-    print(peak_rss_bytes() - baseline, loopback_bytes())
 
 Linux tells all of it through prctl and /proc. Elsewhere each function says so in its return value; none raises.
 """
@@ -16,6 +13,7 @@ import functools
 import os
 import platform
 import re
+import resource
 import signal
 import sys
 import time
@@ -24,7 +22,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with_parent(parent: int | None = None) -> bool:
+def die_with_parent() -> bool:
     """Asks the kernel to kill this process when its parent dies; returns whether that is arranged (False off Linux).
 
     The signal is SIGKILL. A rank whose launcher is gone usually sits in a collective, inside C++, where Python never
@@ -32,13 +30,12 @@ def die_with_parent(parent: int | None = None) -> bool:
     appear by one rename, so a kill at any moment leaves the last whole one.
 
     The parent may have died before the request was in place; its pid then is no longer our parent's, and this process
-    ends at once. Pass `parent` (the pid that forked us) where it is known: that covers a death before this call as
-    well. The kernel counts the *thread* that forked as the parent, so launchers must fork from a thread that lives on
+    ends at once. The kernel counts the *thread* that forked as the parent, so launchers must fork from a thread that lives on
     (prctl(2), PR_SET_PDEATHSIG).
     """
     if not sys.platform.startswith("linux"):
         return False
-    expected = os.getppid() if parent is None else parent
+    expected = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
         return False
@@ -62,11 +59,7 @@ def _launched() -> float:
 
 
 def _uptime() -> float:
-    return (
-        time.clock_gettime(time.CLOCK_BOOTTIME)
-        if hasattr(time, "CLOCK_BOOTTIME")
-        else time.monotonic()
-    )
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def machines_asked() -> tuple[int, int] | None:
@@ -86,40 +79,10 @@ def machines_asked() -> tuple[int, int] | None:
 
 
 def peak_rss_bytes() -> int:
-    """Returns the largest resident set of this process in bytes, since its start or the last `reset_peak_rss`."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    import resource  # not on Windows
-
+    """Returns the largest resident set of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # bytes on macOS, KiB elsewhere: getrusage(2)
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def reset_peak_rss() -> bool:
-    """Sets the peak back to the present resident set; returns False where the system cannot (proc(5), clear_refs)."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def loopback_bytes() -> int | None:
-    """Returns the bytes sent over the loopback interface since boot, by all processes, with headers; None off Linux."""
-    try:
-        lines = Path("/proc/net/dev").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[8])  # eight receive columns come first
-    return None
 
 
 def process_space() -> str:

@@ -31,12 +31,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MODES = ("auto", "off", "offline", "online")
 _SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "credentials"}
 
 
 class WandbRun:
-    """One wandb run, or nothing with the same methods; raises ValueError for an unknown mode and nothing else."""
+    """One wandb run, or nothing with the same methods. Raises nothing."""
 
     def __init__(
         self,
@@ -49,8 +48,6 @@ class WandbRun:
         note: Callable[[str], None] = print,
         tags: Sequence[str] = (),
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"unknown wandb mode {mode!r}; choose one of {', '.join(MODES)}")
         self.run_id = run_id  # kept even when wandb is off, so that the run id survives a session without wandb
         self._note = note
         self._run: Any = None

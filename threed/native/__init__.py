@@ -1,7 +1,7 @@
 """The shared libraries that `csrc` is compiled into, loaded by ctypes; they know neither torch's nor Python's ABI.
 
     library("cpu")     # the ctypes.CDLL of csrc/cpu, compiled at first use; None where there is none (no compiler)
-    function("threed_io_wait", "qPq")      # a function of it, with its types; None where there is no library
+    function("threed_normal", "vPPquui")   # a function of it, with its types; None where there is no library
     status()           # {"cpu": "native (avx512): /home/me/.cache/threed/cpu-0123456789abcdef.so", "cuda": "none: ..."}
 
 Where `library` gives None, the callers' portable torch path runs. See `threed.native.build` for where they come from.
@@ -32,6 +32,11 @@ def function(name: str, types: str) -> Any:
     """
     if (loaded := library("cpu")) is None:
         return None
+    return declare(loaded, name, types)
+
+
+def declare(loaded: ctypes.CDLL, name: str, types: str) -> Any:
+    """Returns a function of a library, declared; types: as in `function`."""
     declared = getattr(loaded, name)
     declared.restype, *declared.argtypes = (_TYPES[letter] for letter in types)
     return declared

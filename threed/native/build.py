@@ -6,8 +6,8 @@
 Three ways lead here: the wheel's build hook (`hatch_build.py`) compiles into the wheel, `threed.native.library` into
 $XDG_CACHE_HOME/threed (~/.cache/threed) when the wheel has none, and this command. A cached library's name carries
 the hash of its sources, flags, compiler and machine, so an old one is never loaded; it appears by one rename, under a
-lock that the kernel drops when its holder dies. It is code, so folder and file must belong to the user or to root, and
-nobody else may write there: the folder is made with mode 0700.
+lock that the kernel drops when its holder dies. It is code, so the folder must belong to the user or to root, and nobody
+else may write there: it is made with mode 0700.
 
 CXX and NVCC name other compilers. THREED_NATIVE=0 switches native code off: the portable torch path runs.
 Code is compiled for the plain architecture; faster instructions are picked at run time, so a library may be moved. For
@@ -24,7 +24,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -142,7 +141,6 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
             with _locked(path.with_suffix(".lock")):
                 if not os.path.lexists(path):
                     _compile(library, command, path)
-        _check_private(path)
     except OSError as error:
         raise BuildError(
             f"cannot build in {folder}: {error} (XDG_CACHE_HOME names another place)"
@@ -151,23 +149,11 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Makes a folder and its parents for this user alone; BuildError if others could replace it."""
-    for place in reversed((folder, *folder.parents)):
-        place.mkdir(mode=0o700, exist_ok=True)
-    _check_private(folder)
-    for above in folder.resolve().parents:
-        if above.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            raise BuildError(f"everybody may write {above}, and so replace {folder}: {FIX}")
-
-
-def _check_private(path: Path) -> None:
-    """Raises BuildError unless a path belongs to this user or root, and nobody else may write it."""
-    about = path.stat() if path.is_dir() else path.lstat()
-    private = about.st_uid in (os.geteuid(), 0) and not about.st_mode & 0o022
-    if stat.S_ISLNK(about.st_mode) or not private:
-        raise BuildError(
-            f"{path} is a link, or others own or may write it, and its code would run: {FIX}"
-        )
+    """Makes a folder for this user alone; BuildError if others own or may write it, as its code will run."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = folder.stat()
+    if about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o022:
+        raise BuildError(f"others own or may write {folder}, and its code would run: {FIX}")
 
 
 def _key(library: Library, command: list[str]) -> str:

@@ -33,7 +33,13 @@ def fits(x: Tensor, f: int) -> bool:
     return f % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
+def _half(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+
+
+@launch.operator("swiglu(Tensor gate_up) -> Tensor", _half, launches=1)
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Computes silu(gate) * up, [n 2f] -> [n f]. Launches one kernel."""
     rows, f = _check("swiglu", gate_up.shape[-1] // 2, gate_up)
     out = gate_up.new_empty(rows, f)
     if out.numel():
@@ -41,7 +47,12 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def _swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
+@launch.operator(
+    "swiglu_backward(Tensor dout, Tensor gate_up) -> Tensor",
+    lambda dout, gate_up: torch.empty_like(gate_up), launches=1,
+)  # fmt: skip
+def swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
+    """Computes the gradient of gate_up [n 2f]. Launches one kernel."""
     rows, f = _check("swiglu_backward", gate_up.shape[-1] // 2, gate_up, dout)
     out = torch.empty_like(gate_up)
     if out.numel():
@@ -49,7 +60,12 @@ def _swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
     return out
 
 
-def _gelu(x: Tensor, bias: Tensor | None) -> Tensor:
+@launch.operator(
+    "gelu(Tensor x, Tensor? bias=None) -> Tensor",
+    lambda x, bias=None: torch.empty_like(x), launches=1,
+)  # fmt: skip
+def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Computes GELU of x + bias, [n f]. Launches one kernel. No layer passes a bias yet."""
     rows, f = _check("gelu", x.shape[-1], x, bias)
     out = torch.empty_like(x)
     if out.numel():
@@ -57,9 +73,18 @@ def _gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def _gelu_backward(
-    dout: Tensor, x: Tensor, bias: Tensor | None, dbias: Tensor | None, add: bool
-) -> Tensor:
+@launch.operator(
+    "gelu_backward(Tensor dout, Tensor x, Tensor? bias=None, Tensor(a!)? dbias=None, *, bool add=False) -> Tensor",
+    lambda dout, x, *rest, **add: torch.empty_like(x),
+    launches=lambda dout, x, bias=None, dbias=None, add=False: 1 if dbias is None else 2,
+)  # fmt: skip
+def gelu_backward(
+    dout: Tensor, x: Tensor, bias: Tensor | None = None, dbias: Tensor | None = None, *, add: bool = False,
+) -> Tensor:  # fmt: skip
+    """Computes the gradient of x [n f]; dbias, fp32 [f], gets its sum over rows.
+
+    Launches one kernel, two with dbias. add: to what dbias holds.
+    """
     rows, f = _check("gelu_backward", x.shape[-1], x, dout, bias)
     dx = torch.empty_like(x)
     blocks = sums.row_blocks(x) if dbias is not None else 0
@@ -82,59 +107,6 @@ def _check(name: str, f: int, *tensors: Tensor | None) -> tuple[int, int]:
         fits, name, "bf16 [n f], contiguous and 16-byte aligned, f a multiple of 8", *given
     )
     return len(x), f
-
-
-def _half(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-
-
-_SWIGLU = launch.define("swiglu(Tensor gate_up) -> Tensor", _swiglu, _half, launches=1)
-_SWIGLU_BACKWARD = launch.define(
-    "swiglu_backward(Tensor dout, Tensor gate_up) -> Tensor",
-    _swiglu_backward, lambda dout, gate_up: torch.empty_like(gate_up), launches=1,
-)  # fmt: skip
-_GELU = launch.define(
-    "gelu(Tensor x, Tensor? bias) -> Tensor", _gelu, lambda x, bias: torch.empty_like(x), launches=1
-)
-_GELU_BACKWARD = launch.define(
-    "gelu_backward(Tensor dout, Tensor x, Tensor? bias, Tensor(a!)? dbias, bool add) -> Tensor",
-    _gelu_backward, lambda dout, x, bias, dbias, add: torch.empty_like(x),
-    launches=lambda dout, x, bias, dbias, add: 1 if dbias is None else 2,
-)  # fmt: skip
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, [n 2f] -> [n f]. Launches one kernel."""
-    out: Tensor = _SWIGLU(gate_up)
-    return out
-
-
-def swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
-    """The gradient of gate_up [n 2f]. Launches one kernel."""
-    out: Tensor = _SWIGLU_BACKWARD(dout, gate_up)
-    return out
-
-
-def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """GELU of x + bias, [n f]. Launches one kernel."""
-    out: Tensor = _GELU(x, bias)
-    return out
-
-
-def gelu_backward(
-    dout: Tensor,
-    x: Tensor,
-    bias: Tensor | None = None,
-    dbias: Tensor | None = None,
-    *,
-    add: bool = False,
-) -> Tensor:
-    """The gradient of x [n f]; dbias, fp32 [f], gets its sum over rows. Launches one kernel, two with dbias.
-
-    add: to what dbias holds.
-    """
-    out: Tensor = _GELU_BACKWARD(dout, x, bias, dbias, add)
-    return out
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,7 @@ class Adam:
             return
         if p.device.type == "cpu" and p.dtype in STATES and _kernel() is not None:
             scalars = [_on_host(number) for number in scalars]
-            torch.ops.threed.adamw_(
-                p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay
-            )
+            ADAMW(p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay)
             return
         step = reference if needs_reference(p) else adamw_
         step(p, g, state[0], state[1], now, self, decay)
@@ -82,8 +80,7 @@ def adamw_(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float
 ) -> None:
     """The same update by torch's fused kernel: one pass over p, m, v [n] (fp32 or fp64) and g [n]."""
-    if g.dtype != p.dtype:
-        g = g.to(p.dtype)
+    g = g.to(p.dtype)
     scale, lr = None, now.lr
     if p.dtype == torch.float32:
         # The kernel divides by the scale, and reads it (and on CUDA the rate) as fp32, whatever p is.
@@ -188,38 +185,24 @@ def call_cuda(
 
 
 def _check(tensors: Sequence[Tensor], scalars: Sequence[Tensor], out: Tensor | None) -> None:
-    """Refuses what the kernel, which sees only addresses, would misread."""
+    """Raises ValueError for what the kernel, which sees only addresses, would misread."""
     p, m, v, g = tensors[:4]
     fits = p.dtype in STATES and m.dtype == v.dtype == p.dtype and g.dtype in FORMATS
-    if not fits or (out is not None and out.dtype not in OUTPUTS):
-        raise ValueError(
-            f"adamw_ takes p, m, v of one of {STATES}, and out of one of {OUTPUTS}; {_words(tensors)}"
-        )
-    if any(
-        t.numel() != p.numel() or not t.is_contiguous() or t.device.type != "cpu" for t in tensors
-    ):
-        raise ValueError(f"adamw_ takes contiguous CPU tensors of one length; {_words(tensors)}")
-    if any(t.numel() != 1 or t.dtype != torch.float64 or t.device.type != "cpu" for t in scalars):
-        raise ValueError(
-            f"adamw_ takes lr, step, scale and skip as fp64 scalars on the CPU; {_words(scalars)}"
-        )
+    fits = fits and (out is None or out.dtype in OUTPUTS)
+    fits = fits and all(t.numel() == p.numel() and t.is_contiguous() for t in tensors)
+    fits = fits and all(t.numel() == 1 and t.dtype == torch.float64 for t in scalars)
+    fits = fits and all(t.device.type == "cpu" for t in (*tensors, *scalars))
+    wanted = f"contiguous CPU tensors of one length, p, m, v of one of {STATES}, out of one of {OUTPUTS}; fp64 scalars"
+    launch.check(fits, "adamw_", wanted, *tensors, *scalars)
 
 
-def _words(tensors: Sequence[Tensor]) -> str:
-    return "got " + ", ".join(
-        f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in tensors
-    )
-
-
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as it
-_LIBRARY.define(
+ADAMW: Any = launch.operator(
     "adamw_(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor g, Tensor(d!)? out, Tensor lr, Tensor step, "
-    "Tensor scale, Tensor skip, float beta1, float beta2, float eps, float decay) -> ()"
-)
-_LIBRARY.impl("adamw_", call_native, "CPU")
-torch.library.register_fake("threed::adamw_", lambda *args: None, lib=_LIBRARY)
-ADAMW_CUDA = launch.define(
+    "Tensor scale, Tensor skip, float beta1, float beta2, float eps, float decay) -> ()",
+    lambda *args: None, launches=0,
+)(call_native)  # fmt: skip
+ADAMW_CUDA: Any = launch.operator(
     "adamw_cuda_(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor g, Tensor(d!)? out, Tensor lr, Tensor step, "
     "Tensor scale, Tensor skip, float beta1, float beta2, float eps, float decay) -> ()",
-    call_cuda, lambda *args: None, launches=1,
-)  # fmt: skip
+    lambda *args: None, launches=1,
+)(call_cuda)  # fmt: skip

@@ -126,12 +126,8 @@ OF_WARPS = 128  # bytes of shared memory that the kernel of `whole` uses in addi
 
 def fits(logits: Tensor) -> bool:
     """Returns whether the kernels take logits [... width]."""
-    return (
-        logits.shape[-1] % 8 == 0
-        and logits.shape[-1] > 0
-        and launch.ready(logits)
-        and launch.packed(logits)
-    )
+    width = logits.shape[-1]
+    return width > 0 and width % 8 == 0 and launch.ready(logits) and launch.packed(logits)
 
 
 def row_fits(columns: int, logits: Tensor) -> bool:
@@ -142,101 +138,6 @@ def row_fits(columns: int, logits: Tensor) -> bool:
     )
 
 
-def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
-    """The loss of each row, fp32 [n]; logits become d(their sum * weight)/d(logits). 4 bytes a logit."""
-    loss: Tensor = _WHOLE(logits, targets, weight, columns)
-    return loss
-
-
-def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> Tensor:
-    """Of each row, in powers of two: its largest exponent, the sum of powers below that, and the target's logit or 0,
-    fp32 [n 3]. 2 bytes a logit."""
-    numbers: Tensor = _NUMBERS(logits, targets, columns, first)
-    return numbers
-
-
-def from_numbers(
-    logits: Tensor,
-    targets: Tensor,
-    weight: Tensor,
-    numbers: Tensor,
-    columns: int,
-    first: int,
-    vocabulary: int,
-) -> Tensor:
-    """As `whole`, of a shard, from all shards' numbers [t n 3] in the order of ranks. 4 bytes a logit."""
-    loss: Tensor = _FROM_NUMBERS(logits, targets, weight, numbers, columns, first, vocabulary)
-    return loss
-
-
-def _start_whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
-    _check(logits, targets, weight, columns)
-    loss = _losses(logits)
-    if len(logits):
-        launch.start(
-            "cross_entropy", logits, targets, weight, loss, len(logits), columns, logits.shape[1]
-        )
-    return loss
-
-
-def _start_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> Tensor:
-    _check(logits, targets, None, columns)
-    out = _three(logits)
-    if len(logits):
-        launch.start(
-            "cross_entropy_stats",
-            logits,
-            targets,
-            out,
-            len(logits),
-            columns,
-            logits.shape[1],
-            first,
-        )
-    return out
-
-
-def _start_from_numbers(
-    logits: Tensor,
-    targets: Tensor,
-    weight: Tensor,
-    numbers: Tensor,
-    columns: int,
-    first: int,
-    vocabulary: int,
-) -> Tensor:
-    _check(logits, targets, weight, columns)
-    shape = (numbers.shape[0], len(logits), 3)
-    fits = numbers.dtype == torch.float32 and numbers.shape == shape and numbers.is_contiguous()
-    launch.check(fits, "from_numbers", "numbers fp32 [t n 3]", logits, numbers)
-    loss = _losses(logits)
-    if len(logits):
-        launch.start(
-            "cross_entropy_gradient", logits, targets, weight, numbers, loss, len(logits), columns, logits.shape[1],
-            first, vocabulary, len(numbers),
-        )  # fmt: skip
-    return loss
-
-
-def _start_scale(x: Tensor, factor: Tensor) -> None:
-    fits = (
-        launch.packed(x)
-        and x.numel() % 8 == 0
-        and factor.dtype == torch.float32
-        and factor.numel() == 1
-    )
-    launch.check(
-        fits,
-        "scale_",
-        "x bf16, 16-byte aligned, a multiple of 8 numbers; factor an fp32 scalar",
-        x,
-        factor,
-    )
-    if x.numel():
-        blocks = min(8 * device.processors(x.device), -(-x.numel() // 2048))
-        launch.start("scale", x, factor, x.numel(), blocks)
-
-
 def _losses(logits: Tensor, *rest: object) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.float32)
 
@@ -245,41 +146,76 @@ def _three(logits: Tensor, *rest: object) -> Tensor:
     return logits.new_empty(len(logits), 3, dtype=torch.float32)
 
 
+@launch.operator(
+    "cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor weight, int columns) -> Tensor",
+    _losses, launches=1,
+)  # fmt: skip
+def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
+    """Returns the loss of each row, fp32 [n]; logits become d(their sum * weight)/d(logits). 4 bytes a logit."""
+    _check(logits, targets, weight, columns)
+    loss, (rows, width) = _losses(logits), logits.shape
+    if rows:
+        launch.start("cross_entropy", logits, targets, weight, loss, rows, columns, width)
+    return loss
+
+
+@launch.operator(
+    "cross_entropy_numbers(Tensor logits, Tensor targets, int columns, int first) -> Tensor",
+    _three, launches=1,
+)  # fmt: skip
+def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> Tensor:
+    """Returns of each row, in powers of two: its largest exponent, the sum of powers below that, and the target's
+    logit or 0, fp32 [n 3]. 2 bytes a logit."""
+    _check(logits, targets, None, columns)
+    out, (rows, width) = _three(logits), logits.shape
+    if rows:
+        launch.start("cross_entropy_stats", logits, targets, out, rows, columns, width, first)
+    return out
+
+
+@launch.operator(
+    "cross_entropy_from_numbers_(Tensor(a!) logits, Tensor targets, Tensor weight, Tensor numbers, int columns,"
+    " int first, int vocabulary) -> Tensor",
+    _losses, launches=1,
+)  # fmt: skip
+def from_numbers(
+    logits: Tensor, targets: Tensor, weight: Tensor, numbers: Tensor, columns: int, first: int, vocabulary: int
+) -> Tensor:  # fmt: skip
+    """As `whole`, of a shard, from all shards' numbers [t n 3] in the order of ranks. 4 bytes a logit."""
+    _check(logits, targets, weight, columns)
+    loss, (rows, width) = _losses(logits), logits.shape
+    fits = numbers.dtype == torch.float32 and numbers.shape == (len(numbers), rows, 3)
+    launch.check(
+        fits and numbers.is_contiguous(), "from_numbers", "numbers fp32 [t n 3]", logits, numbers
+    )
+    if rows:
+        launch.start(
+            "cross_entropy_gradient", logits, targets, weight, numbers, loss, rows, columns, width, first,
+            vocabulary, len(numbers),
+        )  # fmt: skip
+    return loss
+
+
+@launch.operator("scale_(Tensor(a!) x, Tensor factor) -> ()", lambda x, factor: None, launches=1)
+def scale_(x: Tensor, factor: Tensor) -> None:
+    """Multiplies x, bf16, by an fp32 scalar in place; reads nothing else if that is 1."""
+    fits = factor.dtype == torch.float32 and factor.numel() == 1 and x.numel() % 8 == 0
+    wanted = "x bf16, 16-byte aligned, a multiple of 8 numbers; factor an fp32 scalar"
+    launch.check(fits and launch.packed(x), "scale_", wanted, x, factor)
+    if x.numel():
+        blocks = min(8 * device.processors(x.device), -(-x.numel() // 2048))
+        launch.start("scale", x, factor, x.numel(), blocks)
+
+
 def _check(logits: Tensor, targets: Tensor, weight: Tensor | None, columns: int) -> None:
-    fits = (
-        logits.dim() == 2
-        and launch.packed(logits)
-        and logits.shape[1] % 8 == 0
-        and 0 <= columns <= logits.shape[1]
-    )
-    fits = (
-        fits
-        and targets.dtype == torch.int64
-        and targets.shape == logits.shape[:1]
-        and targets.is_contiguous()
-    )
+    """Raises ValueError for what the kernels would misread."""
+    fits = logits.dim() == 2 and launch.packed(logits) and logits.shape[1] % 8 == 0
+    fits = fits and 0 <= columns <= logits.shape[1] and targets.shape == logits.shape[:1]
+    fits = fits and targets.dtype == torch.int64 and targets.is_contiguous()
     if weight is not None:
         fits = fits and weight.dtype == torch.float32 and weight.numel() == 1
     wanted = "logits bf16 [n width], 16-byte aligned, width a multiple of 8; targets int64 [n]; weight an fp32 scalar"
     launch.check(fits, "cross_entropy", wanted, logits, targets, weight)
-
-
-_WHOLE = launch.define(
-    "cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor weight, int columns) -> Tensor",
-    _start_whole, _losses, launches=1,
-)  # fmt: skip
-_NUMBERS = launch.define(
-    "cross_entropy_numbers(Tensor logits, Tensor targets, int columns, int first) -> Tensor",
-    _start_numbers, _three, launches=1,
-)  # fmt: skip
-_FROM_NUMBERS = launch.define(
-    "cross_entropy_from_numbers_(Tensor(a!) logits, Tensor targets, Tensor weight, Tensor numbers, int columns,"
-    " int first, int vocabulary) -> Tensor",
-    _start_from_numbers, _losses, launches=1,
-)  # fmt: skip
-_SCALE = launch.define(
-    "scale_(Tensor(a!) x, Tensor factor) -> ()", _start_scale, lambda x, factor: None, launches=1
-)
 
 
 class _Weighted(torch.autograd.Function):
@@ -305,7 +241,7 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        _SCALE(gradient, dloss.float())  # at the root of a backward 1, and then it only looks
+        scale_(gradient, dloss.float())  # at the root of a backward 1, and then it only looks
         return gradient.view(ctx.shape), *(None,) * 6
 
 

@@ -58,13 +58,21 @@ def fits(x: Tensor) -> bool:
 def dropout(
     x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """As `reference`, of bf16; for the backward without bias and residual. One kernel per range of positions."""
+    """As `reference`, of bf16; for the backward without bias and residual. One kernel per range of positions.
+
+    No layer passes bias or residual yet.
+    """
     ranges = [edge for part in draw.positions.ranges for edge in part]
     stream = (*rng.key(draw.seed, draw.name), draw.step & 0xFFFFFFFF)
-    out: Tensor = _DROPOUT(x, bias, residual, draw.samples, ranges, *stream, draw.p)
-    return out
+    return _start(x, bias, residual, draw.samples, ranges, *stream, draw.p)
 
 
+@launch.operator(
+    "dropout(Tensor x, Tensor? bias, Tensor? residual, Tensor samples, int[] ranges, int key0, int key1, int step,"
+    " float p) -> Tensor",
+    lambda x, *rest: torch.empty_like(x),
+    launches=lambda x, bias, residual, samples, ranges, *rest: len(ranges) // 2,
+)  # fmt: skip
 def _start(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, ranges: list[int], key0: int, key1: int,
     step: int, p: float,
@@ -105,14 +113,6 @@ def _check(
         residual,
         samples,
     )
-
-
-_DROPOUT = launch.define(
-    "dropout(Tensor x, Tensor? bias, Tensor? residual, Tensor samples, int[] ranges, int key0, int key1, int step,"
-    " float p) -> Tensor",
-    _start, lambda x, *rest: torch.empty_like(x),
-    launches=lambda x, bias, residual, samples, ranges, *rest: len(ranges) // 2,
-)  # fmt: skip
 
 
 class _Fused(torch.autograd.Function):

@@ -2,8 +2,8 @@
 (AMX) also products of bf16 that are added to fp32 as they are made (csrc/cpu/products.cpp), and the backward of causal
 attention over short sequences (csrc/cpu/attention.cpp).
 
-The first take contiguous fp32 or bf16 tensors and compute in fp32. The result does not depend on the number of threads.
-`instructions`, of these: "avx512", "avx2" or "portable" in place of the processor's best.
+The first take contiguous fp32 or bf16 tensors and compute in fp32. The result does not depend on the number of threads,
+nor on the instructions.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ def _on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" or (x.is_meta and default_device().type == "cpu")
 
 
-def gelu(x: Tensor, dy: Tensor | None = None, *, instructions: str | None = None) -> Tensor:
+def gelu(x: Tensor, dy: Tensor | None = None) -> Tensor:
     """GELU of x in its tanh form; or the gradient of x, where dy is given."""
     _check("gelu", x, dy)
     out = torch.empty_like(x)
-    _call(
-        x, "threed_gelu", "iPPPqiis", _at(x), _at(dy), _at(out), x.numel(), *_how(x, instructions)
-    )
+    _call(x, "threed_gelu", "iPPPqiis", _at(x), _at(dy), _at(out), x.numel(), *_how(x))
     return out
 
 
-def swiglu(gate_up: Tensor, dy: Tensor | None = None, *, instructions: str | None = None) -> Tensor:
+def swiglu(gate_up: Tensor, dy: Tensor | None = None) -> Tensor:
     """silu(gate) * up, [... 2f] -> [... f]; or the gradient of gate_up, where dy [... f] is given."""
     f = gate_up.shape[-1] // 2
     _check("swiglu", gate_up)
@@ -55,32 +53,24 @@ def swiglu(gate_up: Tensor, dy: Tensor | None = None, *, instructions: str | Non
     rows = gate_up.numel() // (2 * f) if f else 0
     given = None if dy is None else dy.contiguous()
     places = (_at(gate_up), _at(given), _at(out))
-    _call(gate_up, "threed_swiglu", "iPPPqqiis", *places, rows, f, *_how(gate_up, instructions))
+    _call(gate_up, "threed_swiglu", "iPPPqqiis", *places, rows, f, *_how(gate_up))
     return out
 
 
-def row_numbers(
-    x: Tensor, columns: int, *, instructions: str | None = None
-) -> tuple[Tensor, Tensor]:
+def row_numbers(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Of the first `columns` of each row of x [... width]: the largest number, and the sum of e^(x - largest), fp32."""
     _check("row_numbers", x)
     launch.check(0 < columns <= x.shape[-1], "row_numbers", f"{columns} columns or more", x)
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     sizes = (top.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
     places = (_at(top), _at(total))
-    how = _how(x, instructions)[1:]
+    how = _how(x)[1:]
     _call(x, "threed_row_numbers", "iPqqqiPPis", _at(x), *sizes, *places, *how)
     return top, total
 
 
 def softmax_gradient_(
-    x: Tensor,
-    columns: int,
-    logarithm: Tensor,
-    loss: Tensor,
-    target: Tensor,
-    *,
-    instructions: str | None = None,
+    x: Tensor, columns: int, logarithm: Tensor, loss: Tensor, target: Tensor
 ) -> None:
     """x = e^(x - logarithm) * loss, less `loss` in each row's column `target`; columns beyond the first ones are zero.
 
@@ -95,7 +85,7 @@ def softmax_gradient_(
     launch.check(fits, "softmax_gradient_", wanted, x, *rows, target)
     given = [t.contiguous() for t in (*rows, target)]
     sizes = (target.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
-    how = _how(x, instructions)[1:]
+    how = _how(x)[1:]
     _call(x, "threed_softmax_gradient", "iPqqqiPPPis", _at(x), *sizes, *map(_at, given), *how)
     torch.autograd.graph.increment_version((x,))  # it wrote behind autograd's back
 
@@ -161,12 +151,13 @@ def _at(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _how(x: Tensor, instructions: str | None) -> tuple[int, int, bytes | None]:
-    return (
-        _FORMATS[x.dtype],
-        torch.get_num_threads(),
-        None if instructions is None else instructions.encode(),
-    )
+def _how(x: Tensor) -> tuple[int, int, bytes | None]:
+    return _FORMATS[x.dtype], torch.get_num_threads(), instructions()
+
+
+def instructions() -> bytes | None:
+    """Returns the instruction set of the first functions; None: the best of this processor. Replaced by tests."""
+    return None
 
 
 def _check(name: str, x: Tensor, like: Tensor | None = None) -> None:

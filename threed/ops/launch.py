@@ -13,7 +13,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from threed import device, native
 from threed.topology import default_device
 
 Argument = Tensor | int | float | None
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The parameters of each launcher in csrc/cuda before the stream: Pointer, int64 (q), double.
 LAUNCHERS = {
@@ -32,7 +33,6 @@ LAUNCHERS = {
     "norm_backward": "PPPPPPPPPqqq", "quantise": "PPPqqq", "dequantise": "PPPqqqq", "rotary": "PPqqqqqd",
     "add_parts": "PPqPPqqq", "column_sums": "PPqqq", "square_sum": "PPPqq",
 }  # fmt: skip
-_TYPES: dict[str, Any] = {"P": ctypes.c_void_p, "q": ctypes.c_int64, "d": ctypes.c_double}
 
 
 def available(x: Tensor) -> bool:
@@ -116,21 +116,27 @@ _LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as 
 OPERATORS: dict[str, Operator] = {}
 
 
-def define(
-    schema: str,
-    work: Callable[..., Any],
-    fake: Callable[..., Any],
-    launches: int | Callable[..., int],
-) -> Any:
-    """Registers torch.ops.threed.<name>, which starts kernels by `work`; returns it. fake: its shapes alone."""
+def operator(
+    schema: str, fake: Callable[..., Any], launches: int | Callable[..., int]
+) -> Callable[[Function], Function]:
+    """Registers the decorated function, which starts kernels, as torch.ops.threed.<name>.
+
+    Args:
+        schema: of the operator, as torch writes it; arguments as the function has them.
+        fake: returns outputs of the right shapes, for tensors without values.
+        launches: how many kernels are started, perhaps a function of the arguments.
+    """
     name = schema.split("(")[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, work, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"threed::{name}", fake, lib=_LIBRARY)
-    OPERATORS[f"threed::{name}"] = Operator(
-        work, (lambda *_: launches) if isinstance(launches, int) else launches
-    )
-    return getattr(torch.ops.threed, name).default
+
+    def register(work: Function) -> Function:
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(name, work, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"threed::{name}", fake, lib=_LIBRARY)
+        count = (lambda *_, **__: launches) if isinstance(launches, int) else launches
+        OPERATORS[f"threed::{name}"] = Operator(work, count)
+        return cast(Function, getattr(torch.ops.threed, name).default)
+
+    return register
 
 
 @functools.cache
@@ -143,10 +149,7 @@ def _launcher(name: str) -> Any:
 
 def declare(library: ctypes.CDLL, name: str) -> Any:
     """Returns a launcher of a library, with its argument types declared."""
-    launcher = getattr(library, f"threed_cuda_{name}")
-    launcher.restype = ctypes.c_int
-    launcher.argtypes = [*(_TYPES[letter] for letter in LAUNCHERS[name]), ctypes.c_void_p]
-    return launcher
+    return native.declare(library, f"threed_cuda_{name}", f"i{LAUNCHERS[name]}P")
 
 
 def check_types(name: str, arguments: tuple[Argument, ...]) -> list[int | float | None]:

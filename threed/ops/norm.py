@@ -48,8 +48,11 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, residual: Tensor | None = None,
     before: Tensor | None = None,
 ) -> Normalised:  # fmt: skip
-    """norm(x + residual + before): x and residual [n h], the others [h], all bf16. Launches one kernel."""
-    total, y, means, scales = _FORWARD(x, residual, before, weight, bias, eps, layer)
+    """norm(x + residual + before): x and residual [n h], the others [h], all bf16. Launches one kernel.
+
+    No layer passes `before` yet.
+    """
+    total, y, means, scales = _start(x, residual, before, weight, bias, eps, layer)
     return Normalised(
         x if residual is None and before is None else total, y, means if layer else None, scales
     )
@@ -63,12 +66,25 @@ def backward(
 
     add, add_bias: to what they hold. Launches two kernels.
     """
-    dx: Tensor = _BACKWARD(
+    return _start_backward(
         dy, done.sum, weight, done.means, done.scales, residual, dweight, dbias, add, add_bias
     )
-    return dx
 
 
+def _outputs(
+    x: Tensor, residual: Tensor | None, before: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    layer: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    total = torch.empty_like(x) if residual is not None or before is not None else x.new_empty(0)
+    means, scales = (x.new_empty(n, dtype=torch.float32) for n in (len(x) * layer, len(x)))
+    return total, torch.empty_like(x), means, scales
+
+
+@launch.operator(
+    "norm(Tensor x, Tensor? residual, Tensor? before, Tensor weight, Tensor? bias, float eps, bool layer)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _outputs, launches=1,
+)  # fmt: skip
 def _start(
     x: Tensor, residual: Tensor | None, before: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
     layer: bool,
@@ -83,15 +99,11 @@ def _start(
     return total, y, means, scales
 
 
-def _outputs(
-    x: Tensor, residual: Tensor | None, before: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-    layer: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    total = torch.empty_like(x) if residual is not None or before is not None else x.new_empty(0)
-    means, scales = (x.new_empty(n, dtype=torch.float32) for n in (len(x) * layer, len(x)))
-    return total, torch.empty_like(x), means, scales
-
-
+@launch.operator(
+    "norm_backward(Tensor dy, Tensor total, Tensor weight, Tensor? means, Tensor scales, Tensor? residual,"
+    " Tensor(a!) dweight, Tensor(b!)? dbias, bool add, bool add_bias) -> Tensor",
+    lambda dy, *rest: torch.empty_like(dy), launches=2,
+)  # fmt: skip
 def _start_backward(
     dy: Tensor, total: Tensor, weight: Tensor, means: Tensor | None, scales: Tensor, residual: Tensor | None,
     dweight: Tensor, dbias: Tensor | None, add: bool, add_bias: bool,
@@ -140,15 +152,3 @@ def _check(
     )
     launch.check(fits, name, wanted, *tensors)
     return len(x), h
-
-
-_FORWARD = launch.define(
-    "norm(Tensor x, Tensor? residual, Tensor? before, Tensor weight, Tensor? bias, float eps, bool layer)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    _start, _outputs, launches=1,
-)  # fmt: skip
-_BACKWARD = launch.define(
-    "norm_backward(Tensor dy, Tensor total, Tensor weight, Tensor? means, Tensor scales, Tensor? residual,"
-    " Tensor(a!) dweight, Tensor(b!)? dbias, bool add, bool add_bias) -> Tensor",
-    _start_backward, lambda dy, *rest: torch.empty_like(dy), launches=2,
-)  # fmt: skip

@@ -88,19 +88,17 @@ def turn_(
     launch.check(fits, "rotary", wanted, x)
     if rows and heads:
         turns = table(positions, size, theta, x.device)
-        _TURN(x, turns, rows // table_rows, heads, size, -1.0 if back else 1.0)
+        _start(x, turns, rows // table_rows, heads, size, -1.0 if back else 1.0)
 
 
+@launch.operator(
+    "rotary_(Tensor(a!) x, Tensor turns, int sequences, int heads, int size, float direction) -> ()",
+    lambda *args: None, launches=1,
+)  # fmt: skip
 def _start(
     x: Tensor, turns: Tensor, sequences: int, heads: int, size: int, direction: float
 ) -> None:
     launch.start("rotary", x, turns, *x.shape, sequences, heads, size, direction)
-
-
-_TURN = launch.define(
-    "rotary_(Tensor(a!) x, Tensor turns, int sequences, int heads, int size, float direction) -> ()",
-    _start, lambda *args: None, launches=1,
-)  # fmt: skip
 
 
 class _Turned(torch.autograd.Function):

@@ -36,10 +36,8 @@ class SGD:
         out: Tensor | None = None,
     ) -> None:
         """One update in place, by the fused kernel."""
-        if needs_reference(p):
-            reference(p, g, state, now, self, decay)
-        else:
-            _fused(p, g, state, now, self, decay)
+        step = reference if needs_reference(p) else _fused
+        step(p, g, state, now, self, decay)
         if out is not None:
             out.copy_(p)
 
@@ -47,14 +45,10 @@ class SGD:
 def _fused(
     p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, sgd: SGD, decay: float
 ) -> None:
-    if g.dtype != p.dtype:
-        g = g.to(p.dtype)
+    g = g.to(p.dtype)
     scale, lr = None, now.lr
-    if p.dtype == torch.float32:
-        scale, lr = (
-            now.scale.float().reciprocal(),
-            now.lr.float(),
-        )  # the kernel divides, and reads both as fp32
+    if p.dtype == torch.float32:  # the kernel divides, and reads both as fp32
+        scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:
         g.mul_(now.scale.to(p.dtype))
     # A buffer of zeros becomes the gradient: no first step of its own.

@@ -21,10 +21,13 @@ def row_blocks(x: Tensor) -> int:
 
 def fits(x: Tensor) -> bool:
     """Returns whether `square_sum` takes x."""
-    whole = (
-        x.dtype == torch.float32 and x.numel() % 4 == 0 and x.is_contiguous() and launch.aligned(x)
-    )
-    return whole and launch.available(x)
+    return _is_plain(x) and launch.available(x)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Returns whether x is fp32, contiguous and aligned, of a multiple of 4 numbers."""
+    plain = x.dtype == torch.float32 and x.is_contiguous() and launch.aligned(x)
+    return plain and x.numel() % 4 == 0
 
 
 def column_fits(x: Tensor) -> bool:
@@ -43,20 +46,11 @@ class Parts:
 
 def add_parts(first: Parts, second: Parts | None = None) -> None:
     """Adds up the parts of one sum, or of two of one shape. Launches one kernel."""
-    for one in (first, second) if second is not None else (first,):
-        fits = (
-            one.parts.dtype == one.out.dtype == torch.float32
-            and one.parts.shape == first.parts.shape
-        )
-        fits = (
-            fits
-            and one.parts.dim() == 2
-            and one.parts.shape[1] == one.out.numel()
-            and one.out.numel() % 4 == 0
-        )
-        fits = fits and all(t.is_contiguous() and launch.aligned(t) for t in (one.parts, one.out))
-        wanted = "fp32 parts [k h] and out [h], 16-byte aligned, h a multiple of 4"
-        launch.check(fits, "add_parts", wanted, one.parts, one.out)
+    wanted = "fp32 parts [k h] and out [h], 16-byte aligned, h a multiple of 4"
+    for one in (first,) if second is None else (first, second):
+        fits = _is_plain(one.out) and one.parts.shape == (len(first.parts), one.out.numel())
+        fits = fits and one.parts.dtype == torch.float32 and one.parts.is_contiguous()
+        launch.check(fits and launch.aligned(one.parts), "add_parts", wanted, one.parts, one.out)
     if first.out.numel():
         of_second = (
             (None, None, False) if second is None else (second.parts, second.out, second.add)
@@ -64,50 +58,32 @@ def add_parts(first: Parts, second: Parts | None = None) -> None:
         launch.start("add_parts", first.parts, first.out, first.add, *of_second, *first.parts.shape)
 
 
+@launch.operator(
+    "column_sums_(Tensor x, Tensor(a!) out, *, bool add) -> ()",
+    lambda x, out, add: None, launches=2,
+)  # fmt: skip
 def column_sums(x: Tensor, out: Tensor, *, add: bool) -> None:
-    """out fp32 [h] = the sum over rows of x bf16 [n h], plus what it held if `add`. 2 bytes an element; two kernels."""
-    _COLUMN_SUMS(x, out, add)
+    """Computes out fp32 [h] = the sum over rows of x bf16 [n h], plus what it held if `add`.
 
-
-def square_sum(x: Tensor) -> Tensor:
-    """The sum of the squares of x [n], fp32, as an fp64 scalar. 4 bytes an element; two kernels in one launch."""
-    total: Tensor = _SQUARE_SUM(x)
-    return total
-
-
-def _start_column_sums(x: Tensor, out: Tensor, add: bool) -> None:
+    2 bytes an element; two kernels.
+    """
     fits = x.dim() == 2 and x.shape[1] % 8 == 0 and launch.packed(x)
-    launch.check(
-        fits, "column_sums", "bf16 [n h], contiguous and 16-byte aligned, h a multiple of 8", x
-    )
+    wanted = "bf16 [n h], contiguous and 16-byte aligned, h a multiple of 8"
+    launch.check(fits, "column_sums", wanted, x)
     parts = x.new_empty(row_blocks(x), x.shape[1], dtype=torch.float32)
     if parts.numel():
         launch.start("column_sums", x, parts, len(x), x.shape[1], len(parts))
     add_parts(Parts(parts, out, add))
 
 
-def _start_square_sum(x: Tensor) -> Tensor:
-    fits = (
-        x.dtype == torch.float32 and x.is_contiguous() and x.numel() % 4 == 0 and launch.aligned(x)
-    )
-    launch.check(
-        fits, "square_sum", "fp32 [n], contiguous and 16-byte aligned, n a multiple of 4", x
-    )
+@launch.operator(
+    "square_sum(Tensor x) -> Tensor", lambda x: x.new_empty((), dtype=torch.float64), launches=2
+)
+def square_sum(x: Tensor) -> Tensor:
+    """Returns the sum of the squares of x [n], fp32, as an fp64 scalar. 4 bytes an element; two kernels in one launch."""
+    wanted = "fp32 [n], contiguous and 16-byte aligned, n a multiple of 4"
+    launch.check(_is_plain(x), "square_sum", wanted, x)
     blocks = max(1, min(8 * device.processors(x.device), -(-x.numel() // 8192)))
     parts, out = x.new_empty(blocks), x.new_empty((), dtype=torch.float64)
     launch.start("square_sum", x, parts, out, x.numel(), blocks)
     return out
-
-
-_COLUMN_SUMS = launch.define(
-    "column_sums_(Tensor x, Tensor(a!) out, bool add) -> ()",
-    _start_column_sums,
-    lambda x, out, add: None,
-    launches=2,
-)
-_SQUARE_SUM = launch.define(
-    "square_sum(Tensor x) -> Tensor",
-    _start_square_sum,
-    lambda x: x.new_empty((), dtype=torch.float64),
-    launches=2,
-)

@@ -122,22 +122,10 @@ class _Broken(Exception):
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
         text = f"{type(error).__name__}: {error}{_place(error)}"
-        kind = (
-            "model"
-            if isinstance(error, ModelError)
-            else "value"
-            if isinstance(error, ValueError)
-            else "other"
-        )
-        about = {
-            "phase": phase,
-            "layer": layer,
-            "kind": kind,
-            "text": text,
-            "message": str(error),
-            "layers": layers,
-        }
-        self.report = about
+        kinds = {ModelError: "model", ValueError: "value", Exception: "other"}
+        kind = next(name for cause, name in kinds.items() if isinstance(error, cause))
+        about = {"phase": phase, "layer": layer, "kind": kind, "text": text, "layers": layers}
+        self.report = {**about, "message": str(error)}
 
 
 def _place(error: Exception) -> str:
@@ -325,7 +313,8 @@ def _train(
         ]
         phase = "step"
         metrics = [engine.step(share(batches[0], topology))]
-        _check_number(metrics[0].loss)
+        if math.isnan(metrics[0].loss):
+            raise DataError("step 1 gave a loss that is no number (NaN)")
         first = look("first", engine, metrics)  # which ends the step: all its backwards are watched
         watch.stop()
         metrics += [engine.step(share(batch, topology)) for batch in batches[1:]]
@@ -335,11 +324,6 @@ def _train(
         raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error
-
-
-def _check_number(loss: float) -> None:
-    if math.isnan(loss):
-        raise DataError("step 1 gave a loss that is no number (NaN)")
 
 
 def _batch(
