@@ -21,9 +21,8 @@ from typing import Any, get_args
 from threed.architectures.rope_scaling import RopeScaling
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, ModelConfig, key_name, python_name
-from threed.param_groups import ParamGroup
 from threed.parse import ParseError, read_toml
-from threed.schema import BaseModel, ErrorDetails, FieldInfo, ValidationError
+from threed.schema import BaseModel, ErrorDetails, FieldInfo, ValidationError, reason
 from threed.values import Takes
 
 GROUPS: Mapping[str, type[BaseModel]] = {
@@ -391,27 +390,6 @@ def _describe_unknown(name: str, source: str, draft: _Draft) -> None:
     )
 
 
-def reason(detail: ErrorDetails) -> str:
-    """What is wrong with a value, in plain words, from one of pydantic's errors."""
-    kind, context = detail["type"], detail.get("ctx", {})
-    if kind == "literal_error":
-        words = [word.strip("'") for word in context["expected"].replace(" or ", ", ").split(", ")]
-        close = difflib.get_close_matches(str(detail["input"]), words, 1)
-        return f"must be {context['expected'].replace(chr(39), '')}" + (
-            f" (did you mean {close[0]}?)" if close else ""
-        )
-    if kind in ("int_parsing", "int_from_float", "int_type"):
-        return "must be a whole number"
-    if kind in ("float_parsing", "float_type"):
-        return "must be a number"
-    if kind == "bool_type":
-        return "must be true or false"
-    if kind == "string_pattern_mismatch":
-        return "must be a plain folder name, without slashes"
-    message = detail["msg"].removeprefix("Value error, ")
-    return message.replace("Input should be", "must be").replace("String should", "must")
-
-
 def _flag(group: str, name: str) -> str:
     return f"--{key_name(group)}.{key_name(name)}"
 
@@ -440,21 +418,13 @@ def _mentions(text: str, flag: str) -> bool:
 
 
 def _toml_value(value: Any) -> str:
-    if value is None:
-        return '"none"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, ParamGroup | RopeScaling):
-        return _toml_value(str(value))
-    if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml_value(item) for item in value)}]"
-    return repr(value)
+    """Returns a value in TOML, of which None is the word `none`; other values but DEL have JSON's form."""
+    text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
+    return text.replace("\x7f", "\\u007f")
 
 
 def written(name: str, value: Any) -> str:
-    """The value of a field as a command line has it."""
+    """Returns the value of a field as a command line has it."""
     if name == "groups":  # the text of a group has commas and brackets of its own
         return "; ".join(str(item) for item in value) or "none"
     if isinstance(value, RopeScaling):
@@ -487,6 +457,7 @@ def takes(info: FieldInfo | None) -> str:
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    for part in get_args(annotation):
-        yield part
+    parts = get_args(annotation)
+    yield from parts
+    for part in parts:
         yield from _parts(part)

@@ -11,12 +11,13 @@ underscores, and `async` is `async_`. Where a key's default is None, users write
 
 from __future__ import annotations
 
-import keyword
 from typing import Annotated, Any, Literal
 
 from threed.param_groups import ParamGroup as ParamGroup
 from threed.parse import printable
 from threed.schema import BaseModel, ConfigDict, Field, model_validator
+from threed.schema import key_name as key_name
+from threed.schema import python_name as python_name
 from threed.values import (
     Architecture,
     AutoSwitch,
@@ -24,6 +25,7 @@ from threed.values import (
     Count,
     Duration,
     DurationOrNone,
+    FolderName,
     Fraction,
     LayerPattern,
     LocalPath,
@@ -349,7 +351,7 @@ class RunConfig(_Group):
 
     dir: PathText | None = None
     """run folder; none, or --run.name without --run.dir: runs/<name>"""
-    name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] | None = None
+    name: FolderName | None = None
     """name of the run; none: of the preset or TOML file, else of the arch"""
     check_replicas: Natural = 0
     """steps between comparisons of what several ranks hold copies of; 0: none"""
@@ -383,14 +385,3 @@ class Config(BaseModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     run: RunConfig = RunConfig()
-
-
-def python_name(key: str) -> str:
-    """Field of a key as users write it: `bucket-mib` is `bucket_mib`, `async` is `async_`."""
-    name = key.replace("-", "_")
-    return name + "_" if keyword.iskeyword(name) else name
-
-
-def key_name(field: str) -> str:
-    """Key of a field, as users write it; the inverse of `python_name`."""
-    return field.rstrip("_").replace("_", "-")

@@ -9,18 +9,24 @@ is read from `pattern: key=value, key=value`, and `str` writes it back in that f
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
-from threed.schema import BaseModel, ConfigDict, Field, model_validator
+from threed.schema import AfterValidator, BeforeValidator, Field, Settings, number
 
-_FORM = '"pattern: name=sgd, lr=X, weight-decay=X"'
-_SEPARATE = "separate groups by ; in a flag, in TOML they are items of a list"
-_KEYS = ("name", "lr", "weight_decay")
 OptimizerName = Literal["adamw", "sgd", "lion"]
 
 
-class ParamGroup(BaseModel):
+def _pattern(text: str) -> str:
+    if not text.strip() or set(text) & set(":;"):  # with these most likely two groups in one
+        separate = "separate groups by ; in a flag, in TOML they are items of a list"
+        raise ValueError(f"is not a pattern of parameter names: {separate}")
+    return text.strip()
+
+
+_Rate = Annotated[float, Field(ge=0), BeforeValidator(number)]
+
+
+class ParamGroup(Settings):
     """The options of the parameters whose names match a pattern; None: as in `optim`.
 
     Attributes:
@@ -30,101 +36,16 @@ class ParamGroup(BaseModel):
         weight_decay: also for norms and biases that match.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    form: ClassVar[str] = '"pattern: name=sgd, lr=X, weight-decay=X"'
 
-    match: Annotated[str, Field(min_length=1)]
+    match: Annotated[str, AfterValidator(_pattern)]
     name: OptimizerName | None = None
-    lr: Annotated[float, Field(ge=0)] | None = None
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read(cls, data: Any) -> Any:
-        """From text or a table to fields; the messages name the group, as there may be many in one value."""
-        if isinstance(data, ParamGroup):
-            return data
-        if isinstance(data, str):
-            return _from_text(data)
-        if isinstance(data, dict):
-            return _from_table(data)
-        raise ValueError(f"{data!r} is no group; write {_FORM}")
-
-    def __str__(self) -> str:
-        """The group as users write it; `lr=none` where it has nothing of its own."""
-        given = [(key.replace("_", "-"), getattr(self, key)) for key in _KEYS]
-        settings = [
-            f"{key}={value if key == 'name' else repr(value)}"
-            for key, value in given
-            if value is not None
-        ]
-        return f"{self.match}: {', '.join(settings) or 'lr=none'}"
+    lr: _Rate | None = None
+    weight_decay: _Rate | None = None
 
 
-def read_groups(value: object) -> object:
-    """The groups of one flag as a list of texts; lists pass as they are, and `none` is no group at all."""
-    if isinstance(value, str):
-        return [] if value == "none" else [text for text in value.split(";") if text.strip()]
-    if isinstance(value, list | tuple):
-        return list(value)
-    raise ValueError(f"must be groups such as {_FORM}; {_SEPARATE}")
-
-
-def _from_text(text: str) -> dict[str, Any]:
-    match, colon, settings = text.rpartition(":")
-    if not colon or not match.strip() or not settings.strip():
-        raise ValueError(f"{text.strip()!r} is no group; write {_FORM}")
-    table: dict[str, Any] = {"match": match}
-    for setting in settings.split(","):
-        key, equals, value = (part.strip() for part in setting.partition("="))
-        if not equals or key == "match":
-            raise ValueError(
-                f"{setting.strip()!r} of {text.strip()!r} is no setting; write {_FORM}"
-            )
-        if key in table:
-            raise ValueError(f"{text.strip()!r} says {key} twice; keep one")
-        table[key] = value
-    return _from_table(table)
-
-
-def _from_table(table: dict[Any, Any]) -> dict[str, Any]:
-    match = table.get("match")
-    if not isinstance(match, str) or not match.strip():
-        raise ValueError('a group needs match, a pattern of parameter names such as "*.bias"')
-    if set(match) & set(":;"):  # most likely two groups in one
-        raise ValueError(f"{match.strip()!r} is no pattern, as it has : or ; in it; {_SEPARATE}")
-    values: dict[str, Any] = {"match": match.strip()}
-    for key, value in table.items():
-        field = str(key).replace("-", "_")
-        if field in values and field != "match":
-            raise ValueError(f"{match.strip()!r} says {field.replace('_', '-')} twice; keep one")
-        if field == "name":
-            values[field] = _optimizer(value, match.strip())
-        elif field in _KEYS:
-            values[field] = _number(key, value, match.strip())
-        elif field != "match":
-            raise ValueError(
-                f"{key} of {match.strip()!r}: no such setting; a group has name, lr and weight-decay"
-            )
-    return values
-
-
-def _optimizer(value: object, match: str) -> str | None:
-    if value is None or value == "none":
-        return None
-    if value not in get_args(OptimizerName):
-        raise ValueError(
-            f"name of {match!r} must be one of {', '.join(get_args(OptimizerName))}, not {value}"
-        )
-    return str(value)
-
-
-def _number(key: object, value: object, match: str) -> float | None:
-    if value is None or value == "none":
-        return None
-    try:
-        number = math.nan if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{key} of {match!r} must be a number of at least 0, not {value}")
-    return number
+def read_groups(value: Any) -> Any:
+    """Returns the groups of one flag as a list of texts; `none` is no group at all. Other values pass unchanged."""
+    if value == "none":
+        return []
+    return [text for text in value.split(";") if text.strip()] if isinstance(value, str) else value

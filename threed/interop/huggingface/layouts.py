@@ -25,7 +25,6 @@ from threed import architectures
 from threed.architectures import spelling
 from threed.architectures.checks import export_limits, find_model_problems
 from threed.architectures.record import Architecture, Rule
-from threed.arguments import reason
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import (
     LazyTensor,
@@ -39,7 +38,7 @@ from threed.checkpoint.lazy_tensors import (
 from threed.config import ModelConfig
 from threed.parse import printable
 from threed.resolution import resolve_model
-from threed.schema import ValidationError
+from threed.schema import ValidationError, reason
 
 
 @dataclass(frozen=True)
