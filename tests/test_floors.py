@@ -25,7 +25,6 @@ FLOORS = {
     "threed.checks": 0,
     "threed.disk": 0,
     "threed.launcher": 0,
-    "threed.save_checks": 0,
     "threed.packages": 0,
     "threed.param_groups": 0,
     "threed.parse": 0,

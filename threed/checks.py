@@ -2,22 +2,25 @@
 
     problems = find_problems(config, world_size=8)      # [] where all is well
 
-`REFUSALS` are features that are not there yet; the functions below look at several keys together. Ranges of single keys
-stand with the keys in `threed.config`.
+`REFUSALS` are features that are not there yet, `REQUIREMENTS` pairs of keys of which one requires a value of the other;
+the functions below check sizes. Ranges of single keys stand with the keys in `threed.config`.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from threed import schedules
-from threed.architectures.checks import export_limits as export_limits
-from threed.architectures.checks import find_model_problems
-from threed.config import Config, ConfigError, key_name
+from threed.architectures.checks import export_limits, find_model_problems
+from threed.config import Config, ConfigError, RecomputeConfig, key_name, python_name
 from threed.resolution import count_microbatches, derive_dp, schedule_problem
-from threed.save_checks import check_copies, check_saves
+
+MOST_MICROBATCHES = 100_000  # of a step; to build a plan takes time and memory for each
+LAYER_MAJOR = ("1f1b", "gpipe")  # on one stage the same: no bubble, whatever comes first
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,132 @@ class Refusal:
     feature: str
 
     def find(self, config: Config) -> str | None:
-        """The problem line if `config` asks for the feature."""
-        value = getattr(getattr(config, self.group), self.field)
+        """Returns the problem if `config` asks for the feature."""
+        key = f"{self.group}.{key_name(self.field)}"
+        value = _value(config, key)
         if value in self.works:
             return None
         fix = " or ".join(_as_written(works) for works in self.works)
-        flag = f"--{self.group}.{key_name(self.field)}"
-        return f"{flag} {_as_written(value)}: {self.feature} is not there yet; use {flag} {fix}"
+        return f"--{key} {_as_written(value)}: {self.feature} is not there yet; use --{key} {fix}"
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A key whose values, except some, require another key to have certain values.
+
+    Args:
+        key: as `group.key`.
+        free: the values that require nothing; the first one is the fix.
+        other: the key that is required.
+        works: its values that work.
+        why: the reason, for the message.
+    """
+
+    key: str
+    free: tuple[object, ...]
+    other: str
+    works: tuple[object, ...] | range
+    why: str
+
+    def find(self, config: Config) -> str | None:
+        """Returns the problem if `config` does not meet the requirement."""
+        value, found = _value(config, self.key), _value(config, self.other)
+        if value in self.free or found in self.works:
+            return None
+        given = f"--{self.key} {_as_written(value)} with --{self.other} {_as_written(found)}"
+        several = isinstance(self.works, range)
+        works = f"{self.works[0]} or more" if several else _listed(map(_as_written, self.works))
+        fix = f"--{self.key} {_as_written(self.free[0])}" if self.free else f"another --{self.key}"
+        return f"{given}: {self.why}; use --{self.other} {works}, or {fix}"
+
+
+def _value(config: Config, key: str) -> Any:
+    group, _, name = key.partition(".")
+    return getattr(getattr(config, group), python_name(name))
+
+
+_ONE, _TWO = range(1, sys.maxsize), range(2, sys.maxsize)
+_COPIES = "updates are a step late, and copies would wait for them"
+_KEEPS = "it is about the inputs that recompute of whole layers keeps"
+_CHANGE = "weights change before a step could be computed again"
+_DEVICE = "it keeps copies of what is on the device"
+_AT_THE_END = "only the end is saved then, where nothing goes on"
+_DRIVE = "it updates layers whose state is on a drive, layer by layer"
+_BOUNDS = "it bounds the cut by measured times over several pipeline ranks"
+REQUIREMENTS = (
+    Requirement("parallel.memory-limit-gib", (None,), "parallel.partition", ("measured",), _BOUNDS),
+    Requirement("parallel.memory-limit-gib", (None,), "parallel.pp", _TWO, _BOUNDS),
+    Requirement("parallel.optimistic-step", ("auto", False), "parallel.pp", _TWO, "no stage waits for another"),
+    Requirement(
+        "parallel.optimistic-step", ("auto", False), "zero.delayed-update", (False,),
+        "both let the next step begin early",
+    ),
+    Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-optimizer", ("none",), _DEVICE),
+    Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-params", ("none",), _DEVICE),
+    Requirement("zero.shard-size", ("all",), "zero.stage", (1, 2, 3), "nothing is sliced"),
+    Requirement("zero.offload-optimizer", ("none",), "zero.stage", (1, 2, 3), "it moves what ZeRO slices"),
+    Requirement("zero.offload-params", ("none",), "zero.stage", (3,), "parameters are whole there"),
+    Requirement("zero.tile", (1,), "zero.stage", (3,), "tiles are gathered one at a time, and nothing is gathered"),
+    Requirement("zero.compress-weights", ("none",), "zero.stage", (3,), "parameters are in full there"),
+    Requirement(
+        "zero.delayed-update", (False,), "zero.offload-optimizer", ("cpu",), "it works on states in host memory"
+    ),
+    Requirement("zero.early-update", ("auto", False), "zero.order", ("layer",), _DRIVE),
+    Requirement("zero.early-update", ("auto", False), "zero.offload-optimizer", ("nvme",), _DRIVE),
+    Requirement("zero.early-update", ("auto", False), "zero.offload-params", ("nvme",), _DRIVE),
+    Requirement(
+        "zero.order", ("micro", "auto"), "zero.stage", (2, 3),
+        "parameters stay whole, and gradients are reduced once a step anyway",
+    ),
+    Requirement(
+        "zero.order", ("micro", "auto"), "parallel.pp", (1,),
+        "a stage would have to wait for all micro-batches before its first layer",
+    ),
+    Requirement(
+        "zero.order", ("micro", "auto"), "parallel.schedule", LAYER_MAJOR, "the order of micro-batches is its own"
+    ),
+    Requirement("recompute.every", (1,), "recompute.mode", ("full", "selective"), "nothing is computed again"),
+    Requirement(
+        "recompute.ops", (RecomputeConfig().ops,), "recompute.mode", ("selective",), "other modes choose no operations"
+    ),
+    Requirement("recompute.partition", (False,), "recompute.mode", ("full",), _KEEPS),
+    Requirement("recompute.offload", ("none",), "recompute.mode", ("full",), _KEEPS),
+    Requirement("recompute.arena", (False,), "recompute.mode", ("full",), _KEEPS),
+    Requirement("recompute.partition", (False,), "parallel.tp", _TWO, "there is no other rank to slice over"),
+    Requirement(
+        "recompute.arena", (False,), "recompute.offload", ("none", "cpu"), "a drive has buffers of constant size"
+    ),
+    Requirement("precision.loss-scale", ("dynamic",), "precision.dtype", ("fp16",), "only fp16 needs its loss scaled"),
+    Requirement("checkpoint.async", ("auto", False), "checkpoint.every", _ONE, _AT_THE_END),
+    Requirement("checkpoint.keep-every", (0,), "checkpoint.every", _ONE, _AT_THE_END),
+    Requirement("run.recheck-bad-steps", (False,), "zero.delayed-update", (False,), _CHANGE),
+    Requirement("checkpoint.memory-every", (None, 0), "zero.delayed-update", (False,), _COPIES),
+    Requirement("run.replicate", ("none",), "zero.delayed-update", (False,), _COPIES),
+)  # fmt: skip
+_LATE = "its update waits for nobody already"
+_BOTH = "both versions of the weights are on the device"
+ASYNCHRONOUS = (
+    Requirement(
+        "parallel.schedule", (), "zero.stage", (0, 1),
+        "slices of gradients would be summed into those of the step before",
+    ),
+    Requirement("parallel.schedule", (), "zero.offload-optimizer", ("none",), _BOTH),
+    Requirement("parallel.schedule", (), "zero.offload-params", ("none",), _BOTH),
+    Requirement("parallel.schedule", (), "zero.delayed-update", (False,), _LATE),
+    Requirement("parallel.schedule", (), "parallel.optimistic-step", ("auto", False), _LATE),
+    Requirement(
+        "parallel.schedule", (), "precision.dtype", ("bf16", "fp32", "fp64"),
+        "a loss scale would change between a batch's forwards and backwards",
+    ),
+    Requirement("parallel.schedule", (), "run.recheck-bad-steps", (False,), _CHANGE),
+    Requirement("parallel.schedule", (), "checkpoint.memory-every", (None, 0), _COPIES),
+    Requirement("parallel.schedule", (), "run.replicate", ("none",), _COPIES),
+)  # fmt: skip
+"""Requirements of a schedule whose steps overlap, with an update one step late."""
 
 
 def _of_schedule(name: str) -> tuple[Refusal, ...]:
-    """What is there of chunks under a schedule, a registered one too; `_check_schedule` looks into those of files."""
+    """Returns the refusal of chunks under a schedule; `_check_schedule` checks those of a file."""
     if schedules.names_file(name) or schedules.chunks_are_free(name):
         return ()
     own = (None, schedules.own_chunks(name))
@@ -52,29 +170,19 @@ _OTHERS = (
     Refusal("parallel", "ep", (1,), "expert parallelism"),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
 )
-MOST_MICROBATCHES = 100_000  # of a step; to build a plan takes time and memory for each
-LAYER_MAJOR = ("1f1b", "gpipe")  # on one stage the same: no bubble, whatever comes first
 REFUSALS = (*_OTHERS, *_of_schedule("interleaved"))
 """Features that are not there yet, under a schedule with any number of chunks. Who builds one deletes its line."""
 
 
-def find_refusals(config: Config) -> list[str]:
-    """What an engine refuses: the features that are not there yet, each with what is, and keys of memory that would do
-    nothing."""
-    missing = [
-        problem
-        for refusal in (*_OTHERS, *_of_schedule(config.parallel.schedule))
-        if (problem := refusal.find(config))
-    ]
-    own = (
-        _check_memory_limit,
-        _check_offload,
-        _check_order,
-        _check_recompute,
-        _check_optimistic,
-        _check_asynchronous,
-    )
-    return [*missing, *(problem for look in own for problem in look(config))]
+def find_refusals(
+    config: Config, groups: tuple[str, ...] = ("parallel", "zero", "recompute")
+) -> list[str]:
+    """Returns what an engine refuses: features that are not there yet, and requirements of keys of these `groups`."""
+    name = config.parallel.schedule
+    required = [row for row in REQUIREMENTS if row.key.partition(".")[0] in groups]
+    required += ASYNCHRONOUS if schedules.is_asynchronous(name) else ()
+    found = [row.find(config) for row in (*_OTHERS, *_of_schedule(name), *required)]
+    return [problem for problem in found if problem] + list(_check_drive(config))
 
 
 def find_problems(
@@ -83,11 +191,11 @@ def find_problems(
     local_world: int | None = None,
     tokenizer_vocab: int | None = None,
 ) -> list[str]:
-    """All problems of this configuration in a world of `world_size` ranks, `local_world` of them on a machine.
+    """Returns all problems of this configuration in a world of `world_size` ranks, `local_world` of them on a machine.
 
     Pass the configuration as loaded, before it is resolved; `tokenizer_vocab` where the tokenizer is known.
     """
-    problems = find_refusals(config)
+    problems = find_refusals(config, tuple(Config.model_fields))
     dp = None
     try:
         dp = derive_dp(config, world_size)
@@ -99,23 +207,11 @@ def find_problems(
             else "--nproc-per-node"
         )
         problems.append(f"{error} (torchrun {how})")
-    own = (
-        _check_loss_scale,
-        _check_heads,
-        _check_layers,
-        _check_sequence,
-        _check_run,
-        _check_recheck,
-        check_saves,
-        check_copies,
-    )
-    for check in (*own, _check_export):
+    for check in (_check_heads, _check_layers, _check_sequence, _check_run, _check_export):
         problems += check(config)
     problems += find_model_problems(config.model)
-    problems += _check_schedule(config, dp)
-    problems += _check_batch(config, dp)
-    problems += _check_shard_size(config, dp)
-    problems += _check_replicas(config, dp)
+    for check_ranks in (_check_schedule, _check_batch, _check_shard_size, _check_replicas):
+        problems += check_ranks(config, dp)
     problems += _check_vocab(config, tokenizer_vocab)
     return list(dict.fromkeys(problems))
 
@@ -125,6 +221,8 @@ def _as_written(value: object) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return ",".join(str(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:g}"
     return "none" if value is None else str(value)
 
 
@@ -134,7 +232,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _listed(numbers: Iterable[object]) -> str:
     """At most twelve of them, "1, 2 or 3"."""
     words = [str(number) for number in numbers]
     if len(words) > 12:
@@ -148,123 +246,20 @@ def _around(number: int, step: int) -> str:
     return _listed(sorted({below or step, below + step}))
 
 
-def _check_loss_scale(config: Config) -> Iterator[str]:
-    dtype, scale = config.precision.dtype, config.precision.loss_scale
-    if scale != "dynamic" and dtype != "fp16":
-        given = f"--precision.loss-scale {scale:g} with --precision.dtype {dtype}"
-        yield f"{given}: only fp16 needs its loss scaled; leave it out, or use --precision.dtype fp16"
-
-
-def _check_memory_limit(config: Config) -> Iterator[str]:
-    p = config.parallel
-    if p.memory_limit_gib is not None and (p.partition != "measured" or p.pp == 1):
-        given = f"--parallel.memory-limit-gib {p.memory_limit_gib:g} with --parallel.partition {_as_written(p.partition)}"
-        why = "it bounds the cut by measured times over several pipeline ranks"
-        yield f"{given} and --parallel.pp {p.pp}: {why}; use --parallel.partition measured, or leave it out"
-
-
 def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
-    size, given = config.zero.shard_size, f"--zero.shard-size {config.zero.shard_size}"
-    if size == "all":
-        return
-    if config.zero.stage == 0:
-        yield f"{given} with --zero.stage 0: nothing is sliced; use --zero.shard-size all, or --zero.stage 1, 2 or 3"
-        return
-    if dp is not None and dp % size:
-        yield f"{given} does not divide dp {dp}: use {_listed(_divisors(dp))}, or all"
+    size = config.zero.shard_size
+    if config.zero.stage and size != "all" and dp is not None and dp % size:
+        given = f"--zero.shard-size {size} does not divide dp {dp}"
+        yield f"{given}: use {_listed(_divisors(dp))}, or all"
 
 
-def _check_offload(config: Config) -> Iterator[str]:
-    zero = config.zero
-    stage = f"with --zero.stage {zero.stage}"
-    if zero.offload_optimizer != "none" and zero.stage == 0:
-        what = f"--zero.offload-optimizer {zero.offload_optimizer} {stage}"
-        yield f"{what}: it moves what ZeRO slices; use --zero.stage 1, 2 or 3"
-    if zero.offload_params != "none" and zero.stage != 3:
-        yield f"--zero.offload-params {zero.offload_params} {stage}: parameters are whole there; use --zero.stage 3"
-    places = {
-        "--zero.offload-optimizer": zero.offload_optimizer, "--zero.offload-params": zero.offload_params,
-        "--recompute.offload": config.recompute.offload,
-    }  # fmt: skip
-    to_nvme = [flag for flag, place in places.items() if place == "nvme"]
-    if to_nvme and zero.nvme_path is None:
-        yield f"{' nvme, '.join(to_nvme)} nvme: say where with --zero.nvme-path FOLDER, on a fast local drive"
-    if zero.nvme_path is not None and not to_nvme:
+def _check_drive(config: Config) -> Iterator[str]:
+    keys = ("zero.offload-optimizer", "zero.offload-params", "recompute.offload")
+    to_nvme = [f"--{key} nvme" for key in keys if _value(config, key) == "nvme"]
+    if to_nvme and config.zero.nvme_path is None:
+        yield f"{', '.join(to_nvme)}: say where with --zero.nvme-path FOLDER, on a fast local drive"
+    if config.zero.nvme_path is not None and not to_nvme:
         yield "--zero.nvme-path without anything offloaded to it: use --zero.offload-optimizer nvme, or leave it out"
-    if zero.tile > 1 and zero.stage != 3:
-        why = "tiles are gathered one at a time, and there is nothing to gather"
-        yield f"--zero.tile {zero.tile} {stage}: {why}; use --zero.stage 3, or leave it out"
-    if zero.compress_weights != "none" and zero.stage != 3:
-        given = f"--zero.compress-weights {zero.compress_weights} {stage}"
-        yield f"{given}: parameters are in full there; use --zero.stage 3, or leave it out"
-    if zero.delayed_update and zero.offload_optimizer != "cpu":
-        yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
-    if zero.early_update is True and (zero.order, *list(places.values())[:2]) != (
-        "layer",
-        "nvme",
-        "nvme",
-    ):
-        needs = (
-            "--zero.order layer with both --zero.offload-optimizer and --zero.offload-params nvme"
-        )
-        yield f"--zero.early-update true needs {needs}; use auto, which is true there, or set these"
-
-
-def _check_optimistic(config: Config) -> Iterator[str]:
-    """What an update that may be undone does not go with."""
-    if config.parallel.optimistic_step is not True:
-        return
-    given, zero = "--parallel.optimistic-step true", config.zero
-    if config.parallel.pp == 1:
-        yield f"{given} with --parallel.pp 1: no stage waits for another; use auto, or --parallel.pp 2 or more"
-    if zero.delayed_update:
-        yield f"{given} with --zero.delayed-update true: both let the next step begin early; use one of them"
-    places = {
-        "--zero.offload-optimizer": zero.offload_optimizer,
-        "--zero.offload-params": zero.offload_params,
-    }
-    for flag, place in places.items():
-        if place != "none" and not zero.delayed_update:
-            yield f"{given} with {flag} {place}: it keeps copies of what is on the device; use auto, or {flag} none"
-
-
-def _check_asynchronous(config: Config) -> Iterator[str]:
-    """What steps that overlap, with an update one step late, do not go with."""
-    p, zero = config.parallel, config.zero
-    given = f"--parallel.schedule {p.schedule}"
-    if not schedules.is_asynchronous(p.schedule):
-        return
-    if zero.stage > 1:
-        why = "slices of gradients would be summed into those of the step before"
-        yield f"{given} with --zero.stage {zero.stage}: {why}; use --zero.stage 0 or 1"
-    places = {
-        "--zero.offload-optimizer": zero.offload_optimizer,
-        "--zero.offload-params": zero.offload_params,
-    }
-    for flag, place in places.items():
-        if place != "none":
-            yield f"{given} with {flag} {place}: both versions of the weights are on the device; use {flag} none"
-    if zero.delayed_update or p.optimistic_step is True:
-        late = "--zero.delayed-update" if zero.delayed_update else "--parallel.optimistic-step"
-        yield f"{given} with {late} true: its update waits for nobody already; leave {late} out"
-    if config.precision.dtype == "fp16":
-        why = "a loss scale would change between a batch's forwards and backwards"
-        yield f"{given} with --precision.dtype fp16: {why}; use bf16"
-
-
-def _check_order(config: Config) -> Iterator[str]:
-    """What `--zero.order layer` cannot do, or would do for nothing."""
-    p, given = config.parallel, "--zero.order layer"
-    if config.zero.order != "layer":
-        return
-    if config.zero.stage < 2:
-        why = "parameters stay whole, and gradients are reduced once a step anyway"
-        yield f"{given} with --zero.stage {config.zero.stage}: {why}; use --zero.stage 2 or 3, or --zero.order micro"
-    if p.pp > 1:
-        why = "a stage would have to wait for all micro-batches before its first layer"
-        yield f"{given} with --parallel.pp {p.pp}: {why}; use --zero.order micro, or pp 1"
-    elif p.schedule not in LAYER_MAJOR:
-        yield f"{given} with --parallel.schedule {p.schedule}: use {' or '.join(LAYER_MAJOR)}, or --zero.order micro"
 
 
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
@@ -372,26 +367,6 @@ def _check_sequence(config: Config) -> Iterator[str]:
         yield f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, or {off}"
 
 
-def _check_recompute(config: Config) -> Iterator[str]:
-    """Keys of recompute that would do nothing, or cannot be done, beside the others."""
-    r, tp = config.recompute, config.parallel.tp
-    if r.mode == "none" and r.every > 1:
-        yield f"--recompute.every {r.every} with --recompute.mode none: use --recompute.mode full or selective"
-    if r.mode != "selective" and r.ops != type(r)().ops:
-        yield f"--recompute.ops {_as_written(r.ops)} is for --recompute.mode selective, not {r.mode}"
-    if r.mode == "selective" and not r.ops:
-        yield "--recompute.mode selective without --recompute.ops: name attention, activation or norm"
-    inputs = {"partition": r.partition, "offload": r.offload, "arena": r.arena}
-    for key, value in inputs.items() if r.mode != "full" else ():
-        if value not in (False, "none"):
-            given = f"--recompute.{key} {_as_written(value)} with --recompute.mode {r.mode}"
-            yield f"{given}: it is about the inputs that recompute of whole layers keeps; use --recompute.mode full"
-    if r.partition and tp == 1:
-        yield "--recompute.partition true with --parallel.tp 1: there is no other rank to slice over; leave it out"
-    if r.offload == "nvme" and r.arena:
-        yield "--recompute.arena true with --recompute.offload nvme: a drive has buffers of constant size; leave it out"
-
-
 def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
     batch, micro = config.train.global_batch, config.train.micro_batch
     if dp is None or batch % (micro * dp) == 0:
@@ -403,18 +378,6 @@ def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
     yield f"--train.global-batch {batch} is not divisible by {product}: use {use}{other}"
 
 
-def _check_recheck(config: Config) -> Iterator[str]:
-    """What changes weights between a step and its second computation."""
-    if not config.run.recheck_bad_steps:
-        return
-    given = "--run.recheck-bad-steps true with"
-    why = "weights change before a step could be computed again"
-    if config.zero.delayed_update:
-        yield f"{given} --zero.delayed-update true: {why}; use one of them"
-    if schedules.is_asynchronous(config.parallel.schedule):
-        yield f"{given} --parallel.schedule {config.parallel.schedule}: {why}; use another schedule, or leave it out"
-
-
 def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
     p, every = config.parallel, config.run.check_replicas
     if every and dp == p.tp == p.pp == 1:
@@ -422,6 +385,9 @@ def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
 
 
 def _check_run(config: Config) -> Iterator[str]:
+    if config.run.replicate == "neighbour" and config.checkpoint.memory_every == 0:
+        given = "--run.replicate neighbour with --checkpoint.memory-every 0"
+        yield f"{given}: there is nothing to copy; leave one of them out"
     optim, steps, stop = config.optim, config.train.steps, config.train.stop_after
     if stop is not None and stop > steps:
         yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
@@ -443,3 +409,36 @@ def _check_vocab(config: Config, tokenizer_vocab: int | None) -> Iterator[str]:
         tokens = f"the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer})"
         fix = f"use --model.vocab {tokenizer_vocab}, or leave it out; pretrained weights need their own tokenizer"
         yield f"--model.vocab {vocab} is less than {tokens}: {fix}"
+
+
+def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
+    """Yields the problems of a job that may have from the least to the most `machines`, of so many ranks each.
+
+    All sizes are checked when it starts: else it would end when the first machine is lost.
+    """
+    p, train = config.parallel, config.train
+    others, asked = p.tp * p.pp * p.cp, f"--nnodes {machines[0]}:{machines[1]}"
+    sizes = [n * ranks for n in range(machines[0], machines[1] + 1)]
+    if p.dp is not None and len({p.dp * others, *sizes}) > 1:
+        yield f"{asked} with --parallel.dp {p.dp}: the data ranks follow from the machines; leave --parallel.dp out"
+        return
+    if uncut := [size for size in sizes if size % others]:
+        factors = f"tp {p.tp} × pp {p.pp}"
+        yield f"{asked} may give {uncut[0]} ranks, no multiple of {factors}: let each machine have a multiple"
+        return
+    fits = [
+        size // others
+        for size in sizes
+        if train.global_batch % (train.micro_batch * size // others) == 0
+    ]
+    if len(fits) < len(sizes):
+        whole = train.micro_batch * math.lcm(*(size // others for size in sizes))
+        rows = -(-train.global_batch // whole) * whole
+        bad = next(size // others for size in sizes if size // others not in fits)
+        works = (
+            f"works for dp {', '.join(map(str, fits))}" if fits else "works for none of these sizes"
+        )
+        given = (
+            f"--train.global-batch {train.global_batch} with micro-batches of {train.micro_batch}"
+        )
+        yield f"{asked} may give dp {bad}, and {given} {works}: use --train.global-batch {rows}, or fewer machines"

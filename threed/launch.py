@@ -26,7 +26,7 @@ from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
 from threed.checkpoint.resuming import compare, resuming_flags
 from threed.checkpoint.retention import after_restart, candidates
-from threed.checks import find_problems
+from threed.checks import check_sizes, find_problems
 from threed.config import Config, ConfigError
 from threed.data import Data, open_data
 from threed.data import find_problems as find_data_problems
@@ -43,7 +43,6 @@ from threed.reliability import recheck
 from threed.reliability.failure import LostContact, wait_for_first_rank, write_error_file
 from threed.reliability.preemption import PREEMPTED, Preempted
 from threed.resolution import resolve
-from threed.save_checks import check_sizes
 from threed.topology import TIMEOUT, Topology
 from threed.trainer import Trainer
 from threed.zero.replicas import ReplicaError
