@@ -22,7 +22,7 @@ from threed.arguments import (
     load,
     to_toml,
 )
-from threed.checks import REFUSALS, find_problems
+from threed.checks import REFUSALS, check_vocab, find_problems
 from threed.config import (
     Config,
     ConfigError,
@@ -566,9 +566,9 @@ def test_a_dry_run_is_checked_in_its_own_world() -> None:
 
 
 def test_vocabulary_smaller_than_the_tokenizers() -> None:
-    (text,) = find_problems(read("--model.vocab 200"), 1, tokenizer_vocab=260)
+    (text,) = check_vocab(read("--model.vocab 200"), 260)
     assert "--model.vocab 260" in text
-    assert find_problems(read("--model.vocab 300"), 1, tokenizer_vocab=260) == []
+    assert list(check_vocab(read("--model.vocab 300"), 260)) == []
 
 
 # Parameter groups

@@ -181,7 +181,8 @@ def find_refusals(
     name = config.parallel.schedule
     required = [row for row in REQUIREMENTS if row.key.partition(".")[0] in groups]
     required += ASYNCHRONOUS if schedules.is_asynchronous(name) else ()
-    found = [row.find(config) for row in (*_OTHERS, *_of_schedule(name), *required)]
+    rows: tuple[Refusal | Requirement, ...] = (*_OTHERS, *_of_schedule(name), *required)
+    found = [row.find(config) for row in rows]
     return [problem for problem in found if problem] + list(_check_drive(config))
 
 
@@ -189,11 +190,10 @@ def find_problems(
     config: Config,
     world_size: int,
     local_world: int | None = None,
-    tokenizer_vocab: int | None = None,
 ) -> list[str]:
     """Returns all problems of this configuration in a world of `world_size` ranks, `local_world` of them on a machine.
 
-    Pass the configuration as loaded, before it is resolved; `tokenizer_vocab` where the tokenizer is known.
+    Pass the configuration as loaded, before it is resolved.
     """
     problems = find_refusals(config, tuple(Config.model_fields))
     dp = None
@@ -212,7 +212,6 @@ def find_problems(
     problems += find_model_problems(config.model)
     for check_ranks in (_check_schedule, _check_batch, _check_shard_size, _check_replicas):
         problems += check_ranks(config, dp)
-    problems += _check_vocab(config, tokenizer_vocab)
     return list(dict.fromkeys(problems))
 
 
@@ -403,9 +402,10 @@ def _check_export(config: Config) -> Iterator[str]:
         yield f"{limit}: the Hugging Face layout cannot express that; drop it, or use --checkpoint.export-hf false"
 
 
-def _check_vocab(config: Config, tokenizer_vocab: int | None) -> Iterator[str]:
+def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
+    """Yields a problem if the model has fewer tokens than the tokenizer."""
     vocab = config.model.vocab
-    if vocab is not None and tokenizer_vocab is not None and vocab < tokenizer_vocab:
+    if vocab is not None and vocab < tokenizer_vocab:
         tokens = f"the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer})"
         fix = f"use --model.vocab {tokenizer_vocab}, or leave it out; pretrained weights need their own tokenizer"
         yield f"--model.vocab {vocab} is less than {tokens}: {fix}"

@@ -15,18 +15,18 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from threed import collectives, device
-from threed.arguments import Pretrained, format_problems, help_text, load
+from threed.arguments import Options, format_problems, help_text, load
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
 from threed.checkpoint.resuming import compare, resuming_flags
 from threed.checkpoint.retention import after_restart, candidates
-from threed.checks import check_sizes, find_problems
+from threed.checks import check_sizes, check_vocab
 from threed.config import Config, ConfigError
 from threed.data import Data, open_data
 from threed.data import find_problems as find_data_problems
@@ -72,7 +72,7 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
     """
     process.die_with_parent()
     try:
-        return _run(argv, {"model": {"arch": arch}} if arch else {}, prog)
+        return _run(argv, arch, prog)
     except KeyboardInterrupt as interrupt:
         # a launcher passes on what the terminal sent already
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -83,28 +83,27 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
         raise
 
 
-def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) -> int:
+def _run(argv: list[str], arch: str | None, prog: str) -> int:
     try:
         world = world_size()
-    except LauncherError as error:
-        return refuse(f"threed: {error}")
-    local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
-    try:
         config, options = load(
-            argv, defaults=defaults, world_size=world, local_world=local_world, begin=_begin,
-            more=_data_problems,
+            argv, defaults={"model": {"arch": arch}} if arch else {}, world_size=world,
+            local_world=_local_world(), begin=_begin, more=_data_problems,
         )  # fmt: skip
         if options.help:
             return _say(help_text(config, prog))
-        _check_arch(config, argv, defaults, prog, options.pretrained)
+        _check_arch(config, options, arch, prog)
         world = options.world_size or world
         data = _open(config)
-        config = _checked(config, data, world)
+        _check_in_world(config, data)
+        config = resolve(config, data.vocab, world)
         forecast = _forecast(config, world, options.dry_run)
+    except LauncherError as error:
+        return refuse(f"threed: {error}")
     except ConfigError as error:
         return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast, data, options.dry_run)
-    # of a run on another machine, perhaps: what is in the way on this one is only said
+    # of a run on another machine, perhaps: the problems of this one are only reported
     if options.dry_run:
         text = [] if forecast is None else [forecast.text()]
         return _say("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
@@ -114,7 +113,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         return refuse(format_problems(problems))
     if note := without_srun():
         _say(f"threed: {note}")
-    words = _words(argv, config) if options.pretrained else None
+    words = _words(config, options) if options.pretrained else None
     command = [*prog.split(), *(words or argv)]
     # by the ranks' times: the trainer makes the forecast then
     if config.parallel.partition == "measured":
@@ -150,7 +149,7 @@ def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None])
     return 0
 
 
-def _train(config: Config, data: Data, words: list[str], forecast: Forecast | None) -> None:
+def _train(config: Config, data: Data, command: list[str], forecast: Forecast | None) -> None:
     interrupted = threading.Event()
 
     def interrupt(*_: object) -> None:
@@ -160,7 +159,7 @@ def _train(config: Config, data: Data, words: list[str], forecast: Forecast | No
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, interrupt)
     try:
-        train(config, data, words, forecast, interrupted)
+        train(config, data, command, forecast, interrupted)
     except RuntimeError:
         # Another rank may be gone because it was interrupted; then this one is, or will be in a
         # moment. An exception of the handler in a callback of autograd is lost, so the event counts.
@@ -169,11 +168,9 @@ def _train(config: Config, data: Data, words: list[str], forecast: Forecast | No
         raise
 
 
-def _words(argv: list[str], config: Config) -> list[str]:
-    """Returns the flags that continue a run that began from a folder: that said what the model is, which now the
-    resolved configuration does."""
-    named = any(word.split("=")[0] == "--model.arch" for word in argv)
-    arch = ["--model.arch", config.model.arch] if named else []
+def _words(config: Config, options: Options) -> list[str]:
+    """Returns the flags that continue a run that began from a folder: its configuration has the folder's model."""
+    arch = ["--model.arch", config.model.arch] if "model.arch" in options.flags else []
     return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
 
 
@@ -187,28 +184,17 @@ def _how_to_go_on(config: Config, words: list[str] | None) -> str:
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
 
-def _check_arch(
-    config: Config,
-    argv: list[str],
-    defaults: Mapping[str, Mapping[str, Any]],
-    prog: str,
-    from_folder: bool,
-) -> None:
-    """Refuses another architecture in the preset or file than the one that was asked for by name.
-
-    from_folder: the model is that of the folder that the run begins from, and cannot be another.
-    """
-    named, found = defaults.get("model", {}).get("arch"), config.model.arch
-    if named not in (None, found) and not any(
-        word.split("=")[0] == "--model.arch" for word in argv
-    ):
+def _check_arch(config: Config, options: Options, arch: str | None, prog: str) -> None:
+    """Refuses a preset, file or folder with another architecture than that of the program."""
+    found = config.model.arch
+    if arch not in (None, found) and "model.arch" not in options.flags:
         which = f"the preset, file or folder says model.arch {found}: add --model.arch {found}"
-        other = f"use `threed train {found}`" if from_folder else f"--model.arch {named}"
-        raise ConfigError([f"{prog} trains {named}, and {which}, or {other}"])
+        other = f"use `threed train {found}`" if options.pretrained else f"--model.arch {arch}"
+        raise ConfigError([f"{prog} trains {arch}, and {which}, or {other}"])
 
 
-def _begin(config: Config) -> Pretrained | None:
-    """Returns the folder that a run begins from, which local rank 0 checks for all."""
+def _begin(config: Config) -> dict[str, dict[str, Any]]:
+    """Returns the values of the folder that a run begins from, which local rank 0 checks for all."""
     return pretrained.find(config, check=_local_rank() == 0)
 
 
@@ -246,6 +232,11 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def _local_world() -> int | None:
+    """Returns the number of ranks on this machine, if the launcher tells it."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
+
+
 def _say(text: str) -> int:
     if _local_rank() == 0:
         print(text)
@@ -280,14 +271,13 @@ def _open(config: Config) -> Data:
         raise ConfigError([str(error)]) from None
 
 
-def _checked(config: Config, data: Data, world: int) -> Config:
-    """The resolved configuration, or ConfigError with what is wrong on any machine."""
-    problems = find_problems(config, world, tokenizer_vocab=data.tokenizer.text_vocab_size)
-    if (machines := process.machines_asked()) is not None and not problems:
-        problems = list(check_sizes(config, machines, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+def _check_in_world(config: Config, data: Data) -> None:
+    """Refuses a vocabulary that is too small for the tokenizer, and numbers of machines that a job may shrink to."""
+    problems = list(check_vocab(config, data.tokenizer.text_vocab_size))
+    if (machines := process.machines_asked()) is not None:
+        problems += check_sizes(config, machines, _local_world() or 1)
     if problems:
         raise ConfigError(problems)
-    return resolve(config, data.vocab, world)
 
 
 def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
@@ -326,55 +316,40 @@ def _problems_here(
 
 
 def _drive_problems(folder: str | None) -> list[str]:
-    """Whether a folder for what is offloaded can be there; whether it has the space is found when that is reserved."""
-    if folder is None:
+    """Returns a problem if the folder of offloaded state cannot be used; its space is checked when it is reserved."""
+    if folder is None or not (reason := _obstacle(Path(folder))):
         return []
-    there = _existing(Path(folder))
-    if there.is_dir() and os.access(there, os.W_OK):
-        return []
-    why = (
-        "may not be written by this user, or is on a read-only drive"
-        if there.is_dir()
-        else "is not a folder"
-    )
-    return [f"--zero.nvme-path {folder}: {there} {why}; name a folder on the drive"]
+    return [f"--zero.nvme-path {folder}: {reason}; name a folder on the drive"]
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above that exists, be it a link that leads nowhere."""
+    """Returns the folder or its nearest parent that exists, which may be a link that leads nowhere."""
     return next(
         path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)
     )
 
 
-def _why_not(place: Path) -> str:
-    """What keeps folders from being made in a place that exists; nothing if they can be."""
+def _obstacle(folder: Path) -> str:
+    """Returns why a folder cannot be made or written; "" if it can."""
+    try:
+        os.lstat(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return str(error.strerror)
+    place = _existing(folder)
     if not place.is_dir():
-        return f": {place} is {'a file' if os.path.exists(place) else 'a link that leads nowhere'};"
+        return f"{place} is {'a file' if os.path.exists(place) else 'a link that leads nowhere'}"
     if os.access(place, os.W_OK):
         return ""
-    return (
-        f" in {place}{', which is read-only' if os.statvfs(place).f_flag & os.ST_RDONLY else ''}:"
-    )
+    read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+    return f"{place} {'is read-only' if read_only else 'may not be written by this user'}"
 
 
 def _folder_problems(folder: Path) -> list[str]:
-    try:
-        os.lstat(folder / "checkpoints")
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return [
-                f"the run folder {folder} cannot be made: {error.strerror}; choose another with --run.dir"
-            ]
-    there, saves = _existing(folder), _existing(folder / "checkpoints")
-    place = there if saves == there or _why_not(there) else saves
-    if why_not := _why_not(place):
-        what = (
-            f"the run folder {folder} cannot be made"
-            if place == there
-            else f"nothing can be saved in {folder}"
-        )
-        return [f"{what}{why_not} choose another with --run.dir"]
+    if reason := _obstacle(folder):
+        return [f"the run folder {folder} cannot be made: {reason}; choose another with --run.dir"]
+    if reason := _obstacle(folder / "checkpoints"):
+        return [f"nothing can be saved in {folder}: {reason}; choose another with --run.dir"]
     return []
 
 
@@ -413,8 +388,7 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
 
 
 def _device_problems(config: Config) -> list[str]:
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    count = device.count()
+    local_world, count = _local_world() or 1, device.count()
     # srun may make only its own GPU visible to each task
     own = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     if 0 < count < local_world and not own:
