@@ -123,7 +123,10 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
         ("--parallel.optimistic-step true", "use --parallel.optimistic-step auto or false"),
         ("--precision.dtype fp16", "use --precision.dtype bf16"),
         ("--parallel.chunks 2", "another number of chunks with 2bw is not there yet"),
-        ("--train.global-batch 8 --train.micro-batch 4", "2 micro-batches and --parallel.pp 4"),
+        (
+            "--train.global-batch 8 --train.micro-batch 4",
+            "2bw: 2 micro-batches; 4 stages need at least 4",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_with_a_fix(flags: str, says: str) -> None:

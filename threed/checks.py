@@ -186,11 +186,7 @@ def find_refusals(
     return [problem for problem in found if problem] + list(_check_drive(config))
 
 
-def find_problems(
-    config: Config,
-    world_size: int,
-    local_world: int | None = None,
-) -> list[str]:
+def find_problems(config: Config, world_size: int, local_world: int | None = None) -> list[str]:
     """Returns all problems of this configuration in a world of `world_size` ranks, `local_world` of them on a machine.
 
     Pass the configuration as loaded, before it is resolved.
@@ -200,12 +196,9 @@ def find_problems(
     try:
         dp = derive_dp(config, world_size)
     except ConfigError as error:
-        machines = local_world not in (None, world_size)
-        how = (
-            f"--nnodes × --nproc-per-node, now {local_world} on this machine"
-            if machines
-            else "--nproc-per-node"
-        )
+        how = "--nproc-per-node"
+        if local_world not in (None, world_size):
+            how = f"--nnodes × {how}, now {local_world} on this machine"
         problems.append(f"{error} (torchrun {how})")
     for check in (_check_heads, _check_layers, _check_sequence, _check_run, _check_export):
         problems += check(config)
@@ -297,31 +290,26 @@ def _check_layers(config: Config) -> Iterator[str]:
 def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
     """Whether the schedule has a plan for the stages and micro-batches of this run, and the model layers for it."""
     name, p, train = config.parallel.schedule, config.parallel, config.train
-    whole = dp is not None and train.global_batch % (train.micro_batch * dp) == 0
-    # a batch that cannot be cut is said elsewhere
-    count = count_microbatches(config, dp) if whole and dp else None
-    if count is not None and count > MOST_MICROBATCHES:
+    of_file, count = schedules.names_file(name), 2 * p.pp
+    # a batch that cannot be divided is another problem
+    known = dp is not None and train.global_batch % (train.micro_batch * dp) == 0
+    if dp is not None and known:
+        count = count_microbatches(config, dp)
+    if count > MOST_MICROBATCHES:
         given = f"--train.global-batch {train.global_batch} makes {count} micro-batches a data rank"
         yield f"{given}: a plan has at most {MOST_MICROBATCHES}; use a larger --train.micro-batch"
-    elif schedules.names_file(name):
-        yield from _check_file(config, count)
-    elif name in schedules.available():
+    elif of_file or name in schedules.available():
         # another number is refused by name
-        chunks = p.chunks if schedules.chunks_are_free(name) else None
-        if schedules.is_asynchronous(name) and count is not None and count < p.pp:
-            given = (
-                f"--parallel.schedule {name} with {count} micro-batches and --parallel.pp {p.pp}"
-            )
-            rows = f"{p.pp * train.micro_batch * (dp or 1)}"
-            fix = f"use --train.global-batch {rows} or more, or a smaller micro-batch"
-            yield f"{given}: it needs one for each stage; {fix}"
-            return
+        chunks = p.chunks if of_file or schedules.chunks_are_free(name) else None
         try:
-            plan = schedules.build(name, p.pp, count or 2 * p.pp, chunks)
+            schedules.check_name(name)
+            if not known and name.endswith(".csv"):  # all but its micro-batches
+                count, known = schedules.read_csv(name).microbatches, True
+            if known or not of_file:
+                plan = schedules.build(name, p.pp, count, chunks)
+                yield from _check_stages(config, plan.total_stages)
         except ValueError as error:
             yield schedule_problem(error)
-        else:
-            yield from _check_stages(config, plan.total_stages)
 
 
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
@@ -336,27 +324,6 @@ def _check_stages(config: Config, stages: int) -> Iterator[str]:
     if isinstance(p.partition, tuple) and len(p.partition) != stages:
         given = f"--parallel.partition {_as_written(p.partition)} is for {len(p.partition)} stages"
         yield f"{given}: give {stages} numbers, one for each of --parallel.pp {p.pp}{several}"
-
-
-def _check_file(config: Config, count: int | None) -> Iterator[str]:
-    """The same of a schedule's file; count: micro-batches, where they are known."""
-    name, p = config.parallel.schedule, config.parallel
-    try:
-        schedules.check_name(name)
-        fixed = schedules.read_csv(name) if name.endswith(".csv") else None
-        if fixed is not None and (fixed.stages, fixed.microbatches) != (
-            p.pp,
-            count or fixed.microbatches,
-        ):
-            given = f"{name} is for {fixed.stages} stages and {fixed.microbatches} micro-batches"
-            fix = f"--parallel.pp {fixed.stages} and --train.global-batch {fixed.microbatches} × --train.micro-batch × dp"
-            yield f"--parallel.schedule {given}, and this run has {p.pp} and {count or 'another number'}: use {fix}"
-        elif count is not None:
-            yield from _check_stages(
-                config, schedules.build(name, p.pp, count, p.chunks).total_stages
-            )
-    except ValueError as error:
-        yield schedule_problem(error)
 
 
 def _check_sequence(config: Config) -> Iterator[str]:
@@ -426,19 +393,13 @@ def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterat
         factors = f"tp {p.tp} × pp {p.pp}"
         yield f"{asked} may give {uncut[0]} ranks, no multiple of {factors}: let each machine have a multiple"
         return
-    fits = [
-        size // others
-        for size in sizes
-        if train.global_batch % (train.micro_batch * size // others) == 0
-    ]
-    if len(fits) < len(sizes):
-        whole = train.micro_batch * math.lcm(*(size // others for size in sizes))
+    ranks_of = [size // others for size in sizes]
+    fits = [dp for dp in ranks_of if train.global_batch % (train.micro_batch * dp) == 0]
+    if bad := sorted(set(ranks_of) - set(fits)):
+        whole = train.micro_batch * math.lcm(*ranks_of)
         rows = -(-train.global_batch // whole) * whole
-        bad = next(size // others for size in sizes if size // others not in fits)
-        works = (
-            f"works for dp {', '.join(map(str, fits))}" if fits else "works for none of these sizes"
-        )
         given = (
             f"--train.global-batch {train.global_batch} with micro-batches of {train.micro_batch}"
         )
-        yield f"{asked} may give dp {bad}, and {given} {works}: use --train.global-batch {rows}, or fewer machines"
+        works = f"works for dp {', '.join(map(str, fits)) or 'none'}"
+        yield f"{asked} may give dp {bad[0]}, and {given} {works}: use --train.global-batch {rows}, or fewer machines"

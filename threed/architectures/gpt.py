@@ -75,17 +75,8 @@ register(
         written={"attn_pdrop": 0.0},  # there is no dropout of attention probabilities here
         # reorder_and_upcast_attn is a matter of rounding, and the summary_* are of other heads.
         accepted=frozenset(
-            {
-                "_num_labels",
-                "n_ctx",
-                "reorder_and_upcast_attn",
-                "summary_activation",
-                "summary_first_dropout",
-                "summary_proj_to_labels",
-                "summary_type",
-                "summary_use_proj",
-                "task_specific_params",
-            }
+            "_num_labels n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout"
+            " summary_proj_to_labels summary_type summary_use_proj task_specific_params".split()
         ),
         takes=frozenset({"bias", "mlp_bias"}),
         defaults={

@@ -18,30 +18,19 @@ _Factors = Annotated[
     tuple[_Factor, ...],
     BeforeValidator(lambda value: value.split() if isinstance(value, str) else value),
 ]
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "linear": (("factor",), ()),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        (),
-    ),
+KINDS: dict[str, tuple[str, str]] = {
+    "linear": ("factor", ""),
+    "llama3": ("factor low_freq_factor high_freq_factor original_max_position_embeddings", ""),
     "yarn": (
-        ("original_max_position_embeddings",),
-        (
-            "factor",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        ),
+        "original_max_position_embeddings",
+        "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
     ),
     "longrope": (
-        ("short_factor", "long_factor", "original_max_position_embeddings"),
-        ("factor", "attention_factor"),
+        "short_factor long_factor original_max_position_embeddings",
+        "factor attention_factor",
     ),
 }
-"""What each kind needs, and what it may have."""
+"""The keys that each kind needs, and those that it may have."""
 
 
 class RopeScaling(Settings):
@@ -67,7 +56,7 @@ class RopeScaling(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:
-        needed, optional = KINDS[self.rope_type]
+        needed, optional = (names.split() for names in KINDS[self.rope_type])
         given = [name for name in self.table() if name != "rope_type"]
         if missing := [name for name in needed if name not in given]:
             raise ValueError(f"{self.rope_type} needs {', '.join(missing)}")

@@ -140,7 +140,7 @@ class _Reader:
         if kind not in KINDS:
             self.problems.append(f"rope_type {kind}: there are {', '.join(KINDS)}")
             return
-        names = sum(KINDS[kind], ())
+        names = " ".join(KINDS[kind]).split()
         if unknown := sorted(set(given) - set(names)):
             self.problems.append(f"{', '.join(unknown)} of rope_type {kind}")
         table = {
