@@ -83,7 +83,7 @@ CONFIG = Journey(
     "config",
     "A configuration: from the command line to an engine, and on paper to a forecast",
     (
-        Step("threed.launch:train", "has the resolved configuration"),
+        Step("threed.launch:_train", "has the resolved configuration"),
         Step("threed.topology:Topology", "sizes become axes with process groups"),
         Step("threed.loading:build_engine", "the model, then its engine", by="train"),
         Step("threed.models:build", "the architecture's layers, on the meta device"),

@@ -400,7 +400,7 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         ),
         ("--optim.lr 1e-4 --optim.min-lr 1e-3", 1, ["--optim.min-lr 0.001", "at most 0.0001"]),
         ("--model.qk-norm true", 1, ["--model.arch llama"]),
-        ("--model.rope-theta 1e6", 1, ["--model.rope-theta 1e+06", "--model.arch llama"]),
+        ("--model.rope-theta 1e6", 1, ["--model.rope-theta 1000000 is", "--model.arch llama"]),
         (
             "--checkpoint.export-hf true --model.kv-heads 2",
             1,

@@ -155,7 +155,7 @@ FREE: dict[int, list[Groups]] = {
 }  # fmt: skip
 APPLIED: dict[str, tuple[Groups, str]] = {
     "model.seq": ({"model": {"seq": 8}}, "16 and is 8"),
-    "model.dropout": ({"model": {"dropout": 0.2}}, "0.0 and is 0.2"),
+    "model.dropout": ({"model": {"dropout": 0.2}}, "0 and is 0.2"),
     "train.steps": ({"train": {"steps": 12}}, "6 and is 12"),
     "train.global-batch": ({"train": {"global_batch": 6}}, "4 and is 6"),
     "train.seed": ({"train": {"seed": 7}}, "1234 and is 7"),

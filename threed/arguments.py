@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from threed.architectures.rope_scaling import RopeScaling
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, key_name, python_name
 from threed.parse import ParseError, read_toml
-from threed.schema import BaseModel, ErrorDetails, FieldInfo, ValidationError, reason
+from threed.schema import BaseModel, ErrorDetails, FieldInfo, ValidationError, reason, written
 from threed.values import Takes
 
 GROUPS: Mapping[str, type[BaseModel]] = {
@@ -336,9 +335,7 @@ def _add_flags(
     for name, group in GROUPS.items():
         section = parser.add_argument_group(name, group.__doc__)
         for key, info in group.model_fields.items():
-            text = (
-                f"{info.description} (default {written(key, getattr(getattr(config, name), key))})"
-            )
+            text = f"{info.description} (default {written(getattr(getattr(config, name), key))})"
             add(section, _flag(name, key), takes(info), text, dest=f"{name}.{key}")
 
 
@@ -425,15 +422,6 @@ def _toml_value(value: Any) -> str:
     """Returns a value in TOML, of which None is the word `none`; other values but DEL have JSON's form."""
     text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
     return text.replace("\x7f", "\\u007f")
-
-
-def written(name: str, value: Any) -> str:
-    """Returns the value of a field as a command line has it."""
-    if name == "groups":  # the text of a group has commas and brackets of its own
-        return "; ".join(str(item) for item in value) or "none"
-    if isinstance(value, RopeScaling):
-        return str(value)
-    return _toml_value(value).replace('"', "").replace("[", "").replace("]", "").replace(", ", ",")
 
 
 def takes(info: FieldInfo | None) -> str:

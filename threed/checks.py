@@ -18,6 +18,7 @@ from threed import schedules
 from threed.architectures.checks import export_limits, find_model_problems
 from threed.config import Config, ConfigError, RecomputeConfig, key_name, python_name
 from threed.resolution import count_microbatches, derive_dp, schedule_problem
+from threed.schema import written
 
 MOST_MICROBATCHES = 100_000  # of a step; to build a plan takes time and memory for each
 LAYER_MAJOR = ("1f1b", "gpipe")  # on one stage the same: no bubble, whatever comes first
@@ -38,8 +39,8 @@ class Refusal:
         value = _value(config, key)
         if value in self.works:
             return None
-        fix = " or ".join(_as_written(works) for works in self.works)
-        return f"--{key} {_as_written(value)}: {self.feature} is not there yet; use --{key} {fix}"
+        fix = " or ".join(written(works) for works in self.works)
+        return f"--{key} {written(value)}: {self.feature} is not there yet; use --{key} {fix}"
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,10 @@ class Requirement:
         value, found = _value(config, self.key), _value(config, self.other)
         if value in self.free or found in self.works:
             return None
-        given = f"--{self.key} {_as_written(value)} with --{self.other} {_as_written(found)}"
+        given = f"--{self.key} {written(value)} with --{self.other} {written(found)}"
         several = isinstance(self.works, range)
-        works = f"{self.works[0]} or more" if several else _listed(map(_as_written, self.works))
-        fix = f"--{self.key} {_as_written(self.free[0])}" if self.free else f"another --{self.key}"
+        works = f"{self.works[0]} or more" if several else _listed(map(written, self.works))
+        fix = f"--{self.key} {written(self.free[0])}" if self.free else f"another --{self.key}"
         return f"{given}: {self.why}; use --{self.other} {works}, or {fix}"
 
 
@@ -208,16 +209,6 @@ def find_problems(config: Config, world_size: int, local_world: int | None = Non
     return list(dict.fromkeys(problems))
 
 
-def _as_written(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(str(item) for item in value)
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "none" if value is None else str(value)
-
-
 def _divisors(number: int) -> list[int]:
     # of any that is meant, all
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
@@ -282,7 +273,7 @@ def _check_layers(config: Config) -> Iterator[str]:
         yield f"--model.layers {layers} < --parallel.pp {pp}: a stage needs at least one layer; pp is at most {layers}"
     if not isinstance(counts, tuple):
         return
-    given = f"--parallel.partition {_as_written(counts)}"
+    given = f"--parallel.partition {written(counts)}"
     if sum(counts) != layers + 2:
         yield f"{given} makes {sum(counts)} layers: {layers + 2} are needed (embedding, {layers} blocks, head)"
 
@@ -322,7 +313,7 @@ def _check_stages(config: Config, stages: int) -> Iterator[str]:
         given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"
         yield f"{given} of --parallel.pp {p.pp}{several}: use --model.layers {stages - 2} or more, or another schedule"
     if isinstance(p.partition, tuple) and len(p.partition) != stages:
-        given = f"--parallel.partition {_as_written(p.partition)} is for {len(p.partition)} stages"
+        given = f"--parallel.partition {written(p.partition)} is for {len(p.partition)} stages"
         yield f"{given}: give {stages} numbers, one for each of --parallel.pp {p.pp}{several}"
 
 

@@ -186,8 +186,9 @@ def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
 def _tokenize(a: argparse.Namespace) -> None:
     from threed.data import load_tokenizer, tokenize_to_megatron
 
-    bos = {"true": True, "false": False}.get(a.bos, "auto")
-    tokenizer = load_tokenizer(a.tokenizer, bos, a.special_tokens)
+    tokenizer = load_tokenizer(
+        a.tokenizer, {"true": True, "false": False}.get(a.bos, "auto"), a.special_tokens
+    )
     made = tokenize_to_megatron(a.src, a.dst, tokenizer)
     files = ", ".join(map(str, made.files))
     print(f"{made.documents:,} documents, {made.tokens:,} tokens: {files}")

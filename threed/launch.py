@@ -150,6 +150,12 @@ def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None])
 
 
 def _train(config: Config, data: Data, command: list[str], forecast: Forecast | None) -> None:
+    """Builds topology, model and engine from a resolved configuration, and trains.
+
+    Args:
+        command: the words of the command line, for the hint how to resume.
+        forecast: memory and time of the run, if known.
+    """
     interrupted = threading.Event()
 
     def interrupt(*_: object) -> None:
@@ -158,8 +164,13 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, interrupt)
+    p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
+    if config.run.recheck_bad_steps:
+        recheck.configure_cublas()
     try:
-        train(config, data, command, forecast, interrupted)
+        # At least TIMEOUT: loading and the end of a run are not watched.
+        topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
+        Trainer(build_engine(config, topology), data, command, forecast, interrupted).run()
     except RuntimeError:
         # Another rank may be gone because it was interrupted; then this one is, or will be in a
         # moment. An exception of the handler in a callback of autograd is lost, so the event counts.
@@ -203,28 +214,6 @@ def _data_problems(config: Config) -> list[str]:
     return find_data_problems(
         d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens
     )
-
-
-def train(
-    config: Config,
-    data: Data,
-    command: list[str],
-    forecast: Forecast | None = None,
-    interrupted: threading.Event | None = None,
-) -> None:
-    """Builds topology, model and engine from a resolved configuration, and trains.
-
-    Args:
-        command: the words of the command line, for the hint how to resume.
-        forecast: memory and time of the run, if known.
-        interrupted: set when the user has interrupted the run.
-    """
-    p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
-    if config.run.recheck_bad_steps:
-        recheck.configure_cublas()
-    # At least TIMEOUT: loading and the end of a run are not watched.
-    topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
-    Trainer(build_engine(config, topology), data, command, forecast, interrupted).run()
 
 
 def _local_rank() -> int:

@@ -46,6 +46,18 @@ def number(value: object) -> object:
     return value
 
 
+def written(value: Any, separator: str = ",") -> str:
+    """Returns a value as a command line has it. separator: of the items of a list."""
+    if isinstance(value, tuple):
+        groups = any(isinstance(item, Settings) for item in value)  # with commas of their own
+        return ("; " if groups else separator).join(map(written, value)) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
+    return "none" if value is None else str(value)
+
+
 def did_you_mean(word: str, *names: str) -> str:
     """Returns a hint at the name that is most like `word`, to append to a message; "" if none is."""
     close = difflib.get_close_matches(word, names, 1)
@@ -108,7 +120,7 @@ class Settings(BaseModel):
     def __str__(self) -> str:
         first, *names = type(self).model_fields
         given = {name: getattr(self, name) for name in names}
-        settings = [f"{key_name(k)}={_text(v)}" for k, v in given.items() if v is not None]
+        settings = [f"{key_name(k)}={written(v, ' ')}" for k, v in given.items() if v is not None]
         return f"{getattr(self, first)}: {', '.join(settings) or f'{key_name(names[0])}=none'}"
 
 
@@ -132,11 +144,3 @@ def _problem(detail: ErrorDetails, of: str, names: list[str]) -> str:
     if detail["type"] == "extra_forbidden":
         return f"{where}{of}: no such setting; there are {', '.join(map(key_name, names))}"
     return f"{where}{of} {reason(detail)}" if where else reason(detail)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return " ".join(map(_text, value))
-    return str(value)

@@ -158,13 +158,10 @@ class Trainer:
         """Returns lines on what the run was resumed from."""
         lines = [f"skipped a checkpoint: {problem}" for problem in start.extra.get("problems", ())]
         path = start.extra.get("path")
-        if "resumed" in start.extra:
-            return [*lines, f"resumed    {start.extra['resumed']}"]
-        if path is None:
-            return lines
-        if is_hf_folder(path):
+        if "resumed" not in start.extra and path is not None and is_hf_folder(path):
             return [*lines, f"begun from {path}, with moments of zero"]
-        return [*lines, f"resumed    {path}"]
+        source = start.extra.get("resumed", path)
+        return lines if source is None else [*lines, f"resumed    {source}"]
 
 
 class Loop:

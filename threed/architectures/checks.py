@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from threed import architectures
 from threed.config import ModelConfig, key_name
+from threed.schema import written
 
 
 def find_model_problems(model: ModelConfig) -> Iterator[str]:
@@ -35,8 +36,7 @@ def _check_keys(model: ModelConfig) -> Iterator[str]:
         value, own = getattr(model, key), record.resolved(dict(model) | {key: None}).get(key)
         if value not in (ModelConfig.model_fields[key].default, own):
             having = " or ".join(other.name for other in records if key in other.takes)
-            given = f"{value:g}" if isinstance(value, float) else str(value).lower()
-            yield f"--model.{key_name(key)} {given} is for --model.arch {having}: leave it out with {model.arch}"
+            yield f"--model.{key_name(key)} {written(value)} is for --model.arch {having}: leave it out with {model.arch}"
 
 
 def _check_positions(model: ModelConfig) -> Iterator[str]:

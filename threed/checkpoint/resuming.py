@@ -18,12 +18,13 @@ from typing import Any, Literal
 import torch
 
 from threed import architectures
-from threed.arguments import GROUPS, written
+from threed.arguments import GROUPS
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import parts_of
 from threed.config import Config, ModelConfig, OptimConfig, key_name, python_name
 from threed.data import Data
 from threed.resolution import resolve_model, spelt_as
+from threed.schema import written
 from threed.zero.records import PREVIOUS, WEIGHT
 from threed.zero.setup import learning_rate, state_names
 
@@ -204,13 +205,13 @@ def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, st
         found = saved.get(group)
         there: Mapping[str, Any] = found if isinstance(found, dict) else {}
         for name in [n for n in kind.model_fields if n in there and there[n] != wanted[group][n]]:
-            now = written(name, getattr(getattr(config, group), name))
+            now = written(getattr(getattr(config, group), name))
             yield f"{group}.{key_name(name)}", _as_written(group, name, there), now
 
 
 def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
     with suppress(ValueError):  # of a version with other values
-        return written(name, getattr(GROUPS[group].model_validate({name: saved[name]}), name))
+        return written(getattr(GROUPS[group].model_validate({name: saved[name]}), name))
     return str(plain(saved[name]))
 
 
