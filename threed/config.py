@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from threed.param_groups import ParamGroup as ParamGroup
-from threed.parse import printable
+from threed.parse import plain
 from threed.schema import BaseModel, ConfigDict, Field, model_validator
 from threed.schema import key_name as key_name
 from threed.schema import python_name as python_name
@@ -59,7 +59,7 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, each problem one line that names its fix."""
 
     def __init__(self, problems: list[str]) -> None:
-        self.problems = [printable(problem) for problem in problems]
+        self.problems = [plain(problem, 4000) for problem in problems]
         super().__init__("\n".join(self.problems))
 
 
@@ -72,17 +72,11 @@ class _Group(BaseModel):
     @classmethod
     def _read_none(cls, data: Any) -> Any:
         """The word `none` asks for the default of a field whose default is None."""
+        optional = {name for name, field in cls.model_fields.items() if field.default is None}
         if not isinstance(data, dict):
             return data
-        optional = {
-            name
-            for name, field in cls.model_fields.items()
-            if not field.is_required() and field.default is None
-        }
-        return {
-            key: None if key in optional and value == "none" else value
-            for key, value in data.items()
-        }
+        nones = {key: None for key in optional & data.keys() if data[key] == "none"}
+        return data | nones
 
 
 class ParallelConfig(_Group):

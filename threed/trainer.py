@@ -104,7 +104,7 @@ class Trainer:
                 last,
             )  # fmt: skip
             loop = Loop(run, retention, memory, owner, self.callbacks)
-            self._log_header(run, loop.evaluation.validation.notice, aside)
+            self._log_header(run, loop.evaluation.notice, aside)
             supervision.before_exit(lambda: memory.finish(BEFORE_EXIT_S))
             loop.train()
             spans = loop.step_log.spans
@@ -176,7 +176,11 @@ class Loop:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.run, self.engine, self.memory = run, run.engine, memory
-        self.bad_steps, self.peak, self.evaluation = BadSteps(run), PeakMemory(run), Evaluation(run)
+        self.bad_steps, self.peak, self.evaluation = (
+            BadSteps(run),
+            PeakMemory(run),
+            Evaluation(run.engine, run.data),
+        )
         self.checkpoints = Checkpoints(run, retention, memory, owner, self.bad_steps)
         self.step_log = StepLog(run, self.checkpoints.take_seconds)
         self.callbacks = [

@@ -36,7 +36,7 @@ from threed.checkpoint.lazy_tensors import (
     rows,
 )
 from threed.config import ModelConfig
-from threed.parse import printable
+from threed.parse import plain
 from threed.resolution import resolve_model
 from threed.schema import ValidationError, reason
 
@@ -188,7 +188,7 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
             raise ValueError("; ".join(problems))
         return model
     except ValueError as error:
-        said = printable(" ".join(str(error).split()))
+        said = plain(" ".join(str(error).split()), 4000)
         raise CheckpointError(f"the Hugging Face configuration: {said}") from None
 
 
