@@ -26,7 +26,6 @@ FLOORS = {
     "threed.disk": 0,
     "threed.launcher": 0,
     "threed.packages": 0,
-    "threed.param_groups": 0,
     "threed.parse": 0,
     "threed.program": 0,
     "threed.schema": 0,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from threed.param_groups import ParamGroup as ParamGroup
 from threed.parse import plain
 from threed.schema import BaseModel, ConfigDict, Field, model_validator
 from threed.schema import key_name as key_name
@@ -49,6 +48,7 @@ from threed.values import (
     Text,
     ZeroStage,
 )
+from threed.values import ParamGroup as ParamGroup
 
 DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 SumType = Literal["fp32", "bf16", "fp16", "fp64"]

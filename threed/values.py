@@ -6,15 +6,15 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from threed import architectures, schedules
 from threed.architectures.rope_scaling import RopeScaling
-from threed.param_groups import OptimizerName, ParamGroup, read_groups
 from threed.schema import (
     AfterValidator,
     BeforeValidator,
     Field,
+    Settings,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -28,6 +28,46 @@ class Takes:
     """Rides on a field's type: what `--help` shows in place of the value."""
 
     text: str
+
+
+OptimizerName = Literal["adamw", "sgd", "lion"]
+
+
+def _pattern(text: str) -> str:
+    if not text.strip() or set(text) & set(":;"):  # with these most likely two groups in one
+        separate = "separate groups by ; in a flag, in TOML they are items of a list"
+        raise ValueError(f"is not a pattern of parameter names: {separate}")
+    return text.strip()
+
+
+_Rate = Annotated[float, Field(ge=0), BeforeValidator(number)]
+
+
+class ParamGroup(Settings):
+    """The options of the parameters whose names match a pattern of `fnmatch`; None: as in `optim`.
+
+    The first group that matches a name has the parameter. In a flag groups are separated by `;`.
+
+    Attributes:
+        match: the pattern.
+        name: the optimizer that updates them, with the constants of `optim`.
+        lr: the peak learning rate; warmup and schedule are those of `optim`.
+        weight_decay: also for norms and biases that match.
+    """
+
+    form: ClassVar[str] = '"pattern: name=sgd, lr=X, weight-decay=X"'
+
+    match: Annotated[str, AfterValidator(_pattern)]
+    name: OptimizerName | None = None
+    lr: _Rate | None = None
+    weight_decay: _Rate | None = None
+
+
+def _groups(value: Any) -> Any:
+    """Returns the groups of one flag as a list of texts; `none` is no group at all. Other values pass unchanged."""
+    if value == "none":
+        return []
+    return [text for text in value.split(";") if text.strip()] if isinstance(value, str) else value
 
 
 def _without_nul(text: str) -> str:
@@ -169,7 +209,7 @@ Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(number), Takes("X
 Scaling = Annotated[RopeScaling, Takes('"TYPE: key=X, …"')]
 ParamGroups = Annotated[
     tuple[ParamGroup, ...],
-    BeforeValidator(read_groups),
+    BeforeValidator(_groups),
     Takes('"PATTERN: name=sgd, lr=X, weight-decay=X; …"'),
 ]
 RecomputeOps = Annotated[

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from threed.architectures.record import (
-    ATTENTION,
-    BLOCK,
-    MLP,
-    Architecture,
-    Key,
-    Keys,
-    linear,
-    one,
-    register,
-)
+from threed.architectures import record
+from threed.architectures.record import ATTENTION, BLOCK, MLP, Architecture, Key, Keys, linear, one
 
 _H = "transformer.h.{i}"
 
@@ -27,7 +18,7 @@ def _limits(keys: Keys) -> Iterator[str]:
         yield f"--model.head-dim {head_dim} for {heads} heads and width {keys['hidden']}"
 
 
-register(
+record.register(
     Architecture(
         "gpt",
         "GPT-2",

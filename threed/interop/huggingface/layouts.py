@@ -23,7 +23,6 @@ from torch import Tensor
 
 from threed import architectures
 from threed.architectures import spelling
-from threed.architectures.checks import export_limits, find_model_problems
 from threed.architectures.record import Architecture, Rule
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import (
@@ -35,6 +34,7 @@ from threed.checkpoint.lazy_tensors import (
     read_all,
     rows,
 )
+from threed.checks import export_limits, find_model_problems
 from threed.config import ModelConfig
 from threed.parse import plain
 from threed.resolution import resolve_model
@@ -199,12 +199,12 @@ def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
     except ValidationError as error:
         lines = []
         for detail in error.errors():
-            ours, *inner = (str(part) for part in detail["loc"] or ("model",))
+            ours = str((*detail["loc"], "model")[0])
             theirs = spelling.named(record, ours)
             beside = f" ({ours})" if theirs != ours and ours != "seq" else ""
             value = json.dumps(detail["input"], default=str)
             short = value if len(value) <= 60 else f"{value[:57]}..."
-            lines.append(f"{'.'.join([theirs, *inner])} {short}{beside}: {reason(detail)}")
+            lines.append(f"{theirs} {short}{beside}: {reason(detail)}")
         raise ValueError("; ".join(dict.fromkeys(lines))) from None
 
 
