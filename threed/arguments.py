@@ -31,6 +31,7 @@ GROUPS: Mapping[str, type[BaseModel]] = {
     for name, info in Config.model_fields.items()
     if isinstance(info.annotation, type)
 }
+DEFAULTS = Config()
 PRESETS = Path(__file__).with_name("presets")
 PROGRAM, FLAG = "the program's defaults", ""  # sources of values, besides files
 _OWN = ("seq", "dropout", "tokenizer")  # keys of a run, also if it begins from a folder
@@ -64,6 +65,7 @@ def load(
     begin: Begin | None = None,
     world_size: int | None = None,
     local_world: int | None = None,
+    machines: tuple[int, int] | None = None,
     more: Callable[[Config], Iterable[str]] = lambda config: (),
 ) -> tuple[Config, Options]:
     """Reads the command line, and checks the configuration for a number of ranks.
@@ -77,6 +79,7 @@ def load(
         world_size: the number of ranks if there is no `--world-size`. By default combinations of
             keys are not checked.
         local_world: the number of ranks on this machine.
+        machines: the least and the most machines of a job whose number of machines may change.
         more: returns further problems of a configuration whose values are all valid.
 
     Returns:
@@ -101,7 +104,8 @@ def load(
         config = draft.begin(found, config)
     problems = list(draft.problems)
     if world_size is not None and draft.complete:
-        combined = find_problems(config, asked or world_size, None if asked else local_world)
+        here = (None, None) if asked else (local_world, machines)
+        combined = find_problems(config, asked or world_size, *here)
         problems += [text for text in combined if not draft.is_consequence(text)]
     problems += [] if draft.problems else more(config)
     if problems:
@@ -141,7 +145,7 @@ class _Draft:
     def split(self, argv: list[str]) -> dict[str, Any]:
         """Returns the values of known flags, and of options of the program, by `group.field` or name."""
         parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        _add_flags(parser, Config(), nargs="?")
+        _add_flags(parser, DEFAULTS, nargs="?")
         named = [_hyphenated(token) if token.startswith("--") else token for token in argv]
         found, rest = parser.parse_known_args(named)
         before = ""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from threed import architectures, schedules
+from threed.architectures import Architecture
 from threed.config import Config, ConfigError, ModelConfig, RecomputeConfig, key_name, python_name
 from threed.resolution import count_microbatches, derive_dp, schedule_problem
 from threed.schema import written
@@ -186,10 +187,18 @@ def find_refusals(
     return [problem for problem in found if problem] + list(_check_drive(config))
 
 
-def find_problems(config: Config, world_size: int, local_world: int | None = None) -> list[str]:
-    """Returns all problems of this configuration in a world of `world_size` ranks, `local_world` of them on a machine.
+def find_problems(
+    config: Config,
+    world_size: int,
+    local_world: int | None = None,
+    machines: tuple[int, int] | None = None,
+) -> list[str]:
+    """Returns all problems of a configuration, as loaded, in a world of ranks.
 
-    Pass the configuration as loaded, before it is resolved.
+    Args:
+        world_size: the number of ranks.
+        local_world: the number of ranks on this machine.
+        machines: the least and the most machines of a job whose number of machines may change.
     """
     problems = find_refusals(config, tuple(Config.model_fields))
     dp = None
@@ -205,6 +214,8 @@ def find_problems(config: Config, world_size: int, local_world: int | None = Non
     problems += find_model_problems(config.model)
     for check_ranks in (_check_schedule, _check_batch, _check_shard_size, _check_replicas):
         problems += check_ranks(config, dp)
+    if machines is not None and not problems:
+        problems += check_sizes(config, machines, local_world or 1)
     return list(dict.fromkeys(problems))
 
 
@@ -356,16 +367,17 @@ def _check_run(config: Config) -> Iterator[str]:
 
 def find_model_problems(model: ModelConfig) -> Iterator[str]:
     """Yields keys of a model that its architecture does not have, and sizes that do not fit; resolved or not."""
-    yield from _check_pairs(model)
-    yield from _check_keys(model)
+    record = architectures.find(model.arch)
+    yield from _check_pairs(model, record)
+    yield from _check_keys(model, record)
     yield from _check_positions(model)
 
 
-def _check_pairs(model: ModelConfig) -> Iterator[str]:
+def _check_pairs(model: ModelConfig, record: Architecture) -> Iterator[str]:
     share = model.partial_rotary_factor
     turned = int((model.head_dim or model.hidden // model.heads) * share)
     known = model.head_dim or model.hidden % model.heads == 0
-    if architectures.find(model.arch).learned_positions or not known or turned % 2 == 0:
+    if record.learned_positions or not known or turned % 2 == 0:
         return
     if share == 1.0:
         yield f"heads of size {turned}: rotary positions turn pairs; use --model.head-dim {turned + 1}"
@@ -374,9 +386,9 @@ def _check_pairs(model: ModelConfig) -> Iterator[str]:
         yield f"{given}: rotary positions turn pairs; use another share"
 
 
-def _check_keys(model: ModelConfig) -> Iterator[str]:
+def _check_keys(model: ModelConfig, record: Architecture) -> Iterator[str]:
     """Keys that were said and that the architecture does not have."""
-    record, records = architectures.find(model.arch), architectures.REGISTERED.values()
+    records = architectures.REGISTERED.values()
     for key in sorted(frozenset[str]().union(*(other.takes for other in records)) - record.takes):
         value, own = getattr(model, key), record.resolved(dict(model) | {key: None}).get(key)
         if value not in (ModelConfig.model_fields[key].default, own):

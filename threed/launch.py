@@ -9,6 +9,7 @@ program with exit code 2.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import platform
 import shlex
@@ -18,7 +19,6 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from threed import collectives, device
 from threed.arguments import Options, format_problems, help_text, load
@@ -26,7 +26,7 @@ from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
 from threed.checkpoint.resuming import compare, resuming_flags
 from threed.checkpoint.retention import after_restart, candidates
-from threed.checks import check_sizes, check_vocab
+from threed.checks import check_vocab
 from threed.config import Config, ConfigError
 from threed.data import Data, open_data
 from threed.data import find_problems as find_data_problems
@@ -88,14 +88,16 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
         world = world_size()
         config, options = load(
             argv, defaults={"model": {"arch": arch}} if arch else {}, world_size=world,
-            local_world=_local_world(), begin=_begin, more=_data_problems,
+            local_world=_local_world(), machines=process.machines_asked(), more=_data_problems,
+            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # for all ranks of the machine
         )  # fmt: skip
         if options.help:
             return _say(help_text(config, prog))
         _check_arch(config, options, arch, prog)
         world = options.world_size or world
         data = _open(config)
-        _check_in_world(config, data)
+        if problems := list(check_vocab(config, data.tokenizer.text_vocab_size)):
+            raise ConfigError(problems)
         config = resolve(config, data.vocab, world)
         forecast = _forecast(config, world, options.dry_run)
     except LauncherError as error:
@@ -204,11 +206,6 @@ def _check_arch(config: Config, options: Options, arch: str | None, prog: str) -
         raise ConfigError([f"{prog} trains {arch}, and {which}, or {other}"])
 
 
-def _begin(config: Config) -> dict[str, dict[str, Any]]:
-    """Returns the values of the folder that a run begins from, which local rank 0 checks for all."""
-    return pretrained.find(config, check=_local_rank() == 0)
-
-
 def _data_problems(config: Config) -> list[str]:
     d = config.data
     return find_data_problems(
@@ -258,15 +255,6 @@ def _open(config: Config) -> Data:
         )  # fmt: skip
     except (ValueError, OSError) as error:
         raise ConfigError([str(error)]) from None
-
-
-def _check_in_world(config: Config, data: Data) -> None:
-    """Refuses a vocabulary that is too small for the tokenizer, and numbers of machines that a job may shrink to."""
-    problems = list(check_vocab(config, data.tokenizer.text_vocab_size))
-    if (machines := process.machines_asked()) is not None:
-        problems += check_sizes(config, machines, _local_world() or 1)
-    if problems:
-        raise ConfigError(problems)
 
 
 def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:

@@ -48,26 +48,29 @@ def default_warmup(steps: int) -> int:
 
 
 def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
-    """Fill in every derived value; `vocab` is the tokenizer's, and dp stays open without a world size.
+    """Returns the configuration with every derived value; dp stays open without a world size.
 
-    What stays None means itself: `train.stop_after`, `data.path`, `zero.nvme_path`, `log.profile_steps`. The path of
-    a schedule's file becomes absolute. Raises ConfigError where that file is wrong.
+    None remains where it is a value: `train.stop_after`, `data.path`, `zero.nvme_path`, `log.profile_steps`. The path
+    of a schedule's file becomes absolute.
+
+    Args:
+        vocab: the number of tokens of the data.
+
+    Raises:
+        ConfigError: the schedule's file is wrong.
     """
-    parallel = config.parallel.model_copy(
-        update={"schedule": schedules.absolute(config.parallel.schedule)}
-    )
-    config = config.model_copy(update={"parallel": parallel})
     name, dtype = config.run.name or config.model.arch, config.precision.dtype
     widest: DType = "fp64" if dtype == "fp64" else "fp32"
     derived: dict[str, dict[str, Any]] = {
-        "parallel": _derive_parallel(config, world_size),
         "precision": {"grad_dtype": widest, "reduce_dtype": config.precision.grad_dtype or widest},
         "optim": {"min_lr": config.optim.lr / 10, "warmup": default_warmup(config.train.steps)},
         "run": {"name": name, "dir": f"runs/{name}"},
         "checkpoint": {"memory_every": int(config.run.replicate == "neighbour")},
     }
     groups = {group: _fill(getattr(config, group), values) for group, values in derived.items()}
-    return config.model_copy(update=groups | {"model": resolve_model(config.model, vocab)})
+    groups["parallel"] = _resolve_parallel(config, world_size)
+    groups["model"] = resolve_model(config.model, vocab)
+    return config.model_copy(update=groups)
 
 
 def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
@@ -76,14 +79,16 @@ def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
     )
 
 
-def _derive_parallel(config: Config, world_size: int | None) -> dict[str, Any]:
+def _resolve_parallel(config: Config, world_size: int | None) -> BaseModel:
     p, dp = config.parallel, None if world_size is None else derive_dp(config, world_size)
     sizes = () if dp is None else (p.pp, count_microbatches(config, dp))
+    schedule = schedules.absolute(p.schedule)
     try:
-        chunks = p.chunks or schedules.own_chunks(p.schedule, *sizes)
+        chunks = p.chunks or schedules.own_chunks(schedule, *sizes)
     except ValueError as error:
         raise ConfigError([schedule_problem(error)]) from error
-    return {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}
+    derived = {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}
+    return _fill(p, derived).model_copy(update={"schedule": schedule})
 
 
 def schedule_problem(error: ValueError) -> str:
