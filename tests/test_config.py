@@ -340,6 +340,7 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
             4,
             ["--model.layers 3 < --parallel.pp 4", "at most 3"],
         ),
+        ("--parallel.chunks 2", 1, ["1f1b: chunks is 2; this schedule has 1: leave it out"]),
         ("--parallel.pp 2 --parallel.partition 3,3,2", 2, ["for 3 stages", "give 2 numbers"]),
         ("--parallel.pp 2 --parallel.partition 3,3", 2, ["makes 6 layers", "8 are needed"]),
         (
@@ -537,7 +538,7 @@ def test_a_warm_up_that_nobody_names_fits_the_run(line: str, warmup: int) -> Non
 
 @pytest.mark.parametrize(
     "line",
-    """--parallel.cp 2|--parallel.ep 2|--parallel.chunks 2
+    """--parallel.cp 2|--parallel.ep 2
     --precision.dtype fp8""".replace("\n", "|").split("|"),
 )
 def test_a_feature_that_is_not_there_is_refused_by_name(line: str) -> None:

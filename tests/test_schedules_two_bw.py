@@ -122,7 +122,7 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
         ),
         ("--parallel.optimistic-step true", "use --parallel.optimistic-step auto or false"),
         ("--precision.dtype fp16", "use --precision.dtype bf16"),
-        ("--parallel.chunks 2", "another number of chunks with 2bw is not there yet"),
+        ("--parallel.chunks 2", "2bw: chunks is 2; this schedule has 1: leave it out"),
         (
             "--train.global-batch 8 --train.micro-batch 4",
             "2bw: 2 micro-batches; 4 stages need at least 4",

@@ -102,6 +102,8 @@ def load(
     found = begin(config) if begin and not draft.problems else {}
     if found:
         config = draft.begin(found, config)
+    flags = frozenset(given)
+    options = Options("dry_run" in flags, asked, False, source, flags, "model" in found)
     problems = list(draft.problems)
     if world_size is not None and draft.complete:
         here = (None, None) if asked else (local_world, machines)
@@ -110,8 +112,7 @@ def load(
     problems += [] if draft.problems else more(config)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    flags = frozenset(given)
-    return config, Options("dry_run" in flags, asked, False, source, flags, "model" in found)
+    return config, options
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any
 from threed import architectures, schedules
 from threed.architectures import Architecture
 from threed.config import Config, ConfigError, ModelConfig, RecomputeConfig, key_name, python_name
-from threed.resolution import count_microbatches, derive_dp, schedule_problem
+from threed.resolution import derive_dp, schedule_problem
 from threed.schema import written
 
 MOST_MICROBATCHES = 100_000  # of a step; to build a plan takes time and memory for each
@@ -158,31 +158,21 @@ ASYNCHRONOUS = (
 """Requirements of a schedule whose steps overlap, with an update one step late."""
 
 
-def _of_schedule(name: str) -> tuple[Refusal, ...]:
-    """Returns the refusal of chunks under a schedule; `_check_schedule` checks those of a file."""
-    if schedules.names_file(name) or schedules.chunks_are_free(name):
-        return ()
-    own = (None, schedules.own_chunks(name))
-    return (Refusal("parallel", "chunks", own, f"another number of chunks with {name}"),)
-
-
-_OTHERS = (
+REFUSALS = (
     Refusal("parallel", "cp", (1,), "context parallelism"),
     Refusal("parallel", "ep", (1,), "expert parallelism"),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
 )
-REFUSALS = (*_OTHERS, *_of_schedule("interleaved"))
-"""Features that are not there yet, under a schedule with any number of chunks. Who builds one deletes its line."""
+"""Features that are not there yet. Who builds one deletes its line."""
 
 
 def find_refusals(
     config: Config, groups: tuple[str, ...] = ("parallel", "zero", "recompute")
 ) -> list[str]:
     """Returns what an engine refuses: features that are not there yet, and requirements of keys of these `groups`."""
-    name = config.parallel.schedule
     required = [row for row in REQUIREMENTS if row.key.partition(".")[0] in groups]
-    required += ASYNCHRONOUS if schedules.is_asynchronous(name) else ()
-    rows: tuple[Refusal | Requirement, ...] = (*_OTHERS, *_of_schedule(name), *required)
+    required += ASYNCHRONOUS if schedules.is_asynchronous(config.parallel.schedule) else ()
+    rows: tuple[Refusal | Requirement, ...] = (*REFUSALS, *required)
     found = [row.find(config) for row in rows]
     return [problem for problem in found if problem] + list(_check_drive(config))
 
@@ -291,26 +281,24 @@ def _check_layers(config: Config) -> Iterator[str]:
 def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
     """Whether the schedule has a plan for the stages and micro-batches of this run, and the model layers for it."""
     name, p, train = config.parallel.schedule, config.parallel, config.train
-    of_file, count = schedules.names_file(name), 2 * p.pp
+    rows = train.micro_batch * (dp or 1)
     # a batch that cannot be divided is another problem
-    known = dp is not None and train.global_batch % (train.micro_batch * dp) == 0
-    if dp is not None and known:
-        count = count_microbatches(config, dp)
+    known = dp is not None and train.global_batch % rows == 0
+    count = train.global_batch // rows if known else 2 * p.pp
     if count > MOST_MICROBATCHES:
         given = f"--train.global-batch {train.global_batch} makes {count} micro-batches a data rank"
         yield f"{given}: a plan has at most {MOST_MICROBATCHES}; use a larger --train.micro-batch"
-    elif of_file or name in schedules.available():
-        # another number is refused by name
-        chunks = p.chunks if of_file or schedules.chunks_are_free(name) else None
-        try:
+        return
+    try:
+        if not known and name.endswith(".csv"):  # all but its micro-batches
+            count, known = schedules.read_csv(name).microbatches, True
+        if not known and schedules.names_file(name):
             schedules.check_name(name)
-            if not known and name.endswith(".csv"):  # all but its micro-batches
-                count, known = schedules.read_csv(name).microbatches, True
-            if known or not of_file:
-                plan = schedules.build(name, p.pp, count, chunks)
-                yield from _check_stages(config, plan.total_stages)
-        except ValueError as error:
-            yield schedule_problem(error)
+        else:
+            plan = schedules.build(name, p.pp, count, p.chunks)
+            yield from _check_stages(config, plan.total_stages)
+    except ValueError as error:
+        yield schedule_problem(error)
 
 
 def _check_stages(config: Config, stages: int) -> Iterator[str]:

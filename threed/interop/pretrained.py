@@ -42,7 +42,7 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
         raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
     if opened is None:
         return {}
-    model, tokenizer = spelt_as(opened[0], config.model), opened[1]
+    model, tokenizer = resolve_model(spelt_as(opened[0], config.model)), opened[1]
     values = {"model": {**dict(model), "seq": default_seq(model)}}
     return values | ({} if tokenizer is None else {"data": {"tokenizer": tokenizer}})
 
@@ -76,7 +76,7 @@ def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None
     if manifest["state"]["steps"]:
         return None
     try:
-        model = resolve_model(ModelConfig.model_validate(manifest["config"]["model"]))
+        model = ModelConfig.model_validate(manifest["config"]["model"])
     except ValueError:
         return None
     if named or name == "bytes":
