@@ -120,7 +120,7 @@ def test_later_layers_win(tmp_path: Path) -> None:
     assert (config.train.steps, config.train.micro_batch, config.train.seed) == (8, 3, 9)
     assert config.optim.betas == (0.5, 0.6)
     assert config.run.name == "mine"
-    assert options.source == tmp_path / "mine.toml"
+    assert options.flags == {"preset", "train.steps"}
     by_path = load(["--config", str(tmp_path / "mine.toml")])[0]
     assert (by_path.train.steps, by_path.run.name) == (7, "mine")
 

@@ -44,7 +44,6 @@ class Options:
     """What the command line asks of the program rather than of the run.
 
     Attributes:
-        source: the preset or TOML file that was read.
         flags: the keys that flags give, as `group.field`.
         pretrained: whether the model is that of a folder to begin from.
     """
@@ -52,7 +51,6 @@ class Options:
     dry_run: bool = False
     world_size: int | None = None
     help: bool = False
-    source: Path | None = None
     flags: frozenset[str] = frozenset()
     pretrained: bool = False
 
@@ -74,8 +72,8 @@ def load(
         defaults: the program's own values, {group: {key: value}}.
         presets: the folder of the named TOML files, by default the package's.
         begin: returns the values of the folder that a configuration begins from, with a model if there is a folder.
-            They override those of a preset or file, but not the length of sequences and the tokenizer. A flag that
-            gives another model is a problem. May raise ConfigError.
+            They override those of a preset or file, but not the length of sequences, the dropout and the tokenizer. A
+            flag that gives another model is a problem. May raise ConfigError.
         world_size: the number of ranks if there is no `--world-size`. By default combinations of
             keys are not checked.
         local_world: the number of ranks on this machine.
@@ -103,7 +101,7 @@ def load(
     if found:
         config = draft.begin(found, config)
     flags = frozenset(given)
-    options = Options("dry_run" in flags, asked, False, source, flags, "model" in found)
+    options = Options("dry_run" in flags, asked, False, flags, "model" in found)
     problems = list(draft.problems)
     if world_size is not None and draft.complete:
         here = (None, None) if asked else (local_world, machines)

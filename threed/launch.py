@@ -265,10 +265,9 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
     if _local_rank() > 0:
         return None
     if config.parallel.partition == "measured" and not alone:
-        balanced = config.parallel.model_copy(
-            update={"partition": "balanced", "memory_limit_gib": None}
-        )
-        config = config.model_copy(update={"parallel": balanced})
+        balanced = {"partition": "balanced", "memory_limit_gib": None}
+        parallel = config.parallel.model_copy(update=balanced)
+        config = config.model_copy(update={"parallel": parallel})
     try:
         return Forecast.of(config, world)
     except ValueError as error:
@@ -333,11 +332,9 @@ def _folder_problems(folder: Path) -> list[str]:
 def _space_problems(folder: Path, forecast: Forecast | None) -> list[str]:
     if forecast is None or _folder_problems(folder):
         return []
+    nbytes = checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype)
     try:
-        check_space(
-            _existing(folder / "checkpoints"),
-            checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype),
-        )
+        check_space(_existing(folder / "checkpoints"), nbytes)
     except CheckpointError as error:
         return [str(error)]
     return []
