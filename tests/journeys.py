@@ -83,9 +83,9 @@ CONFIG = Journey(
     "config",
     "A configuration: from the command line to an engine, and on paper to a forecast",
     (
-        Step("threed.launch:train", "has the resolved configuration"),
+        Step("threed.launch:_train", "has the resolved configuration"),
         Step("threed.topology:Topology", "sizes become axes with process groups"),
-        Step("threed.loading:build_engine", "the model, then its engine", by="train"),
+        Step("threed.loading:build_engine", "the model, then its engine", by="_train"),
         Step("threed.models:build", "the architecture's layers, on the meta device"),
         Step("threed.engine:Engine", "one object from model, topology, configuration",
              by="build_engine", note="as a LayeredEngine"),

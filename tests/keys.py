@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.test_floors import ROOT
-from threed.arguments import GROUPS, takes, written
+from threed.arguments import GROUPS, takes
 from threed.checkpoint.resuming import CONTENTS, RULES
 from threed.checks import REFUSALS
 from threed.config import Config, key_name
+from threed.schema import written
 
 PAGE = ROOT / "docs" / "reference.md"
 HEAD = """# All keys
@@ -43,7 +44,7 @@ def rows(group: str) -> Iterator[str]:
     """The lines of a group's table."""
     defaults = getattr(Config(), group)
     for name, info in GROUPS[group].model_fields.items():
-        value, default = takes(info).replace("|", "\\|"), written(name, getattr(defaults, name))
+        value, default = takes(info).replace("|", "\\|"), written(getattr(defaults, name))
         meaning = " ".join(str(info.description).split())
         meaning = meaning.replace("<", "&lt;").replace("*", "\\*")
         yield f"| `--{group}.{key_name(name)}` | `{value}` | `{default}` | {meaning}{missing(group, name)} |"
@@ -58,7 +59,7 @@ def missing(group: str, name: str) -> str:
 
 
 def _plain(values: tuple[object, ...]) -> str:
-    return "`, `".join(written("", value) for value in values if value is not None)
+    return "`, `".join(written(value) for value in values if value is not None)
 
 
 def resuming() -> Iterator[str]:

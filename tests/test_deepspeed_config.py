@@ -156,7 +156,7 @@ def test_other_optimizers_are_refused_by_name(name: str) -> None:
         ),
         (
             {"type": "AdamW", "params": {"betas": [0.9, 1.0]}},
-            "betas: [0.9, 1.0] must be less than 1",
+            "betas: [0.9, 1.0] must be two numbers, such as 0.9,0.95, each at least 0 and less than 1",
         ),
         (
             {"type": "AdamW", "params": {"amsgrad": True}},

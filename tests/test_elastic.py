@@ -29,7 +29,7 @@ from tests.runs import open_text, run
 from threed import collectives
 from threed.checkpoint import node_memory, writing
 from threed.checkpoint.files import CheckpointError, RunFolderError
-from threed.checks import find_problems
+from threed.checks import check_sizes, find_problems
 from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
@@ -37,7 +37,6 @@ from threed.monitor import metrics, process
 from threed.monitor.process import process_space
 from threed.reliability import elastic
 from threed.resolution import resolve
-from threed.save_checks import check_sizes
 from threed.topology import Topology, _meet
 from threed.trainer import Loop, Trainer
 from threed.training.checkpoints import Checkpoints

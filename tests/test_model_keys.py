@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from threed.architectures.rope_scaling import RopeScaling, read_scaling
+from threed.architectures.rope_scaling import RopeScaling
 from threed.arguments import load, to_toml
 from threed.checkpoint.resuming import model_differences
 from threed.checks import find_problems
@@ -38,8 +38,8 @@ def test_a_scaling_of_rotary_angles_is_a_flag_a_table_and_a_line_of_toml(tmp_pat
     (tmp_path / "run.toml").write_text(to_toml(config))
     assert read_all(["--config", str(tmp_path / "run.toml")]).model == config.model
     long = "longrope: short-factor=1 1.5, long-factor=2 4.5, original-max-position-embeddings=8"
-    assert RopeScaling.model_validate(read_scaling(long)).long_factor == (2.0, 4.5)
-    assert str(RopeScaling.model_validate(read_scaling(long))).startswith(
+    assert RopeScaling.model_validate(long).long_factor == (2.0, 4.5)
+    assert str(RopeScaling.model_validate(long)).startswith(
         "longrope: original-max-position-embeddings=8"
     )
 
@@ -99,11 +99,12 @@ def test_a_key_that_a_family_does_not_have_is_refused_with_those_that_have_it(
     ("given", "problem"),
     [
         ("dynamic: factor=2", "must be linear, llama3, yarn or longrope"),
-        ("linear", "linear needs factor"),
+        ("linear", 'such as "linear: factor=2"'),
+        ("yarn: factor=2", "yarn needs original_max_position_embeddings"),
         ("linear: factor=-2", "must be greater than 0"),
         ("linear: factor=2, beta-fast=3", "linear has no beta_fast"),
-        ("linear: factor=2, colour=3", "there is no colour"),
-        ("linear: factor=2, factor=3", "there twice"),
+        ("linear: factor=2, colour=3", "colour of 'linear': no such setting; there are factor, "),
+        ("linear: factor=2, factor=3", "has factor twice"),
         (
             "llama3: factor=8, low-freq-factor=4, high-freq-factor=1, original-max-position-embeddings=8",
             "must be below",

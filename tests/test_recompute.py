@@ -413,7 +413,10 @@ def test_a_module_without_checkpointing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("recompute", "fix"),
     [
-        ({"every": 2}, "every 2 with --recompute.mode none: use"),
+        (
+            {"every": 2},
+            "every 2 with --recompute.mode none: .* use --recompute.mode full or selective",
+        ),
         ({"arena": True}, "arena true with --recompute.mode none: .* use --recompute.mode full"),
         (
             {"mode": "selective", "offload": "cpu"},
@@ -421,11 +424,11 @@ def test_a_module_without_checkpointing_is_refused() -> None:
         ),
         (
             {"mode": "full", "ops": ("norm",)},
-            "ops norm is for --recompute.mode selective, not full",
+            "ops norm with --recompute.mode full: .* use --recompute.mode selective",
         ),
         (
             {"mode": "full", "partition": True},
-            "partition true with --parallel.tp 1: .* leave it out",
+            "partition true with --parallel.tp 1: .* or --recompute.partition false",
         ),
         ({"mode": "full", "offload": "nvme"}, "--zero.nvme-path FOLDER"),
     ],

@@ -155,19 +155,19 @@ FREE: dict[int, list[Groups]] = {
 }  # fmt: skip
 APPLIED: dict[str, tuple[Groups, str]] = {
     "model.seq": ({"model": {"seq": 8}}, "16 and is 8"),
-    "model.dropout": ({"model": {"dropout": 0.2}}, "0.0 and is 0.2"),
+    "model.dropout": ({"model": {"dropout": 0.2}}, "0 and is 0.2"),
     "train.steps": ({"train": {"steps": 12}}, "6 and is 12"),
     "train.global-batch": ({"train": {"global_batch": 6}}, "4 and is 6"),
     "train.seed": ({"train": {"seed": 7}}, "1234 and is 7"),
     "train.eval-samples": ({"train": {"eval_samples": 3}}, "6 and is 3"),
-    "train.grad-clip": ({"train": {"grad_clip": 0.01}}, "0.0 and is 0.01"),
+    "train.grad-clip": ({"train": {"grad_clip": 0.01}}, "0 and is 0.01"),
     "optim.lr": ({"optim": {"lr": 5e-3}}, "0.01 and is 0.005"),
     "optim.min-lr": ({"optim": {"min_lr": 2e-3}}, "0.001 and is 0.002"),
     "optim.warmup": ({"optim": {"warmup": 5}}, "2 and is 5"),
     "optim.schedule": ({"optim": {"schedule": "linear"}}, "cosine and is linear"),
     "optim.betas": ({"optim": {"betas": (0.5, 0.6)}}, "0.9,0.95 and is 0.5,0.6"),
     "optim.eps": ({"optim": {"eps": 1e-2}}, "1e-08 and is 0.01"),
-    "optim.weight-decay": ({"optim": {"weight_decay": 3.0}}, "0.1 and is 3.0"),
+    "optim.weight-decay": ({"optim": {"weight_decay": 3.0}}, "0.1 and is 3"),
     "optim.groups": ({"optim": {"groups": "*.bias: lr=0.1"}}, r"none and is \*.bias: lr=0.1"),
     "precision.dtype": (
         {"precision": {"dtype": "fp32", "grad_dtype": "fp64", "reduce_dtype": "fp64"}},

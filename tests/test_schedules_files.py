@@ -381,7 +381,7 @@ def test_wrong_files_are_among_all_problems_of_a_run(mine: str, tmp_path: Path) 
         (f"{tmp_path}/gone.csv", "gone.csv: No such file"),
         (
             f"{tmp_path}/plan.csv",
-            "is for 4 stages and 8 micro-batches, and this run has 2 and 4: use --parallel.pp 4 and",
+            "plan.csv: a plan for 4 stages and 8 micro-batches, and needed is one for 2 and 4",
         ),
     ):
         text = problems(f"{batch} --parallel.schedule {schedule} --model.heads 7")
@@ -393,7 +393,7 @@ def test_wrong_files_are_among_all_problems_of_a_run(mine: str, tmp_path: Path) 
     assert "--parallel.schedule chimera: 3 stages" in text
     # dp cannot be known
     text = problems(f"--parallel.pp 3 --parallel.schedule {tmp_path}/plan.csv", world=2)
-    assert "this run has 3 and another number" in text
+    assert "a plan for 4 stages and 8 micro-batches, and needed is one for 3 and 8" in text
     assert "must be 1f1b, gpipe, " in problems("--parallel.schedule mine.txt")
 
 

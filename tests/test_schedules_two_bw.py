@@ -118,12 +118,15 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
         ("--zero.offload-optimizer cpu", "on the device; use --zero.offload-optimizer none"),
         (
             "--zero.offload-optimizer cpu --zero.delayed-update true",
-            "leave --zero.delayed-update out",
+            "use --zero.delayed-update false",
         ),
-        ("--parallel.optimistic-step true", "leave --parallel.optimistic-step out"),
-        ("--precision.dtype fp16", "use bf16"),
-        ("--parallel.chunks 2", "another number of chunks with 2bw is not there yet"),
-        ("--train.global-batch 8 --train.micro-batch 4", "2 micro-batches and --parallel.pp 4"),
+        ("--parallel.optimistic-step true", "use --parallel.optimistic-step auto or false"),
+        ("--precision.dtype fp16", "use --precision.dtype bf16"),
+        ("--parallel.chunks 2", "2bw: chunks is 2; this schedule has 1: leave it out"),
+        (
+            "--train.global-batch 8 --train.micro-batch 4",
+            "2bw: 2 micro-batches; 4 stages need at least 4",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_with_a_fix(flags: str, says: str) -> None:

@@ -14,7 +14,7 @@ from tests.configs import engine_of
 from tests.harness import run_ranks
 from tests.runs import SEQ, configuration, open_text, run
 from threed.data import Data
-from threed.training.evaluation import Validation
+from threed.training.evaluation import Evaluation
 
 ASKED = (5, 16, 64, 10_000)  # validation windows; open_text has some hundred
 TOPOLOGIES: dict[int, list[dict[str, dict[str, Any]]]] = {
@@ -43,7 +43,7 @@ def losses_of(world: int, folder: str) -> list[list[float]]:
         for asked in ASKED:
             train = engine.config.train.model_copy(update={"eval_samples": asked})
             engine.config = engine.config.model_copy(update={"train": train})
-            several.append(Validation(engine, data).loss(lambda: False) or 0.0)
+            several.append(Evaluation(engine, data).loss(lambda: False) or 0.0)
         found.append(several)
     return found
 

@@ -375,6 +375,6 @@ def test_where_it_is_done_by_itself() -> None:
 def test_what_it_needs_is_said(key: str) -> None:
     other = {"order": "micro", "offload_optimizer": "cpu", "offload_params": "cpu"}
     (problem,) = find_problems(changed(CASE, zero={"early_update": True, key: other[key]}), 1)
-    assert problem.startswith(
-        "--zero.early-update true needs --zero.order layer with both --zero.offload-optimizer"
-    )
+    flag, value = f"--zero.{key.replace('_', '-')}", "layer" if key == "order" else "nvme"
+    assert problem.startswith(f"--zero.early-update true with {flag} {other[key]}: ")
+    assert problem.endswith(f"use {flag} {value}, or --zero.early-update auto")

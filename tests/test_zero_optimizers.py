@@ -18,12 +18,11 @@ from tests.harness import run_ranks
 from tests.test_step import data, with_
 from threed import models
 from threed.checkpoint.files import CheckpointError
-from threed.config import Config, ConfigError
+from threed.config import Config, ConfigError, ParamGroup
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.models import Wrapped
-from threed.param_groups import ParamGroup
 from threed.zero import setup
 
 LR, DECAY = 1e-2, 0.1

@@ -2,22 +2,26 @@
 
     problems = find_problems(config, world_size=8)      # [] where all is well
 
-`REFUSALS` are features that are not there yet; the functions below look at several keys together. Ranges of single keys
-stand with the keys in `threed.config`.
+`REFUSALS` are features that are not there yet, `REQUIREMENTS` pairs of keys of which one requires a value of the other;
+the functions below check sizes. Ranges of single keys stand with the keys in `threed.config`.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from threed import schedules
-from threed.architectures.checks import export_limits as export_limits
-from threed.architectures.checks import find_model_problems
-from threed.config import Config, ConfigError, key_name
-from threed.resolution import count_microbatches, derive_dp, schedule_problem
-from threed.save_checks import check_copies, check_saves
+from threed import architectures, schedules
+from threed.architectures import Architecture
+from threed.config import Config, ConfigError, ModelConfig, RecomputeConfig, key_name, python_name
+from threed.resolution import derive_dp, schedule_problem
+from threed.schema import written
+
+MOST_MICROBATCHES = 100_000  # of a step; to build a plan takes time and memory for each
+LAYER_MAJOR = ("1f1b", "gpipe")  # on one stage the same: no bubble, whatever comes first
 
 
 @dataclass(frozen=True)
@@ -30,102 +34,179 @@ class Refusal:
     feature: str
 
     def find(self, config: Config) -> str | None:
-        """The problem line if `config` asks for the feature."""
-        value = getattr(getattr(config, self.group), self.field)
+        """Returns the problem if `config` asks for the feature."""
+        key = f"{self.group}.{key_name(self.field)}"
+        value = _value(config, key)
         if value in self.works:
             return None
-        fix = " or ".join(_as_written(works) for works in self.works)
-        flag = f"--{self.group}.{key_name(self.field)}"
-        return f"{flag} {_as_written(value)}: {self.feature} is not there yet; use {flag} {fix}"
+        fix = " or ".join(written(works) for works in self.works)
+        return f"--{key} {written(value)}: {self.feature} is not there yet; use --{key} {fix}"
 
 
-def _of_schedule(name: str) -> tuple[Refusal, ...]:
-    """What is there of chunks under a schedule, a registered one too; `_check_schedule` looks into those of files."""
-    if schedules.names_file(name) or schedules.chunks_are_free(name):
-        return ()
-    own = (None, schedules.own_chunks(name))
-    return (Refusal("parallel", "chunks", own, f"another number of chunks with {name}"),)
+@dataclass(frozen=True)
+class Requirement:
+    """A key whose values, except some, require another key to have certain values.
+
+    Args:
+        key: as `group.key`.
+        free: the values that require nothing; the first one is the fix.
+        other: the key that is required.
+        works: its values that work.
+        why: the reason, for the message.
+    """
+
+    key: str
+    free: tuple[object, ...]
+    other: str
+    works: tuple[object, ...] | range
+    why: str
+
+    def find(self, config: Config) -> str | None:
+        """Returns the problem if `config` does not meet the requirement."""
+        value, found = _value(config, self.key), _value(config, self.other)
+        if value in self.free or found in self.works:
+            return None
+        given = f"--{self.key} {written(value)} with --{self.other} {written(found)}"
+        several = isinstance(self.works, range)
+        works = f"{self.works[0]} or more" if several else _listed(map(written, self.works))
+        fix = f"--{self.key} {written(self.free[0])}" if self.free else f"another --{self.key}"
+        return f"{given}: {self.why}; use --{self.other} {works}, or {fix}"
 
 
-_OTHERS = (
+def _value(config: Config, key: str) -> Any:
+    group, _, name = key.partition(".")
+    return getattr(getattr(config, group), python_name(name))
+
+
+_ONE, _TWO = range(1, sys.maxsize), range(2, sys.maxsize)
+_COPIES = "updates are a step late, and copies would wait for them"
+_KEEPS = "it is about the inputs that recompute of whole layers keeps"
+_CHANGE = "weights change before a step could be computed again"
+_DEVICE = "it keeps copies of what is on the device"
+_AT_THE_END = "only the end is saved then, where nothing goes on"
+_DRIVE = "it updates layers whose state is on a drive, layer by layer"
+_BOUNDS = "it bounds the cut by measured times over several pipeline ranks"
+REQUIREMENTS = (
+    Requirement("parallel.memory-limit-gib", (None,), "parallel.partition", ("measured",), _BOUNDS),
+    Requirement("parallel.memory-limit-gib", (None,), "parallel.pp", _TWO, _BOUNDS),
+    Requirement("parallel.optimistic-step", ("auto", False), "parallel.pp", _TWO, "no stage waits for another"),
+    Requirement(
+        "parallel.optimistic-step", ("auto", False), "zero.delayed-update", (False,),
+        "both let the next step begin early",
+    ),
+    Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-optimizer", ("none",), _DEVICE),
+    Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-params", ("none",), _DEVICE),
+    Requirement("zero.shard-size", ("all",), "zero.stage", (1, 2, 3), "nothing is sliced"),
+    Requirement("zero.offload-optimizer", ("none",), "zero.stage", (1, 2, 3), "it moves what ZeRO slices"),
+    Requirement("zero.offload-params", ("none",), "zero.stage", (3,), "parameters are whole there"),
+    Requirement("zero.tile", (1,), "zero.stage", (3,), "tiles are gathered one at a time, and nothing is gathered"),
+    Requirement("zero.compress-weights", ("none",), "zero.stage", (3,), "parameters are in full there"),
+    Requirement(
+        "zero.delayed-update", (False,), "zero.offload-optimizer", ("cpu",), "it works on states in host memory"
+    ),
+    Requirement("zero.early-update", ("auto", False), "zero.order", ("layer",), _DRIVE),
+    Requirement("zero.early-update", ("auto", False), "zero.offload-optimizer", ("nvme",), _DRIVE),
+    Requirement("zero.early-update", ("auto", False), "zero.offload-params", ("nvme",), _DRIVE),
+    Requirement(
+        "zero.order", ("micro", "auto"), "zero.stage", (2, 3),
+        "parameters stay whole, and gradients are reduced once a step anyway",
+    ),
+    Requirement(
+        "zero.order", ("micro", "auto"), "parallel.pp", (1,),
+        "a stage would have to wait for all micro-batches before its first layer",
+    ),
+    Requirement(
+        "zero.order", ("micro", "auto"), "parallel.schedule", LAYER_MAJOR, "the order of micro-batches is its own"
+    ),
+    Requirement("recompute.every", (1,), "recompute.mode", ("full", "selective"), "nothing is computed again"),
+    Requirement(
+        "recompute.ops", (RecomputeConfig().ops,), "recompute.mode", ("selective",), "other modes choose no operations"
+    ),
+    Requirement("recompute.partition", (False,), "recompute.mode", ("full",), _KEEPS),
+    Requirement("recompute.offload", ("none",), "recompute.mode", ("full",), _KEEPS),
+    Requirement("recompute.arena", (False,), "recompute.mode", ("full",), _KEEPS),
+    Requirement("recompute.partition", (False,), "parallel.tp", _TWO, "there is no other rank to slice over"),
+    Requirement(
+        "recompute.arena", (False,), "recompute.offload", ("none", "cpu"), "a drive has buffers of constant size"
+    ),
+    Requirement("precision.loss-scale", ("dynamic",), "precision.dtype", ("fp16",), "only fp16 needs its loss scaled"),
+    Requirement("checkpoint.async", ("auto", False), "checkpoint.every", _ONE, _AT_THE_END),
+    Requirement("checkpoint.keep-every", (0,), "checkpoint.every", _ONE, _AT_THE_END),
+    Requirement("run.recheck-bad-steps", (False,), "zero.delayed-update", (False,), _CHANGE),
+    Requirement("checkpoint.memory-every", (None, 0), "zero.delayed-update", (False,), _COPIES),
+    Requirement("run.replicate", ("none",), "zero.delayed-update", (False,), _COPIES),
+)  # fmt: skip
+_LATE = "its update waits for nobody already"
+_BOTH = "both versions of the weights are on the device"
+ASYNCHRONOUS = (
+    Requirement(
+        "parallel.schedule", (), "zero.stage", (0, 1),
+        "slices of gradients would be summed into those of the step before",
+    ),
+    Requirement("parallel.schedule", (), "zero.offload-optimizer", ("none",), _BOTH),
+    Requirement("parallel.schedule", (), "zero.offload-params", ("none",), _BOTH),
+    Requirement("parallel.schedule", (), "zero.delayed-update", (False,), _LATE),
+    Requirement("parallel.schedule", (), "parallel.optimistic-step", ("auto", False), _LATE),
+    Requirement(
+        "parallel.schedule", (), "precision.dtype", ("bf16", "fp32", "fp64"),
+        "a loss scale would change between a batch's forwards and backwards",
+    ),
+    Requirement("parallel.schedule", (), "run.recheck-bad-steps", (False,), _CHANGE),
+    Requirement("parallel.schedule", (), "checkpoint.memory-every", (None, 0), _COPIES),
+    Requirement("parallel.schedule", (), "run.replicate", ("none",), _COPIES),
+)  # fmt: skip
+"""Requirements of a schedule whose steps overlap, with an update one step late."""
+
+
+REFUSALS = (
     Refusal("parallel", "cp", (1,), "context parallelism"),
     Refusal("parallel", "ep", (1,), "expert parallelism"),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
 )
-MOST_MICROBATCHES = 100_000  # of a step; to build a plan takes time and memory for each
-LAYER_MAJOR = ("1f1b", "gpipe")  # on one stage the same: no bubble, whatever comes first
-REFUSALS = (*_OTHERS, *_of_schedule("interleaved"))
-"""Features that are not there yet, under a schedule with any number of chunks. Who builds one deletes its line."""
+"""Features that are not there yet. Who builds one deletes its line."""
 
 
-def find_refusals(config: Config) -> list[str]:
-    """What an engine refuses: the features that are not there yet, each with what is, and keys of memory that would do
-    nothing."""
-    missing = [
-        problem
-        for refusal in (*_OTHERS, *_of_schedule(config.parallel.schedule))
-        if (problem := refusal.find(config))
-    ]
-    own = (
-        _check_memory_limit,
-        _check_offload,
-        _check_order,
-        _check_recompute,
-        _check_optimistic,
-        _check_asynchronous,
-    )
-    return [*missing, *(problem for look in own for problem in look(config))]
+def find_refusals(
+    config: Config, groups: tuple[str, ...] = ("parallel", "zero", "recompute")
+) -> list[str]:
+    """Returns what an engine refuses: features that are not there yet, and requirements of keys of these `groups`."""
+    required = [row for row in REQUIREMENTS if row.key.partition(".")[0] in groups]
+    required += ASYNCHRONOUS if schedules.is_asynchronous(config.parallel.schedule) else ()
+    rows: tuple[Refusal | Requirement, ...] = (*REFUSALS, *required)
+    found = [row.find(config) for row in rows]
+    return [problem for problem in found if problem] + list(_check_drive(config))
 
 
 def find_problems(
     config: Config,
     world_size: int,
     local_world: int | None = None,
-    tokenizer_vocab: int | None = None,
+    machines: tuple[int, int] | None = None,
 ) -> list[str]:
-    """All problems of this configuration in a world of `world_size` ranks, `local_world` of them on a machine.
+    """Returns all problems of a configuration, as loaded, in a world of ranks.
 
-    Pass the configuration as loaded, before it is resolved; `tokenizer_vocab` where the tokenizer is known.
+    Args:
+        world_size: the number of ranks.
+        local_world: the number of ranks on this machine.
+        machines: the least and the most machines of a job whose number of machines may change.
     """
-    problems = find_refusals(config)
+    problems = find_refusals(config, tuple(Config.model_fields))
     dp = None
     try:
         dp = derive_dp(config, world_size)
     except ConfigError as error:
-        machines = local_world not in (None, world_size)
-        how = (
-            f"--nnodes × --nproc-per-node, now {local_world} on this machine"
-            if machines
-            else "--nproc-per-node"
-        )
+        how = "--nproc-per-node"
+        if local_world not in (None, world_size):
+            how = f"--nnodes × {how}, now {local_world} on this machine"
         problems.append(f"{error} (torchrun {how})")
-    own = (
-        _check_loss_scale,
-        _check_heads,
-        _check_layers,
-        _check_sequence,
-        _check_run,
-        _check_recheck,
-        check_saves,
-        check_copies,
-    )
-    for check in (*own, _check_export):
+    for check in (_check_heads, _check_layers, _check_sequence, _check_run, _check_export):
         problems += check(config)
     problems += find_model_problems(config.model)
-    problems += _check_schedule(config, dp)
-    problems += _check_batch(config, dp)
-    problems += _check_shard_size(config, dp)
-    problems += _check_replicas(config, dp)
-    problems += _check_vocab(config, tokenizer_vocab)
+    for check_ranks in (_check_schedule, _check_batch, _check_shard_size, _check_replicas):
+        problems += check_ranks(config, dp)
+    if machines is not None and not problems:
+        problems += check_sizes(config, machines, local_world or 1)
     return list(dict.fromkeys(problems))
-
-
-def _as_written(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(str(item) for item in value)
-    return "none" if value is None else str(value)
 
 
 def _divisors(number: int) -> list[int]:
@@ -134,7 +215,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _listed(numbers: Iterable[object]) -> str:
     """At most twelve of them, "1, 2 or 3"."""
     words = [str(number) for number in numbers]
     if len(words) > 12:
@@ -148,123 +229,20 @@ def _around(number: int, step: int) -> str:
     return _listed(sorted({below or step, below + step}))
 
 
-def _check_loss_scale(config: Config) -> Iterator[str]:
-    dtype, scale = config.precision.dtype, config.precision.loss_scale
-    if scale != "dynamic" and dtype != "fp16":
-        given = f"--precision.loss-scale {scale:g} with --precision.dtype {dtype}"
-        yield f"{given}: only fp16 needs its loss scaled; leave it out, or use --precision.dtype fp16"
-
-
-def _check_memory_limit(config: Config) -> Iterator[str]:
-    p = config.parallel
-    if p.memory_limit_gib is not None and (p.partition != "measured" or p.pp == 1):
-        given = f"--parallel.memory-limit-gib {p.memory_limit_gib:g} with --parallel.partition {_as_written(p.partition)}"
-        why = "it bounds the cut by measured times over several pipeline ranks"
-        yield f"{given} and --parallel.pp {p.pp}: {why}; use --parallel.partition measured, or leave it out"
-
-
 def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
-    size, given = config.zero.shard_size, f"--zero.shard-size {config.zero.shard_size}"
-    if size == "all":
-        return
-    if config.zero.stage == 0:
-        yield f"{given} with --zero.stage 0: nothing is sliced; use --zero.shard-size all, or --zero.stage 1, 2 or 3"
-        return
-    if dp is not None and dp % size:
-        yield f"{given} does not divide dp {dp}: use {_listed(_divisors(dp))}, or all"
+    size = config.zero.shard_size
+    if config.zero.stage and size != "all" and dp is not None and dp % size:
+        given = f"--zero.shard-size {size} does not divide dp {dp}"
+        yield f"{given}: use {_listed(_divisors(dp))}, or all"
 
 
-def _check_offload(config: Config) -> Iterator[str]:
-    zero = config.zero
-    stage = f"with --zero.stage {zero.stage}"
-    if zero.offload_optimizer != "none" and zero.stage == 0:
-        what = f"--zero.offload-optimizer {zero.offload_optimizer} {stage}"
-        yield f"{what}: it moves what ZeRO slices; use --zero.stage 1, 2 or 3"
-    if zero.offload_params != "none" and zero.stage != 3:
-        yield f"--zero.offload-params {zero.offload_params} {stage}: parameters are whole there; use --zero.stage 3"
-    places = {
-        "--zero.offload-optimizer": zero.offload_optimizer, "--zero.offload-params": zero.offload_params,
-        "--recompute.offload": config.recompute.offload,
-    }  # fmt: skip
-    to_nvme = [flag for flag, place in places.items() if place == "nvme"]
-    if to_nvme and zero.nvme_path is None:
-        yield f"{' nvme, '.join(to_nvme)} nvme: say where with --zero.nvme-path FOLDER, on a fast local drive"
-    if zero.nvme_path is not None and not to_nvme:
+def _check_drive(config: Config) -> Iterator[str]:
+    keys = ("zero.offload-optimizer", "zero.offload-params", "recompute.offload")
+    to_nvme = [f"--{key} nvme" for key in keys if _value(config, key) == "nvme"]
+    if to_nvme and config.zero.nvme_path is None:
+        yield f"{', '.join(to_nvme)}: say where with --zero.nvme-path FOLDER, on a fast local drive"
+    if config.zero.nvme_path is not None and not to_nvme:
         yield "--zero.nvme-path without anything offloaded to it: use --zero.offload-optimizer nvme, or leave it out"
-    if zero.tile > 1 and zero.stage != 3:
-        why = "tiles are gathered one at a time, and there is nothing to gather"
-        yield f"--zero.tile {zero.tile} {stage}: {why}; use --zero.stage 3, or leave it out"
-    if zero.compress_weights != "none" and zero.stage != 3:
-        given = f"--zero.compress-weights {zero.compress_weights} {stage}"
-        yield f"{given}: parameters are in full there; use --zero.stage 3, or leave it out"
-    if zero.delayed_update and zero.offload_optimizer != "cpu":
-        yield "--zero.delayed-update true works on optimizer states in host memory: use --zero.offload-optimizer cpu"
-    if zero.early_update is True and (zero.order, *list(places.values())[:2]) != (
-        "layer",
-        "nvme",
-        "nvme",
-    ):
-        needs = (
-            "--zero.order layer with both --zero.offload-optimizer and --zero.offload-params nvme"
-        )
-        yield f"--zero.early-update true needs {needs}; use auto, which is true there, or set these"
-
-
-def _check_optimistic(config: Config) -> Iterator[str]:
-    """What an update that may be undone does not go with."""
-    if config.parallel.optimistic_step is not True:
-        return
-    given, zero = "--parallel.optimistic-step true", config.zero
-    if config.parallel.pp == 1:
-        yield f"{given} with --parallel.pp 1: no stage waits for another; use auto, or --parallel.pp 2 or more"
-    if zero.delayed_update:
-        yield f"{given} with --zero.delayed-update true: both let the next step begin early; use one of them"
-    places = {
-        "--zero.offload-optimizer": zero.offload_optimizer,
-        "--zero.offload-params": zero.offload_params,
-    }
-    for flag, place in places.items():
-        if place != "none" and not zero.delayed_update:
-            yield f"{given} with {flag} {place}: it keeps copies of what is on the device; use auto, or {flag} none"
-
-
-def _check_asynchronous(config: Config) -> Iterator[str]:
-    """What steps that overlap, with an update one step late, do not go with."""
-    p, zero = config.parallel, config.zero
-    given = f"--parallel.schedule {p.schedule}"
-    if not schedules.is_asynchronous(p.schedule):
-        return
-    if zero.stage > 1:
-        why = "slices of gradients would be summed into those of the step before"
-        yield f"{given} with --zero.stage {zero.stage}: {why}; use --zero.stage 0 or 1"
-    places = {
-        "--zero.offload-optimizer": zero.offload_optimizer,
-        "--zero.offload-params": zero.offload_params,
-    }
-    for flag, place in places.items():
-        if place != "none":
-            yield f"{given} with {flag} {place}: both versions of the weights are on the device; use {flag} none"
-    if zero.delayed_update or p.optimistic_step is True:
-        late = "--zero.delayed-update" if zero.delayed_update else "--parallel.optimistic-step"
-        yield f"{given} with {late} true: its update waits for nobody already; leave {late} out"
-    if config.precision.dtype == "fp16":
-        why = "a loss scale would change between a batch's forwards and backwards"
-        yield f"{given} with --precision.dtype fp16: {why}; use bf16"
-
-
-def _check_order(config: Config) -> Iterator[str]:
-    """What `--zero.order layer` cannot do, or would do for nothing."""
-    p, given = config.parallel, "--zero.order layer"
-    if config.zero.order != "layer":
-        return
-    if config.zero.stage < 2:
-        why = "parameters stay whole, and gradients are reduced once a step anyway"
-        yield f"{given} with --zero.stage {config.zero.stage}: {why}; use --zero.stage 2 or 3, or --zero.order micro"
-    if p.pp > 1:
-        why = "a stage would have to wait for all micro-batches before its first layer"
-        yield f"{given} with --parallel.pp {p.pp}: {why}; use --zero.order micro, or pp 1"
-    elif p.schedule not in LAYER_MAJOR:
-        yield f"{given} with --parallel.schedule {p.schedule}: use {' or '.join(LAYER_MAJOR)}, or --zero.order micro"
 
 
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
@@ -295,7 +273,7 @@ def _check_layers(config: Config) -> Iterator[str]:
         yield f"--model.layers {layers} < --parallel.pp {pp}: a stage needs at least one layer; pp is at most {layers}"
     if not isinstance(counts, tuple):
         return
-    given = f"--parallel.partition {_as_written(counts)}"
+    given = f"--parallel.partition {written(counts)}"
     if sum(counts) != layers + 2:
         yield f"{given} makes {sum(counts)} layers: {layers + 2} are needed (embedding, {layers} blocks, head)"
 
@@ -303,31 +281,24 @@ def _check_layers(config: Config) -> Iterator[str]:
 def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
     """Whether the schedule has a plan for the stages and micro-batches of this run, and the model layers for it."""
     name, p, train = config.parallel.schedule, config.parallel, config.train
-    whole = dp is not None and train.global_batch % (train.micro_batch * dp) == 0
-    # a batch that cannot be cut is said elsewhere
-    count = count_microbatches(config, dp) if whole and dp else None
-    if count is not None and count > MOST_MICROBATCHES:
+    rows = train.micro_batch * (dp or 1)
+    # a batch that cannot be divided is another problem
+    known = dp is not None and train.global_batch % rows == 0
+    count = train.global_batch // rows if known else 2 * p.pp
+    if count > MOST_MICROBATCHES:
         given = f"--train.global-batch {train.global_batch} makes {count} micro-batches a data rank"
         yield f"{given}: a plan has at most {MOST_MICROBATCHES}; use a larger --train.micro-batch"
-    elif schedules.names_file(name):
-        yield from _check_file(config, count)
-    elif name in schedules.available():
-        # another number is refused by name
-        chunks = p.chunks if schedules.chunks_are_free(name) else None
-        if schedules.is_asynchronous(name) and count is not None and count < p.pp:
-            given = (
-                f"--parallel.schedule {name} with {count} micro-batches and --parallel.pp {p.pp}"
-            )
-            rows = f"{p.pp * train.micro_batch * (dp or 1)}"
-            fix = f"use --train.global-batch {rows} or more, or a smaller micro-batch"
-            yield f"{given}: it needs one for each stage; {fix}"
-            return
-        try:
-            plan = schedules.build(name, p.pp, count or 2 * p.pp, chunks)
-        except ValueError as error:
-            yield schedule_problem(error)
+        return
+    try:
+        if not known and name.endswith(".csv"):  # all but its micro-batches
+            count, known = schedules.read_csv(name).microbatches, True
+        if not known and schedules.names_file(name):
+            schedules.check_name(name)
         else:
+            plan = schedules.build(name, p.pp, count, p.chunks)
             yield from _check_stages(config, plan.total_stages)
+    except ValueError as error:
+        yield schedule_problem(error)
 
 
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
@@ -340,29 +311,8 @@ def _check_stages(config: Config, stages: int) -> Iterator[str]:
         given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"
         yield f"{given} of --parallel.pp {p.pp}{several}: use --model.layers {stages - 2} or more, or another schedule"
     if isinstance(p.partition, tuple) and len(p.partition) != stages:
-        given = f"--parallel.partition {_as_written(p.partition)} is for {len(p.partition)} stages"
+        given = f"--parallel.partition {written(p.partition)} is for {len(p.partition)} stages"
         yield f"{given}: give {stages} numbers, one for each of --parallel.pp {p.pp}{several}"
-
-
-def _check_file(config: Config, count: int | None) -> Iterator[str]:
-    """The same of a schedule's file; count: micro-batches, where they are known."""
-    name, p = config.parallel.schedule, config.parallel
-    try:
-        schedules.check_name(name)
-        fixed = schedules.read_csv(name) if name.endswith(".csv") else None
-        if fixed is not None and (fixed.stages, fixed.microbatches) != (
-            p.pp,
-            count or fixed.microbatches,
-        ):
-            given = f"{name} is for {fixed.stages} stages and {fixed.microbatches} micro-batches"
-            fix = f"--parallel.pp {fixed.stages} and --train.global-batch {fixed.microbatches} × --train.micro-batch × dp"
-            yield f"--parallel.schedule {given}, and this run has {p.pp} and {count or 'another number'}: use {fix}"
-        elif count is not None:
-            yield from _check_stages(
-                config, schedules.build(name, p.pp, count, p.chunks).total_stages
-            )
-    except ValueError as error:
-        yield schedule_problem(error)
 
 
 def _check_sequence(config: Config) -> Iterator[str]:
@@ -370,26 +320,6 @@ def _check_sequence(config: Config) -> Iterator[str]:
     if config.parallel.sequence is not False and seq % tp:
         off = "turn sequence parallelism off with --parallel.sequence false"
         yield f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, or {off}"
-
-
-def _check_recompute(config: Config) -> Iterator[str]:
-    """Keys of recompute that would do nothing, or cannot be done, beside the others."""
-    r, tp = config.recompute, config.parallel.tp
-    if r.mode == "none" and r.every > 1:
-        yield f"--recompute.every {r.every} with --recompute.mode none: use --recompute.mode full or selective"
-    if r.mode != "selective" and r.ops != type(r)().ops:
-        yield f"--recompute.ops {_as_written(r.ops)} is for --recompute.mode selective, not {r.mode}"
-    if r.mode == "selective" and not r.ops:
-        yield "--recompute.mode selective without --recompute.ops: name attention, activation or norm"
-    inputs = {"partition": r.partition, "offload": r.offload, "arena": r.arena}
-    for key, value in inputs.items() if r.mode != "full" else ():
-        if value not in (False, "none"):
-            given = f"--recompute.{key} {_as_written(value)} with --recompute.mode {r.mode}"
-            yield f"{given}: it is about the inputs that recompute of whole layers keeps; use --recompute.mode full"
-    if r.partition and tp == 1:
-        yield "--recompute.partition true with --parallel.tp 1: there is no other rank to slice over; leave it out"
-    if r.offload == "nvme" and r.arena:
-        yield "--recompute.arena true with --recompute.offload nvme: a drive has buffers of constant size; leave it out"
 
 
 def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
@@ -403,18 +333,6 @@ def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
     yield f"--train.global-batch {batch} is not divisible by {product}: use {use}{other}"
 
 
-def _check_recheck(config: Config) -> Iterator[str]:
-    """What changes weights between a step and its second computation."""
-    if not config.run.recheck_bad_steps:
-        return
-    given = "--run.recheck-bad-steps true with"
-    why = "weights change before a step could be computed again"
-    if config.zero.delayed_update:
-        yield f"{given} --zero.delayed-update true: {why}; use one of them"
-    if schedules.is_asynchronous(config.parallel.schedule):
-        yield f"{given} --parallel.schedule {config.parallel.schedule}: {why}; use another schedule, or leave it out"
-
-
 def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
     p, every = config.parallel, config.run.check_replicas
     if every and dp == p.tp == p.pp == 1:
@@ -422,6 +340,9 @@ def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
 
 
 def _check_run(config: Config) -> Iterator[str]:
+    if config.run.replicate == "neighbour" and config.checkpoint.memory_every == 0:
+        given = "--run.replicate neighbour with --checkpoint.memory-every 0"
+        yield f"{given}: there is nothing to copy; leave one of them out"
     optim, steps, stop = config.optim, config.train.steps, config.train.stop_after
     if stop is not None and stop > steps:
         yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
@@ -432,14 +353,92 @@ def _check_run(config: Config) -> Iterator[str]:
         yield f"--optim.min-lr {optim.min_lr:g} is above --optim.lr {optim.lr:g}: use at most {optim.lr:g}"
 
 
+def find_model_problems(model: ModelConfig) -> Iterator[str]:
+    """Yields keys of a model that its architecture does not have, and sizes that do not fit; resolved or not."""
+    record = architectures.find(model.arch)
+    yield from _check_pairs(model, record)
+    yield from _check_keys(model, record)
+    yield from _check_positions(model)
+
+
+def _check_pairs(model: ModelConfig, record: Architecture) -> Iterator[str]:
+    share = model.partial_rotary_factor
+    turned = int((model.head_dim or model.hidden // model.heads) * share)
+    known = model.head_dim or model.hidden % model.heads == 0
+    if record.learned_positions or not known or turned % 2 == 0:
+        return
+    if share == 1.0:
+        yield f"heads of size {turned}: rotary positions turn pairs; use --model.head-dim {turned + 1}"
+    else:
+        given = f"--model.partial-rotary-factor {share:g} turns {turned} numbers of a head"
+        yield f"{given}: rotary positions turn pairs; use another share"
+
+
+def _check_keys(model: ModelConfig, record: Architecture) -> Iterator[str]:
+    """Keys that were said and that the architecture does not have."""
+    records = architectures.REGISTERED.values()
+    for key in sorted(frozenset[str]().union(*(other.takes for other in records)) - record.takes):
+        value, own = getattr(model, key), record.resolved(dict(model) | {key: None}).get(key)
+        if value not in (ModelConfig.model_fields[key].default, own):
+            having = " or ".join(other.name for other in records if key in other.takes)
+            yield f"--model.{key_name(key)} {written(value)} is for --model.arch {having}: leave it out with {model.arch}"
+
+
+def _check_positions(model: ModelConfig) -> Iterator[str]:
+    positions, d = model.positions or model.seq, model.head_dim or model.hidden // model.heads
+    if positions < model.seq:
+        yield f"--model.positions {positions} is less than --model.seq {model.seq}: use {model.seq} or more"
+    if (scaling := model.rope_scaling) is None:
+        return
+    pairs = int(d * model.partial_rotary_factor) // 2
+    for name in ("short_factor", "long_factor"):
+        if (numbers := getattr(scaling, name)) is not None and len(numbers) != pairs:
+            given = f"--model.rope-scaling with {len(numbers)} numbers of {key_name(name)}"
+            yield f"{given}: a head turns {pairs} pairs; give {pairs} numbers"
+
+
+def export_limits(model: ModelConfig) -> Iterator[str]:
+    """What of a model, resolved or not, the Hugging Face layout of its architecture cannot express."""
+    keys = dict(model)
+    yield from architectures.layout_of(keys).limits(keys)
+
+
 def _check_export(config: Config) -> Iterator[str]:
     for limit in export_limits(config.model) if config.checkpoint.export_hf else ():
         yield f"{limit}: the Hugging Face layout cannot express that; drop it, or use --checkpoint.export-hf false"
 
 
-def _check_vocab(config: Config, tokenizer_vocab: int | None) -> Iterator[str]:
+def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
+    """Yields a problem if the model has fewer tokens than the tokenizer."""
     vocab = config.model.vocab
-    if vocab is not None and tokenizer_vocab is not None and vocab < tokenizer_vocab:
+    if vocab is not None and vocab < tokenizer_vocab:
         tokens = f"the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer})"
         fix = f"use --model.vocab {tokenizer_vocab}, or leave it out; pretrained weights need their own tokenizer"
         yield f"--model.vocab {vocab} is less than {tokens}: {fix}"
+
+
+def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
+    """Yields the problems of a job that may have from the least to the most `machines`, of so many ranks each.
+
+    All sizes are checked when it starts: else it would end when the first machine is lost.
+    """
+    p, train = config.parallel, config.train
+    others, asked = p.tp * p.pp * p.cp, f"--nnodes {machines[0]}:{machines[1]}"
+    sizes = [n * ranks for n in range(machines[0], machines[1] + 1)]
+    if p.dp is not None and len({p.dp * others, *sizes}) > 1:
+        yield f"{asked} with --parallel.dp {p.dp}: the data ranks follow from the machines; leave --parallel.dp out"
+        return
+    if uncut := [size for size in sizes if size % others]:
+        factors = f"tp {p.tp} × pp {p.pp}"
+        yield f"{asked} may give {uncut[0]} ranks, no multiple of {factors}: let each machine have a multiple"
+        return
+    ranks_of = [size // others for size in sizes]
+    fits = [dp for dp in ranks_of if train.global_batch % (train.micro_batch * dp) == 0]
+    if bad := sorted(set(ranks_of) - set(fits)):
+        whole = train.micro_batch * math.lcm(*ranks_of)
+        rows = -(-train.global_batch // whole) * whole
+        given = (
+            f"--train.global-batch {train.global_batch} with micro-batches of {train.micro_batch}"
+        )
+        works = f"works for dp {', '.join(map(str, fits)) or 'none'}"
+        yield f"{asked} may give dp {bad[0]}, and {given} {works}: use --train.global-batch {rows}, or fewer machines"

@@ -21,8 +21,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from threed import architectures, schedules
 from threed.packages import MissingPackageError
@@ -31,26 +31,19 @@ from threed.packages import MissingPackageError
 def main(argv: list[str] | None = None) -> int:
     """Runs a tool; the exit code: 0, or 2 with one clear line for what was wrong."""
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        if argv[:1] in (["train"], ["plan"]):
-            return _train(*argv)
-        if argv[:1] == ["verify"]:
-            return _verify(argv)
-        if not argv:
-            _parser().print_help(sys.stderr)
-            return 2
-        return _tool(argv)
-    except MissingPackageError as error:
-        print(f"threed {argv[0]}: {error}", file=sys.stderr)
+    if not argv:
+        _parser().print_help(sys.stderr)
         return 2
-
-
-def _tool(argv: list[str]) -> int:
-    arguments = _parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], None] = arguments.run
     try:
-        run(arguments)
-    except (ValueError, OSError, RuntimeError) as error:
+        if argv[0] in ("train", "plan"):
+            return _train(*argv)
+        arguments, flags = _parser().parse_known_args(argv)
+        if argv[0] == "verify":
+            return _verify(arguments, flags)
+        if flags:
+            _parser().error(f"unrecognized arguments: {' '.join(flags)}")
+        arguments.run(arguments)
+    except (ValueError, OSError, RuntimeError, MissingPackageError) as error:
         print(f"threed {argv[0]}: {error}", file=sys.stderr)
         return 2
     return 0
@@ -61,104 +54,71 @@ def _parser() -> argparse.ArgumentParser:
         prog="threed", description="Training, and the tools beside it."
     )
     tools = parser.add_subparsers(required=True, metavar="TOOL")
+
+    def tool(name: str, text: str, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        made = tools.add_parser(name, help=text, description=text, allow_abbrev=run is not None)
+        made.set_defaults(run=run)
+        return made.add_argument
+
     named = "|".join(architectures.NAMES)
-    tools.add_parser(
-        "train", help=f"[{named}] --preset tiny …: trains; `threed train --help` lists every key"
-    )
-    tools.add_parser(
-        "plan", help="what a run would take; takes the flags of training and --world-size N"
-    )
-    for name, (text, add_arguments, run) in _TOOLS.items():
-        tool = tools.add_parser(name, help=text, description=text)
-        tool.set_defaults(run=run)
-        add_arguments(tool)
-    text = "trains a model in every topology and compares with one process: exit code 0 same, 1 differs, 2 not compared"
-    _add_verify(
-        tools.add_parser(
-            "verify",
-            help=text,
-            allow_abbrev=False,
-            description=f"{text}; takes flags of training too",
-        )
-    )
-    return parser
+    tool("train", f"[{named}] --preset tiny …: trains; `threed train --help` lists every key")
+    tool("plan", "what a run would take; takes the flags of training and --world-size N")
 
-
-def _add_schedule(tool: argparse.ArgumentParser) -> None:
-    tool.add_argument(
-        "name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv"
-    )
-    tool.add_argument(
-        "--stages", type=int, help="pipeline ranks; of FILE.csv as many as it has rows"
-    )
-    tool.add_argument(
-        "--microbatches", type=int, help="micro-batches of a step; of FILE.csv its own"
-    )
-    tool.add_argument("--chunks", type=int, default=None, help="model chunks on a rank")
+    add = tool("schedule", "plays a pipeline schedule out, and draws it", _schedule)
+    add("name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv")
+    add("--stages", type=int, help="pipeline ranks; of FILE.csv as many as it has rows")
+    add("--microbatches", type=int, help="micro-batches of a step; of FILE.csv its own")
+    add("--chunks", type=int, help="model chunks on a rank")
     for name in ("forward", "backward-input", "backward-weight"):
-        tool.add_argument(
-            f"--{name}", type=float, default=1.0, help="time of it for one micro-batch (default 1)"
-        )
-    tool.add_argument("--send", type=float, default=0.0, help="latency of a message (default 0)")
+        add(f"--{name}", type=float, default=1.0, help="its time for one micro-batch (default 1)")
+    add("--send", type=float, default=0.0, help="latency of a message (default 0)")
     text = "time of a forward run together with a backward (default the sum)"
-    tool.add_argument("--overlapped", type=float, help=text)
-    tool.add_argument("--svg", type=Path, help="draw the timeline into this file")
-    tool.add_argument(
-        "--csv", type=Path, help="write the plan as torch.distributed.pipelining reads it"
-    )
-    tool.add_argument("--json", action="store_true", help="print JSON")
+    add("--overlapped", type=float, help=text)
+    add("--svg", type=Path, help="draw the timeline into this file")
+    add("--csv", type=Path, help="write the plan as torch.distributed.pipelining reads it")
+    add("--json", action="store_true", help="print JSON")
 
-
-def _add_tokenize(tool: argparse.ArgumentParser) -> None:
-    tool.add_argument("src")
-    tool.add_argument("dst", help="prefix of the .bin and .idx to write")
+    text = "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx"
+    add = tool("tokenize", text, _tokenize)
+    add("src")
+    add("dst", help="prefix of the .bin and .idx to write")
     text = "bytes (default), the folder of a tokenizer, or the path of a tokenizer.json"
-    tool.add_argument("--tokenizer", default="bytes", help=text)
+    add("--tokenizer", default="bytes", help=text)
     text = "begin documents with the bos token (default auto: if the tokenizer itself adds it to texts)"
-    tool.add_argument("--bos", choices=["auto", "true", "false"], default="auto", help=text)
+    add("--bos", choices=["auto", "true", "false"], default="auto", help=text)
     text = "encode the spelling of a special token as ordinary text (default), or parse it as the token"
-    tool.add_argument("--special-tokens", choices=["text", "parse"], default="text", help=text)
+    add("--special-tokens", choices=["text", "parse"], default="text", help=text)
 
-
-def _add_convert(tool: argparse.ArgumentParser) -> None:
-    tool.add_argument("src", type=Path)
-    tool.add_argument("dst", type=Path)
-    tool.add_argument(
-        "--to",
-        choices=["native", "hf"],
-        help="what DST is to be; default: the other one than SRC is",
-    )
+    text = "turns a native checkpoint into a Hugging Face folder, and back, and DeepSpeed's and Megatron's into it"
+    add = tool("convert", text, _convert)
+    add("src", type=Path)
+    add("dst", type=Path)
+    text = "what DST is to be; default: the other one than SRC is"
+    add("--to", choices=["native", "hf"], help=text)
     text = "bytes, a folder, a tokenizer.json, or none; default: the folder's, or the run's"
-    tool.add_argument("--tokenizer", help=text)
-    tool.add_argument(
-        "--dtype", choices=["fp32", "bf16", "fp16"], default=None, help="format of the weights"
-    )
+    add("--tokenizer", help=text)
+    add("--dtype", choices=["fp32", "bf16", "fp16"], help="format of the weights")
     text = "read checkpoints of DeepSpeed and Megatron, which are pickles, in a process that is cut off"
-    tool.add_argument("--allow-pickle", action="store_true", help=text)
+    add("--allow-pickle", action="store_true", help=text)
     text = "config.json of DeepSpeed's model; default: the one in SRC or above it"
-    tool.add_argument("--config", type=Path, help=text)
+    add("--config", type=Path, help=text)
 
-
-def _add_inspect(tool: argparse.ArgumentParser) -> None:
-    tool.add_argument("checkpoint", type=Path, nargs="?")
+    text = "shows versions and devices, or what is in a checkpoint, all hashes verified"
+    add = tool("inspect", text, _inspect)
+    add("checkpoint", type=Path, nargs="?")
     text = "folder whose drive is timed (default %(default)s)"
-    tool.add_argument("--drive", default=tempfile.gettempdir(), help=text)
+    add("--drive", default=tempfile.gettempdir(), help=text)
 
+    tool("report", "draws a run's figures again from its folder", _report)("folder", type=Path)
 
-def _add_report(tool: argparse.ArgumentParser) -> None:
-    tool.add_argument("folder", type=Path)
-
-
-def _add_verify(tool: argparse.ArgumentParser) -> None:
-    tool.add_argument(
-        "model", metavar="FILE.py:NAME", help="a class called with a ModelConfig and a Slicing"
-    )
+    text = "trains a model in every topology and compares with one process: exit code 0 same, 1 differs, 2 not compared"
+    add = tool("verify", f"{text}; takes flags of training too")
+    add("model", metavar="FILE.py:NAME", help="a class called with a ModelConfig and a Slicing")
     text = "such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN microN seq zeroN recompute offload"
-    tool.add_argument("--topologies", help=text)
-    tool.add_argument(
-        "--timeout", type=float, default=120, help="seconds for one topology (default 120)"
-    )
-    tool.add_argument("--json", action="store_true", help="print JSON")
+    add("--topologies", help=text)
+    add("--timeout", type=float, default=120, help="seconds for one topology (default 120)")
+    add("--json", action="store_true", help="print JSON")
+    return parser
 
 
 def _train(tool: str, *words: str) -> int:
@@ -175,21 +135,16 @@ def _train(tool: str, *words: str) -> int:
     return launch.main(flags, arch=arch, prog=f"-m threed train {arch or ''}".rstrip())
 
 
-def _verify(argv: list[str]) -> int:
-    a, flags = _parser().parse_known_args(argv)
+def _verify(a: argparse.Namespace, flags: list[str]) -> int:
     from threed import testing
     from threed.arguments import load
 
-    try:
-        config, options = load(flags, defaults=testing.DEFAULTS)
-        if options.dry_run or options.world_size is not None:
-            raise ValueError("--dry-run and --world-size are for training; use --topologies")
-        build, batch = testing.find(a.model)
-        names = testing.TOPOLOGIES if a.topologies is None else a.topologies.split(",")
-        report = testing.same_everywhere(build, batch, names, config=config, timeout=a.timeout)
-    except ValueError as error:
-        print(f"threed verify: {error}", file=sys.stderr)
-        return 2
+    config, options = load(flags, defaults=testing.DEFAULTS)
+    if options.dry_run or options.world_size is not None:
+        raise ValueError("--dry-run and --world-size are for training; use --topologies")
+    build, batch = testing.find(a.model)
+    names = testing.TOPOLOGIES if a.topologies is None else a.topologies.split(",")
+    report = testing.same_everywhere(build, batch, names, config=config, timeout=a.timeout)
     print(report.json() if a.json else report)
     return report.exit_code
 
@@ -212,11 +167,8 @@ def _schedule(a: argparse.Namespace) -> None:
         peak = f"at most {max(timeline.peak_activations):g} micro-batches in memory"
         subtitle = f"ends at {timeline.makespan:g}, bubble {timeline.bubble:.1%}, {peak}"
         a.svg.write_text(schedules.svg(timeline.spans, title, subtitle, ways=plan.ways))
-    print(
-        json.dumps(facts)
-        if a.json
-        else "\n".join(f"{name:<17} {value}" for name, value in facts.items())
-    )
+    lines = (f"{name:<17} {value}" for name, value in facts.items())
+    print(json.dumps(facts) if a.json else "\n".join(lines))
 
 
 def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
@@ -238,13 +190,10 @@ def _tokenize(a: argparse.Namespace) -> None:
         a.tokenizer, {"true": True, "false": False}.get(a.bos, "auto"), a.special_tokens
     )
     made = tokenize_to_megatron(a.src, a.dst, tokenizer)
-    print(
-        f"{made.documents:,} documents, {made.tokens:,} tokens: {', '.join(str(file) for file in made.files)}"
-    )
-    begin = (
-        f"begin with {list(tokenizer.bos_ids)} (bos)" if tokenizer.bos_ids else "begin without bos"
-    )
-    print(f"documents {begin} and end with {tokenizer.eot}")
+    files = ", ".join(map(str, made.files))
+    print(f"{made.documents:,} documents, {made.tokens:,} tokens: {files}")
+    begin = f"with {list(tokenizer.bos_ids)} (bos)" if tokenizer.bos_ids else "without bos"
+    print(f"documents begin {begin} and end with {tokenizer.eot}")
 
 
 def _convert(a: argparse.Namespace) -> None:
@@ -270,18 +219,14 @@ def _inspect(a: argparse.Namespace) -> None:
 def _machine_facts(drive: str) -> str:
     import torch
 
-    from threed import device, native
+    from threed import device, native, provenance
     from threed.ops import launch
     from threed.topology import backends
 
     lines = [f"python       {platform.python_version()}"]
-    for (
-        name
-    ) in "threed torch numpy safetensors pydantic tokenizers wandb transformers matplotlib".split():
-        try:
-            lines.append(f"{name:<12} {version(name)}")
-        except PackageNotFoundError:
-            lines.append(f"{name:<12} not installed")
+    packages = "threed torch numpy safetensors pydantic tokenizers wandb transformers matplotlib"
+    for name in packages.split():
+        lines.append(f"{name:<12} {provenance.version(name)}")
     devices = [str(device.name(torch.device("cuda", i))) for i in range(device.count())]
     lines.append(
         f"devices      {', '.join(devices) or f'CPU, {torch.get_num_threads()} threads in this process'}"
@@ -304,11 +249,8 @@ def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
     try:
         disk, buffer, rates = Disk(folder, "inspect"), host_buffer(nbytes), []
         place = disk.reserve(nbytes)
-        for transfer in (
-            disk.write,
-            disk.write,
-            disk.read,
-        ):  # the first write is of blocks that were never written
+        # the first write is of blocks that were never written
+        for transfer in (disk.write, disk.write, disk.read):
             began = time.perf_counter()
             transfer(place, buffer).wait()
             rates.append(nbytes / (time.perf_counter() - began) / 1e9)
@@ -334,15 +276,13 @@ def _checkpoint_facts(path: Path) -> str:
     reader = Reader(path, manifest)
     state, model = manifest["state"], manifest["config"]["model"]
     size = sum(entry["size"] for entry in manifest["files"])
+    buffers = sorted(reader.buffers.items())
     lines = [
         f"{path}: {len(manifest['files'])} files, {size:,} bytes, every hash verified",
         f"after step {state['steps']} and {state['consumed']} samples",
         f"model {model['arch']}, saved on {manifest['topology']}",
         *(f"{name:<44} {list(shape)}" for name, shape in sorted(reader.shapes.items())),
-        *(
-            f"{name:<44} {list(shape)} buffer, {dtype}"
-            for name, (_, dtype, shape) in sorted(reader.buffers.items())
-        ),
+        *(f"{name:<44} {list(shape)} buffer, {dtype}" for name, (_, dtype, shape) in buffers),
     ]
     return "\n".join(lines)
 
@@ -357,9 +297,8 @@ def _folder_facts(path: Path) -> str:
         raise CheckpointError("\n".join(problems))
     names = sorted(folder.shapes)
     count = sum(math.prod(shape) for shape in folder.shapes.values())
-    formats = ", ".join(
-        sorted({str(folder.tensor("weight", name).dtype).removeprefix("torch.") for name in names})
-    )
+    dtypes = {str(folder.tensor("weight", name).dtype).removeprefix("torch.") for name in names}
+    formats = ", ".join(sorted(dtypes))
     lines = [
         f"{path}: a Hugging Face folder whose tensors are those of its configuration; it has no hashes",
         f"model {folder.model.arch}, {count:,} parameters, {formats}",
@@ -373,25 +312,3 @@ def _report(a: argparse.Namespace) -> None:
 
     for path in report(a.folder):
         print(path)
-
-
-_Arguments = Callable[[argparse.ArgumentParser], None]
-_TOOLS: dict[str, tuple[str, _Arguments, Callable[[argparse.Namespace], None]]] = {
-    "schedule": ("plays a pipeline schedule out, and draws it", _add_schedule, _schedule),
-    "tokenize": (
-        "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx",
-        _add_tokenize,
-        _tokenize,
-    ),
-    "convert": (
-        "turns a native checkpoint into a Hugging Face folder, and back, and DeepSpeed's and Megatron's into it",
-        _add_convert,
-        _convert,
-    ),
-    "inspect": (
-        "shows versions and devices, or what is in a checkpoint, all hashes verified",
-        _add_inspect,
-        _inspect,
-    ),
-    "report": ("draws a run's figures again from its folder", _add_report, _report),
-}

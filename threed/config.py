@@ -11,12 +11,12 @@ underscores, and `async` is `async_`. Where a key's default is None, users write
 
 from __future__ import annotations
 
-import keyword
 from typing import Annotated, Any, Literal
 
-from threed.param_groups import ParamGroup as ParamGroup
-from threed.parse import printable
+from threed.parse import plain
 from threed.schema import BaseModel, ConfigDict, Field, model_validator
+from threed.schema import key_name as key_name
+from threed.schema import python_name as python_name
 from threed.values import (
     Architecture,
     AutoSwitch,
@@ -24,6 +24,7 @@ from threed.values import (
     Count,
     Duration,
     DurationOrNone,
+    FolderName,
     Fraction,
     LayerPattern,
     LocalPath,
@@ -47,6 +48,7 @@ from threed.values import (
     Text,
     ZeroStage,
 )
+from threed.values import ParamGroup as ParamGroup
 
 DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
 SumType = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -57,7 +59,7 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, each problem one line that names its fix."""
 
     def __init__(self, problems: list[str]) -> None:
-        self.problems = [printable(problem) for problem in problems]
+        self.problems = [plain(problem, 4000) for problem in problems]
         super().__init__("\n".join(self.problems))
 
 
@@ -70,17 +72,11 @@ class _Group(BaseModel):
     @classmethod
     def _read_none(cls, data: Any) -> Any:
         """The word `none` asks for the default of a field whose default is None."""
+        optional = {name for name, field in cls.model_fields.items() if field.default is None}
         if not isinstance(data, dict):
             return data
-        optional = {
-            name
-            for name, field in cls.model_fields.items()
-            if not field.is_required() and field.default is None
-        }
-        return {
-            key: None if key in optional and value == "none" else value
-            for key, value in data.items()
-        }
+        nones = {key: None for key in optional & data.keys() if data[key] == "none"}
+        return data | nones
 
 
 class ParallelConfig(_Group):
@@ -349,7 +345,7 @@ class RunConfig(_Group):
 
     dir: PathText | None = None
     """run folder; none, or --run.name without --run.dir: runs/<name>"""
-    name: Annotated[Text, Field(pattern=r"^[^/\\]*[^/\\.][^/\\]*$")] | None = None
+    name: FolderName | None = None
     """name of the run; none: of the preset or TOML file, else of the arch"""
     check_replicas: Natural = 0
     """steps between comparisons of what several ranks hold copies of; 0: none"""
@@ -383,14 +379,3 @@ class Config(BaseModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     run: RunConfig = RunConfig()
-
-
-def python_name(key: str) -> str:
-    """Field of a key as users write it: `bucket-mib` is `bucket_mib`, `async` is `async_`."""
-    name = key.replace("-", "_")
-    return name + "_" if keyword.iskeyword(name) else name
-
-
-def key_name(field: str) -> str:
-    """Key of a field, as users write it; the inverse of `python_name`."""
-    return field.rstrip("_").replace("_", "-")

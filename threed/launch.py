@@ -9,24 +9,24 @@ program with exit code 2.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import platform
 import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from threed import collectives, device
-from threed.arguments import Pretrained, format_problems, help_text, load
+from threed.arguments import Options, format_problems, help_text, load
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
 from threed.checkpoint.resuming import compare, resuming_flags
 from threed.checkpoint.retention import after_restart, candidates
-from threed.checks import find_problems
+from threed.checks import check_vocab
 from threed.config import Config, ConfigError
 from threed.data import Data, open_data
 from threed.data import find_problems as find_data_problems
@@ -43,7 +43,6 @@ from threed.reliability import recheck
 from threed.reliability.failure import LostContact, wait_for_first_rank, write_error_file
 from threed.reliability.preemption import PREEMPTED, Preempted
 from threed.resolution import resolve
-from threed.save_checks import check_sizes
 from threed.topology import TIMEOUT, Topology
 from threed.trainer import Trainer
 from threed.zero.replicas import ReplicaError
@@ -73,7 +72,7 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
     """
     process.die_with_parent()
     try:
-        return _run(argv, {"model": {"arch": arch}} if arch else {}, prog)
+        return _run(argv, arch, prog)
     except KeyboardInterrupt as interrupt:
         # a launcher passes on what the terminal sent already
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -84,28 +83,29 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
         raise
 
 
-def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) -> int:
+def _run(argv: list[str], arch: str | None, prog: str) -> int:
     try:
         world = world_size()
-    except LauncherError as error:
-        return refuse(f"threed: {error}")
-    local_world = int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
-    try:
         config, options = load(
-            argv, defaults=defaults, world_size=world, local_world=local_world, begin=_begin,
-            more=_data_problems,
+            argv, defaults={"model": {"arch": arch}} if arch else {}, world_size=world,
+            local_world=_local_world(), machines=process.machines_asked(), more=_data_problems,
+            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # for all ranks of the machine
         )  # fmt: skip
         if options.help:
             return _say(help_text(config, prog))
-        _check_arch(config, argv, defaults, prog, options.pretrained)
+        _check_arch(config, options, arch, prog)
         world = options.world_size or world
         data = _open(config)
-        config = _checked(config, data, world)
+        if problems := list(check_vocab(config, data.tokenizer.text_vocab_size)):
+            raise ConfigError(problems)
+        config = resolve(config, data.vocab, world)
         forecast = _forecast(config, world, options.dry_run)
+    except LauncherError as error:
+        return refuse(f"threed: {error}")
     except ConfigError as error:
         return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast, data, options.dry_run)
-    # of a run on another machine, perhaps: what is in the way on this one is only said
+    # of a run on another machine, perhaps: the problems of this one are only reported
     if options.dry_run:
         text = [] if forecast is None else [forecast.text()]
         return _say("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
@@ -115,7 +115,7 @@ def _run(argv: list[str], defaults: Mapping[str, Mapping[str, Any]], prog: str) 
         return refuse(format_problems(problems))
     if note := without_srun():
         _say(f"threed: {note}")
-    words = _words(argv, config) if options.pretrained else None
+    words = _words(config, options) if options.pretrained else None
     command = [*prog.split(), *(words or argv)]
     # by the ranks' times: the trainer makes the forecast then
     if config.parallel.partition == "measured":
@@ -151,7 +151,13 @@ def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None])
     return 0
 
 
-def _train(config: Config, data: Data, words: list[str], forecast: Forecast | None) -> None:
+def _train(config: Config, data: Data, command: list[str], forecast: Forecast | None) -> None:
+    """Builds topology, model and engine from a resolved configuration, and trains.
+
+    Args:
+        command: the words of the command line, for the hint how to resume.
+        forecast: memory and time of the run, if known.
+    """
     interrupted = threading.Event()
 
     def interrupt(*_: object) -> None:
@@ -160,8 +166,13 @@ def _train(config: Config, data: Data, words: list[str], forecast: Forecast | No
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, interrupt)
+    p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
+    if config.run.recheck_bad_steps:
+        recheck.configure_cublas()
     try:
-        train(config, data, words, forecast, interrupted)
+        # At least TIMEOUT: loading and the end of a run are not watched.
+        topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
+        Trainer(build_engine(config, topology), data, command, forecast, interrupted).run()
     except RuntimeError:
         # Another rank may be gone because it was interrupted; then this one is, or will be in a
         # moment. An exception of the handler in a callback of autograd is lost, so the event counts.
@@ -170,11 +181,9 @@ def _train(config: Config, data: Data, words: list[str], forecast: Forecast | No
         raise
 
 
-def _words(argv: list[str], config: Config) -> list[str]:
-    """Returns the flags that continue a run that began from a folder: that said what the model is, which now the
-    resolved configuration does."""
-    named = any(word.split("=")[0] == "--model.arch" for word in argv)
-    arch = ["--model.arch", config.model.arch] if named else []
+def _words(config: Config, options: Options) -> list[str]:
+    """Returns the flags that continue a run that began from a folder: its configuration has the folder's model."""
+    arch = ["--model.arch", config.model.arch] if "model.arch" in options.flags else []
     return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
 
 
@@ -188,29 +197,13 @@ def _how_to_go_on(config: Config, words: list[str] | None) -> str:
     return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
 
 
-def _check_arch(
-    config: Config,
-    argv: list[str],
-    defaults: Mapping[str, Mapping[str, Any]],
-    prog: str,
-    from_folder: bool,
-) -> None:
-    """Refuses another architecture in the preset or file than the one that was asked for by name.
-
-    from_folder: the model is that of the folder that the run begins from, and cannot be another.
-    """
-    named, found = defaults.get("model", {}).get("arch"), config.model.arch
-    if named not in (None, found) and not any(
-        word.split("=")[0] == "--model.arch" for word in argv
-    ):
+def _check_arch(config: Config, options: Options, arch: str | None, prog: str) -> None:
+    """Refuses a preset, file or folder with another architecture than that of the program."""
+    found = config.model.arch
+    if arch not in (None, found) and "model.arch" not in options.flags:
         which = f"the preset, file or folder says model.arch {found}: add --model.arch {found}"
-        other = f"use `threed train {found}`" if from_folder else f"--model.arch {named}"
-        raise ConfigError([f"{prog} trains {named}, and {which}, or {other}"])
-
-
-def _begin(config: Config) -> Pretrained | None:
-    """Returns the folder that a run begins from, which local rank 0 checks for all."""
-    return pretrained.find(config, check=_local_rank() == 0)
+        other = f"use `threed train {found}`" if options.pretrained else f"--model.arch {arch}"
+        raise ConfigError([f"{prog} trains {arch}, and {which}, or {other}"])
 
 
 def _data_problems(config: Config) -> list[str]:
@@ -220,31 +213,14 @@ def _data_problems(config: Config) -> list[str]:
     )
 
 
-def train(
-    config: Config,
-    data: Data,
-    command: list[str],
-    forecast: Forecast | None = None,
-    interrupted: threading.Event | None = None,
-) -> None:
-    """Builds topology, model and engine from a resolved configuration, and trains.
-
-    Args:
-        command: the words of the command line, for the hint how to resume.
-        forecast: memory and time of the run, if known.
-        interrupted: set when the user has interrupted the run.
-    """
-    p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
-    if config.run.recheck_bad_steps:
-        recheck.configure_cublas()
-    # At least TIMEOUT: loading and the end of a run are not watched.
-    topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
-    Trainer(build_engine(config, topology), data, command, forecast, interrupted).run()
-
-
 def _local_rank() -> int:
     """This process among those of its machine, as the launcher says."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _local_world() -> int | None:
+    """Returns the number of ranks on this machine, if the launcher tells it."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
 
 
 def _say(text: str) -> int:
@@ -281,16 +257,6 @@ def _open(config: Config) -> Data:
         raise ConfigError([str(error)]) from None
 
 
-def _checked(config: Config, data: Data, world: int) -> Config:
-    """The resolved configuration, or ConfigError with what is wrong on any machine."""
-    problems = find_problems(config, world, tokenizer_vocab=data.tokenizer.text_vocab_size)
-    if (machines := process.machines_asked()) is not None and not problems:
-        problems = list(check_sizes(config, machines, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    if problems:
-        raise ConfigError(problems)
-    return resolve(config, data.vocab, world)
-
-
 def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
     """What a run takes: local rank 0 finds it out, and refuses what cannot be cut; the others are ended with it.
 
@@ -299,10 +265,9 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
     if _local_rank() > 0:
         return None
     if config.parallel.partition == "measured" and not alone:
-        balanced = config.parallel.model_copy(
-            update={"partition": "balanced", "memory_limit_gib": None}
-        )
-        config = config.model_copy(update={"parallel": balanced})
+        balanced = {"partition": "balanced", "memory_limit_gib": None}
+        parallel = config.parallel.model_copy(update=balanced)
+        config = config.model_copy(update={"parallel": parallel})
     try:
         return Forecast.of(config, world)
     except ValueError as error:
@@ -327,66 +292,49 @@ def _problems_here(
 
 
 def _drive_problems(folder: str | None) -> list[str]:
-    """Whether a folder for what is offloaded can be there; whether it has the space is found when that is reserved."""
-    if folder is None:
+    """Returns a problem if the folder of offloaded state cannot be used; its space is checked when it is reserved."""
+    if folder is None or not (reason := _obstacle(Path(folder))):
         return []
-    there = _existing(Path(folder))
-    if there.is_dir() and os.access(there, os.W_OK):
-        return []
-    why = (
-        "may not be written by this user, or is on a read-only drive"
-        if there.is_dir()
-        else "is not a folder"
-    )
-    return [f"--zero.nvme-path {folder}: {there} {why}; name a folder on the drive"]
+    return [f"--zero.nvme-path {folder}: {reason}; name a folder on the drive"]
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above that exists, be it a link that leads nowhere."""
+    """Returns the folder or its nearest parent that exists, which may be a link that leads nowhere."""
     return next(
         path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)
     )
 
 
-def _why_not(place: Path) -> str:
-    """What keeps folders from being made in a place that exists; nothing if they can be."""
+def _obstacle(folder: Path) -> str:
+    """Returns why a folder cannot be made or written; "" if it can."""
+    try:
+        os.lstat(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return str(error.strerror)
+    place = _existing(folder)
     if not place.is_dir():
-        return f": {place} is {'a file' if os.path.exists(place) else 'a link that leads nowhere'};"
+        return f"{place} is {'a file' if os.path.exists(place) else 'a link that leads nowhere'}"
     if os.access(place, os.W_OK):
         return ""
-    return (
-        f" in {place}{', which is read-only' if os.statvfs(place).f_flag & os.ST_RDONLY else ''}:"
-    )
+    read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+    return f"{place} {'is read-only' if read_only else 'may not be written by this user'}"
 
 
 def _folder_problems(folder: Path) -> list[str]:
-    try:
-        os.lstat(folder / "checkpoints")
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return [
-                f"the run folder {folder} cannot be made: {error.strerror}; choose another with --run.dir"
-            ]
-    there, saves = _existing(folder), _existing(folder / "checkpoints")
-    place = there if saves == there or _why_not(there) else saves
-    if why_not := _why_not(place):
-        what = (
-            f"the run folder {folder} cannot be made"
-            if place == there
-            else f"nothing can be saved in {folder}"
-        )
-        return [f"{what}{why_not} choose another with --run.dir"]
+    if reason := _obstacle(folder):
+        return [f"the run folder {folder} cannot be made: {reason}; choose another with --run.dir"]
+    if reason := _obstacle(folder / "checkpoints"):
+        return [f"nothing can be saved in {folder}: {reason}; choose another with --run.dir"]
     return []
 
 
 def _space_problems(folder: Path, forecast: Forecast | None) -> list[str]:
     if forecast is None or _folder_problems(folder):
         return []
+    nbytes = checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype)
     try:
-        check_space(
-            _existing(folder / "checkpoints"),
-            checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype),
-        )
+        check_space(_existing(folder / "checkpoints"), nbytes)
     except CheckpointError as error:
         return [str(error)]
     return []
@@ -414,8 +362,7 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
 
 
 def _device_problems(config: Config) -> list[str]:
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    count = device.count()
+    local_world, count = _local_world() or 1, device.count()
     # srun may make only its own GPU visible to each task
     own = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     if 0 < count < local_world and not own:

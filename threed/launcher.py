@@ -174,8 +174,7 @@ def _slurm_numbers(environment: Variables) -> dict[str, int]:
 def _tasks_here(environment: Variables, size: int) -> int | None:
     """Returns the number of tasks on this machine: entry SLURM_NODEID of a list such as 2(x3),1. Without the list: all
     tasks on one machine. None if the variables do not show it."""
-    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    text = next((environment[name] for name in names if name in environment), None)
+    text = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if text is None:
         return size if _nodes(environment) in (None, 1) else None
     counts: list[int] = []
@@ -183,12 +182,12 @@ def _tasks_here(environment: Variables, size: int) -> int | None:
         counts += [int(tasks)] * int(times or 1)
     if sum(counts) != size or ("SLURM_NODEID" not in environment and len(counts) > 1):
         return None
-    node = (
-        _whole(environment, "SLURM_NODEID", "the number of a machine")
-        if "SLURM_NODEID" in environment
-        else 0
-    )
+    node = _whole({"SLURM_NODEID": "0", **environment}, "SLURM_NODEID", "the number of a machine")
     return counts[node] if node < len(counts) else None
+
+
+def _first(environment: Variables, *names: str) -> str | None:
+    return next((environment[name] for name in names if name in environment), None)
 
 
 def _nodes(environment: Variables) -> int | None:
@@ -200,8 +199,7 @@ def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> s
     """Returns the machine of rank 0: the first of Slurm's list, such as node[01-03,07],other; None if it is unknown."""
     if one_machine:
         return "127.0.0.1"
-    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodes = next((environment[name] for name in names if name in environment), None)
+    nodes = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if launcher is not SLURM or nodes is None:
         return None
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)

@@ -32,19 +32,14 @@ class ParseError(ValueError):
     """What is wrong with a text, as one line that names it; reason: without the name."""
 
     def __init__(self, place: object, reason: str) -> None:
-        super().__init__(f"{printable(place)}: {reason}")
+        super().__init__(f"{plain(place, 4000)}: {reason}")
         self.reason = reason
 
 
 def plain(text: object, most: int = 500) -> str:
-    """Returns text of a stranger's as one line of ASCII that is safe to print, cut at `most` characters."""
-    return str(text)[:most].encode("unicode_escape").decode()
-
-
-def printable(text: object, most: int = 4000) -> str:
-    """Returns a text as it is, cut at `most` characters; as `plain` does where some of it cannot be shown."""
+    """Returns text as one line that is safe to print: cut at `most` characters, and escaped if it is not printable."""
     some = str(text)[:most]
-    return some if some.isprintable() else plain(some, most)
+    return some if some.isprintable() else some.encode("unicode_escape").decode()
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:

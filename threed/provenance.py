@@ -36,10 +36,10 @@ def provenance(topology: Topology, parameters: int) -> dict[str, Any]:
     }
 
 
-def version() -> str:
-    """Returns the installed version of threed; "not installed" for a checkout that is only on the path."""
+def version(package: str = "threed") -> str:
+    """Returns the installed version of a package, or "not installed", as of a checkout that is only on the path."""
     try:
-        return importlib.metadata.version("threed")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
 

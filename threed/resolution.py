@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from threed import architectures, schedules
-from threed.config import Config, ConfigError, DType, ModelConfig, PrecisionConfig
+from threed.config import Config, ConfigError, DType, ModelConfig
 from threed.schema import BaseModel
 
 
@@ -48,24 +48,28 @@ def default_warmup(steps: int) -> int:
 
 
 def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
-    """Fill in every derived value; `vocab` is the tokenizer's, and dp stays open without a world size.
+    """Returns the configuration with every derived value; dp stays open without a world size.
 
-    What stays None means itself: `train.stop_after`, `data.path`, `zero.nvme_path`, `log.profile_steps`. The path of
-    a schedule's file becomes absolute. Raises ConfigError where that file is wrong.
+    None remains where it is a value: `train.stop_after`, `data.path`, `zero.nvme_path`, `log.profile_steps`. The path
+    of a schedule's file becomes absolute.
+
+    Args:
+        vocab: the number of tokens of the data.
+
+    Raises:
+        ConfigError: the schedule's file is wrong.
     """
-    parallel = config.parallel.model_copy(
-        update={"schedule": schedules.absolute(config.parallel.schedule)}
-    )
-    config = config.model_copy(update={"parallel": parallel})
-    updates = {
-        "parallel": _resolve_parallel(config, world_size),
-        "precision": _resolve_precision(config.precision),
-        "model": _resolve_model(config.model, vocab),
+    name, dtype = config.run.name or config.model.arch, config.precision.dtype
+    widest: DType = "fp64" if dtype == "fp64" else "fp32"
+    derived: dict[str, dict[str, Any]] = {
+        "precision": {"grad_dtype": widest, "reduce_dtype": config.precision.grad_dtype or widest},
         "optim": {"min_lr": config.optim.lr / 10, "warmup": default_warmup(config.train.steps)},
-        "run": _resolve_run(config),
+        "run": {"name": name, "dir": f"runs/{name}"},
         "checkpoint": {"memory_every": int(config.run.replicate == "neighbour")},
     }
-    groups = {name: _fill(getattr(config, name), values) for name, values in updates.items()}
+    groups = {group: _fill(getattr(config, group), values) for group, values in derived.items()}
+    groups["parallel"] = _resolve_parallel(config, world_size)
+    groups["model"] = resolve_model(config.model, vocab)
     return config.model_copy(update=groups)
 
 
@@ -75,14 +79,16 @@ def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
     )
 
 
-def _resolve_parallel(config: Config, world_size: int | None) -> dict[str, Any]:
+def _resolve_parallel(config: Config, world_size: int | None) -> BaseModel:
     p, dp = config.parallel, None if world_size is None else derive_dp(config, world_size)
     sizes = () if dp is None else (p.pp, count_microbatches(config, dp))
+    schedule = schedules.absolute(p.schedule)
     try:
-        chunks = p.chunks or schedules.own_chunks(p.schedule, *sizes)
+        chunks = p.chunks or schedules.own_chunks(schedule, *sizes)
     except ValueError as error:
         raise ConfigError([schedule_problem(error)]) from error
-    return {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}
+    derived = {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}
+    return _fill(p, derived).model_copy(update={"schedule": schedule})
 
 
 def schedule_problem(error: ValueError) -> str:
@@ -90,14 +96,12 @@ def schedule_problem(error: ValueError) -> str:
     return f"--parallel.schedule {str(error).removeprefix('schedule ')}"
 
 
-def _resolve_precision(precision: PrecisionConfig) -> dict[str, Any]:
-    default: DType = "fp64" if precision.dtype == "fp64" else "fp32"
-    return {"grad_dtype": default, "reduce_dtype": precision.grad_dtype or default}
-
-
 def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
-    """Fill in what a model's keys mean that are none; the vocabulary stays open without one."""
-    return model.model_copy(update=_resolve_model(model, vocab))
+    """Returns a model with the values that its keys have by default; the vocabulary stays open without one."""
+    derived = architectures.find(model.arch).resolved(dict(model))
+    if model.vocab is None and vocab is not None:
+        derived["vocab"] = vocab
+    return model.model_copy(update=derived)
 
 
 def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
@@ -107,13 +111,3 @@ def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
     windows = saved.window is not None or saved.layer_pattern is not None
     same = (saved.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)
     return llama if same else saved
-
-
-def _resolve_model(model: ModelConfig, vocab: int | None) -> dict[str, Any]:
-    derived = architectures.find(model.arch).resolved(dict(model))
-    return derived if vocab is None or model.vocab is not None else {**derived, "vocab": vocab}
-
-
-def _resolve_run(config: Config) -> dict[str, Any]:
-    name = config.run.name or config.model.arch
-    return {"name": name, "dir": f"runs/{name}"}

@@ -104,7 +104,7 @@ class Trainer:
                 last,
             )  # fmt: skip
             loop = Loop(run, retention, memory, owner, self.callbacks)
-            self._log_header(run, loop.evaluation.validation.notice, aside)
+            self._log_header(run, loop.evaluation.notice, aside)
             supervision.before_exit(lambda: memory.finish(BEFORE_EXIT_S))
             loop.train()
             spans = loop.step_log.spans
@@ -158,13 +158,10 @@ class Trainer:
         """Returns lines on what the run was resumed from."""
         lines = [f"skipped a checkpoint: {problem}" for problem in start.extra.get("problems", ())]
         path = start.extra.get("path")
-        if "resumed" in start.extra:
-            return [*lines, f"resumed    {start.extra['resumed']}"]
-        if path is None:
-            return lines
-        if is_hf_folder(path):
+        if "resumed" not in start.extra and path is not None and is_hf_folder(path):
             return [*lines, f"begun from {path}, with moments of zero"]
-        return [*lines, f"resumed    {path}"]
+        source = start.extra.get("resumed", path)
+        return lines if source is None else [*lines, f"resumed    {source}"]
 
 
 class Loop:
@@ -179,7 +176,11 @@ class Loop:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.run, self.engine, self.memory = run, run.engine, memory
-        self.bad_steps, self.peak, self.evaluation = BadSteps(run), PeakMemory(run), Evaluation(run)
+        self.bad_steps, self.peak, self.evaluation = (
+            BadSteps(run),
+            PeakMemory(run),
+            Evaluation(run.engine, run.data),
+        )
         self.checkpoints = Checkpoints(run, retention, memory, owner, self.bad_steps)
         self.step_log = StepLog(run, self.checkpoints.take_seconds)
         self.callbacks = [

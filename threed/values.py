@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from threed import architectures, schedules
-from threed.architectures.rope_scaling import RopeScaling, read_scaling
-from threed.param_groups import OptimizerName, ParamGroup, read_groups
-from threed.schema import AfterValidator, BeforeValidator, Field
+from threed.architectures.rope_scaling import RopeScaling
+from threed.schema import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    Settings,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    did_you_mean,
+    number,
+)
 
 
 @dataclass(frozen=True)
@@ -22,16 +30,50 @@ class Takes:
     text: str
 
 
+OptimizerName = Literal["adamw", "sgd", "lion"]
+
+
+def _pattern(text: str) -> str:
+    if not text.strip() or set(text) & set(":;"):  # with these most likely two groups in one
+        separate = "separate groups by ; in a flag, in TOML they are items of a list"
+        raise ValueError(f"is not a pattern of parameter names: {separate}")
+    return text.strip()
+
+
+_Rate = Annotated[float, Field(ge=0), BeforeValidator(number)]
+
+
+class ParamGroup(Settings):
+    """The options of the parameters whose names match a pattern of `fnmatch`; None: as in `optim`.
+
+    The first group that matches a name has the parameter. In a flag groups are separated by `;`.
+
+    Attributes:
+        match: the pattern.
+        name: the optimizer that updates them, with the constants of `optim`.
+        lr: the peak learning rate; warmup and schedule are those of `optim`.
+        weight_decay: also for norms and biases that match.
+    """
+
+    form: ClassVar[str] = '"pattern: name=sgd, lr=X, weight-decay=X"'
+
+    match: Annotated[str, AfterValidator(_pattern)]
+    name: OptimizerName | None = None
+    lr: _Rate | None = None
+    weight_decay: _Rate | None = None
+
+
+def _groups(value: Any) -> Any:
+    """Returns the groups of one flag as a list of texts; `none` is no group at all. Other values pass unchanged."""
+    if value == "none":
+        return []
+    return [text for text in value.split(";") if text.strip()] if isinstance(value, str) else value
+
+
 def _without_nul(text: str) -> str:
     if "\0" in text:
         raise ValueError("must not have a NUL character")
     return text
-
-
-def _number(value: object) -> object:
-    if isinstance(value, bool):  # Python would read true as 1
-        raise ValueError("must be a number")
-    return value
 
 
 def _boolean(value: object) -> object:
@@ -42,71 +84,33 @@ def _boolean(value: object) -> object:
     return value
 
 
-def _auto_or_boolean(value: object) -> object:
-    try:
-        return value if value == "auto" else _boolean(value)
-    except ValueError:
-        raise ValueError("must be auto, true or false") from None
+def _must_be(form: str, separator: str = ",") -> WrapValidator:
+    """Validates a value as it is, or the items of a text; the message for all other values is `must be FORM`."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        candidates = [tuple(value) if isinstance(value, list) else value]
+        if isinstance(value, str):
+            candidates.append(tuple(item.strip() for item in value.split(separator)))
+        for candidate in candidates:
+            with suppress(ValidationError):
+                return handler(candidate)
+        raise ValueError(f"must be {form}")
+
+    return WrapValidator(validate)
 
 
-def _word_or(word: str, number: type[int] | type[float]) -> BeforeValidator:
-    """Accepts `word`, or a positive number."""
-
-    def validate(value: object) -> object:
-        if value == word:
-            return value
-        try:
-            parsed = number(str(value))
-        except ValueError:
-            parsed = number(0)
-        if not 0 < parsed < float("inf"):
-            raise ValueError(
-                f"must be {word} or a positive {'whole ' if number is int else ''}number"
-            )
-        return parsed
-
-    return BeforeValidator(validate)
+def _first_and_last(value: object) -> object:
+    return (value, value) if str(value).isdigit() else value
 
 
-def _items(value: object, separator: str = ",") -> list[object]:
-    """Returns the items of a flag's text, or of a list; none of another thing."""
-    if isinstance(value, str):
-        return [item.strip() for item in value.split(separator)]
-    return list(value) if isinstance(value, list | tuple) else []
-
-
-def _whole_numbers(items: Iterable[object]) -> list[int]:
-    """Returns whole numbers, and 0 for other items."""
-    return [int(str(item)) if str(item).isdigit() else 0 for item in items]
-
-
-def _partition(value: object) -> object:
-    if value in ("balanced", "uniform", "measured"):
-        return value
-    counts = _whole_numbers(_items(value))
-    if not counts or min(counts) < 1:
-        raise ValueError(
-            "must be balanced, uniform, measured, or the layers of each stage, such as 3,2,2"
-        )
-    return tuple(counts)
-
-
-def _betas(value: object) -> object:
-    items = _items(value)
-    if len(items) != 2:
-        raise ValueError("must be two numbers, such as 0.9,0.95")
-    return tuple(items)
-
-
-def _steps(value: object) -> object:
-    numbers = _whole_numbers([value] if isinstance(value, int) else _items(value, ":"))
-    if len(numbers) not in (1, 2) or min(numbers) < 1 or numbers[0] > numbers[-1]:
-        raise ValueError("must be a step or first:last, such as 10:12, counted from 1")
-    return (numbers[0], numbers[-1])
+def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError("the first is after the last")
+    return steps
 
 
 def _schedule(value: object) -> object:
-    """A name that there is, or the form of a file's; what is in the file is looked at when a run is checked."""
+    """Accepts a known name or the form of a file's name; the file itself is read when a run is checked."""
     names = (*get_args(schedules.ScheduleName), *schedules.available())
     if isinstance(value, str) and (value in names or schedules.names_file(value)):
         return value
@@ -119,8 +123,7 @@ def _schedule(value: object) -> object:
 def _architecture(value: object) -> object:
     if value in architectures.NAMES:
         return value
-    close = difflib.get_close_matches(str(value), architectures.NAMES, 1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
+    hint = did_you_mean(str(value), *architectures.NAMES)
     raise ValueError(f"must be {', '.join(architectures.NAMES)}{hint}")
 
 
@@ -138,58 +141,62 @@ def _zero_or_above_one(value: float) -> float:
     return value
 
 
-def _operations(value: object) -> object:
-    known, names = ("attention", "activation", "norm"), list(map(str, _items(value)))
-    if not names or not set(names) <= set(known):
-        raise ValueError(f"must be names among {', '.join(known)}, such as attention,activation")
-    return tuple(dict.fromkeys(names))
+def _folder_name(text: str) -> str:
+    if not text.strip(".") or set(text) & set("/\\"):
+        raise ValueError("must be a plain folder name, without slashes")
+    return text
 
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def _duration(value: object) -> object:
-    """Seconds, from 3h, 1h30m, 90m, 45s, 1:30:00, or a number of seconds."""
+    """Returns seconds, from 3h, 1h30m, 90m, 45s, 1:30:00, or a number of seconds."""
     text = re.sub(r"^(\d{1,9}):([0-5]\d):([0-5]\d)$", r"\1h\2m\3s", str(value).strip())
     if re.fullmatch(r"(\d{1,12}(\.\d{1,12})?[dhms])+", text):
         parts = re.findall(r"([\d.]+)([dhms])", text)
         return sum(float(number) * _UNITS[unit] for number, unit in parts)
-    try:
-        seconds = float("nan") if isinstance(value, bool) else float(text)
-    except ValueError:
-        seconds = float("nan")
-    if not 0 <= seconds < float("inf"):
-        raise ValueError("must be a time such as 3h, 90m, 1:30:00, or seconds")
-    return seconds
+    return number(value)
 
 
-Count = Annotated[int, Field(ge=1), BeforeValidator(_number), Takes("N")]
-Natural = Annotated[int, Field(ge=0), BeforeValidator(_number), Takes("N")]
-Positive = Annotated[float, Field(gt=0), BeforeValidator(_number), Takes("X")]
+Count = Annotated[int, Field(ge=1), BeforeValidator(number), Takes("N")]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(number), Takes("N")]
+Positive = Annotated[float, Field(gt=0), BeforeValidator(number), Takes("X")]
 # of which bytes are finite
-MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(_number), Takes("X")]
-NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_number), Takes("X")]
+MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(number), Takes("X")]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(number), Takes("X")]
 Spike = Annotated[NonNegative, AfterValidator(_zero_or_above_one)]
-Duration = Annotated[float, Field(gt=0, le=1e9), BeforeValidator(_duration), Takes("TIME")]
-DurationOrNone = Annotated[float, Field(ge=0, le=1e9), BeforeValidator(_duration), Takes("TIME")]
-Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number), Takes("X")]
+_TIME = _must_be("a time such as 3h, 90m, 1:30:00, or seconds")
+Duration = Annotated[float, Field(gt=0, le=1e9), BeforeValidator(_duration), _TIME, Takes("TIME")]
+DurationOrNone = Annotated[
+    float, Field(ge=0, le=1e9), BeforeValidator(_duration), _TIME, Takes("TIME")
+]
+Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number), Takes("X")]
 Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
 AutoSwitch = Annotated[
-    Literal["auto"] | bool, BeforeValidator(_auto_or_boolean), Takes("auto|true|false")
+    Literal["auto"] | Switch, _must_be("auto, true or false"), Takes("auto|true|false")
 ]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("TEXT")]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("PATH")]
 # of this machine: ~ is the user's home
 LocalPath = Annotated[PathText, AfterValidator(os.path.expanduser)]
 Partition = Annotated[
-    Literal["balanced", "uniform", "measured"] | tuple[int, ...],
-    BeforeValidator(_partition),
+    Literal["balanced", "uniform", "measured"] | tuple[Count, ...],
+    _must_be("balanced, uniform, measured, or the layers of each stage, such as 3,2,2"),
     Takes("balanced|uniform|measured|N,N,…"),
 ]
-ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(_number), Takes("0|1|2|3")]
-ShardSize = Annotated[Literal["all"] | int, _word_or("all", int), Takes("all|N")]
-LossScale = Annotated[Literal["dynamic"] | float, _word_or("dynamic", float), Takes("dynamic|X")]
-Betas = Annotated[tuple[Share, Share], BeforeValidator(_betas), Takes("X,X")]
+ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(number), Takes("0|1|2|3")]
+ShardSize = Annotated[
+    Literal["all"] | Count, _must_be("all or a positive whole number"), Takes("all|N")
+]
+LossScale = Annotated[
+    Literal["dynamic"] | Positive, _must_be("dynamic or a positive number"), Takes("dynamic|X")
+]
+Betas = Annotated[
+    tuple[Share, Share],
+    _must_be("two numbers, such as 0.9,0.95, each at least 0 and less than 1"),
+    Takes("X,X"),
+]
 Optimizer = Annotated[OptimizerName, BeforeValidator(_optimizer)]
 Schedule = Annotated[
     str,
@@ -198,14 +205,25 @@ Schedule = Annotated[
 ]
 Architecture = Annotated[str, BeforeValidator(_architecture), Takes("|".join(architectures.NAMES))]
 LayerPattern = Annotated[str, Field(pattern=r"^[sf]+$"), Takes("TEXT")]
-Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(_number), Takes("X")]
-Scaling = Annotated[RopeScaling, BeforeValidator(read_scaling), Takes('"TYPE: key=X, …"')]
+Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(number), Takes("X")]
+Scaling = Annotated[RopeScaling, Takes('"TYPE: key=X, …"')]
 ParamGroups = Annotated[
     tuple[ParamGroup, ...],
-    BeforeValidator(read_groups),
+    BeforeValidator(_groups),
     Takes('"PATTERN: name=sgd, lr=X, weight-decay=X; …"'),
 ]
 RecomputeOps = Annotated[
-    tuple[str, ...], BeforeValidator(_operations), Takes("attention,activation,norm")
+    tuple[Literal["attention", "activation", "norm"], ...],
+    Field(min_length=1),
+    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
+    _must_be("names among attention, activation, norm, such as attention,activation"),
+    Takes("attention,activation,norm"),
 ]
-StepRange = Annotated[tuple[int, int], BeforeValidator(_steps), Takes("N|N:N")]
+StepRange = Annotated[
+    tuple[Count, Count],
+    AfterValidator(_in_order),
+    BeforeValidator(_first_and_last),
+    _must_be("a step or first:last, such as 10:12, counted from 1", ":"),
+    Takes("N|N:N"),
+]
+FolderName = Annotated[Text, AfterValidator(_folder_name), Takes("TEXT")]

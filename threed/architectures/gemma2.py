@@ -6,7 +6,7 @@ from __future__ import annotations
 from threed.architectures import record
 from threed.architectures.record import Architecture, Key
 
-record.register(
+GEMMA2 = record.register(
     Architecture(
         "gemma2",
         "Gemma 2",
@@ -19,18 +19,13 @@ record.register(
             *record.GATED_MLP,
             *record.HEAD,
         ),
-        keys=record.decoder_keys(
+        keys=(
             *record.GEMMA_KEYS,
             Key("attn_logit_softcapping", "attention_softcap", 50.0),
             Key("final_logit_softcapping", "logit_softcap", 30.0),
-            num_key_value_heads=4,
-            head_dim=256,
-            tie_word_embeddings=True,
         ),
         fixed=record.GEMMA_FIXED,
-        accepted=frozenset(
-            {"hidden_act", "sliding_window_size"}
-        ),  # of first versions, and not read
+        accepted=frozenset({"hidden_act", "sliding_window_size"}),  # of first versions, not read
         takes=record.ROTARY | record.GEMMA | {"attention_softcap", "logit_softcap"},
         defaults=record.HEAD_SIZE
         | {"tied": True, "window": 4096, "attention_softcap": 50.0, "logit_softcap": 30.0},

@@ -3,42 +3,27 @@ layers, and rotary angles of their own in these (arXiv 2503.19786)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from threed.architectures import record
-from threed.architectures.record import Architecture, Key
+from threed.architectures.gemma2 import GEMMA2
+from threed.architectures.record import Key
 
 record.register(
-    Architecture(
-        "gemma3",
-        "Gemma 3",
-        "gemma3_text",
-        "Gemma3ForCausalLM",
-        rules=(
-            *record.EMBEDDING,
-            *record.SANDWICH_NORMS,
-            *record.HEADS,
-            *record.HEAD_NORMS,
-            *record.GATED_MLP,
-            *record.HEAD,
-        ),
-        keys=record.decoder_keys(
-            *record.GEMMA_KEYS,
-            Key("final_logit_softcapping", "logit_softcap", None),
-            num_key_value_heads=4,
-            head_dim=256,
-            tie_word_embeddings=True,
-        ),
-        fixed=record.GEMMA_FIXED
-        | {"attn_logit_softcapping": None},  # transformers would not use it
+    replace(
+        GEMMA2,
+        name="gemma3",
+        title="Gemma 3",
+        model_type="gemma3_text",
+        hf_class="Gemma3ForCausalLM",
+        rules=(*GEMMA2.rules, *record.HEAD_NORMS),
+        keys=(*record.GEMMA_KEYS, Key("final_logit_softcapping", "logit_softcap", None)),
+        fixed=record.GEMMA_FIXED | {"attn_logit_softcapping": None},  # transformers ignores it
+        accepted=frozenset(),
         takes=record.ROTARY | record.GEMMA | {"logit_softcap", "rope_local_theta"},
         defaults=record.HEAD_SIZE | {"tied": True, "window": 4096, "rope_local_theta": 10000.0},
-        limits=record.no_fraction,
-        norm_offset=1.0,
-        post_norms=True,
-        activation="gelu",
         qk_norm=True,
-        scaled_embedding=True,
         layer_pattern="sssssf",
-        window="layer_types",
         local=True,
         absent_theta=1000000.0,
     )

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from threed.architectures.record import (
-    ATTENTION,
-    BLOCK,
-    MLP,
-    Architecture,
-    Key,
-    Keys,
-    linear,
-    one,
-    register,
-)
+from threed.architectures import record
+from threed.architectures.record import ATTENTION, BLOCK, MLP, Architecture, Key, Keys, linear, one
 
 _H = "transformer.h.{i}"
 
@@ -27,7 +18,7 @@ def _limits(keys: Keys) -> Iterator[str]:
         yield f"--model.head-dim {head_dim} for {heads} heads and width {keys['hidden']}"
 
 
-register(
+record.register(
     Architecture(
         "gpt",
         "GPT-2",
@@ -75,17 +66,8 @@ register(
         written={"attn_pdrop": 0.0},  # there is no dropout of attention probabilities here
         # reorder_and_upcast_attn is a matter of rounding, and the summary_* are of other heads.
         accepted=frozenset(
-            {
-                "_num_labels",
-                "n_ctx",
-                "reorder_and_upcast_attn",
-                "summary_activation",
-                "summary_first_dropout",
-                "summary_proj_to_labels",
-                "summary_type",
-                "summary_use_proj",
-                "task_specific_params",
-            }
+            "_num_labels n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout"
+            " summary_proj_to_labels summary_type summary_use_proj task_specific_params".split()
         ),
         takes=frozenset({"bias", "mlp_bias"}),
         defaults={

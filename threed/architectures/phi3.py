@@ -43,9 +43,8 @@ record.register(
             rms_norm_eps=1e-5,
         ),
         fixed=record.SILU_GATES,
-        accepted=frozenset(
-            {"full_attn_mod", "interpolate_factor"}
-        ),  # of its own code, which transformers does not run
+        # of its own code, which transformers does not run
+        accepted=frozenset({"full_attn_mod", "interpolate_factor"}),
         takes=record.ROTARY | {"window", "partial_rotary_factor"},
         limits=_limits,
         window="all",

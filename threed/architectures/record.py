@@ -181,10 +181,13 @@ def decoder_keys(*more: Key, **absent: Any) -> tuple[Key, ...]:
 
 
 SILU_GATES: Keys = {"hidden_act": "silu", "attention_dropout": 0.0}
-GEMMA_KEYS = (
+GEMMA_KEYS = decoder_keys(
     Key("attention_bias", "bias", False),
     Key("query_pre_attn_scalar", "query_pre_attn_scalar", 256),
     Key("sliding_window", "window", 4096),
+    num_key_value_heads=4,
+    head_dim=256,
+    tie_word_embeddings=True,
 )
 GEMMA_FIXED: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh", "attention_dropout": 0.0, "use_bidirectional_attention": False,

@@ -1,7 +1,7 @@
 """Scalings of rotary angles, for sequences that are longer than those a model was trained on first.
 
-    scaling = read_scaling("llama3: factor=8, low-freq-factor=1, high-freq-factor=4, ...")      one flag
-    scaling = read_scaling({"rope_type": "linear", "factor": 2.0})                              a table in TOML
+    scaling = RopeScaling.model_validate("llama3: factor=8, low-freq-factor=1, ...")            one flag
+    scaling = RopeScaling(rope_type="linear", factor=2.0)                                       a table in TOML
 
 Names and meaning are those of `rope_parameters` in Hugging Face's configurations: linear (arXiv 2306.15595), llama3
 (arXiv 2407.21783), yarn (arXiv 2309.00071), longrope (arXiv 2402.13753). Numbers of a list are separated by blanks.
@@ -9,42 +9,36 @@ Names and meaning are those of `rope_parameters` in Hugging Face's configuration
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from threed.schema import BaseModel, ConfigDict, Field, model_validator
+from threed.schema import BeforeValidator, Field, Settings, model_validator
 
-_FORM = '"TYPE: key=X, key=X" with the keys of rope_parameters, such as "linear: factor=2"'
 _Factor = Annotated[float, Field(gt=0)]
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "linear": (("factor",), ()),
-    "llama3": (
-        ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        (),
-    ),
+_Factors = Annotated[
+    tuple[_Factor, ...],
+    BeforeValidator(lambda value: value.split() if isinstance(value, str) else value),
+]
+KINDS: dict[str, tuple[str, str]] = {
+    "linear": ("factor", ""),
+    "llama3": ("factor low_freq_factor high_freq_factor original_max_position_embeddings", ""),
     "yarn": (
-        ("original_max_position_embeddings",),
-        (
-            "factor",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        ),
+        "original_max_position_embeddings",
+        "factor attention_factor beta_fast beta_slow mscale mscale_all_dim truncate",
     ),
     "longrope": (
-        ("short_factor", "long_factor", "original_max_position_embeddings"),
-        ("factor", "attention_factor"),
+        "short_factor long_factor original_max_position_embeddings",
+        "factor attention_factor",
     ),
 }
-"""What each kind needs, and what it may have."""
+"""The keys that each kind needs, and those that it may have."""
 
 
-class RopeScaling(BaseModel):
+class RopeScaling(Settings):
     """One scaling. factor: by default the model's positions / original_max_position_embeddings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    form: ClassVar[str] = (
+        '"TYPE: key=X, key=X" with the keys of rope_parameters, such as "linear: factor=2"'
+    )
 
     rope_type: Literal["linear", "llama3", "yarn", "longrope"]
     factor: _Factor | None = None
@@ -57,21 +51,12 @@ class RopeScaling(BaseModel):
     mscale: _Factor | None = None
     mscale_all_dim: _Factor | None = None
     truncate: bool | None = None
-    short_factor: tuple[_Factor, ...] | None = None
-    long_factor: tuple[_Factor, ...] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (
-            unknown := [str(name) for name in data if name not in cls.model_fields]
-        ):
-            raise ValueError(f"there is no {', '.join(unknown)}; write {_FORM}")
-        return data
+    short_factor: _Factors | None = None
+    long_factor: _Factors | None = None
 
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:
-        needed, optional = KINDS[self.rope_type]
+        needed, optional = (names.split() for names in KINDS[self.rope_type])
         given = [name for name in self.table() if name != "rope_type"]
         if missing := [name for name in needed if name not in given]:
             raise ValueError(f"{self.rope_type} needs {', '.join(missing)}")
@@ -83,38 +68,5 @@ class RopeScaling(BaseModel):
         return self
 
     def table(self) -> dict[str, Any]:
-        """What is said of it, by Hugging Face's names; lists for tuples."""
-        said = {name: value for name, value in dict(self).items() if value is not None}
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in said.items()
-        }
-
-    def __str__(self) -> str:
-        """The scaling as users write it."""
-        settings = [
-            f"{name.replace('_', '-')}={_text(value)}" for name, value in self.table().items()
-        ]
-        return f"{self.rope_type}: {', '.join(settings[1:])}"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return " ".join(repr(item) for item in value) if isinstance(value, list) else repr(value)
-
-
-def read_scaling(value: object) -> object:
-    """A scaling from a flag's text; tables and scalings pass as they are. ValueError for another thing."""
-    if not isinstance(value, str):
-        if isinstance(value, dict | RopeScaling):
-            return value
-        raise ValueError(f"must be {_FORM}")
-    kind, colon, settings = value.partition(":")
-    table: dict[str, Any] = {"rope_type": kind.strip()}
-    for setting in settings.split(",") if colon else ():
-        name, equals, text = (part.strip() for part in setting.partition("="))
-        field = name.replace("-", "_")
-        if not equals or field in table:
-            raise ValueError(f"{setting.strip()!r} is no setting, or there twice; write {_FORM}")
-        table[field] = text.split() if field in ("short_factor", "long_factor") else text
-    return table
+        """Returns what is given, by Hugging Face's names; lists for tuples."""
+        return self.model_dump(mode="json", exclude_none=True)

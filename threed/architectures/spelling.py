@@ -94,25 +94,16 @@ class _Reader:
 
     def _rope(self) -> None:
         parameters, scaling, theta, share = (self._get(name) for name in _ROPE_KEYS)
-        whole = parameters if isinstance(parameters, Mapping) else {}
         local = self._get("rope_local_base_freq") if self.record.local else None
-        if nested := [kind for kind in LETTERS if kind in whole]:
-            full, sliding = (
-                dict(whole.get(kind) or {}) for kind in ("full_attention", "sliding_attention")
-            )
-            if not self.record.local:
-                self.problems.append(
-                    f"rope_parameters of {' and '.join(nested)}, which is for Gemma 3"
-                )
-        else:
-            full, sliding = dict(whole), {}
+        given = dict(parameters) if isinstance(parameters, Mapping) else {}
+        nested = any(kind in given for kind in LETTERS)
+        if given and nested != self.record.local:
+            found = "with" if nested else "without"
+            self.problems.append(f"rope_parameters {found} those of each kind of layer")
+        full = dict(given.get("full_attention") or {}) if nested else given
         if self.record.local:
-            if whole and not nested:
-                self.problems.append(
-                    "rope_parameters without those of full_attention and sliding_attention"
-                )
             full.update(scaling or {})
-            self._local(sliding, local)
+            self._local(dict(given.get("sliding_attention") or {}), local)
         else:
             full = dict(scaling or full)
         theta = self.record.absent_theta if theta is None else theta
@@ -140,7 +131,7 @@ class _Reader:
         if kind not in KINDS:
             self.problems.append(f"rope_type {kind}: there are {', '.join(KINDS)}")
             return
-        names = sum(KINDS[kind], ())
+        names = " ".join(KINDS[kind]).split()
         if unknown := sorted(set(given) - set(names)):
             self.problems.append(f"{', '.join(unknown)} of rope_type {kind}")
         table = {
@@ -161,9 +152,7 @@ class _Reader:
     def _windows(self) -> None:
         record, keys = self.record, self.keys
         if record.window in ("none", "all"):
-            keys["window"] = keys.get("window") or None
-            if record.window == "none":
-                keys.pop("window")
+            keys |= {"window": keys["window"] or None} if "window" in keys else {}
             return
         if record.window == "max_window_layers":
             used, first = self._get("use_sliding_window", False), self._get("max_window_layers", 28)

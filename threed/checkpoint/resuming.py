@@ -18,12 +18,13 @@ from typing import Any, Literal
 import torch
 
 from threed import architectures
-from threed.arguments import GROUPS, written
+from threed.arguments import GROUPS
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import parts_of
 from threed.config import Config, ModelConfig, OptimConfig, key_name, python_name
 from threed.data import Data
 from threed.resolution import resolve_model, spelt_as
+from threed.schema import written
 from threed.zero.records import PREVIOUS, WEIGHT
 from threed.zero.setup import learning_rate, state_names
 
@@ -204,13 +205,13 @@ def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, st
         found = saved.get(group)
         there: Mapping[str, Any] = found if isinstance(found, dict) else {}
         for name in [n for n in kind.model_fields if n in there and there[n] != wanted[group][n]]:
-            now = written(name, getattr(getattr(config, group), name))
+            now = written(getattr(getattr(config, group), name))
             yield f"{group}.{key_name(name)}", _as_written(group, name, there), now
 
 
 def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
     with suppress(ValueError):  # of a version with other values
-        return written(name, getattr(GROUPS[group].model_validate({name: saved[name]}), name))
+        return written(getattr(GROUPS[group].model_validate({name: saved[name]}), name))
     return str(plain(saved[name]))
 
 
@@ -219,11 +220,8 @@ def _rate(manifest: Manifest, config: Config) -> Iterator[str]:
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
     with suppress(ValueError, KeyError, TypeError):  # of a version with other keys
-        before = float(
-            learning_rate(OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"]))(
-                done
-            )
-        )
+        optim, steps = OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"])
+        before = float(learning_rate(optim, steps)(done))
         now = float(learning_rate(config.optim, config.train.steps)(done))
         if abs(now - before) > 1e-9 * max(now, before):
             step, times = state["steps"] + 1, f", {now / before:.3g} times" if before else ""
@@ -242,24 +240,15 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
         for key, rule in BY_KEY.items()
         if rule.group == "model" and rule.change == "refused"
     }
-    if (
-        architectures.find(config.model.arch).learned_positions
-        or config.model.rope_scaling is not None
-    ):
-        fixed.add("positions")
-    return [
-        f"the checkpoint's model has {key} = {plain(saved.get(key))}, this run has {value}: {_how(key, saved)}"
-        for key, value in wanted.items()
-        if key in fixed and saved.get(key) != value
-    ]
-
-
-def _how(key: str, saved: Mapping[str, Any]) -> str:
-    return (
-        f"give --model.positions {plain(saved.get(key))} as well; else {SHAPE}"
-        if key == "positions"
-        else SHAPE
-    )
+    learned = architectures.find(config.model.arch).learned_positions
+    fixed |= {"positions"} if learned or config.model.rope_scaling is not None else set()
+    found = []
+    for key in [key for key in wanted if key in fixed and saved.get(key) != wanted[key]]:
+        before = plain(saved.get(key))
+        how = f"give --model.positions {before} as well; else " if key == "positions" else ""
+        differs = f"has {key} = {before}, this run has {wanted[key]}"
+        found.append(f"the checkpoint's model {differs}: {how}{SHAPE}")
+    return found
 
 
 def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:

@@ -2,9 +2,9 @@
 
     load(argv, begin=find)
 
-The folder says what the model is: its keys count more than those of a preset or file, and a flag that says another
-thing is refused. Only the sequence's length and the dropout are the run's own. The run uses the folder's tokenizer
-unless `--data.tokenizer` names another, which is required if the folder has none.
+The model is the folder's: its keys override those of a preset or file, and a flag with another value is refused. Only
+the sequence's length and the dropout are the run's own. The run uses the folder's tokenizer unless `--data.tokenizer`
+names another, which is required if the folder has none.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from threed.arguments import Pretrained
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, plain
 from threed.config import Config, ConfigError, ModelConfig
 from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
-from threed.interop.huggingface.weights import model_differences
 from threed.resolution import resolve_model, spelt_as
 
 SEQ = 256  # default sequence length, if the model has as many positions
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
 
 
-def find(config: Config, check: bool = True) -> Pretrained | None:
-    """Returns what the folder `checkpoint.resume` gives, if a run begins from it.
+def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
+    """Returns the values that the folder `checkpoint.resume` gives, by group and key; none if no run begins from it.
 
     Args:
         check: check all of its tensors, too.
@@ -37,23 +35,16 @@ def find(config: Config, check: bool = True) -> Pretrained | None:
     """
     path = Path(config.checkpoint.resume)
     if config.checkpoint.resume in ("auto", "none"):
-        return None
+        return {}
     try:
         opened = _open(path, check, "tokenizer" in config.data.model_fields_set)
     except (CheckpointError, OSError) as error:
         raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
     if opened is None:
-        return None
-    model, tokenizer = spelt_as(opened[0], config.model), opened[1]
-    defaults: dict[str, dict[str, Any]] = {"model": {"seq": default_seq(model)}}
-    if tokenizer is not None:
-        defaults["data"] = {"tokenizer": tokenizer}
-
-    def differences(asked: ModelConfig) -> list[str]:
-        fix = "leave the flag out, the folder says what its model is"
-        return [f"{text}: {fix}" for text in model_differences(path, model, asked)]
-
-    return Pretrained(defaults, model, differences)
+        return {}
+    model, tokenizer = resolve_model(spelt_as(opened[0], config.model)), opened[1]
+    values = {"model": {**dict(model), "seq": default_seq(model)}}
+    return values | ({} if tokenizer is None else {"data": {"tokenizer": tokenizer}})
 
 
 def default_seq(model: ModelConfig) -> int:
@@ -85,7 +76,7 @@ def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None
     if manifest["state"]["steps"]:
         return None
     try:
-        model = resolve_model(ModelConfig.model_validate(manifest["config"]["model"]))
+        model = ModelConfig.model_validate(manifest["config"]["model"])
     except ValueError:
         return None
     if named or name == "bytes":

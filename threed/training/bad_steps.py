@@ -34,12 +34,10 @@ class BadSteps(Callback):
 
     def begin(self, run: Run) -> None:
         if run.config.run.check_replicas:
-            copies, alone = (
-                n / MIB for n in replicas.compared(self.engine.optimizer, self.engine.topology)
-            )
-            run.note(
-                f"replicas   of {copies + alone:.1f} MiB on rank 0, {copies:.1f} have copies to be compared with"
-            )
+            found = replicas.compared(self.engine.optimizer, self.engine.topology)
+            copies, alone = (nbytes / MIB for nbytes in found)
+            of = f"of {copies + alone:.1f} MiB on rank 0, {copies:.1f}"
+            run.note(f"replicas   {of} have copies to be compared with")
 
     def step(self, batch: Batch) -> StepMetrics:
         """Runs an optimizer step; with `run.recheck-bad-steps` a skipped step is computed twice."""
@@ -82,9 +80,8 @@ class BadSteps(Callback):
         if self.delays and every and step % every == 0:
             self._delayed.append(step)
         if self.delays and not delayed:
-            self.run.note(
-                f"no checkpoint of step {step}: {skipped} step{'s' * (skipped > 1)} in a row skipped; put off"
-            )
+            steps = f"{skipped} step{'s' * (skipped > 1)}"
+            self.run.note(f"no checkpoint of step {step}: {steps} in a row skipped; put off")
         return self.delays
 
     def take_delayed(self) -> dict[str, list[int]]:

@@ -144,12 +144,10 @@ class Checkpoints(Callback):
             return False
         first, room = saver.room is None, saver.has_room()
         if first and not room:
-            wait = (
-                "updates wait for the drive"
-                if asked is True
-                else "training waits for each checkpoint"
-            )
-            self.run.note(f"no memory for a copy of what is saved: {wait}")
+            what = "updates wait for the drive"
+            if asked is not True:
+                what = "training waits for each checkpoint"
+            self.run.note(f"no memory for a copy of what is saved: {what}")
         return room or asked is True
 
     def _make_room(self, step: int) -> None:

@@ -1,9 +1,9 @@
 """Computes the mean token loss over the first validation windows, each of them once.
 
-    validation = Validation(engine, data)
-    validation.notice                          a note for the user; empty if there are enough windows
-    loss = validation.loss(stops)              collective; None if `stops` returned true
-    validation.bits_per_byte(loss)
+    evaluation = Evaluation(engine, data)
+    evaluation.notice                          a note for the user; empty if there are enough windows
+    loss = evaluation.loss(stops)              collective; None if `stops` returned true
+    evaluation.bits_per_byte(loss)
 
 Every evaluation runs full global batches, for any topology, micro-batch and schedule. In the last batch the labels of
 rows beyond the last window are ignored, and the mean weights batches by their numbers of windows.
@@ -25,10 +25,13 @@ from threed.training.callback import Callback, Run
 IGNORED = -100
 
 
-class Validation:
-    """Evaluates an engine on the first `train.eval_samples` validation windows, or on all of them if there are fewer.
+class Evaluation(Callback):
+    """Evaluates every `train.eval-every` steps and after the last one.
 
-    windows: the number of windows that are evaluated.
+    The windows are the first `train.eval_samples` of the validation data, or all of them if there are fewer.
+
+    Attributes:
+        windows: the number of windows that are evaluated.
     """
 
     def __init__(self, engine: Engine, data: Data) -> None:
@@ -77,23 +80,17 @@ class Validation:
     def _bytes_per_label(self) -> float:
         return self.data.bytes_per_label(self.windows)
 
-
-class Evaluation(Callback):
-    """Evaluates every `train.eval-every` steps and after the last one."""
-
-    def __init__(self, run: Run) -> None:
-        self.run, self.validation = run, Validation(run.engine, run.data)
-
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         every = run.config.train.eval_every
         if run.stop or (metrics.step != run.last and (every == 0 or metrics.step % every)):
             return
+
+        def is_interrupted() -> bool:
+            run.beat("evaluate")
+            return run.stop.check()
+
         run.beat("evaluate")
-        loss = self.validation.loss(self._is_interrupted)
+        loss = self.loss(is_interrupted)
         if loss is not None:
             row["val/loss"] = loss
-            row["val/bits_per_byte"] = self.validation.bits_per_byte(loss)
-
-    def _is_interrupted(self) -> bool:
-        self.run.beat("evaluate")
-        return self.run.stop.check()
+            row["val/bits_per_byte"] = self.bits_per_byte(loss)

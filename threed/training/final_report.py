@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -48,11 +48,14 @@ def finish(
     run.supervision.watchdog.stop()  # from here on the other ranks wait for rank 0
     if run.forecast is None:
         return
-    memory = memory_rows(run.forecast, peaks, peak.step) if any(peaks) else []
-    plan = engine.blueprint.plan
-    drawn = draw(run.folder, run.data, run.forecast, plan, spans, memory, run.note)
+    rows = [
+        {"rank": r.rank, "label": r.label, "predicted": r.bytes, "measured": n, "step": peak.step}
+        for r, n in zip(run.forecast.ranks, peaks, strict=True)
+    ]
+    made = [
+        ("figures", path) for path in draw(run, run.forecast, spans, rows if any(peaks) else [])
+    ]
     checkpoint = checkpoints.path(checkpoints.last_saved)
-    made = [("figures", path) for path in drawn]
     made += [("metrics", run.folder / "metrics.jsonl"), ("checkpoint", checkpoint)]
     if config.checkpoint.export_hf:
         made += export(checkpoint, run.folder / "hf", run.data.tokenizer, run.note)
@@ -73,20 +76,6 @@ def sample_text(engine: LayeredEngine, data: Data, count: int) -> str:
         return f"nothing: {error}"
 
 
-def memory_rows(forecast: Forecast, peaks: Sequence[int], step: int) -> list[dict[str, Any]]:
-    """Returns the predicted and the measured bytes of every rank in a step, for the picture."""
-    return [
-        {
-            "rank": rank.rank,
-            "label": rank.label,
-            "predicted": rank.bytes,
-            "measured": peak,
-            "step": step,
-        }
-        for rank, peak in zip(forecast.ranks, peaks, strict=True)
-    ]
-
-
 def export(
     checkpoint: Path, folder: Path, tokenizer: Tokenizer, note: Callable[[str], None]
 ) -> list[tuple[str, Path]]:
@@ -100,35 +89,27 @@ def export(
 
 
 def draw(
-    folder: Path, data: Data, forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]],
-    memory: Sequence[Mapping[str, Any]], note: Callable[[str], None],
-) -> list[Path]:  # fmt: skip
-    """Draws loss.svg, memory.svg and pipeline.svg into the run's figures; returns those that were drawn.
+    run: Run, forecast: Forecast, spans: Sequence[Sequence[Any]], memory: list[dict[str, Any]]
+) -> list[Path]:
+    """Draws loss.svg, memory.svg and pipeline.svg into the run's figures, and returns those that were drawn.
 
-    A disk that takes none is only told: the run has its checkpoint.
+    An error of the disk is only reported: the run has its checkpoint.
+
+    Args:
+        memory: predicted and measured bytes of every rank in a step.
     """
+    data, folder = run.data, run.folder
+    entropies = {"uniform_entropy": data.uniform_entropy, "unigram_entropy": data.unigram_entropy}
     try:
-        return _drawn(folder, data, forecast, plan, spans, memory)
+        figures.save_figure_data(folder, **entropies, memory=memory)
+        drawn = figures.report(folder)
+        if any(spans):
+            drawn.append(folder / "figures" / "pipeline.svg")
+            drawn[-1].write_text(_pipeline(forecast, run.engine.blueprint.plan, spans))
+        return drawn
     except OSError as error:
-        note(f"no figures: {why(error, folder)}")
+        run.note(f"no figures: {why(error, folder)}")
         return []
-
-
-def _drawn(
-    folder: Path, data: Data, forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]],
-    memory: Sequence[Mapping[str, Any]],
-) -> list[Path]:  # fmt: skip
-    figures.save_figure_data(
-        folder,
-        uniform_entropy=data.uniform_entropy,
-        unigram_entropy=data.unigram_entropy,
-        memory=list(memory),
-    )
-    drawn = figures.report(folder)
-    if any(spans):
-        drawn.append(folder / "figures" / "pipeline.svg")
-        drawn[-1].write_text(_pipeline(forecast, plan, spans))
-    return drawn
 
 
 def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) -> str:

@@ -43,15 +43,10 @@ def _next(
     if logits is not None:
         scores = _whole(engine, logits[0, position]).cpu().double() / temperature
         shares = torch.softmax(scores, 0)
-        drawn = (
-            torch.multinomial(shares, 1, generator=draw)
-            if bool(shares.isfinite().all())
-            else torch.tensor([-1])
-        )
-        chosen += drawn.to(tokens.device)
-    return int(
-        collectives.broadcast(chosen, engine.topology.axis("pp"), engine.blueprint.cut.ends[0])
-    )
+        finite = bool(shares.isfinite().all())
+        chosen += int(torch.multinomial(shares, 1, generator=draw)) if finite else -1
+    pp, last = engine.topology.axis("pp"), engine.blueprint.cut.ends[0]
+    return int(collectives.broadcast(chosen, pp, last))
 
 
 def _whole(engine: LayeredEngine, shard: Tensor) -> Tensor:

@@ -122,25 +122,16 @@ class HFTensors(ABC):
             if name in found and found[name][0] not in DTYPES:
                 yield f"{name} in {self.path} is {plain(found[name][0])}: there are {', '.join(DTYPES)}; dequantise it"
                 return
-        if (
-            self.model.tied
-            and HEAD in found
-            and HEAD not in wanted
-            and read.keys() == wanted.keys()
-        ):
+        extra_head = self.model.tied and HEAD in found and HEAD not in wanted
+        if extra_head and read.keys() == wanted.keys():
             yield from self._head_problems(found)
 
     def _head_problems(self, found: Mapping[str, Header]) -> Iterator[str]:
         """Yields whether the head of a tied model, where a file has it too, is another than its embedding."""
         embedding = self._key(self.table[0])
-        if found[HEAD] != found[embedding] or not all(
-            torch.equal(*both)
-            for both in zip(
-                read_slabs(self._theirs(WEIGHT, HEAD)),
-                read_slabs(self._theirs(WEIGHT, embedding)),
-                strict=True,
-            )
-        ):
+        slabs = (read_slabs(self._theirs(WEIGHT, name)) for name in (HEAD, embedding))
+        same = found[HEAD] == found[embedding]
+        if not same or not all(torch.equal(*both) for both in zip(*slabs, strict=True)):
             yield (
                 f"{HEAD} in {self.path} is another tensor than {embedding}, and its configuration ties both:"
                 ' set "tie_word_embeddings" to false there, or leave the head out'
@@ -158,12 +149,8 @@ class HFTensors(ABC):
 
     def _left_out(self) -> set[str]:
         """Returns names of buffers that old versions saved, which models compute."""
-        blocks = range(self.model.layers)
-        return {
-            self._spelt(name.replace("{i}", str(i)))
-            for name in self._record.buffers
-            for i in blocks
-        }
+        blocks, names = map(str, range(self.model.layers)), self._record.buffers
+        return {self._spelt(name.replace("{i}", block)) for block in blocks for name in names}
 
     # ------------------------------------------------------------------------------------------------------ reading
 
@@ -248,11 +235,8 @@ def _places(path: Path) -> dict[str, str]:
             )
         raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}")
     places = read_object(path / INDEX).get("weight_map")
-    if (
-        not isinstance(places, dict)
-        or not places
-        or not all(isinstance(file, str) for file in places.values())
-    ):
+    named = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
+    if not named or not places:
         raise CheckpointError(
             f"{path / INDEX}: its weight_map must have the name of a file for every tensor"
         )

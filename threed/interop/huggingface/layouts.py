@@ -23,9 +23,7 @@ from torch import Tensor
 
 from threed import architectures
 from threed.architectures import spelling
-from threed.architectures.checks import export_limits, find_model_problems
 from threed.architectures.record import Architecture, Rule
-from threed.arguments import reason
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import (
     LazyTensor,
@@ -36,10 +34,11 @@ from threed.checkpoint.lazy_tensors import (
     read_all,
     rows,
 )
+from threed.checks import export_limits, find_model_problems
 from threed.config import ModelConfig
-from threed.parse import printable
+from threed.parse import plain
 from threed.resolution import resolve_model
-from threed.schema import ValidationError
+from threed.schema import ValidationError, reason
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
             raise ValueError("; ".join(problems))
         return model
     except ValueError as error:
-        said = printable(" ".join(str(error).split()))
+        said = plain(" ".join(str(error).split()), 4000)
         raise CheckpointError(f"the Hugging Face configuration: {said}") from None
 
 
@@ -200,12 +199,12 @@ def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
     except ValidationError as error:
         lines = []
         for detail in error.errors():
-            ours, *inner = (str(part) for part in detail["loc"] or ("model",))
+            ours = str((*detail["loc"], "model")[0])
             theirs = spelling.named(record, ours)
             beside = f" ({ours})" if theirs != ours and ours != "seq" else ""
             value = json.dumps(detail["input"], default=str)
             short = value if len(value) <= 60 else f"{value[:57]}..."
-            lines.append(f"{'.'.join([theirs, *inner])} {short}{beside}: {reason(detail)}")
+            lines.append(f"{theirs} {short}{beside}: {reason(detail)}")
         raise ValueError("; ".join(dict.fromkeys(lines))) from None
 
 

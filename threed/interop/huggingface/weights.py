@@ -67,10 +67,10 @@ def load_hf(
     every rank where something does not fit, before anything is overwritten.
     """
     everyone = topology.axis("world")
-    folder, problems = _opened(path, config, everyone)
+    folder, record, problems = _opened(path, config, everyone)
     raise_together(problems, everyone, CheckpointError)
     assert folder is not None
-    record = _agreed_record(folder, everyone)
+    record = collectives.exchange(record, everyone)[0]
     here = fit.expected(optimizer, extras.buffers, topology)
     unlike = fit.differences(folder.shapes, here.weights, "weights") if everyone.index == 0 else []
     raise_together(unlike, everyone, CheckpointError)
@@ -87,17 +87,20 @@ def load_hf(
     return {"steps": 0, "consumed": 0, "extra": {"hf": record}}
 
 
-def _opened(path: Path, config: Config, everyone: Axis) -> tuple[HFFolder | None, list[str]]:
+def _opened(
+    path: Path, config: Config, everyone: Axis
+) -> tuple[HFFolder | None, dict[str, Any], list[str]]:
+    """Returns a folder, its record on the first rank, and problems."""
     try:
         folder = HFFolder(path)
         problems = model_differences(path, folder.model, config.model)
-        if everyone.index == 0:
-            problems = problems or list(folder.problems())
-        return folder, problems
+        if everyone.index:
+            return folder, {}, problems
+        return folder, record_of_folder(folder), problems or list(folder.problems())
     except CheckpointError as error:
-        return None, [str(error)]
+        return None, {}, [str(error)]
     except Exception as error:  # so that every rank refuses
-        return None, [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
+        return None, {}, [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
 
 
 def record_of_folder(folder: HFFolder) -> dict[str, Any]:
@@ -111,19 +114,6 @@ def record_of_folder(folder: HFFolder) -> dict[str, Any]:
         return record_of(folder.config, generation, folder_files(folder.path).hashes())
     except OSError as error:
         raise CheckpointError(f"{folder.path} cannot be read: {plain(error)}") from None
-
-
-def _agreed_record(folder: HFFolder, everyone: Axis) -> dict[str, Any]:
-    """Returns the record of a folder that rank 0 has read. Collective."""
-    record: dict[str, Any] = {}
-    problems = []
-    try:
-        record = record_of_folder(folder) if everyone.index == 0 else {}
-    except CheckpointError as error:
-        problems = [str(error)]
-    raise_together(problems, everyone, CheckpointError)
-    first: dict[str, Any] = collectives.exchange(record, everyone)[0]
-    return first
 
 
 def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from threed.architectures.checks import find_model_problems
 from threed.checkpoint.files import CheckpointError, plain
+from threed.checks import find_model_problems
 from threed.config import ModelConfig
 from threed.resolution import resolve_model
 from threed.schema import ValidationError

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from threed.arguments import reason
 from threed.config import ConfigError
 from threed.interop.deepspeed.config.keys import NO_EFFECT, REFUSED, RENAMED, DeepSpeedConfig, Group
 from threed.parse import ParseError, read_json
-from threed.schema import ValidationError
+from threed.schema import ValidationError, reason
 
 
 def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
