@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.disks import ext4
 from threed.checkpoint import checksum, files
 from threed.checkpoint.files import write_hashed
-from threed.checkpoint.writing import _share
+from threed.checkpoint.saving import _share
 
 PIECE = 2 * checksum.CHUNK
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.blueprint import Blueprint
-from threed.checkpoint.beside import save_bytes
 from threed.checkpoint.copies import memory_bytes
+from threed.checkpoint.saving import save_bytes
 from threed.checks import LAYER_MAJOR
 from threed.codecs import EXACT
 from threed.config import Config, ConfigError

@@ -4,7 +4,7 @@
     copy = Copy(place.copy(epoch, step), everyone, "own", ...)
     Saver(...).run(copy)
 
-A copy is a save whose root is the memory of a machine: `Saver` and `Saving` write it as they write a checkpoint,
+A copy is a save whose root is the memory of a machine: `Saver` and `Save` write it as they write a checkpoint,
 without flushes and without a manifest. Each number of a section has a file of its own, so that the files of several
 machines can be combined, whichever are missing (`union`). Every machine has all that its ranks hold; if several of
 them hold the same, each number is written by one. With a `Neighbour`, files that no other machine has are then copied
@@ -26,21 +26,19 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from threed import collectives
-from threed.checkpoint.beside import on_paper
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.manifest import file_of, write_entry
 from threed.checkpoint.node_memory import COPIES, ELSEWHERE, Machines
+from threed.checkpoint.saving import Root, Save, on_paper
 from threed.checkpoint.sections import Held, held
 from threed.checkpoint.sending import receive_file, receive_json, send_file, send_json
-from threed.checkpoint.writing import Root, SavedFile, Saving
+from threed.checkpoint.writing import SavedFile
 from threed.config import Config
 from threed.topology import Link, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import states
 from threed.zero.state import State
-
-MEMORY = Root("memory", durable=False, elsewhere=ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class Plan:
 
 
 @dataclass(eq=False)
-class Copy(Saving):
+class Copy(Save):
     """One rank's part of a copy.
 
     Attributes:
@@ -124,15 +122,15 @@ class Copy(Saving):
     outdated: Copy | None = None
     received: set[str] = field(default_factory=set)
     entry: dict[str, Any] = field(default_factory=dict)
-    root: ClassVar[Root] = MEMORY
+    root: ClassVar[Root] = Root("memory", durable=False, elsewhere=ELSEWHERE)
 
     @property
     def building(self) -> Path:
         """The folder that files are written to."""
         return self.path
 
-    def write(self, values: Iterable[Tensor]) -> str | None:
-        """Writes this rank's files and its entry; returns what went wrong. No collective."""
+    def write(self, values: Iterable[Tensor]) -> None:
+        """Writes this rank's files and its entry, and sets `problem` if it cannot. No collective."""
         with suppress(OSError):  # `_entry` raises it again
             self.path.mkdir(parents=True, exist_ok=True)
         outdated, self.outdated = self.outdated, None
@@ -141,23 +139,21 @@ class Copy(Saving):
             self.received |= outdated.received
         with suppress(Exception):  # kept in `problem`: the neighbours wait for `commit`
             super().write(values)
-        return self.problem
 
     def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
         self.path.mkdir(parents=True, exist_ok=True)
         self.entry = {**super()._entry(values), "head": self.head, "save": self.save}
         return self.entry
 
-    def commit(self, patience: float = 0.0) -> str | None:
-        """Copies files to the neighbour's root, and keeps those that other ranks send; returns what went wrong."""
+    def commit(self, patience: float = 0.0) -> None:
+        """Copies files to the neighbour's root, and keeps those that other ranks send."""
         if self.neighbour is None:
-            return self.problem
+            return
         entry = self.entry if self.problem is None else {"files": []}
         sent = {**entry, "files": [file for file in entry["files"] if file["file"] in self.alone]}
         problem = self.neighbour.exchange(self.path, sent, self.received)
         if problem and not self.problem:
             self.problem = f"rank {self.everyone.index} could not copy to its neighbour: {problem}"
-        return self.problem
 
     def move(self, into: Path) -> None:
         """Deletes the entries of this rank; moves its files to another folder, to be overwritten in place."""

@@ -171,10 +171,10 @@ def parts(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    given = iter(tensors)
+    given = (tensor for tensor in tensors if tensor.numel())
     for name, (dtype, shape) in about.items():
-        left, complete = math.prod(shape), False
-        while not complete:
+        left = math.prod(shape)
+        while left:
             tensor = next(given, None)
             if tensor is None:
                 raise ValueError(
@@ -187,7 +187,6 @@ def parts(
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {(dtype, shape)}"
                 )
             left -= tensor.numel()
-            complete = left == 0
             yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     if next(given, None) is not None:
         raise ValueError("more tensors than announced")

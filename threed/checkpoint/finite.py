@@ -11,7 +11,6 @@ frozen parameters need not be: a mask may well hold minus infinity.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -48,16 +47,15 @@ def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def checked(values: Iterable[Tensor], records: Iterable[Record]) -> Iterator[Tensor]:
-    """Yields tensors: those of records, in order, and others behind them, which are not looked at.
+    """Yields the values of records, in order.
 
     Raises:
-        NotFiniteError: the values of a record that is trained are not finite.
+        NotFiniteError: The values of a record that is trained are not finite.
     """
-    for one, record in zip(values, itertools.chain(records, itertools.repeat(None)), strict=False):
-        if record is not None and record.state.bucket.group.key.trainable and not is_finite(one):
-            raise NotFiniteError(
-                f"{record.part} of {record.piece.name} has values that are not finite (NaN or infinite), and is not saved"
-            )
+    for one, record in zip(values, records, strict=False):
+        if record.state.bucket.group.key.trainable and not is_finite(one):
+            what = "has values that are not finite (NaN or infinite), and is not saved"
+            raise NotFiniteError(f"{record.part} of {record.piece.name} {what}")
         yield one
 
 

@@ -120,23 +120,6 @@ class Retention:
                 break
         return problems
 
-    def published(self, path: Path) -> None:
-        """Counts a checkpoint that was just written, and prunes where that needs no look at files: not collective, for
-        the first rank, in any thread, while nothing else is done here."""
-        self.trust(path)
-        good, paths = 0, list(candidates(self.folder, "auto"))
-        for number, one in enumerate(paths, 1):
-            if one.name not in self._good:
-                return
-            good += self._good[one.name]
-            if good == self.keep:
-                self._delete(paths[number:])
-                return
-
-    def distrust(self, path: Path) -> None:
-        """Has a checkpoint looked at, should it be there, before it counts."""
-        self._good.pop(path.name, None)
-
     def _delete(self, paths: Sequence[Path]) -> None:
         """Deletes checkpoints, on the first rank, but those that are kept for good."""
         for path in paths:

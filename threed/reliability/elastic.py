@@ -23,7 +23,6 @@ from typing import Any
 
 from threed import collectives
 from threed.checkpoint import native, resuming
-from threed.checkpoint.beside import Saver
 from threed.checkpoint.copies import Copy, Neighbour, Plan
 from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
 from threed.checkpoint.node_memory import (
@@ -37,8 +36,8 @@ from threed.checkpoint.node_memory import (
     too_small,
 )
 from threed.checkpoint.retention import Retention, after_restart, candidates
+from threed.checkpoint.saving import Saver
 from threed.checkpoint.union import Found, Loading, look
-from threed.checkpoint.writing import head
 from threed.disk import why
 from threed.engine import Engine
 from threed.interop.huggingface.folder import is_hf_folder
@@ -60,7 +59,7 @@ class Memory:
         self._note: Callable[[str], None] = print
         self.every = engine.config.checkpoint.memory_every or 0
         self.world = engine.topology.axis("world")
-        self.saver = Saver(engine.optimizer, engine.topology, engine.config, Room(whole=False))
+        self.saver = Saver(engine.optimizer, engine.topology, engine.config, Room(copies=False))
         self._writing: Copy | None = None
         self._complete: Copy | None = None  # the newest copy that is complete on all machines
         self._outdated: Copy | None = None
@@ -191,10 +190,10 @@ class Memory:
         engine, began, save = self.engine, time.perf_counter(), [self.record.epoch, state["steps"]]
         engine.optimizer.wait()
         plan = self.plan.with_extras(engine.extras, self.machines)
-        about = head(engine.optimizer, engine.topology, engine.config, state)
         self._writing = Copy(
-            self.place.copy(*save), self.world, "own", plan.files, plan.described, about, save=save,
-            alone=plan.alone, neighbour=self.neighbour, outdated=self._outdated,
+            self.place.copy(*save), self.world, "own", plan.files, plan.described,
+            self.saver.head(state), save=save, alone=plan.alone, neighbour=self.neighbour,
+            outdated=self._outdated,
         )  # fmt: skip
         self.saver.run(self._writing, began, now=engine.extras.generators)
 
