@@ -126,7 +126,7 @@ def checkpoint(folder: Path, step: int) -> str:
 
 
 def in_memory(folder: Path) -> list[Path]:
-    return sorted(folder.glob("memory-*/threed-*/*/*/step-*/*"))
+    return sorted(folder.glob("memory-*/threed-*/*/[01]/*"))
 
 
 CHECKPOINT = "the newest checkpoint is step 4"
@@ -212,7 +212,8 @@ def flip(file: Path) -> None:
 
 def newest(folder: Path, step: int, machine: int = 0) -> Path:
     """The folder of a step on a machine."""
-    return next(folder.glob(f"memory-{machine}/threed-*/*/*/step-{step}"))
+    entries = folder.glob(f"memory-{machine}/threed-*/*/[01]/entry-*.json")
+    return next(file.parent for file in entries if json.loads(file.read_text())["save"][1] == step)
 
 
 def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]]) -> None:
@@ -262,7 +263,8 @@ def failures(folder: Path) -> dict[str, str]:
         return write(path, *args, **more)
 
     def no_step(path: Path, *args: Any, **more: Any) -> None:
-        if path.name == "step-6":
+        count[0] += path.name in ("0", "1")
+        if count[0] == 6 and path.name in ("0", "1"):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
         mkdir(path, *args, **more)
 

@@ -24,20 +24,17 @@ def of_sections(manifest: Mapping[str, Any]) -> Iterator[str]:
     """
     sections, shapes = manifest["sections"], manifest["shapes"]
     counts = Counter(tuple(pair) for entry in manifest["files"] for pair in entry["holds"])
-    kept: dict[int, int] = Counter(section for section, _ in counts)
+    wanted = [section["portions"] * section["writers"] for section in sections]
     for (section, number), count in counts.items():
-        if (
-            section >= len(sections)
-            or number >= sections[section]["portions"] * sections[section]["writers"]
-        ):
+        if section >= len(sections) or number >= wanted[section]:
             yield f"it has no number {number} of section {section}"
         elif count > 1:
             yield f"files have number {number} of section {section} twice"
+    if len(counts) < sum(wanted):
+        yield f"files have {len(counts)} of {sum(wanted)} numbers of sections"
     found: dict[tuple[str, str], list[tuple[Corner, Corner]]] = defaultdict(list)
     for number, section in enumerate(sections):
-        portions, wanted = section["portions"], section["portions"] * section["writers"]
-        if kept[number] < wanted:
-            yield f"files have {kept[number]} of {wanted} numbers of section {number}"
+        portions = section["portions"]
         if len(set(section["parts"])) < len(section["parts"]):
             yield f"section {number} names a part twice"
         if sum(line["length"] // line["step"] for line in section["lines"]) > MOST_WINDOWS:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -293,48 +293,44 @@ def verify(
 
     thorough: by their sha256 also where there is a sum, which is enough to find damage.
     """
-    problems = (_file_problem(path, entry, thorough) for entry in manifest["files"][index::of])
-    return [problem for problem in problems if problem]
+
+    def is_intact(file: Path, entry: Mapping[str, Any]) -> bool:
+        light = entry["sum"] is not None and not (thorough and entry["tree"] is not None)
+        found = checksum(file) if light else None
+        return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
+
+    return _problems(path, manifest["files"][index::of], is_intact)
 
 
-def missing(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1) -> list[str]:
-    """Returns a line for each file that is missing or has another length; looks at as many as `verify`."""
-    problems = (_outside_problem(path, entry) for entry in manifest["files"][index::of])
-    return [problem for problem in problems if problem]
+def missing(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each file that is missing or has another length, without opening it."""
+    return _problems(path, manifest["files"], lambda file, entry: True)
 
 
-def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool) -> bool:
-    light = entry["sum"] is not None and not (thorough and entry["tree"] is not None)
-    found = checksum(file) if light else None
-    return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
+def _problems(
+    path: Path,
+    entries: Iterable[Mapping[str, Any]],
+    is_intact: Callable[[Path, Mapping[str, Any]], bool],
+) -> list[str]:
+    return [p for entry in entries if (p := _problem(path / entry["file"], entry, is_intact))]
 
 
-def _outside_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with a file without opening it."""
-    file = path / entry["file"]
+def _problem(
+    file: Path,
+    entry: Mapping[str, Any],
+    is_intact: Callable[[Path, Mapping[str, Any]], bool],
+) -> str:
+    """Returns what is wrong with a file, "" for nothing."""
+    gone = f"{file} is missing, or not a plain file of its folder"
     try:
-        about = file.lstat() if Path(entry["file"]).name == entry["file"] else None
+        about = file.lstat()
+        if file.name != entry["file"] or not stat.S_ISREG(about.st_mode):
+            return gone
+        if about.st_size != entry["size"]:
+            return f"{file} has {about.st_size} bytes, not {entry['size']}: it is damaged"
+        intact = is_intact(file, entry)
     except (FileNotFoundError, NotADirectoryError):
-        about = None
+        return gone
     except (OSError, ValueError) as error:  # ValueError: of a null character in the name
         return f"{file} cannot be read: {error}"
-    if about is None or not stat.S_ISREG(about.st_mode):
-        return f"{file} is missing, or not a plain file of its folder"
-    if about.st_size != entry["size"]:
-        return f"{file} has {about.st_size} bytes, not {entry['size']}: it is damaged"
-    return None
-
-
-def _file_problem(path: Path, entry: Mapping[str, Any], thorough: bool) -> str | None:
-    file = path / entry["file"]
-    try:
-        intact = (problem := _outside_problem(path, entry)) is None and _is_intact(
-            file, entry, thorough
-        )
-    except FileNotFoundError:
-        return f"{file} is missing, or not a plain file of its folder"
-    except OSError as error:
-        return f"{file} cannot be read: {error}"
-    return problem or (
-        None if intact else f"{file} is damaged: its hash differs from the manifest's"
-    )
+    return "" if intact else f"{file} is damaged: its hash differs from the manifest's"

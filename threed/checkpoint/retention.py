@@ -142,12 +142,11 @@ class Retention:
         Abandoned are later steps; and all, where a run begins anew (None) or from another run's checkpoint. The metrics
         go along as a copy. Collective; CheckpointError on every rank where it fails.
         """
-        problem = text = ""
-        try:
-            text = self._move_later(step if origin is not None and self._owns(origin) else -1)
-        except OSError as error:
-            problem = f"the checkpoints after step {step} cannot be set aside: {error}"
-        collectives.raise_together([problem], self.everyone, CheckpointError)
+        kept = step if origin is not None and self._owns(origin) else -1
+        text = collectives.attempt_together(
+            lambda: self._move_later(kept), self.everyone, CheckpointError,
+            lambda error: f"the checkpoints after step {step} cannot be set aside: {error}",
+        )  # fmt: skip
         return str(collectives.exchange(text, self.everyone)[0])
 
     def _move_later(self, step: int) -> str:

@@ -28,7 +28,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -56,21 +56,6 @@ from threed.zero.state import PREVIOUS, WEIGHT, State
 ENTRIES_S = 600.0  # how long rank 0 waits for the entries of the others
 FAILURE_S = 20.0  # for a save that is written when a run fails
 POLL_S = 0.02
-
-
-@dataclass(frozen=True)
-class Root:
-    """A kind of place that saves go to.
-
-    Attributes:
-        name: The name of the threads that write there.
-        durable: Whether files are flushed, and whether a program that ends waits for a save.
-        elsewhere: How a user chooses another place.
-    """
-
-    name: str
-    durable: bool
-    elsewhere: str
 
 
 def _begin(path: Path, needed: int) -> tuple[str | None, str]:
@@ -105,6 +90,9 @@ class Save:
         hurries: Returns whether the limit has ended.
         before_publishing: Called on rank 0 in the thread, once all files are written.
         called_s: Seconds of the call that began it.
+        purpose: What the thread is called, and updates that wait for it.
+        durable: Whether files are flushed, and whether a program that ends waits for the thread.
+        elsewhere: How a user chooses another place.
     """
 
     path: Path
@@ -118,7 +106,9 @@ class Save:
     hurries: Callable[[], bool] = never
     before_publishing: Callable[[], None] = lambda: None
     called_s: float = 0.0
-    root: ClassVar[Root] = Root("checkpoint", True, ELSEWHERE)
+    purpose: ClassVar[str] = "checkpoint"
+    durable: ClassVar[bool] = True
+    elsewhere: ClassVar[str] = ELSEWHERE
 
     def __post_init__(self) -> None:
         self._file = self.building  # the file that is written
@@ -159,10 +149,9 @@ class Save:
         """
         optimizer.wait()
         self._snapshot = Snapshot(self.records, optimizer, room)
-        optimizer.readers.add(self.root.name, self._snapshot.release)
-        work, name, daemon = self._run, self.root.name, not self.root.durable
+        optimizer.readers.add(self.purpose, self._snapshot.release)
         self._thread = threading.Thread(
-            target=work, args=(self._snapshot,), name=name, daemon=daemon
+            target=self._run, args=(self._snapshot,), name=self.purpose, daemon=not self.durable
         )
         self.called_s = time.perf_counter() - began
         self._thread.start()
@@ -229,18 +218,19 @@ class Save:
         if self._thread is not None:
             self._thread.join()
 
-    def join(self, patience: float | None = None) -> None:
-        """Waits until this rank's part has ended, or some seconds; then updates wait no more."""
-        if self._thread is not None and self._snapshot is not None:
-            self._thread.join(patience)
-            self._snapshot.end()
+    def give_up(self, patience: float | None = 0.0) -> None:
+        """Ends it: at once, or after some seconds in which it may still complete. No collective.
 
-    def give_up(self, patience: float = 0.0) -> None:
-        """Ends it: at once, or after some seconds in which it may still complete."""
+        Args:
+            patience: The seconds; None waits until this rank's part has ended.
+        """
+        if self._snapshot is None or self._thread is None:
+            return
         self._done.wait(patience)
         self._given_up.set()
-        self.join(0.0)
-        self.join()
+        self._snapshot.end()
+        if self.durable:  # others may never answer a copy in memory
+            self._thread.join()
 
     # -------------------------------------------------------------------------------------------------------- writing
 
@@ -260,7 +250,7 @@ class Save:
 
     def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
         """Writes the files; returns this rank's part of the manifest: sections and files."""
-        how = {"limit": self.limit, "hurries": self.hurries, "durable": self.root.durable}
+        how = {"limit": self.limit, "hurries": self.hurries, "durable": self.durable}
         stream, files = iter(values), []
         for file in self.files:
             self._file = self.building / file.name
@@ -280,7 +270,7 @@ class Save:
         if isinstance(error, CheckpointError):
             self.problem = f"{rank}: {error}"
         elif isinstance(error, OSError):
-            reason = why(error, self.path.parent, nbytes, self.root.elsewhere)
+            reason = why(error, self.path.parent, nbytes, self.elsewhere)
             self.problem = f"{rank} {what}: {reason}"
         else:
             self.problem = f"{rank} {what}: {type(error).__name__}: {plain(error)}"
@@ -394,7 +384,7 @@ class Saver:
         return self._has_room
 
     def _records(self) -> Iterable[Record]:
-        return chain.from_iterable(h.extents() for h in self._held())
+        return chain.from_iterable(h.extents(number) for h, number in self._numbers())
 
     def make_room(self) -> None:
         """Allocates the memory for copies, which a save would do while an update waits."""
@@ -424,16 +414,14 @@ class Saver:
         """
         topology, everyone = self.topology, self.topology.axis("world")
         self.optimizer.wait()
-        mine = self._held()
-        numbered = [h for h in mine if h.number is not None]
-        file = SavedFile(file_of(everyone.index), numbered, *extras.copied())
+        file = SavedFile(file_of(everyone.index), self._numbers(), *extras.copied())
         sizes = collectives.exchange(file.nbytes, everyone)
         problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
         problem, token = collectives.exchange([problem, token], everyone)[0]
         limit = _share(self.config.checkpoint.write_limit_mib, sizes, everyone.index)
         save = Save(
             path, everyone, token, [file] if file.held or file.tensors else [],
-            mine if topology.data.index == 0 else [], self.head(state), problem, limit, hurries,
+            self._held() if topology.data.index == 0 else [], self.head(state), problem, limit, hurries,
             before_publishing,
         )  # fmt: skip
         save.agree()
@@ -457,6 +445,10 @@ class Saver:
 
     def _held(self) -> list[Held]:
         return held(self.optimizer.layout, states(self.optimizer))
+
+    def _numbers(self) -> list[tuple[Held, int]]:
+        """Returns what this rank writes."""
+        return [(h, number) for h in self._held() if (number := h.number) is not None]
 
     def start(
         self, path: Path, state: Mapping[str, Any], extras: Extras, *, now: bool = False,
@@ -496,11 +488,8 @@ def save_bytes(asked: CheckpointConfig, layout: Layout, states: Sequence[State],
     """Returns a forecast of the host memory that asynchronous saves take of a rank, at most."""
     if not asked.every or asked.async_ is False:
         return 0
-    first = (
-        replace(h, chosen=h.portion * h.section.writers)
-        for h in held(layout, on_paper(layout, states))
-    )
-    return copy_bytes(chain.from_iterable(h.extents() for h in first), layout.policy, gpu)
+    written = (h.extents(h.numbers[0]) for h in held(layout, on_paper(layout, states)))
+    return copy_bytes(chain.from_iterable(written), layout.policy, gpu)
 
 
 def on_paper(layout: Layout, states: Sequence[State]) -> list[State]:

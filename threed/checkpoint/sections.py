@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from array import array
 from bisect import bisect_right
@@ -43,7 +44,7 @@ class Line:
     def __init__(self, length: int, step: int, pieces: Sequence[Sequence[Any]]) -> None:
         self.length, self.step, self.pieces = length, step, pieces
         self._firsts = [at for *_, at in pieces]
-        self.numels = [_product(size) for _, _, size, _ in pieces]
+        self.numels = [math.prod(size) for _, _, size, _ in pieces]
         self._before = list(accumulate(self.numels, initial=0))
 
     @property
@@ -68,13 +69,6 @@ class Line:
             number += 1
 
 
-def _product(size: Sequence[int]) -> int:
-    n = 1
-    for length in size:
-        n *= length
-    return n
-
-
 class Section:
     """Lines that are cut alike. about: what a manifest says of it. digest: of that, so that a file can name it."""
 
@@ -96,22 +90,17 @@ class Section:
         begin += portion * share
         return begin + share * writer // self.writers, begin + share * (writer + 1) // self.writers
 
-    def at(self, line: Line, element: int) -> tuple[int, int, int]:
-        """Returns which number has an element of a line, and the range of the window that it has."""
-        index = element // line.step
-        begin = index * line.step
-        share = (min(begin + line.step, line.length) - begin) // self.portions
-        portion, inside = divmod(element - begin, share)
-        writer = inside * self.writers // share
-        while share * (writer + 1) // self.writers <= inside:
-            writer += 1
-        number = portion * self.writers + writer
-        return number, *self.window(number, line, index)
-
     def between(self, line: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Yields the numbers that have the elements [first, last) of a line, each with its range of them, in order."""
+        here = self.lines[line]
         while first < last:
-            number, _, end = self.at(self.lines[line], first)
+            index = first // here.step
+            begin = index * here.step
+            share = (min(begin + here.step, here.length) - begin) // self.portions
+            portion, inside = divmod(first - begin, share)
+            # the last writer w with share * w // writers <= inside
+            number = portion * self.writers + ((inside + 1) * self.writers - 1) // share
+            end = self.window(number, here, index)[1]
             yield number, first, min(end, last)
             first = end
 
@@ -154,10 +143,12 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A section that a rank holds a portion of, which is one of several `copies`; this one is number `copy` of them.
+    """A section that a rank holds a portion of.
 
-    states: of every line, in the order of its windows. shapes: of the global tensors, by name. chosen: the number to
-    write, if it does not follow from the copies.
+    Attributes:
+        copies: How many ranks hold the portion; this one is number `copy` of them.
+        states: Those of every line, in the order of its windows.
+        shapes: Those of the global tensors, by name.
     """
 
     section: Section
@@ -166,41 +157,32 @@ class Held:
     copy: int
     states: list[list[State]]
     shapes: dict[str, tuple[int, ...]]
-    chosen: int | None = None
+
+    @property
+    def numbers(self) -> range:
+        """All numbers of the portion."""
+        writers = self.section.writers
+        return range(self.portion * writers, (self.portion + 1) * writers)
 
     @property
     def number(self) -> int | None:
-        """What of the section this rank writes; None if others write all of its portion."""
-        if self.chosen is not None:
-            return self.chosen
+        """The number that this rank writes to a checkpoint; None if others write the portion."""
         writers = self.section.writers
         # Not always the first copies, nor the same ones: by the portion, and by what the section is.
         turn = zlib.crc32(self.section.digest.encode()) + self.portion
-        places = (
-            (writer * self.copies // writers + turn) % self.copies for writer in range(writers)
-        )
-        return next(
-            (self.portion * writers + w for w, place in enumerate(places) if place == self.copy),
-            None,
-        )
+        for writer, number in enumerate(self.numbers):
+            if (writer * self.copies // writers + turn) % self.copies == self.copy:
+                return number
+        return None
 
-    @property
-    def numel(self) -> int:
-        """Elements to be written."""
-        number = self.number
-        return 0 if number is None else self.section.numel(number)
+    def nbytes(self, number: int) -> int:
+        """Returns the bytes of a number."""
+        return self.section.numel(number) * DTYPES[self.section.dtype].itemsize
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes to be written."""
-        return self.numel * DTYPES[self.section.dtype].itemsize
-
-    def extents(self) -> Iterator[Record]:
-        """Yields what is to be written, in order."""
-        number = self.number
+    def extents(self, number: int) -> Iterator[Record]:
+        """Yields what a number consists of, in order."""
         for line, states in zip(self.section.lines, self.states, strict=True):
-            for index, state in enumerate(states if number is not None else ()):
-                assert number is not None
+            for index, state in enumerate(states):
                 runs = list(line.runs(*self.section.window(number, line, index)))
                 origin = state.bucket.portion_first
                 for part in self.section.parts:

@@ -38,12 +38,14 @@ class Found:
     """A copy that the machines have files of.
 
     Attributes:
+        slot: Where the machines have it.
         where: The machines that have each file, by name.
         problem: Why the copy is not complete, "" if it is.
     """
 
     epoch: int
     step: int
+    slot: int
     manifest: Mapping[str, Any]
     where: Mapping[str, Sequence[int]]
     problem: str
@@ -66,7 +68,8 @@ def look(
         for entry in json.loads(some.numpy().tobytes()):
             saves.setdefault(tuple(entry["save"]), []).append((machine, entry))
     keys = sorted((key for key in saves if record.counts(*key)), reverse=True)
-    found = [[*key, *_assembled(saves[key])] for key in keys]
+    slots = {key: int(Path(saves[key][0][1]["path"]).parent.name) for key in keys}
+    found = [[*key, slots[key], *_assembled(saves[key])] for key in keys]
     return [Found(*one) for one in _from_first(found, everyone, device)]
 
 
@@ -186,7 +189,7 @@ class Loading:
         load: Callable[[Path, Collection[str]], dict[str, Any]],
     ) -> dict[str, Any]:
         """Returns what `load(folder, files to be hashed here)` does. Collective; CheckpointError on every rank."""
-        folder = self.place.copy(found.epoch, found.step)
+        folder = self.place.slot(found.slot)
         sizes = {entry["file"]: int(entry["size"]) for entry in found.manifest["files"]}
         names, mine = list(sizes), needed(found.manifest, optimizer, extras, self.topology)
         numbers = [number for number, name in enumerate(names) if name in mine]

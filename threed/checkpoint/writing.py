@@ -33,25 +33,26 @@ class SavedFile:
     """A file of a save: numbers of sections, and other tensors (buffers, generators).
 
     Attributes:
-        held: The sections, each with the number that the file has.
+        held: Sections, each with the number that the file has.
         about: The manifest's description of `tensors`.
         tensors: On the CPU, by the key in the file.
     """
 
     name: str
-    held: Sequence[Held]
+    held: Sequence[tuple[Held, int]]
     about: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(h.nbytes for h in self.held) + sum(t.nbytes for t in self.tensors.values())
+        held = sum(h.nbytes(number) for h, number in self.held)
+        return held + sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def records(self) -> list[Record]:
         """The records of the optimizer's states in the file, in order."""
-        return [record for h in self.held for record in h.extents()]
+        return [record for h, number in self.held for record in h.extents(number)]
 
     def write(self, folder: Path, values: Iterable[Tensor], **how: Any) -> dict[str, Any]:
         """Writes the file; returns its entry of the manifest.
@@ -61,7 +62,7 @@ class SavedFile:
             values: The values of `records`, in order.
             how: The limit and durability, as for `stream_tensors`.
         """
-        holds = [(h.section, number) for h in self.held if (number := h.number) is not None]
+        holds = [(h.section, number) for h, number in self.held]
         flat = (tensor.view(-1) for tensor in finite.checked(values, self.records))
         return {**write_file(folder / self.name, holds, flat, self.tensors, **how), **self.about}
 

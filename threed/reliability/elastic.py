@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from threed import collectives
 from threed.checkpoint import native, resuming
@@ -45,6 +45,7 @@ from threed.metrics import BadStepsError
 from threed.zero.replicas import ReplicaError
 from threed.zero.snapshot import Room
 
+T = TypeVar("T")
 PATIENCE_S = 10.0  # for copies that are written when a run fails
 
 
@@ -61,8 +62,8 @@ class Memory:
         self.world = engine.topology.axis("world")
         self.saver = Saver(engine.optimizer, engine.topology, engine.config, Room(copies=False))
         self._writing: Copy | None = None
-        self._complete: Copy | None = None  # the newest copy that is complete on all machines
-        self._outdated: Copy | None = None
+        self._slot = 0  # of the next copy
+        self._first = True  # no copy of this start is complete
         self.taken: tuple[int, int] | None = None  # the save that this start took
         self.problem = ""  # of the newest copy that has ended
         self._told = ""
@@ -88,18 +89,14 @@ class Memory:
         self.place.sweep()
         return mine
 
-    def _agreed(self, act: Callable[[], Any]) -> Any:
-        """Does something that may raise RunFolderError, which then all ranks raise."""
-        result, problem = None, ""
-        try:
-            result = act()
-        except RunFolderError as error:
-            problem = str(error)
-        except OSError as error:
+    def _agreed(self, act: Callable[[], T]) -> T:
+        """Returns `act()`; RunFolderError on every rank if it fails on any. Collective."""
+
+        def describe(error: OSError) -> str:
             reason = why(error, base(), elsewhere=ELSEWHERE)
-            problem = f"copies in memory cannot be begun in {base()} on {platform.node()}: {reason}"
-        collectives.raise_together([problem], self.world, RunFolderError)
-        return result
+            return f"copies in memory cannot be begun in {base()} on {platform.node()}: {reason}"
+
+        return collectives.attempt_together(act, self.world, RunFolderError, describe)
 
     # ---------------------------------------------------------------------------------------------------------- start
 
@@ -123,7 +120,7 @@ class Memory:
             )
         loading = Loading(self.place, self.machines, engine.topology)
         extra: dict[str, Any] = loading.load(found, engine.optimizer, engine.extras, engine.load)
-        self.taken = found.epoch, found.step
+        self.taken, self._slot = (found.epoch, found.step), 1 - found.slot
         return extra
 
     def begin(self, note: Callable[[str], None]) -> None:
@@ -140,7 +137,7 @@ class Memory:
             return
         engine, machines = self.engine, self.machines
         if machines.first:
-            self.place.keep(*(self.taken or ()))
+            self.place.keep(self.taken or ())
         self.record = self.record.next(self.taken)
         if self.world.index == 0:
             self.record.write(self.folder)
@@ -191,9 +188,8 @@ class Memory:
         engine.optimizer.wait()
         plan = self.plan.with_extras(engine.extras, self.machines)
         self._writing = Copy(
-            self.place.copy(*save), self.world, "own", plan.files, plan.described,
+            self.place.slot(self._slot), self.world, "own", plan.files, plan.described,
             self.saver.head(state), save=save, alone=plan.alone, neighbour=self.neighbour,
-            outdated=self._outdated,
         )  # fmt: skip
         self.saver.run(self._writing, began, now=engine.extras.generators)
 
@@ -206,18 +202,17 @@ class Memory:
         problems = collectives.problems_of_all([copy.problem], self.world)
         self.problem = problems[0] if problems else ""
         if problems:
-            self._outdated = copy
             return
-        if self._complete is None:  # of earlier starts nothing is needed any more
+        if self._first:  # of earlier starts nothing is needed any more
             if self.machines.first:
-                self.place.keep(*copy.save)
+                self.place.keep(copy.save)
             collectives.barrier(self.world)
-        self._outdated, self._complete = self._complete, copy
+        self._first, self._slot = False, 1 - self._slot
 
     def finish(self, patience: float | None = PATIENCE_S) -> None:
         """Waits until the copy in progress has ended on this rank, or some seconds. Not collective, in any thread."""
         if self.saver.last is not None:
-            self.saver.last.join(patience)
+            self.saver.last.give_up(patience)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
