@@ -11,7 +11,16 @@ import pytest
 
 from threed import native
 from threed.checkpoint import checksum
-from threed.checkpoint.checksum import BLOCK, CHUNK, PIECE, Hashes, Hashing, sums, tree_hash
+from threed.checkpoint.checksum import (
+    BLOCK,
+    CHUNK,
+    PIECE,
+    Hashes,
+    combined,
+    start_hashing,
+    sums,
+    tree_hash,
+)
 
 needs_native = pytest.mark.skipif(native.library("cpu") is None, reason=native.status()["cpu"])
 
@@ -60,11 +69,10 @@ def whole(data: bytes, path: Path) -> Hashes:
 def test_a_stream_of_blocks_has_the_hashes_of_its_file(tmp_path: Path) -> None:
     draw = random.Random(2)
     for n in (1, 4095, CHUNK, PIECE - 1, PIECE + 4097, BLOCK - 1, BLOCK, 2 * BLOCK + 70_001):
-        data, hashing = draw.randbytes(n), Hashing()
+        data = draw.randbytes(n)
         blocks = [data[at : at + BLOCK] for at in range(0, n, BLOCK)]
-        for block in blocks:
-            hashing.add(memoryview(block))
-        assert hashing.result() == whole(data, tmp_path / "f")
+        work = [start_hashing(memoryview(block), tree=True) for block in blocks]
+        assert combined([one.result() for one in work]) == whole(data, tmp_path / "f")
         tree = hashlib.sha256(b"".join(hashlib.sha256(block).digest() for block in blocks))
         assert tree_hash(tmp_path / "f") == tree.hexdigest()
 
@@ -100,6 +108,5 @@ def test_without_the_library_the_tree_is_what_counts(
 ) -> None:
     monkeypatch.setattr(checksum, "function", lambda *_: None)
     assert whole(b"abc", tmp_path / "f").sum is None
-    hashing = Hashing()
-    hashing.add(memoryview(b"abc"))
-    assert hashing.result() == Hashes(tree_hash(tmp_path / "f"), None)
+    found = start_hashing(memoryview(b"abc"), tree=False).result()
+    assert combined([found]) == Hashes(tree_hash(tmp_path / "f"), None)

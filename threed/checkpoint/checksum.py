@@ -1,7 +1,7 @@
 """The hashes of a file of tensors: a sha256 that anybody can rely on, and a checksum that is as fast as memory.
 
-    hashing = Hashing(); hashing.add(block); hashing.result()                          while a file is written
-    tree_hash(path), checksum(path)                                                    of a file on the disk
+    work = start_hashing(block, tree=True); ...; combined([work.result(), ...])      while a file is written
+    tree_hash(path), checksum(path)                                                  of a file on the disk
 
 `tree`: the sha256 of the sha256 of each 8 MiB, so that threads share the work. `sum`: the sha256 of two 64-bit sums of
 each 64 KiB (csrc/cpu/checksum.cpp). The latter finds damage, which is what a load looks for; a tree that is part of a
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -63,34 +63,25 @@ def sums(data: bytes | memoryview, instructions: str | None = None) -> bytes:
     return out.tobytes()
 
 
-def _hashes(data: memoryview, tree: bool) -> tuple[bytes, bytes]:
-    found = sums(data)
-    return hashlib.sha256(data).digest() if tree or not found else b"", found
-
-
-class Hashing:
-    """The hashes of a stream, computed by threads block by block.
+def start_hashing(block: memoryview, tree: bool) -> Future[tuple[bytes, bytes]]:
+    """Starts to hash BLOCK bytes, or fewer at the end of a file, in a thread.
 
     Args:
-        tree: Whether to compute `tree` where there is a `sum`, which takes a tenth of the time.
+        block: Must not change until the result is there.
+        tree: Whether to compute the sha256 if there is a sum, which takes a tenth of the time.
     """
 
-    def __init__(self, tree: bool = True) -> None:
-        self._tree = tree
-        self._blocks: list[Future[tuple[bytes, bytes]]] = []
+    def hashes() -> tuple[bytes, bytes]:
+        found = sums(block)
+        return hashlib.sha256(block).digest() if tree or not found else b"", found
 
-    def add(self, block: memoryview) -> Future[tuple[bytes, bytes]]:
-        """Starts to hash the next BLOCK bytes, or fewer at the end; they must not change until the future is done."""
-        self._blocks.append(threads().submit(_hashes, block, self._tree))
-        return self._blocks[-1]
+    return threads().submit(hashes)
 
-    def result(self) -> Hashes:
-        """Returns the hashes of all blocks."""
-        pairs = [block.result() for block in self._blocks]
-        tree, total = (
-            hashlib.sha256(b"".join(some)).hexdigest() for some in zip(*pairs, strict=True)
-        )
-        return Hashes(tree if pairs[0][0] else None, total if pairs[0][1] else None)
+
+def combined(blocks: Sequence[tuple[bytes, bytes]]) -> Hashes:
+    """Returns the hashes of a file from those of its blocks."""
+    tree, total = (hashlib.sha256(b"".join(some)).hexdigest() for some in zip(*blocks, strict=True))
+    return Hashes(tree if blocks[0][0] else None, total if blocks[0][1] else None)
 
 
 # ------------------------------------------------------------------------------------------------------------- files

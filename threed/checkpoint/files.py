@@ -20,14 +20,13 @@ from concurrent.futures import wait
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed.atomic import building_place
-from threed.checkpoint.checksum import BLOCK, Hashes, Hashing, threads
+from threed.checkpoint.checksum import BLOCK, Hashes, combined, start_hashing, threads
 from threed.disk import in_units as in_units
 from threed.disk import why
 from threed.parse import plain as plain
@@ -96,12 +95,12 @@ def write_hashed(
         durable: whether to flush the file to the disk, and to compute its SHA-256; False for a
             file in memory.
     """
-    hashing, began, written = Hashing(tree=durable), time.monotonic(), 0
+    hashes, began, written = [], time.monotonic(), 0
     with FileIO(str(path), overwriting(path)) as file:
         for block in _blocks(parts):
-            hashed = hashing.add(block)
+            hashing = start_hashing(block, tree=durable)
             _write_block(file, block)
-            hashed.result()  # the memory of a block is used again
+            hashes.append(hashing.result())  # the memory of a block is used again
             written += len(block)
             if limit is not None:
                 os.fdatasync(file.fileno())
@@ -112,7 +111,7 @@ def write_hashed(
         file.truncate()
         if durable:
             _flush(file)
-    return hashing.result()
+    return combined(hashes)
 
 
 def overwriting(path: Path) -> str:
@@ -267,12 +266,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -148,10 +148,13 @@ def _refuse_unreadable(
     """
     try:
         for record in records(optimizer):
-            piece = record.piece
-            if record.part in (WEIGHT, PREVIOUS) or piece.name not in fresh:
-                reader.check(record.part, piece.name, piece.start, piece.size)
-        reader.check_buffers(extras.buffers.persistent())
+            part, name = record.part, record.piece.name
+            is_new = name in fresh and part not in (WEIGHT, PREVIOUS)
+            if not is_new and reader.saved_part(part, name) is None:
+                raise CheckpointError(f"the checkpoint has no {part} of {name}")
+        names = extras.buffers.persistent()
+        for file in reader.files_of(records(optimizer), names, rank):
+            reader.file(file)
         _refuse(extras.problems(reader.buffers, {} if rank is None else reader.generators(rank)))
     except CheckpointError as error:
         raise CheckpointError(

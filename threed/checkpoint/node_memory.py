@@ -11,7 +11,7 @@
     <token>/<slot>/entry-00003-copy.json       the same, on its neighbour's machine
 
 Copies are written to two slots in turn, each over the files of the copy before the last one. A file is complete if an
-entry names it. The token is in the run folder (`Record`), so a folder in memory belongs to one folder of one run; the
+entry names it. The token is in the run folder (`Epochs`), so a folder in memory belongs to one folder of one run; the
 epoch is the number of the start.
 """
 
@@ -217,7 +217,7 @@ def _boot() -> str:
 
 
 @dataclass(frozen=True)
-class Record:
+class Epochs:
     """What the run folder says of memory, in `memory.json`.
 
     run: names this run's folders. epoch: the newest start. base: (epoch, step) of what that start took from memory, if
@@ -229,8 +229,8 @@ class Record:
     base: tuple[int, int] | None
 
     @classmethod
-    def of(cls, folder: Path, everyone: Axis) -> Record:
-        """Returns the first rank's record of a run folder; a new one if there is none. Collective."""
+    def of(cls, folder: Path, everyone: Axis) -> Epochs:
+        """Returns the first rank's `memory.json` of a run folder; a new one if there is none. Collective."""
         mine = [_read(folder / RECORD), folder.stat().st_ino, secrets.token_hex(16)]
         found, number, token = collectives.exchange(mine, everyone)[0]
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -243,9 +243,9 @@ class Record:
         """Whether a save is one that a start may take."""
         return epoch == self.epoch or (epoch, step) == self.base
 
-    def next(self, base: tuple[int, int] | None) -> Record:
-        """Returns the record of a start."""
-        return Record(self.run, self.epoch + 1, base)
+    def next(self, base: tuple[int, int] | None) -> Epochs:
+        """Returns the epochs with a new start."""
+        return Epochs(self.run, self.epoch + 1, base)
 
     def write(self, folder: Path) -> None:
         """Writes it, durably."""

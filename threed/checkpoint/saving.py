@@ -141,12 +141,8 @@ class Save:
         self._asked = True
         self.agree()
 
-    def start(self, optimizer: Optimizer, room: Room, began: float) -> None:
-        """Takes a snapshot, and starts a thread that writes and publishes.
-
-        Args:
-            began: When the call began, by `time.perf_counter`.
-        """
+    def start(self, optimizer: Optimizer, room: Room, began: float, now: bool) -> None:
+        """Takes a snapshot, and starts a thread that writes and publishes; see `Saver.run`."""
         optimizer.wait()
         self._snapshot = Snapshot(self.records, optimizer, room)
         optimizer.readers.add(self.purpose, self._snapshot.release)
@@ -155,6 +151,8 @@ class Save:
         )
         self.called_s = time.perf_counter() - began
         self._thread.start()
+        if now:
+            self._snapshot.release_all()
 
     def _run(self, snapshot: Snapshot) -> None:
         try:
@@ -178,11 +176,6 @@ class Save:
     def blocked_s(self) -> float:
         """Seconds that training waited on this rank: for the call, and in updates."""
         return self.called_s + (self._snapshot.waited_s if self._snapshot else 0.0)
-
-    def wait_for_copies(self) -> None:
-        """Returns when all states may change."""
-        if self._snapshot is not None:
-            self._snapshot.release_all()
 
     def wait(self) -> Path:
         """Waits until the checkpoint is complete; returns its path. Collective.
@@ -476,11 +469,14 @@ class Saver:
         return self.run(save, began, now=now)
 
     def run(self, save: Save, began: float, *, now: bool = False) -> Save:
-        """Starts a save, once the one before has ended; see `start`."""
-        save.start(self.optimizer, self.room, began)
+        """Starts a save, once the one before has ended.
+
+        Args:
+            began: When the call for it began, by `time.perf_counter`.
+            now: See `start`.
+        """
         self.last = save
-        if now:
-            save.wait_for_copies()
+        save.start(self.optimizer, self.room, began, now)
         return save
 
 

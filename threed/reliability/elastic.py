@@ -8,7 +8,7 @@
     memory.remove()                             the run has ended well
 
 Ranks that torchrun starts again, on as many machines, fewer or more, find in memory the newest step of which the
-machines that are left have everything; a file of the run folder (`node_memory.Record`) says which steps count.
+machines that are left have everything; a file of the run folder (`node_memory.Epochs`) says which steps count.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from threed.checkpoint.node_memory import (
     COPIES,
     ELSEWHERE,
     RECORD,
+    Epochs,
     Machines,
     Place,
-    Record,
     base,
     too_small,
 )
 from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.checkpoint.saving import Saver
-from threed.checkpoint.union import Found, Loading, look
+from threed.checkpoint.union import Found, load_copy, look
 from threed.disk import why
 from threed.engine import Engine
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.metrics import BadStepsError
+from threed.zero.records import records
 from threed.zero.replicas import ReplicaError
 from threed.zero.snapshot import Room
 
@@ -72,7 +73,7 @@ class Memory:
             if self.world.index == 0:  # copies of an earlier start do not count any more
                 (folder / RECORD).unlink(missing_ok=True)
             return
-        self.record = Record.of(folder, self.world)
+        self.record = Epochs.of(folder, self.world)
         self.place = self._agreed(lambda: Place(self.record.run))
         self.machines = Machines(self.place, self.world)
         mine = self._agreed(self._begin_here)
@@ -118,8 +119,10 @@ class Memory:
             raise RunFolderError(
                 f"step {found.step} of this run is in memory, and {'; '.join(others)}"
             )
-        loading = Loading(self.place, self.machines, engine.topology)
-        extra: dict[str, Any] = loading.load(found, engine.optimizer, engine.extras, engine.load)
+        extra = load_copy(
+            found, self.place, self.machines, engine.topology, records(engine.optimizer),
+            engine.buffers.persistent(), engine.load,
+        )  # fmt: skip
         self.taken, self._slot = (found.epoch, found.step), 1 - found.slot
         return extra
 
