@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from threed import collectives, launch
-from threed.checkpoint import files, writing
+from threed.checkpoint import files, manifest
 from threed.checkpoint.retention import Retention
 from threed.checkpoint.saving import Save, Saver
 from threed.data import Prefetcher
@@ -67,8 +67,8 @@ SAVE: dict[str, tuple[Any, str]] = {
     "flush": (files, "_flush"),
     "entry": (Save, "_leave"),
     "commit": (Save, "commit"),
-    "manifest": (writing, "write_text"),
-    "publish": (writing, "publish"),
+    "manifest": (manifest, "write_text"),
+    "publish": (manifest, "publish"),
     "published": (Retention, "trust"),
     "prune": (Retention, "_delete"),
 }

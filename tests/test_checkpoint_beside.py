@@ -23,7 +23,7 @@ from tests.checkpoints import train
 from tests.configs import Case, config_of, engine_of, topology_of
 from tests.harness import run_ranks
 from threed import collectives
-from threed.checkpoint import native, saving, writing
+from threed.checkpoint import manifest, native, saving
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.saving import Save, Saver, save_bytes
 from threed.config import Config
@@ -424,7 +424,9 @@ def failing_in_place(folder: Path) -> list[str]:
         engine = engine_of(config_of(Case(dtype="fp32", layers=2, bucket_mib=0.02)))
     with slow_thread():
         for _ in range(3):
-            with mock.patch("threed.checkpoint.finite.is_finite", side_effect=[True] * 4 + [False]):
+            with mock.patch(
+                "threed.checkpoint.sections.is_finite", side_effect=[True] * 4 + [False]
+            ):
                 save = engine.start_save(folder / "step")
                 train(engine, 1)
                 with pytest.raises(CheckpointError, match="not finite"):
@@ -534,7 +536,7 @@ MOMENTS: dict[str, tuple[int, Callable[[], Any]]] = {  # who dies, and where
     "writing": (1, lambda: mock.patch.object(Snapshot, "_read", after(2, Snapshot._read))),
     "an entry is left": (1, lambda: mock.patch.object(Save, "commit", die)),
     "before the first rank looks": (0, lambda: mock.patch.object(Save, "commit", die)),
-    "the manifest is written": (0, lambda: mock.patch.object(writing, "publish", die)),
+    "the manifest is written": (0, lambda: mock.patch.object(manifest, "publish", die)),
     "published": (0, lambda: mock.patch.object(saving, "finish", then_die(saving.finish))),
 }
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from threed import native
-from threed.checkpoint import checksum
-from threed.checkpoint.checksum import (
+from threed.checkpoint import files
+from threed.checkpoint.files import (
     BLOCK,
     CHUNK,
     PIECE,
@@ -63,7 +63,7 @@ def test_the_sums_are_those_of_numpy(instructions: str | None) -> None:
 
 def whole(data: bytes, path: Path) -> Hashes:
     path.write_bytes(data)
-    return Hashes(tree_hash(path), checksum.checksum(path))
+    return Hashes(tree_hash(path), files.checksum(path))
 
 
 def test_a_stream_of_blocks_has_the_hashes_of_its_file(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_every_flip_exchange_and_shift_is_found() -> None:
 def test_without_the_library_the_tree_is_what_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksum, "function", lambda *_: None)
+    monkeypatch.setattr(files, "function", lambda *_: None)
     assert whole(b"abc", tmp_path / "f").sum is None
     found = start_hashing(memoryview(b"abc"), tree=False).result()
     assert combined([found]) == Hashes(tree_hash(tmp_path / "f"), None)

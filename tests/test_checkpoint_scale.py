@@ -22,10 +22,9 @@ from tests.harness import run_ranks
 from threed import models
 from threed.blueprint import Blueprint, Pipeline
 from threed.checkpoint import native, sections
-from threed.checkpoint.manifest import FORMAT, VERSION, check_structure, digest, file_of
+from threed.checkpoint.manifest import FORMAT, VERSION, check_structure, digest, file_of, joined
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.sections import Held, held
-from threed.checkpoint.writing import joined
 from threed.config import Config
 from threed.layers import Slicing
 from threed.planner.grid import Grid

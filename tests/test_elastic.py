@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tests.harness import free_port, run_ranks
 from tests.runs import open_text, run
 from threed import collectives
-from threed.checkpoint import node_memory, writing
+from threed.checkpoint import node_memory, sections
 from threed.checkpoint.files import CheckpointError, RunFolderError
 from threed.checks import find_problems
 from threed.config import Config
@@ -253,7 +253,7 @@ def test_as_many_machines_or_more(tmp_path: Path, truth: dict[str, list[float]])
 def failures(folder: Path) -> dict[str, str]:
     """Runs of which rank 1 cannot write its copy of step 4, nor then its neighbour's; cannot make a folder; cannot
     make its machine's folder."""
-    write, mkdir, count = writing.stream_tensors, Path.mkdir, [0]
+    write, mkdir, count = sections.stream_tensors, Path.mkdir, [0]
     end, sizes = elastic.Memory._end, list[int]()
 
     def full(path: Path, *args: Any, **more: Any) -> Any:
@@ -279,7 +279,7 @@ def failures(folder: Path) -> dict[str, str]:
     keys: Keys = {**SLICED, **NEIGHBOUR}
     said = {}
     for name, patch in {
-        "full": mock.patch.object(writing, "stream_tensors", full),
+        "full": mock.patch.object(sections, "stream_tensors", full),
         "no step": mock.patch.object(Path, "mkdir", no_step),
         "no folder": mock.patch.object(node_memory.Place, "begin", no_folder),
     }.items():

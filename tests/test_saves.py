@@ -13,7 +13,7 @@ from tests.runs import configuration, open_text, run
 from tests.test_checkpoint_beside import files, slow_thread
 from tests.test_checkpoint_retention import checkpoints, in_one_rank, logged, step, verifies
 from tests.test_config import problem, problems
-from threed.checkpoint import saving, writing
+from threed.checkpoint import manifest, saving
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.saving import Saver
 from threed.data import Data
@@ -70,14 +70,14 @@ def test_every_kth_stays(tmp_path: Path) -> None:
 
 def refusing(steps: set[int]) -> Any:
     """Has the checkpoints of some steps fail when all is written."""
-    publish = writing.publish
+    publish = manifest.publish
 
     def refuse(building: Path, path: Path) -> None:
         if int(path.name[5:]) in steps:
             raise OSError(28, "No space left on device")
         publish(building, path)
 
-    return mock.patch.object(writing, "publish", refuse)
+    return mock.patch.object(manifest, "publish", refuse)
 
 
 def failing(folder: Path) -> list[Any]:

@@ -30,9 +30,8 @@ from threed.checkpoint.extras import Extras
 from threed.checkpoint.manifest import file_of, write_entry
 from threed.checkpoint.node_memory import COPIES, ELSEWHERE, Machines
 from threed.checkpoint.saving import Save, on_paper
-from threed.checkpoint.sections import Held, held
+from threed.checkpoint.sections import Held, SavedFile, held
 from threed.checkpoint.sending import receive_file, receive_json, send_file, send_json
-from threed.checkpoint.writing import SavedFile
 from threed.config import Config
 from threed.topology import Link, Topology
 from threed.zero.layout import Layout

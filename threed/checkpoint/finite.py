@@ -1,6 +1,5 @@
 """Values that are not finite: neither written into a checkpoint by a run nor taken from one; conversions pass them on.
 
-    checked(values, records)             the same values; NotFiniteError at the first tensor that has some
     restore = Restore(source, trained)   for `records.fill`: notes the first tensor that has some
     restore.problems                     one line, or none
     tally = Tally(); tally.passed(name, slab); tally.tell(path)      of a conversion: counts tensors that have some
@@ -12,27 +11,15 @@ frozen parameters need not be: a mask may well hold minus infinity.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.files import CheckpointError, is_finite
 from threed.checkpoint.lazy_tensors import TensorSource, saved_part
 from threed.sharding import Piece
-from threed.zero.records import Record
-
-
-class NotFiniteError(CheckpointError):
-    """A tensor with values that are infinite or not a number, by its name."""
-
-
-def is_finite(values: Tensor) -> bool:
-    """Whether all values of a tensor are finite; the host waits for it. No memory of its size is taken."""
-    if not values.numel() or not values.is_floating_point():
-        return True
-    return bool(torch.isfinite(torch.stack(values.detach().aminmax())).all())  # both pass NaN on
 
 
 def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -44,19 +31,6 @@ def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
             f"{name} has values beyond {largest:.5g}, the largest of {dtype}: use another dtype"
         )
     return out
-
-
-def checked(values: Iterable[Tensor], records: Iterable[Record]) -> Iterator[Tensor]:
-    """Yields the values of records, in order.
-
-    Raises:
-        NotFiniteError: The values of a record that is trained are not finite.
-    """
-    for one, record in zip(values, records, strict=False):
-        if record.state.bucket.group.key.trainable and not is_finite(one):
-            what = "has values that are not finite (NaN or infinite), and is not saved"
-            raise NotFiniteError(f"{record.part} of {record.piece.name} {what}")
-        yield one
 
 
 class Tally:

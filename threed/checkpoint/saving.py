@@ -39,9 +39,8 @@ from threed import collectives
 from threed.atomic import building_place
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, begin, never, plain
-from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of, write_entry
-from threed.checkpoint.sections import Held, held
-from threed.checkpoint.writing import SavedFile, finish
+from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of, finish, write_entry
+from threed.checkpoint.sections import Held, SavedFile, held
 from threed.config import CheckpointConfig, Config
 from threed.device import is_accelerator
 from threed.disk import ELSEWHERE, why

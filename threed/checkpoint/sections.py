@@ -23,13 +23,16 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from threed.checkpoint.files import DTYPES, NAMES
+from threed.checkpoint.files import DTYPES, NAMES, NotFiniteError, is_finite, stream_tensors
 from threed.sharding import Piece, split
 from threed.zero.layout import Group, Layout
 from threed.zero.records import Record
@@ -255,3 +258,79 @@ def _pieces(group: Group) -> Iterator[tuple[Piece, int]]:
         for piece in slot.spec.pieces:
             if piece.numel:
                 yield piece, slot.first + piece.offset
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of a save: numbers of sections, and other tensors (buffers, generators).
+
+    Attributes:
+        held: Sections, each with the number that the file has.
+        about: The manifest's description of `tensors`.
+        tensors: On the CPU, by the key in the file.
+    """
+
+    name: str
+    held: Sequence[tuple[Held, int]]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        held = sum(h.nbytes(number) for h, number in self.held)
+        return held + sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of the optimizer's states in the file, in order."""
+        return [record for h, number in self.held for record in h.extents(number)]
+
+    def write(self, folder: Path, values: Iterable[Tensor], **how: Any) -> dict[str, Any]:
+        """Writes the file; returns its entry of the manifest.
+
+        Args:
+            folder: Where to write it.
+            values: The values of `records`, in order.
+            how: The limit and durability, as for `stream_tensors`.
+        """
+        holds = [(h.section, number) for h, number in self.held]
+        path, checked = folder / self.name, self._checked(values)
+        return {**write_file(path, holds, checked, self.tensors, **how), **self.about}
+
+    def _checked(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yields the values of `records`; NotFiniteError if those of a trained tensor are not finite."""
+        for record, tensor in zip(self.records, values, strict=False):
+            if record.state.bucket.group.key.trainable and not is_finite(tensor):
+                what = "has values that are not finite (NaN or infinite), and is not saved"
+                raise NotFiniteError(f"{record.part} of {record.piece.name} {what}")
+            yield tensor.view(-1)
+
+
+def write_file(
+    path: Path,
+    holds: Sequence[tuple[Section, int]],
+    values: Iterable[Tensor],
+    extra: Mapping[str, Tensor] = MappingProxyType({}),
+    **how: Any,
+) -> dict[str, Any]:
+    """Writes a file; returns its entry of the manifest.
+
+    Args:
+        holds: The sections in the file, and the number of each.
+        values: The values of the sections, in order, each in one or several parts [n].
+        extra: Other tensors, by name.
+        how: The limit and durability, as for `stream_tensors`.
+    """
+    about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        str(key): (DTYPES[section.dtype], (section.numel(number),))
+        for key, (section, number) in enumerate(holds)
+    }
+    about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in extra.items()}
+    named = [[section.digest, number] for section, number in holds]
+    metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(named)}
+    hashes = stream_tensors(path, about, chain(values, extra.values()), metadata, **how)
+    return {"file": path.name, **hashes._asdict(), "size": path.stat().st_size, "holds": named}

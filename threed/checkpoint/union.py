@@ -22,11 +22,10 @@ import torch
 
 from threed import collectives
 from threed.checkpoint.files import CheckpointError, in_units
-from threed.checkpoint.manifest import MANIFEST, check_structure, digest
+from threed.checkpoint.manifest import MANIFEST, check_structure, digest, joined
 from threed.checkpoint.node_memory import Epochs, Machines, Place
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.sending import receive_file, send_file
-from threed.checkpoint.writing import joined
 from threed.topology import Axis, Link, Topology
 from threed.zero.records import Record
 
