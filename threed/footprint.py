@@ -162,7 +162,7 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     gpu = default_device().type == "cuda"
     saving = save_bytes(config.checkpoint, layout, states, gpu)
     held |= {"saving": saving} if saving and not gpu else {}
-    copies = memory_bytes(config, layout, states)
+    copies = memory_bytes(config, layout, states, gpu)
     held |= {"copies": copies} if copies and not gpu else {}
     elsewhere += saving + copies if gpu else 0
     held["peak"] = sum(held.values())

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +38,7 @@ from threed.topology import Link, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import states
+from threed.zero.snapshot import copy_bytes
 from threed.zero.state import State
 
 
@@ -52,16 +54,6 @@ class Plan:
     files: list[SavedFile]
     alone: set[str]
     described: list[Held]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.nbytes for file in self.files)
-
-    @property
-    def sent(self) -> int:
-        """Bytes of the files that no other machine has."""
-        return sum(file.nbytes for file in self.files if file.name in self.alone)
 
     @classmethod
     def of(cls, optimizer: Optimizer, topology: Topology, machines: Machines) -> Plan:
@@ -155,17 +147,19 @@ def _copied_entry(folder: Path, source: int) -> Path:
     return folder / f"entry-{source:05d}-copy.json"
 
 
-def memory_bytes(config: Config, layout: Layout, states: Sequence[State]) -> int:
+def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: bool) -> int:
     """Returns a forecast of the memory that copies take per rank.
 
-    That is its slices in each copy, and as much of a neighbour's. Ranks of a machine that hold the same take less.
+    That is its slices in each copy, and as much of a neighbour's. Ranks of a machine that hold the same take less. A
+    GPU's slices pass through page-locked memory.
     """
     if not config.checkpoint.memory_every:
         return 0
-    mine = sum(
-        h.nbytes(number) for h in held(layout, on_paper(layout, states)) for number in h.numbers
-    )
-    return COPIES * mine * (2 if config.run.replicate == "neighbour" else 1)
+    mine = [(h, n) for h in held(layout, on_paper(layout, states)) for n in h.numbers]
+    files = sum(h.nbytes(number) for h, number in mine)
+    records = chain.from_iterable(h.extents(number) for h, number in mine)
+    staged = copy_bytes(records, layout.policy, gpu) if gpu else 0
+    return staged + COPIES * files * (2 if config.run.replicate == "neighbour" else 1)
 
 
 # --------------------------------------------------------------------------------------------------------- neighbour

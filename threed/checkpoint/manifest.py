@@ -139,15 +139,8 @@ class _State(_Strict):
 
     @model_validator(mode="after")
     def _whole_scale(self) -> _State:
-        if (
-            len(
-                {
-                    value is None
-                    for value in (self.loss_scale, self.good_steps, self.hysteresis_left)
-                }
-            )
-            > 1
-        ):
+        scale = (self.loss_scale, self.good_steps, self.hysteresis_left)
+        if None in scale and scale != (None,) * 3:
             raise ValueError("loss_scale, good_steps and hysteresis_left go together")
         return self
 

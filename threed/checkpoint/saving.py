@@ -61,11 +61,21 @@ def _begin(path: Path, needed: int) -> tuple[str | None, str]:
     """Makes the unfinished folder; returns a problem, and a token of this save."""
     try:
         begin(path, MANIFEST, "checkpoint", needed)
-    except OSError as error:
-        return f"could not begin {path}: {why(error, path.parent, needed)}", ""
-    except CheckpointError as error:
-        return str(error), ""
+    except (OSError, CheckpointError) as error:
+        return _reason(error, f"could not begin {path}", path.parent, needed), ""
     return None, secrets.token_hex(8)
+
+
+def _reason(
+    error: BaseException, what: str, folder: Path, needed: int | None = None,
+    elsewhere: str = ELSEWHERE,
+) -> str:  # fmt: skip
+    """Returns a line on an error; a CheckpointError says itself what failed."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{what}: {why(error, folder, needed, elsewhere)}"
+    return f"{what}: {type(error).__name__}: {plain(error)}"
 
 
 def _share(limit_mib: float | None, sizes: Sequence[int], rank: int) -> float | None:
@@ -188,7 +198,7 @@ class Save:
 
     def end(self) -> None:
         """Waits until it has ended on all ranks; warns of an unreported error. Collective."""
-        if self._asked:
+        if self._asked or self._thread is None:
             return
         self._meet()
         if self.problem is not None and self.everyone.index == 0:
@@ -258,14 +268,10 @@ class Save:
         for file in self.files:
             with suppress(OSError):
                 (self.building / file.name).unlink(missing_ok=True)
-        rank, what = f"rank {self.everyone.index}", f"could not write {self._file}"
-        if isinstance(error, CheckpointError):
-            self.problem = f"{rank}: {error}"
-        elif isinstance(error, OSError):
-            reason = why(error, self.path.parent, nbytes, self.elsewhere)
-            self.problem = f"{rank} {what}: {reason}"
-        else:
-            self.problem = f"{rank} {what}: {type(error).__name__}: {plain(error)}"
+        rank = f"rank {self.everyone.index}"
+        what, folder = f"{rank} could not write {self._file}", self.path.parent
+        reason = _reason(error, what, folder, nbytes, self.elsewhere)
+        self.problem = f"{rank}: {reason}" if isinstance(error, CheckpointError) else reason
         with suppress(OSError):
             self._leave({"error": self.problem})
 
@@ -290,12 +296,8 @@ class Save:
             entries = self._entries(time.monotonic() + patience)
             self.before_publishing()
             finish(self.building, self.path, self.head, entries)
-        except CheckpointError as error:
-            self.problem = str(error)
-        except OSError as error:
-            self.problem = f"could not finish {self.path}: {why(error, self.path.parent)}"
-        except (TypeError, ValueError, RecursionError) as error:  # of the caller's `extra`
-            self.problem = f"could not finish {self.path}: {error}"
+        except Exception as error:  # also of what the caller saves, which JSON cannot represent
+            self.problem = _reason(error, f"could not finish {self.path}", self.path.parent)
         if self.problem is not None:
             shutil.rmtree(self.building, ignore_errors=True)
 

@@ -149,8 +149,12 @@ class Memory:
         replicate = asked and machines.count > 1
         self.neighbour = Neighbour(engine.topology, machines) if replicate else None
         held = [0] * machines.count
-        sizes = collectives.exchange([self.plan.nbytes, self.plan.sent], self.world)
-        for rank, (own, sent) in enumerate(sizes):
+        plan = self.plan
+        mine = [
+            sum(file.nbytes for file in plan.files),
+            sum(file.nbytes for file in plan.files if file.name in plan.alone),
+        ]
+        for rank, (own, sent) in enumerate(collectives.exchange(mine, self.world)):
             held[machines.of[rank]] += own
             held[machines.of[machines.neighbour(rank)]] += sent * replicate
         needed = COPIES * held[machines.mine]
