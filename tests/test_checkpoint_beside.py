@@ -28,6 +28,8 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.saving import Save, Saver, save_bytes
 from threed.config import Config
 from threed.engine import Engine
+from threed.sharding import Piece
+from threed.zero.records import Record
 from threed.zero.snapshot import Room, Snapshot
 
 # ------------------------------------------------------------------------------------------------------------ contents
@@ -337,6 +339,19 @@ def waiting_for_each_other(folder: Path) -> list[Any]:
 def test_one_save_at_a_time(tmp_path: Path) -> None:
     steps = {"step-1": 2, "step-1b": 1, "step-2": 2}
     assert run_ranks(2, waiting_for_each_other, tmp_path)[0] == [steps, True]
+
+
+def test_parts_of_a_state_have_copies_of_their_own() -> None:
+    """They may have the same size, as numbers of a section in a copy in memory."""
+    engine = engine_of(config_of(Case(dtype="fp32", layers=2, bucket_mib=0.02)))
+    states = engine.optimizer.states[:2]
+    places = [(state, at) for at in (0, 8) for state in states]
+    wanted = [
+        Record("weight", Piece("x", (16,), (at,), (8,), offset=at), state) for state, at in places
+    ]
+    found = [values.clone() for values in Snapshot(wanted, engine.optimizer, Room()).values()]
+    expected = [state.weight.fetch().wait()[at : at + 8] for state, at in places]
+    assert all(map(torch.equal, found, expected))
 
 
 def room_of_one(rank_without: int) -> tuple[bool, bool]:

@@ -43,6 +43,8 @@ MOST_BYTES = 2**30  # of a manifest
 MOST_CELLS = 2**30  # times boxes, of one tensor: seconds of work
 MOST_WINDOWS = 2**20  # of a section
 Corner = tuple[int, ...]
+FileEntry = Mapping[str, Any]
+IsIntact = Callable[[Path, FileEntry], bool]
 
 
 def file_of(rank: int) -> str:
@@ -419,7 +421,7 @@ def verify(
     thorough: by their sha256 also where there is a sum, which is enough to find damage.
     """
 
-    def is_intact(file: Path, entry: Mapping[str, Any]) -> bool:
+    def is_intact(file: Path, entry: FileEntry) -> bool:
         light = entry["sum"] is not None and not (thorough and entry["tree"] is not None)
         found = checksum(file) if light else None
         return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
@@ -432,19 +434,11 @@ def missing(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     return _problems(path, manifest["files"], lambda file, entry: True)
 
 
-def _problems(
-    path: Path,
-    entries: Iterable[Mapping[str, Any]],
-    is_intact: Callable[[Path, Mapping[str, Any]], bool],
-) -> list[str]:
+def _problems(path: Path, entries: Iterable[FileEntry], is_intact: IsIntact) -> list[str]:
     return [p for entry in entries if (p := _problem(path / entry["file"], entry, is_intact))]
 
 
-def _problem(
-    file: Path,
-    entry: Mapping[str, Any],
-    is_intact: Callable[[Path, Mapping[str, Any]], bool],
-) -> str:
+def _problem(file: Path, entry: FileEntry, is_intact: IsIntact) -> str:
     """Returns what is wrong with a file, "" for nothing."""
     gone = f"{file} is missing, or not a plain file of its folder"
     try:

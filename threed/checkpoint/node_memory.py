@@ -243,10 +243,6 @@ class Epochs:
         """Whether a save is one that a start may take."""
         return epoch == self.epoch or (epoch, step) == self.base
 
-    def next(self, base: tuple[int, int] | None) -> Epochs:
-        """Returns the epochs with a new start."""
-        return Epochs(self.run, self.epoch + 1, base)
-
     def write(self, folder: Path) -> None:
         """Writes it, durably."""
         _write(folder / RECORD, {**asdict(self), "folder": folder.stat().st_ino})

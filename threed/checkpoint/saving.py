@@ -386,10 +386,11 @@ class Saver:
         self.room.make(self._records(), self.optimizer.layout.policy, gpu)
 
     def save(
-        self, path: Path, state: Mapping[str, Any], extras: Extras, hurries: Callable[[], bool]
-    ) -> Save:
+        self, path: Path, state: Mapping[str, Any], extras: Extras, hurries: Callable[[], bool],
+        before_publishing: Callable[[], None] = lambda: None,
+    ) -> Save:  # fmt: skip
         """Writes the folder `path`, complete or not at all. Collective; CheckpointError on every rank."""
-        save = self.prepare(path, state, extras, hurries)
+        save = self.prepare(path, state, extras, hurries, before_publishing)
         save.run(self.optimizer)
         return save
 
@@ -464,7 +465,7 @@ class Saver:
                 warnings.warn(
                     "no memory for a copy: training waits for the checkpoint", stacklevel=3
                 )
-            return self.save(path, state, extras, hurries)
+            return self.save(path, state, extras, hurries, before_publishing)
         kept = copy.deepcopy(dict(state))  # the caller may change its own
         save = self.prepare(path, kept, extras, hurries, before_publishing)
         return self.run(save, began, now=now)

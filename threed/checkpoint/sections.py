@@ -50,11 +50,6 @@ class Line:
         self.numels = [math.prod(size) for _, _, size, _ in pieces]
         self._before = list(accumulate(self.numels, initial=0))
 
-    @property
-    def windows(self) -> int:
-        """How many windows it is cut into."""
-        return -(-self.length // self.step)
-
     def count(self, end: int) -> int:
         """Returns how many elements of pieces lie below `end`."""
         number = bisect_right(self._firsts, end) - 1
@@ -131,7 +126,7 @@ class Section:
             end, found = 0, []
             for line in self.lines:
                 starts = array("q")
-                for index in range(line.windows):
+                for index in range(-(-line.length // line.step)):
                     starts.append(end)
                     first, last = self.window(number, line, index)
                     end += (line.count(last) - line.count(first)) * len(self.parts)

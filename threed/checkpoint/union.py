@@ -65,17 +65,17 @@ def look(
         for entry in json.loads(some.numpy().tobytes()):
             saves.setdefault(tuple(entry["save"]), []).append((machine, entry))
     keys = sorted((key for key in saves if epochs.counts(*key)), reverse=True)
-    slots = {key: int(Path(saves[key][0][1]["path"]).parent.name) for key in keys}
-    found = [[*key, slots[key], *_assembled(saves[key])] for key in keys]
+    found = [[*key, *_assembled(saves[key])] for key in keys]
     return [Found(*one) for one in _from_first(found, everyone, device)]
 
 
-def _assembled(entries: Sequence[tuple[int, Any]]) -> tuple[Any, Any, str]:
-    """Returns manifest, machines and problem of a copy, see `Found`."""
+def _assembled(entries: Sequence[tuple[int, Any]]) -> list[Any]:
+    """Returns slot, manifest, machines and problem of a copy, see `Found`."""
+    slot = int(Path(entries[0][1]["path"]).parent.name)
     try:
-        return *assemble(entries), ""
+        return [slot, *assemble(entries), ""]
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
-        return {}, {}, str(error) or type(error).__name__
+        return [slot, {}, {}, str(error) or type(error).__name__]
 
 
 def assemble(

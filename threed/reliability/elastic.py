@@ -141,7 +141,7 @@ class Memory:
         engine, machines = self.engine, self.machines
         if machines.first:
             self.place.keep(self.taken or ())
-        self.record = self.record.next(self.taken)
+        self.record = Epochs(self.record.run, self.record.epoch + 1, self.taken)
         if self.world.index == 0:
             self.record.write(self.folder)
         self.plan = Plan.of(engine.optimizer, engine.topology, machines)

@@ -32,15 +32,16 @@ from threed.zero.state import PREVIOUS, State
 
 LINE = 4096  # bytes: parts of a slice start at multiples, as direct I/O requires
 Place = Tensor | OnDrive
+Range = tuple[int, int]
 
 
 class GivenUp(RuntimeError):
     """The snapshot ended before all of it was read."""
 
 
-def _ranges(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
+def _ranges(records: Iterable[Record]) -> dict[str, Range]:
     """Returns the elements [first, last) of each part of a state that records span."""
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, Range] = {}
     for one in records:
         at, end = one.piece.offset, one.piece.offset + one.piece.numel
         first, last = found.get(one.part, (at, at))
@@ -48,7 +49,7 @@ def _ranges(records: Iterable[Record]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _places(state: State, ranges: Mapping[str, tuple[int, int]]) -> dict[str, Place]:
+def _places(state: State, ranges: Mapping[str, Range]) -> dict[str, Place]:
     """Returns where these elements are; for a part on a drive, where all of its elements are."""
     found = {}
     for part, (first, last) in ranges.items():
@@ -101,19 +102,23 @@ class Room:
 
     def __init__(self, copies: bool = True) -> None:
         self.copies = copies
-        self._buffers: dict[tuple[State, int], Tensor] = {}
+        self._buffers: dict[tuple[State, tuple[tuple[str, Range], ...]], Tensor] = {}
 
     def make(self, records: Iterable[Record], policy: Policy, gpu: bool) -> None:
         """Allocates the memory of all copies that a save of these records makes."""
         for state, some in groupby(records, lambda one: one.state):
             if is_copied(state, policy, gpu):
-                self.buffer(state, _size(_places(state, _ranges(some)).values()))
+                ranges = _ranges(some)
+                self.buffer(state, ranges, _places(state, ranges))
 
-    def buffer(self, state: State, nbytes: int) -> Tensor:
-        """Returns the memory for the copy of a state, uint8 [nbytes]."""
-        if (state, nbytes) not in self._buffers:
-            self._buffers[state, nbytes] = pool.host_buffer(nbytes)
-        return self._buffers[state, nbytes]
+    def buffer(
+        self, state: State, ranges: Mapping[str, Range], places: Mapping[str, Place]
+    ) -> Tensor:
+        """Returns the memory for the copy of these elements of a state, uint8 [n]."""
+        key = state, tuple(ranges.items())
+        if key not in self._buffers:
+            self._buffers[key] = pool.host_buffer(_size(places.values()))
+        return self._buffers[key]
 
 
 @dataclass(eq=False)
@@ -121,7 +126,8 @@ class _Item:
     """A state of the snapshot.
 
     Attributes:
-        places: Where its values are, from the element of `first` on.
+        ranges: The elements of each part that records span.
+        places: Where these are; for a part on a drive, where all of its elements are.
         writing: Writes to a drive that come first.
         is_copied: Whether it is copied, or else written from where it is.
         copies: The values of its parts, once it was copied.
@@ -132,8 +138,8 @@ class _Item:
 
     state: State
     records: list[Record]
+    ranges: dict[str, Range]
     places: dict[str, Place]
-    first: dict[str, int]
     writing: dict[str, Transfer | None]
     is_copied: bool
     copies: dict[str, Tensor] = field(default_factory=dict)
@@ -172,13 +178,12 @@ class Snapshot:
         ranges = _ranges(some)
         places = _places(state, ranges)
         on_drive = {part: place for part, place in places.items() if isinstance(place, OnDrive)}
-        first = {part: 0 if part in on_drive else begin for part, (begin, _) in ranges.items()}
         writing = {part: place.writing for part, place in on_drive.items()}
         on_gpu = any(
             isinstance(place, Tensor) and is_accelerator(place.device) for place in places.values()
         )
         copies = on_gpu or (self._room.copies and is_copied(state, self._policy, gpu=False))
-        return _Item(state, some, places, first, writing, copies)
+        return _Item(state, some, ranges, places, writing, copies)
 
     # -------------------------------------------------------------------------------------------------------- updates
 
@@ -221,7 +226,8 @@ class Snapshot:
         for item in self._items:
             parts = self._read(item)
             for one in item.records:
-                at = one.piece.offset - item.first[one.part]
+                on_drive = isinstance(item.places[one.part], OnDrive)
+                at = one.piece.offset - (0 if on_drive else item.ranges[one.part][0])
                 yield parts[one.part][at : at + one.piece.numel]
                 self._check()  # it may have changed meanwhile
             item.safe.set()
@@ -250,7 +256,7 @@ class Snapshot:
         """Copies a state, unless that was done, or it may have changed."""
         with item.lock:
             if not item.safe.is_set():
-                buffer = self._room.buffer(item.state, _size(item.places.values()))
+                buffer = self._room.buffer(item.state, item.ranges, item.places)
                 item.copies = self._into(buffer, item)
                 item.safe.set()
 
