@@ -1,11 +1,12 @@
 """The manifest of a native checkpoint: read and validated before any tensor is, and before it is written.
 
+    finish(building, path, head, entries)        # joins the entries of all ranks, and publishes the folder
     manifest = read_manifest(path)               # CheckpointError, naming what is wrong; nothing else is raised
     problems = verify(path, manifest)            # the hashes of the files it names
 
 Its hash finds damage, but is no signature: somebody who changes a manifest can change its hash too. So its structure is
 checked against a schema: counters are finite and in range, names printable, files plain files of the folder, and the
-files of every tensor hold each of its elements exactly once (`coverage`).
+files of every tensor hold each of its elements exactly once (`coverage_problems`).
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ exp_avg, ...). Only the last window of a line may be shorter.
     for number, first, last in section.between(line, 0, 100):  which files have what of a line
         section.offset(number, line, "weight", first)          and where, in elements
 
-What a rank holds by its layout, and what it is to write of it, says `held`: of slices that several ranks hold, each
-writes a part, but no part smaller than 64 MiB, for whoever loads opens all of them.
+`held` returns the sections that a rank holds portions of, with what it writes of each: of slices that several ranks
+hold, each writes a part, but no part smaller than 64 MiB, since a load opens all of them. A `SavedFile` writes such
+numbers, and other tensors, to one file.
 """
 
 from __future__ import annotations
