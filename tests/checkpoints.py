@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tests.configs import batch, share
-from threed.checkpoint.checksum import checksum, tree_hash
+from threed.checkpoint.files import checksum, tree_hash
 from threed.engine import Engine
 from threed.zero.records import read, records
 

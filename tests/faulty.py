@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from threed import collectives, launch
-from threed.checkpoint import files, writing
+from threed.checkpoint import files, manifest
 from threed.checkpoint.retention import Retention
+from threed.checkpoint.saving import Save, Saver
 from threed.data import Prefetcher
 from threed.engine import Engine
 from threed.interop.huggingface import export
@@ -59,15 +60,15 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 # Of a save, in order. The second one of `copy`: in the middle.
 SAVE: dict[str, tuple[Any, str]] = {
-    "prepare": (writing, "prepare"),
+    "prepare": (Saver, "prepare"),
     "copy": (Snapshot, "_into"),
-    "write": (writing.Saving, "write"),
+    "write": (Save, "write"),
     "block": (files, "_write_block"),
     "flush": (files, "_flush"),
-    "entry": (writing.Saving, "_leave"),
-    "commit": (writing.Saving, "commit"),
-    "manifest": (writing, "write_text"),
-    "publish": (writing, "publish"),
+    "entry": (Save, "_leave"),
+    "commit": (Save, "commit"),
+    "manifest": (manifest, "write_text"),
+    "publish": (manifest, "publish"),
     "published": (Retention, "trust"),
     "prune": (Retention, "_delete"),
 }

@@ -201,7 +201,7 @@ def saved_and_loaded(case: Case, folder: str) -> list[str]:
     assert sorted(entry.name for entry in Path(folder).iterdir()) == before
     engine.load(path)  # the one that was there before is whole
     assert same(bits(engine), good)
-    with mock.patch("threed.checkpoint.finite.is_finite", return_value=True):
+    with mock.patch("threed.checkpoint.sections.is_finite", return_value=True):
         if engine.topology.rank == engine.topology.world - 1:
             poison_part(engine, "weight", NAN)
         engine.save(Path(folder) / "step-3")
@@ -316,7 +316,7 @@ def from_before_a_nan(folder: Path) -> str:
     short = {**KEEPS, "train": {**KEEPS["train"], "stop_after": 4}}
     with (
         before_step(4, lambda engine: poison_weight(engine, 1)),
-        mock.patch("threed.checkpoint.finite.is_finite", return_value=True),
+        mock.patch("threed.checkpoint.sections.is_finite", return_value=True),
     ):
         run(folder, open_text(folder), 2, **short)
     return run(folder, open_text(folder), 2, **short)

@@ -23,12 +23,14 @@ from tests.checkpoints import train
 from tests.configs import Case, config_of, engine_of, topology_of
 from tests.harness import run_ranks
 from threed import collectives
-from threed.checkpoint import beside, native, writing
-from threed.checkpoint.beside import save_bytes
+from threed.checkpoint import manifest, native, saving
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.saving import Save, Saver, save_bytes
 from threed.config import Config
 from threed.engine import Engine
-from threed.zero.snapshot import WINDOW, Snapshot
+from threed.sharding import Piece
+from threed.zero.records import Record
+from threed.zero.snapshot import Room, Snapshot
 
 # ------------------------------------------------------------------------------------------------------------ contents
 
@@ -40,13 +42,13 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def late_thread() -> Any:
     """Has the thread of a save begin when the next update, in a small model, has long begun."""
-    write = writing.Saving.write
+    write = Save.write
 
-    def wait_and_write(self: writing.Saving, values: Any) -> Any:
+    def wait_and_write(self: Save, values: Any) -> Any:
         time.sleep(0.2)
         return write(self, values)
 
-    return mock.patch.object(writing.Saving, "write", wait_and_write)
+    return mock.patch.object(Save, "write", wait_and_write)
 
 
 def slow_thread() -> Any:
@@ -61,17 +63,17 @@ def slow_thread() -> Any:
     return mock.patch.object(Snapshot, "values", slowly)
 
 
-def small_room() -> Any:
-    """Has no memory for a whole copy."""
-    return mock.patch.object(beside, "free_bytes", return_value=0)
+def in_place() -> Any:
+    """Has new engines write all states from where they are."""
+    return mock.patch.object(saving, "Room", return_value=Room(copies=False))
 
 
 PACES: dict[str, Callable[[], list[Any]]] = {
     "as it comes": list,
     "the updates first": lambda: [late_thread()],
     "in the middle": lambda: [slow_thread()],
-    "a window, the updates first": lambda: [small_room(), late_thread()],
-    "a window, in the middle": lambda: [small_room(), slow_thread()],
+    "in place, the updates first": lambda: [in_place(), late_thread()],
+    "in place, in the middle": lambda: [in_place(), slow_thread()],
 }
 
 
@@ -205,15 +207,15 @@ def test_what_is_saved_is_what_was_there_in_every_order(tmp_path: Path) -> None:
 
 
 def unwaited(folder: Path) -> list[bool]:
-    """Whether updates that do not wait for a save change what it writes; window and place of the copies."""
+    """Whether updates that do not wait for a save change what it writes; copied, and in place."""
     config, found = changed(Case(dp=2, zero=2, bucket_mib=0.02)), []
-    for patches in ([late_thread()], [small_room(), late_thread()]):
-        engine = engine_of(config)
-        train(engine, 1)
-        engine.save(folder / "one")
+    for patches in ([late_thread()], [in_place(), late_thread()]):
         with ExitStack() as stack:
             for patch in patches:
                 stack.enter_context(patch)
+            engine = engine_of(config)
+            train(engine, 1)
+            engine.save(folder / "one")
             save = engine.start_save(folder / "other")
             engine.optimizer.readers.wait = lambda state: None
             train(engine, 1)
@@ -228,38 +230,30 @@ def test_without_the_wait_the_files_are_others(tmp_path: Path) -> None:
     assert run_ranks(2, unwaited, tmp_path) == [[True, True]] * 2
 
 
-def held_by_saves(folder: Path, config: Config, room: bool) -> tuple[int, int, int]:
-    """Bytes of copies after two saves: of whole ones and in the window; and what the forecast says."""
-    with ExitStack() as stack:
-        for patch in [] if room else [small_room()]:
-            stack.enter_context(patch)
+def held_by_saves(folder: Path, config: Config, copied: bool) -> tuple[int, int]:
+    """Bytes of copies after two saves; and what the forecast says."""
+    with ExitStack() if copied else in_place():
         engine = engine_of(config)
         for number in range(2):
             train(engine, 1)
             save = engine.start_save(folder / str(number))
             train(engine, 1)
             save.wait()
-    held = engine.saver.room
-    assert held is not None
-    own, window = held._own.values(), [buffer for buffer in held._window if buffer is not None]
-    assert len(held._window) == WINDOW  # all were given back
+    held = engine.saver.room._buffers.values()
     told = save_bytes(config.checkpoint, engine.layout, engine.optimizer.states, gpu=False)
-    return sum(b.nbytes for b in own), sum(b.nbytes for b in window), told
+    return sum(buffer.nbytes for buffer in held), told
 
 
 def test_copies_take_what_the_forecast_says_and_no_more(tmp_path: Path) -> None:
     every: dict[str, Any] = {"checkpoint": {"every": 2}}
     on_device = changed(Case(dp=2, zero=1, dtype="bf16", bucket_mib=0.02), **every)
-    for own, window, told in run_ranks(2, held_by_saves, tmp_path / "all", on_device, True):
-        assert (own, window) == (told, 0)
-        assert told > 0
-    for own, window, told in run_ranks(2, held_by_saves, tmp_path / "window", on_device, False):
-        assert own == 0
-        assert window < told / 2
+    for held, told in run_ranks(2, held_by_saves, tmp_path / "all", on_device, True):
+        assert held == told > 0
+    for held, _ in run_ranks(2, held_by_saves, tmp_path / "in place", on_device, False):
+        assert held == 0
     on_host = changed(Case(dp=2, **CPU), **every)
-    for own, window, told in run_ranks(2, held_by_saves, tmp_path / "host", on_host, True):
-        assert own == 0
-        assert window <= told
+    for held, told in run_ranks(2, held_by_saves, tmp_path / "host", on_host, True):
+        assert held == told == 0
     never = changed(Case(dp=2), checkpoint={"every": 2, "async_": False})
     assert run_ranks(2, forecast_of, never) == [0, 0]
 
@@ -296,10 +290,11 @@ def changed_by_hand(folder: Path, stage: int, place: str) -> bool:
         offload_optimizer="cpu" if place == "host" else "none",
     )
     config = changed(case, train={"global_batch": 8, "micro_batch": 2})
-    engine = Engine(Net(), topology_of(1, 1), config)
+    with in_place() if place == "in place" else ExitStack():
+        engine = Engine(Net(), topology_of(1, 1), config)
     engine.step(batch)
     engine.save(folder / "one")
-    with late_thread(), small_room() if place == "window" else ExitStack():
+    with late_thread():
         save = engine.start_save(folder / "other")
         with engine.gathered() as module, torch.no_grad():
             for param in module.parameters():
@@ -309,12 +304,12 @@ def changed_by_hand(folder: Path, stage: int, place: str) -> bool:
     return engine.topology.rank > 0 or files(folder / "one") == files(folder / "other")
 
 
-@pytest.mark.parametrize("place", ["device", "host", "window"])
+@pytest.mark.parametrize("place", ["device", "host", "in place"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_changed_by_hand_afterwards_is_not_saved(
     stage: int, place: str, tmp_path: Path
 ) -> None:
-    """Of more slices, frozen ones too, than a window has places."""
+    """Of several slices, frozen ones too."""
     assert run_ranks(2, changed_by_hand, tmp_path, stage, place) == [True, True]
 
 
@@ -343,16 +338,45 @@ def test_one_save_at_a_time(tmp_path: Path) -> None:
     assert run_ranks(2, waiting_for_each_other, tmp_path)[0] == [steps, True]
 
 
+def test_parts_of_a_state_have_copies_of_their_own() -> None:
+    """They may have the same size, as numbers of a section in a copy in memory."""
+    engine = engine_of(config_of(Case(dtype="fp32", layers=2, bucket_mib=0.02)))
+    states = engine.optimizer.states[:2]
+    places = [(state, at) for at in (0, 8) for state in states]
+    wanted = [
+        Record("weight", Piece("x", (16,), (at,), (8,), offset=at), state) for state, at in places
+    ]
+    found = [values.clone() for values in Snapshot(wanted, engine.optimizer, Room()).values()]
+    expected = [state.weight.fetch().wait()[at : at + 8] for state, at in places]
+    assert all(map(torch.equal, found, expected))
+
+
 def room_of_one(rank_without: int) -> tuple[bool, bool]:
     """Whether there is room, where one rank has no memory; and where all have."""
-    engine, free = engine_of(config_of(Case(dp=2))), 0
-    if engine.topology.rank != rank_without:
-        free = 2**40
-    with mock.patch.object(beside, "free_bytes", return_value=free):
-        short = engine.saver.has_room()
-    engine.saver.room = None
-    with mock.patch.object(beside, "free_bytes", return_value=2**40):
-        return short, engine.saver.has_room()
+    engine, found = engine_of(config_of(Case(dp=2))), []
+    for free in (0 if engine.topology.rank == rank_without else 2**40, 2**40):
+        with mock.patch.object(saving, "free_bytes", return_value=free):
+            found.append(Saver(engine.optimizer, engine.topology, engine.config).has_room())
+    return found[0], found[1]
+
+
+def without_room(folder: Path) -> int:
+    """A save for which there is no memory is written at once; returns the bytes of its copies."""
+    engine = engine_of(config_of(Case(dp=2, dtype="fp32")))
+    expected = pytest.warns(UserWarning, match="no memory for a copy: training waits")
+    with (
+        mock.patch.object(saving, "free_bytes", return_value=0),
+        expected if engine.topology.rank == 0 else ExitStack(),
+    ):
+        save = engine.start_save(folder / "step")
+    assert save.done
+    assert save.wait() == folder / "step"
+    engine.load(folder / "step")
+    return len(engine.saver.room._buffers)
+
+
+def test_without_memory_for_a_copy_training_waits(tmp_path: Path) -> None:
+    assert run_ranks(2, without_room, tmp_path) == [0, 0]
 
 
 def test_all_ranks_have_room_or_none(tmp_path: Path) -> None:
@@ -406,25 +430,27 @@ def test_a_save_that_fails_is_told_on_all_ranks_and_training_goes_on(
     assert after == "['step-1', 'step-3']"
 
 
-def places_after_failures(folder: Path) -> int:
-    """The places of the window, after saves that failed while updates had copies there."""
-    engine = engine_of(config_of(Case(dtype="fp32", layers=2, bucket_mib=0.02)))
-    with small_room(), slow_thread():
+def failing_in_place(folder: Path) -> list[str]:
+    """Saves that fail while updates wait for them; the last one does not."""
+    with in_place():
+        engine = engine_of(config_of(Case(dtype="fp32", layers=2, bucket_mib=0.02)))
+    with slow_thread():
         for _ in range(3):
-            with mock.patch("threed.checkpoint.finite.is_finite", side_effect=[True] * 4 + [False]):
+            with mock.patch(
+                "threed.checkpoint.sections.is_finite", side_effect=[True] * 4 + [False]
+            ):
                 save = engine.start_save(folder / "step")
                 train(engine, 1)
                 with pytest.raises(CheckpointError, match="not finite"):
                     save.wait()
         save = engine.start_save(folder / "step")
         train(engine, 1)
-        assert engine.saver.room is not None
         save.wait()
-        return len(engine.saver.room._window)
+    return sorted(path.name for path in folder.iterdir())
 
 
-def test_saves_that_fail_leave_the_window_as_it_was(tmp_path: Path) -> None:
-    assert run_ranks(1, places_after_failures, tmp_path) == [WINDOW]
+def test_saves_that_fail_let_updates_go_on(tmp_path: Path) -> None:
+    assert run_ranks(1, failing_in_place, tmp_path) == [["step"]]
 
 
 def save_without_a_word(folder: Path) -> str:
@@ -434,7 +460,7 @@ def save_without_a_word(folder: Path) -> str:
     with ExitStack() as stack:
         if engine.topology.rank == 1:
             for name in ("_entry", "_leave"):
-                stack.enter_context(mock.patch.object(writing.Saving, name, side_effect=refused))
+                stack.enter_context(mock.patch.object(Save, name, side_effect=refused))
         save = engine.start_save(folder / "step-1")
         train(engine, 1)
         with pytest.raises(CheckpointError) as failed:
@@ -519,11 +545,11 @@ def after(count: int, call: Callable[..., Any]) -> Callable[..., Any]:
 
 MOMENTS: dict[str, tuple[int, Callable[[], Any]]] = {  # who dies, and where
     "copying": (1, lambda: mock.patch.object(Snapshot, "_into", after(2, Snapshot._into))),
-    "writing": (1, lambda: mock.patch.object(Snapshot, "_hold", after(2, Snapshot._hold))),
-    "an entry is left": (1, lambda: mock.patch.object(writing.Saving, "commit", die)),
-    "before the first rank looks": (0, lambda: mock.patch.object(writing.Saving, "commit", die)),
-    "the manifest is written": (0, lambda: mock.patch.object(writing, "publish", die)),
-    "published": (0, lambda: mock.patch.object(writing, "finish", then_die(writing.finish))),
+    "writing": (1, lambda: mock.patch.object(Snapshot, "_read", after(2, Snapshot._read))),
+    "an entry is left": (1, lambda: mock.patch.object(Save, "commit", die)),
+    "before the first rank looks": (0, lambda: mock.patch.object(Save, "commit", die)),
+    "the manifest is written": (0, lambda: mock.patch.object(manifest, "publish", die)),
+    "published": (0, lambda: mock.patch.object(saving, "finish", then_die(saving.finish))),
 }
 
 

@@ -10,8 +10,17 @@ import numpy as np
 import pytest
 
 from threed import native
-from threed.checkpoint import checksum
-from threed.checkpoint.checksum import BLOCK, CHUNK, PIECE, Hashes, Hashing, sums, tree_hash
+from threed.checkpoint import files
+from threed.checkpoint.files import (
+    BLOCK,
+    CHUNK,
+    PIECE,
+    Hashes,
+    combined,
+    start_hashing,
+    sums,
+    tree_hash,
+)
 
 needs_native = pytest.mark.skipif(native.library("cpu") is None, reason=native.status()["cpu"])
 
@@ -54,17 +63,16 @@ def test_the_sums_are_those_of_numpy(instructions: str | None) -> None:
 
 def whole(data: bytes, path: Path) -> Hashes:
     path.write_bytes(data)
-    return Hashes(tree_hash(path), checksum.checksum(path))
+    return Hashes(tree_hash(path), files.checksum(path))
 
 
 def test_a_stream_of_blocks_has_the_hashes_of_its_file(tmp_path: Path) -> None:
     draw = random.Random(2)
     for n in (1, 4095, CHUNK, PIECE - 1, PIECE + 4097, BLOCK - 1, BLOCK, 2 * BLOCK + 70_001):
-        data, hashing = draw.randbytes(n), Hashing()
+        data = draw.randbytes(n)
         blocks = [data[at : at + BLOCK] for at in range(0, n, BLOCK)]
-        for block in blocks:
-            hashing.add(memoryview(block))
-        assert hashing.result() == whole(data, tmp_path / "f")
+        work = [start_hashing(memoryview(block), tree=True) for block in blocks]
+        assert combined([one.result() for one in work]) == whole(data, tmp_path / "f")
         tree = hashlib.sha256(b"".join(hashlib.sha256(block).digest() for block in blocks))
         assert tree_hash(tmp_path / "f") == tree.hexdigest()
 
@@ -98,8 +106,7 @@ def test_every_flip_exchange_and_shift_is_found() -> None:
 def test_without_the_library_the_tree_is_what_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksum, "function", lambda *_: None)
+    monkeypatch.setattr(files, "function", lambda *_: None)
     assert whole(b"abc", tmp_path / "f").sum is None
-    hashing = Hashing()
-    hashing.add(memoryview(b"abc"))
-    assert hashing.result() == Hashes(tree_hash(tmp_path / "f"), None)
+    found = start_hashing(memoryview(b"abc"), tree=False).result()
+    assert combined([found]) == Hashes(tree_hash(tmp_path / "f"), None)

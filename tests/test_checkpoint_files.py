@@ -22,8 +22,7 @@ from tests.harness import run_ranks
 from threed import atomic
 from threed.atomic import publish
 from threed.checkpoint import files, native
-from threed.checkpoint.checksum import Hashes, checksum, tree_hash
-from threed.checkpoint.files import stream_tensors
+from threed.checkpoint.files import Hashes, checksum, stream_tensors, tree_hash
 from threed.sharding import Piece, intersect, split
 
 

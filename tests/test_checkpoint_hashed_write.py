@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 
 from tests.disks import ext4
-from threed.checkpoint import checksum, files
+from threed.checkpoint import files
 from threed.checkpoint.files import write_hashed
-from threed.checkpoint.writing import _share
+from threed.checkpoint.saving import _share
 
-PIECE = 2 * checksum.CHUNK
+PIECE = 2 * files.CHUNK
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has small files pass in many blocks."""
     monkeypatch.setattr(files, "BLOCK", PIECE)
-    monkeypatch.setattr(checksum, "BLOCK", PIECE)
-    monkeypatch.setattr(checksum, "PIECE", checksum.CHUNK)
+    monkeypatch.setattr(files, "PIECE", files.CHUNK)
 
 
 def parts_of(nbytes: int) -> list[Any]:
@@ -49,7 +48,7 @@ def test_bytes_and_hash(off: int, tmp_path: Path) -> None:
     file.write_bytes(b"older, and longer" * PIECE)
     hashes = write_hashed(file, parts)
     assert file.read_bytes() == data
-    assert hashes == (checksum.tree_hash(file), checksum.checksum(file))
+    assert hashes == (files.tree_hash(file), files.checksum(file))
 
 
 def test_a_file_is_flushed_before_it_counts(

@@ -172,7 +172,7 @@ def refused_for_a_nan(folder: Path, case: Case) -> float:
     with other.optimizer.staged(state, ("weight",), write=True) as held:
         if other.topology.rank == other.topology.world - 1:
             held["weight"][next(state.bucket.runs()).offset] = torch.nan
-    with mock.patch("threed.checkpoint.finite.is_finite", return_value=True):
+    with mock.patch("threed.checkpoint.sections.is_finite", return_value=True):
         other.save(folder / "step-0")
     engine = engine_of(config_of(case))
     before = state_of(engine)

@@ -79,10 +79,10 @@ def test_reading_what_was_never_saved_is_an_error(tmp_path: Path) -> None:
     run_ranks(1, save_and_collect, tmp_path, [Case(layers=1)])
     path = tmp_path / "step-0"
     reader = Reader(path, native.read_manifest(path))
-    with pytest.raises(CheckpointError, match="0 of 4 values of weight of nobody"):
-        reader.check("weight", "nobody", (0,), (4,))
-    with pytest.raises(CheckpointError, match=r"values of weight of embedding\.word\.weight"):
-        reader.check("weight", "embedding.word.weight", (50, 0), (10, 32))
+    with pytest.raises(CheckpointError, match="has no weight of nobody"):
+        reader.tensor("weight", "nobody")
+    with pytest.raises(CheckpointError, match=r"has no momentum of embedding\.word\.weight"):
+        reader.tensor("momentum", "embedding.word.weight")
 
 
 # ------------------------------------------------------------------------------------------------------------ damage

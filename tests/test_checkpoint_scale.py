@@ -22,16 +22,15 @@ from tests.harness import run_ranks
 from threed import models
 from threed.blueprint import Blueprint, Pipeline
 from threed.checkpoint import native, sections
-from threed.checkpoint.files import TensorFile
-from threed.checkpoint.manifest import FORMAT, VERSION, check_structure, digest, file_of
+from threed.checkpoint.manifest import FORMAT, VERSION, check_structure, digest, file_of, joined
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.sections import Held, held
-from threed.checkpoint.writing import joined
 from threed.config import Config
 from threed.layers import Slicing
 from threed.planner.grid import Grid
 from threed.resolution import resolve
 from threed.topology import Topology
+from threed.zero.records import Record
 from threed.zero.state import new_state
 
 PARTS = ("exp_avg", "exp_avg_sq")
@@ -117,27 +116,17 @@ def entry_of(rank: int, mine: list[Held], describes: bool) -> dict[str, Any]:
     return {"sections": sections, "files": [entry] if holds else []}
 
 
-class Counting(Reader):
-    """A reader of files that are not there: those that it would open."""
-
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
-        self.names = set[str]()
-        super().__init__(path, manifest)
-
-    def file(self, name: str) -> TensorFile:
-        self.names.add(name)
-        return None  # type: ignore[return-value]
-
-
 def opened(manifest: dict[str, Any], blueprint: Blueprint) -> int:
     """How many files a rank opens that loads, besides its share of the hashes."""
-    reader = Counting(Path("nowhere"), manifest)
-    for bucket in blueprint.layout.buckets:
-        for run in bucket.runs():
-            for piece in run.pieces():
-                for part in ("weight", *PARTS):
-                    reader.check(part, piece.name, piece.start, piece.size)
-    return len(reader.names)
+    states = [new_state(bucket, blueprint.layout.policy) for bucket in blueprint.layout.buckets]
+    wanted = [
+        Record(part, piece, state)
+        for state in states
+        for run in state.bucket.runs()
+        for piece in run.pieces()
+        for part in ("weight", *PARTS)
+    ]
+    return len(Reader(Path("nowhere"), manifest).files_of(wanted, (), None))
 
 
 def saved(config: Config, world: int) -> tuple[dict[str, Any], dict[str, float]]:
@@ -168,7 +157,7 @@ def saved(config: Config, world: int) -> tuple[dict[str, Any], dict[str, float]]
     manifest = json.loads(text)
     digest(manifest)
     check_structure(manifest)
-    Counting(Path("nowhere"), manifest)
+    Reader(Path("nowhere"), manifest)
     return manifest, {**found, "reading_s": time.perf_counter() - began}
 
 

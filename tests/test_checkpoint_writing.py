@@ -14,22 +14,20 @@ from tests.checkpoints import distance, state_of, train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from threed import collectives
-from threed.checkpoint import writing
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.saving import Save
 from threed.engine import Engine
 from threed.zero.records import read
 
 CASE = Case(1, 2, 1, model="llama", zero=2, layers=2, dtype="fp32", bucket_mib=0.02)
 
 
-def prepared(engine: Engine, path: Path) -> writing.Saving:
+def prepared(engine: Engine, path: Path) -> Save:
     state = {"steps": engine.steps, "consumed": engine.consumed, "extra": {}}
-    return writing.prepare(
-        path, engine.optimizer, engine.topology, engine.config, state, engine.extras
-    )
+    return engine.saver.prepare(path, state, engine.extras)
 
 
-def copies(engine: Engine, saving: writing.Saving) -> list[Tensor]:
+def copies(engine: Engine, saving: Save) -> list[Tensor]:
     return [values.clone() for _, values in read(engine.optimizer, saving.records)]
 
 
@@ -89,7 +87,8 @@ def save_and_fail(folder: Path) -> list[tuple[str | None, str, bool]]:
             saving.write(broken(values, error))
         else:  # what an earlier save left is not this one's
             (saving.building / "entry-00001-0123456789abcdef.json").write_text("{}")
-        problem = saving.commit(patience)
+        saving.commit(patience)
+        problem = saving.problem
         with pytest.raises(CheckpointError) as caught:
             saving.agree()
         collectives.barrier(engine.topology.axis("world"))
@@ -99,7 +98,8 @@ def save_and_fail(folder: Path) -> list[tuple[str | None, str, bool]]:
         collectives.barrier(engine.topology.axis("world"))
     saving = prepared(engine, folder / "good")
     saving.write(copies(engine, saving))
-    assert saving.commit() is None
+    saving.commit()
+    assert saving.problem is None
     saving.agree()
     return out
 
@@ -125,4 +125,5 @@ def test_values_that_were_not_announced_are_an_error(tmp_path: Path) -> None:
     saving = prepared(engine, tmp_path / "x")
     with pytest.raises(ValueError, match="announced"):
         saving.write([torch.zeros(3)])
-    assert "announced" in str(saving.commit())
+    saving.commit()
+    assert "announced" in str(saving.problem)

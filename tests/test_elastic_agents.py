@@ -7,6 +7,7 @@ those of `tests/fault_runs.py`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -156,11 +157,20 @@ def wait_until(true: Callable[[], bool], agents: Agents) -> None:
         time.sleep(0.05)
 
 
+def step_of(entry: Path) -> int:
+    """The step of a rank's entry; -1 if it is being replaced."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return int(json.loads(entry.read_text())["save"][1])
+    return -1
+
+
 def whole(story: Story, folder: Path, step: int) -> bool:
     """Whether a step is in the memory of all machines, and of their neighbours where they keep copies."""
     copied = len(story.begin) > 1 and story.flags[:2] == NEXT_ONE
-    files = list(folder.glob(f"memory-*/threed-*/*/*/step-{step}/entry-*.json"))
-    return len(files) == len(story.begin) * story.ranks * (1 + copied)
+    files = folder.glob("memory-*/threed-*/*/[01]/entry-*.json")
+    return [step_of(file) for file in files].count(step) == len(story.begin) * story.ranks * (
+        1 + copied
+    )
 
 
 def tell(story: Story, folder: Path) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from tests.runs import configuration, open_text, run
 from tests.test_checkpoint_beside import files, slow_thread
 from tests.test_checkpoint_retention import checkpoints, in_one_rank, logged, step, verifies
 from tests.test_config import problem, problems
-from threed.checkpoint import beside, writing
+from threed.checkpoint import manifest, saving
 from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.saving import Saver
 from threed.data import Data
 from threed.engine import Engine
 from threed.forecast import Forecast
@@ -69,14 +70,14 @@ def test_every_kth_stays(tmp_path: Path) -> None:
 
 def refusing(steps: set[int]) -> Any:
     """Has the checkpoints of some steps fail when all is written."""
-    publish = writing.publish
+    publish = manifest.publish
 
     def refuse(building: Path, path: Path) -> None:
         if int(path.name[5:]) in steps:
             raise OSError(28, "No space left on device")
         publish(building, path)
 
-    return mock.patch.object(writing, "publish", refuse)
+    return mock.patch.object(manifest, "publish", refuse)
 
 
 def failing(folder: Path) -> list[Any]:
@@ -129,18 +130,16 @@ def test_a_run_that_fails_still_has_the_save_that_was_under_way(tmp_path: Path) 
 
 def without_room(folder: Path, data: Data) -> None:
     """Where there is no memory for a copy."""
-    with mock.patch.object(beside, "free_bytes", return_value=0):
-        for how, what in (
-            ("auto", "training waits for each checkpoint"),
-            (True, "updates wait for the drive"),
-        ):
+    with mock.patch.object(saving, "free_bytes", return_value=0):
+        for how in ("auto", True):
             said = run(
                 folder,
                 data,
                 checkpoint={"every": 2, "async_": how, "resume": "none"},
                 train={"stop_after": 6},
             )
-            assert said.count(f"no memory for a copy of what is saved: {what}") == 1
+            what = "no memory for a copy of what is saved: training waits for each checkpoint"
+            assert said.count(what) == 1
             assert checkpoints(folder) == ["step-6", "step-4"]
         said = run(
             folder,
@@ -157,7 +156,7 @@ def test_no_room_is_said(tmp_path: Path) -> None:
 
 def ended_under_a_limit(folder: Path, data: Data) -> None:
     """A run that is asked to end in the middle of a save that would take an hour; with and without saves beside it."""
-    made = writing.prepare
+    made = Saver.prepare
     for how in (True, False):
         asked = {"every": 4, "keep": 9, "async_": how, "resume": "none", "write_limit_mib": 1e-4}
         saved: list[int] = []
@@ -171,7 +170,7 @@ def ended_under_a_limit(folder: Path, data: Data) -> None:
 
         with (
             mock.patch.object(Supervision, "asked", stopped),
-            mock.patch.object(writing, "prepare", prepare),
+            mock.patch.object(Saver, "prepare", prepare),
             pytest.raises(Preempted),
         ):
             run(folder, data, checkpoint=asked)

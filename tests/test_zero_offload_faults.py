@@ -19,7 +19,7 @@ from tests.checkpoints import distance, state_of
 from tests.checkpoints import train as steps
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
-from threed.checkpoint import writing
+from threed.checkpoint import sections
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.reading import SavedBox
 from threed.config import Config
@@ -201,7 +201,7 @@ def fail_to_save(folder: Path) -> None:
     steps(engine, 1)
     before = state_of(engine)
     weights = {**engine.full_state_dict(), "head.norm.weight": torch.zeros(3)}
-    inner = writing.stream_tensors
+    inner = sections.stream_tensors
 
     def fails(
         path: Path, about: object, tensors: Iterator[torch.Tensor], *_: object, **__: object
@@ -209,13 +209,13 @@ def fail_to_save(folder: Path) -> None:
         next(tensors)
         raise OSError(28, "No space left on device")
 
-    writing.stream_tensors = fails  # type: ignore[assignment]
+    sections.stream_tensors = fails  # type: ignore[assignment]
     for number in range(8):
         with pytest.raises(CheckpointError, match="rank 0 could not write"):
             engine.save(folder / f"{number}")
         with pytest.raises(ValueError, match=r"head\.norm\.weight"):
             engine.load_full_state_dict(weights)
-    writing.stream_tensors = inner
+    sections.stream_tensors = inner
     assert in_use(engine) == 0
     assert distance(state_of(engine), before) == 0.0
     steps(engine, 1)

@@ -22,7 +22,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from torch import Tensor
 from threed.codecs import EXACT, Cast, Codec
 from threed.device import count, current
 from threed.topology import Axis, Link
+
+T = TypeVar("T")
 
 # `_single` is the new name of what older versions call `_tensor`.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -465,6 +467,32 @@ def raise_together(
     """
     if found := problems_of_all(problems, axis):
         raise error("; ".join(found))
+
+
+def attempt_together(
+    act: Callable[[], T],
+    axis: Axis,
+    error: type[Exception],
+    describe: Callable[[Any], str],
+    catch: type[Exception] = OSError,
+) -> T:
+    """Returns `act()`; if it fails on any rank, raises on every rank of the axis. Collective.
+
+    Args:
+        act: Not collective.
+        error: What is raised, with the problems of all ranks.
+        describe: Returns the problem for an exception of type `catch`. An `error` describes itself.
+        catch: Exceptions that count besides `error`.
+    """
+    found, problem = [], ""
+    try:
+        found.append(act())
+    except error as own:
+        problem = str(own)
+    except catch as other:
+        problem = describe(other)
+    raise_together([problem], axis, error)
+    return found[0]
 
 
 def flight_record() -> bytes:

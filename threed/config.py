@@ -313,7 +313,7 @@ class CheckpointConfig(_Group):
     keep_every: Natural = 0
     """steps between checkpoints that are kept for good besides; 0: none"""
     async_: AutoSwitch = "auto"
-    """write while training goes on, from a copy; auto: if there is memory for it"""
+    """write while training goes on, if half (auto) or all (true) of the free memory can hold a copy"""
     memory_every: Natural | None = None
     """steps between copies in the machines' memory, which outlive the ranks there; 0: none; none: 1
     with --run.replicate neighbour, else 0"""

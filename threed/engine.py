@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from threed import buffers, collectives
 from threed.batches import Batch, Batches
 from threed.checkpoint import fit, native
-from threed.checkpoint.beside import Save, Saver
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import never
+from threed.checkpoint.saving import Save, Saver
 from threed.checks import find_refusals
 from threed.config import Config, ConfigError
 from threed.drawing import draw
@@ -318,27 +318,25 @@ class Engine:
     ) -> Path:  # fmt: skip
         """Writes a checkpoint folder at `path`, atomically; `load` returns `extra`. Collective.
 
-        hurries: see `writing.prepare`. Raises DataError on all ranks, before anything is written,
-        if a step had invalid data and reading metrics has not raised the error.
+        hurries: see `Saver.prepare`. Raises DataError on all ranks, before anything is written, if
+        a step had invalid data and reading metrics has not raised the error.
         """
         self.saver.end()
-        return self.saver.save(Path(path), self.counters(extra), self.extras, hurries)
+        return self.saver.save(Path(path), self.counters(extra), self.extras, hurries).path
 
     def start_save(
-        self, path: str | Path, extra: Mapping[str, Any] | None = None,
-        published: Callable[[], None] | None = None, *,
-        before_publishing: Callable[[], None] | None = None, hurries: Callable[[], bool] = never,
+        self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
+        before_publishing: Callable[[], None] = lambda: None, hurries: Callable[[], bool] = never,
     ) -> Save:  # fmt: skip
         """Begins to write a checkpoint of this step while training goes on. Collective.
 
-        Waits for the save before; call `Save.wait` before the program ends. before_publishing,
-        published: called in a thread of the first rank, when all files are written, and once the
-        checkpoint is complete. Otherwise as `save`.
+        Waits for the save before; call `Save.wait` before the program ends. Without memory for a
+        copy of the state it warns, and returns once the checkpoint is complete. before_publishing:
+        called in a thread of rank 0, once all files are written. Otherwise as `save`.
         """
-        state, now = self.counters(extra), self.wraps_module
         return self.saver.start(
-            Path(path), state, self.extras, now=now, published=published, before=before_publishing,
-            hurries=hurries,
+            Path(path), self.counters(extra), self.extras, now=self.wraps_module,
+            before_publishing=before_publishing, hurries=hurries,
         )  # fmt: skip
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from threed import collectives
 from threed.blueprint import Blueprint
-from threed.checkpoint.beside import save_bytes
 from threed.checkpoint.copies import memory_bytes
+from threed.checkpoint.saving import save_bytes
 from threed.checks import LAYER_MAJOR
 from threed.codecs import EXACT
 from threed.config import Config, ConfigError
@@ -152,7 +152,7 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     gpu = default_device().type == "cuda"
     saving = save_bytes(config.checkpoint, layout, states, gpu)
     held |= {"saving": saving} if saving and not gpu else {}
-    copies = memory_bytes(config, layout, states)
+    copies = memory_bytes(config, layout, states, gpu)
     held |= {"copies": copies} if copies and not gpu else {}
     elsewhere += saving + copies if gpu else 0
     held["peak"] = sum(held.values())

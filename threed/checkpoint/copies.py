@@ -1,10 +1,10 @@
 """Copies of the training state in the memory of the machines, for the ranks that a restart begins.
 
     plan = Plan.of(optimizer, topology, machines)              the files that this rank writes; collective
-    copy = Copy(place.copy(epoch, step), everyone, "own", ...)
+    copy = Copy(place.slot(0), everyone, "own", ...)
     Saver(...).run(copy)
 
-A copy is a save whose root is the memory of a machine: `Saver` and `Saving` write it as they write a checkpoint,
+A copy is a save whose root is the memory of a machine: `Saver` and `Save` write it as they write a checkpoint,
 without flushes and without a manifest. Each number of a section has a file of its own, so that the files of several
 machines can be combined, whichever are missing (`union`). Every machine has all that its ranks hold; if several of
 them hold the same, each number is written by one. With a `Neighbour`, files that no other machine has are then copied
@@ -20,27 +20,26 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from threed import collectives
-from threed.checkpoint.beside import on_paper
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.manifest import file_of, write_entry
 from threed.checkpoint.node_memory import COPIES, ELSEWHERE, Machines
-from threed.checkpoint.sections import Held, held
+from threed.checkpoint.saving import Save, on_paper
+from threed.checkpoint.sections import Held, SavedFile, held
 from threed.checkpoint.sending import receive_file, receive_json, send_file, send_json
-from threed.checkpoint.writing import Root, SavedFile, Saving
 from threed.config import Config
 from threed.topology import Link, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import states
+from threed.zero.snapshot import copy_bytes
 from threed.zero.state import State
-
-MEMORY = Root("memory", durable=False, elsewhere=ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -55,16 +54,6 @@ class Plan:
     files: list[SavedFile]
     alone: set[str]
     described: list[Held]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.nbytes for file in self.files)
-
-    @property
-    def sent(self) -> int:
-        """Bytes of the files that no other machine has."""
-        return sum(file.nbytes for file in self.files if file.name in self.alone)
 
     @classmethod
     def of(cls, optimizer: Optimizer, topology: Topology, machines: Machines) -> Plan:
@@ -82,10 +71,9 @@ class Plan:
             if described[machines.mine, key[0]] == everyone.index:
                 plan.described.append(h)
             here = [rank for rank in found[key] if machines.of[rank] == machines.mine]
-            for writer in range(here.index(everyone.index), h.section.writers, len(here)):
-                number = h.portion * h.section.writers + writer
+            for number in h.numbers[here.index(everyone.index) :: len(here)]:
                 name = f"{key[0]}-{number:05d}.safetensors"
-                plan.files.append(SavedFile(name, [replace(h, chosen=number)]))
+                plan.files.append(SavedFile(name, [(h, number)]))
                 if len(here) == len(found[key]):
                     plan.alone.add(name)
         return plan
@@ -107,71 +95,51 @@ class Plan:
 
 
 @dataclass(eq=False)
-class Copy(Saving):
+class Copy(Save):
     """One rank's part of a copy.
 
     Attributes:
         save: Epoch and step.
         alone: The names of files that no other machine has.
-        outdated: A copy whose files are deleted first.
-        received: The names of files that other ranks sent, to this copy or an outdated one.
         entry: What this rank has written.
     """
 
     save: list[int] = field(default_factory=list)
     alone: set[str] = field(default_factory=set)
     neighbour: Neighbour | None = None
-    outdated: Copy | None = None
-    received: set[str] = field(default_factory=set)
     entry: dict[str, Any] = field(default_factory=dict)
-    root: ClassVar[Root] = MEMORY
+    purpose: ClassVar[str] = "memory"
+    durable: ClassVar[bool] = False
+    elsewhere: ClassVar[str] = ELSEWHERE
 
     @property
     def building(self) -> Path:
         """The folder that files are written to."""
         return self.path
 
-    def write(self, values: Iterable[Tensor]) -> str | None:
-        """Writes this rank's files and its entry; returns what went wrong. No collective."""
-        with suppress(OSError):  # `_entry` raises it again
-            self.path.mkdir(parents=True, exist_ok=True)
-        outdated, self.outdated = self.outdated, None
-        if outdated is not None:
-            outdated.move(self.path)
-            self.received |= outdated.received
+    def write(self, values: Iterable[Tensor]) -> None:
+        """Writes this rank's files and its entry, and sets `problem` if it cannot. No collective."""
         with suppress(Exception):  # kept in `problem`: the neighbours wait for `commit`
             super().write(values)
-        return self.problem
 
     def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
         self.path.mkdir(parents=True, exist_ok=True)
+        # of an older copy, whose files are overwritten
+        self._entry_file(self.everyone.index).unlink(missing_ok=True)
+        for source, _ in self.neighbour.sources if self.neighbour else ():
+            _copied_entry(self.path, source).unlink(missing_ok=True)
         self.entry = {**super()._entry(values), "head": self.head, "save": self.save}
         return self.entry
 
-    def commit(self, patience: float = 0.0) -> str | None:
-        """Copies files to the neighbour's root, and keeps those that other ranks send; returns what went wrong."""
+    def commit(self, patience: float = 0.0) -> None:
+        """Copies files to the neighbour's root, and keeps those that other ranks send."""
         if self.neighbour is None:
-            return self.problem
+            return
         entry = self.entry if self.problem is None else {"files": []}
         sent = {**entry, "files": [file for file in entry["files"] if file["file"] in self.alone]}
-        problem = self.neighbour.exchange(self.path, sent, self.received)
+        problem = self.neighbour.exchange(self.path, sent)
         if problem and not self.problem:
             self.problem = f"rank {self.everyone.index} could not copy to its neighbour: {problem}"
-        return self.problem
-
-    def move(self, into: Path) -> None:
-        """Deletes the entries of this rank; moves its files to another folder, to be overwritten in place."""
-        sources = self.neighbour.sources if self.neighbour else []
-        self._entry_file(self.everyone.index).unlink(missing_ok=True)
-        for source, _ in sources:
-            _copied_entry(self.path, source).unlink(missing_ok=True)
-        for name in {file.name for file in self.files} | self.received:
-            try:
-                (self.path / name).replace(into / name)
-            except OSError:
-                (self.path / name).unlink(missing_ok=True)
-        with suppress(OSError):  # until the last rank does it
-            self.path.rmdir()
 
 
 def _copied_entry(folder: Path, source: int) -> Path:
@@ -179,19 +147,19 @@ def _copied_entry(folder: Path, source: int) -> Path:
     return folder / f"entry-{source:05d}-copy.json"
 
 
-def memory_bytes(config: Config, layout: Layout, states: Sequence[State]) -> int:
+def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: bool) -> int:
     """Returns a forecast of the memory that copies take per rank.
 
-    That is its slices in each copy, and as much of a neighbour's. Ranks of a machine that hold the same take less.
+    That is its slices in each copy, and as much of a neighbour's. Ranks of a machine that hold the same take less. A
+    GPU's slices pass through page-locked memory.
     """
     if not config.checkpoint.memory_every:
         return 0
-    mine = sum(
-        replace(h, chosen=h.portion * h.section.writers + writer).nbytes
-        for h in held(layout, on_paper(layout, states))
-        for writer in range(h.section.writers)
-    )
-    return COPIES * mine * (2 if config.run.replicate == "neighbour" else 1)
+    mine = [(h, n) for h in held(layout, on_paper(layout, states)) for n in h.numbers]
+    files = sum(h.nbytes(number) for h, number in mine)
+    records = chain.from_iterable(h.extents(number) for h, number in mine)
+    staged = copy_bytes(records, layout.policy, gpu) if gpu else 0
+    return staged + COPIES * files * (2 if config.run.replicate == "neighbour" else 1)
 
 
 # --------------------------------------------------------------------------------------------------------- neighbour
@@ -207,9 +175,9 @@ class Neighbour:
         self.to = links[me, machines.neighbour(me)]
         self.sources = [(source, links[source, me]) for source, target in pairs if target == me]
 
-    def exchange(self, folder: Path, entry: Mapping[str, Any], received: set[str]) -> str:
+    def exchange(self, folder: Path, entry: Mapping[str, Any]) -> str:
         """Sends the files of an entry, which are in `folder`, and keeps those that other ranks send, in the same
-        folder; returns what went wrong. Adds the names of what it keeps to `received`."""
+        folder; returns what went wrong."""
         problems: list[str] = []
 
         def send() -> None:
@@ -223,17 +191,16 @@ class Neighbour:
         sending = threading.Thread(target=send, name="memory", daemon=True)
         sending.start()
         for source, link in self.sources:
-            problems += self._receive(folder, source, link, received)
+            problems += self._receive(folder, source, link)
         sending.join()
         return next(filter(None, problems), "")
 
-    def _receive(self, folder: Path, source: int, link: Link, received: set[str]) -> list[str]:
+    def _receive(self, folder: Path, source: int, link: Link) -> list[str]:
         """Keeps the files of one rank, and then its entry."""
         entry, problems = receive_json(link), []
         for file in entry["files"]:
-            name = Path(file["file"]).name
-            received.add(name)
-            problems.append(receive_file(folder / name, int(file["size"]), link))
+            path = folder / Path(file["file"]).name
+            problems.append(receive_file(path, int(file["size"]), link))
         if entry["files"] and not any(problems):
             write_entry(_copied_entry(folder, source), entry)
         return problems

@@ -6,30 +6,37 @@
 The format is safetensors (an 8-byte length, a JSON header, the bytes), written here rather than by the library so that
 the hash is computed meanwhile, one tensor is in memory at a time, and a full disk is an error at once; and read here so
 that values go straight to where they belong, by plain reads, whose errors are exceptions.
+
+A file has two hashes. `tree` is the sha256 of the sha256 of each 8 MiB, so that threads share the work. `sum` is the
+sha256 of two 64-bit sums of each 64 KiB (csrc/cpu/checksum.cpp). The latter finds damage, which is what a load looks
+for; a tree that is part of a signed manifest finds forgery too. Without the native library there is no sum, and loads
+compare the tree.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import cache
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from threed.atomic import building_place
-from threed.checkpoint.checksum import BLOCK, Hashes, Hashing, threads
 from threed.disk import in_units as in_units
 from threed.disk import why
+from threed.native import function
 from threed.parse import plain as plain
 
 NAMES = {
@@ -39,6 +46,7 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER = 10**8  # bytes, as the library has it
 POLL_S = 0.125  # between calls of `hurries`
+BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes per thread, per read, and per sum
 
 
 def never() -> bool:
@@ -50,8 +58,119 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, with the file and what to do."""
 
 
+class NotFiniteError(CheckpointError):
+    """A tensor with values that are infinite or not a number, by its name."""
+
+
 class RunFolderError(RuntimeError):
     """A run folder that this run cannot have, with the reason and what to do; the same on every rank."""
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all values of a tensor are finite; the host waits for it. No memory of its size is taken."""
+    if not values.numel() or not values.is_floating_point():
+        return True
+    return bool(torch.isfinite(torch.stack(values.detach().aminmax())).all())  # both pass NaN on
+
+
+# ------------------------------------------------------------------------------------------------------------ hashes
+
+
+class Hashes(NamedTuple):
+    """The hashes of a file, in hex.
+
+    Attributes:
+        tree: None for a copy in memory that has a sum.
+        sum: None without the native library.
+    """
+
+    tree: str | None
+    sum: str | None
+
+
+@cache
+def threads() -> ThreadPoolExecutor:
+    """Threads for what needs no interpreter: hashing and reading."""
+    return ThreadPoolExecutor(workers())
+
+
+def workers() -> int:
+    """Returns how many of them there are."""
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+
+
+os.register_at_fork(after_in_child=threads.cache_clear)  # threads do not survive a fork
+
+
+def sums(data: bytes | memoryview, instructions: str | None = None) -> bytes:
+    """Returns the sums of each 64 KiB of some bytes, the last of which may be fewer; nothing without the library."""
+    native = function("threed_checksum", "iPqPs")
+    if native is None:
+        return b""
+    given, out = np.frombuffer(data, np.uint8), np.empty(2 * -(-len(data) // CHUNK), np.uint64)
+    path = None if instructions is None else instructions.encode()
+    if native(given.ctypes.data, len(given), out.ctypes.data, path):
+        raise ValueError(f"no {instructions} here")
+    return out.tobytes()
+
+
+def start_hashing(block: memoryview, tree: bool) -> Future[tuple[bytes, bytes]]:
+    """Starts to hash BLOCK bytes, or fewer at the end of a file, in a thread.
+
+    Args:
+        block: Must not change until the result is there.
+        tree: Whether to compute the sha256 if there is a sum, which takes a tenth of the time.
+    """
+
+    def hashes() -> tuple[bytes, bytes]:
+        found = sums(block)
+        return hashlib.sha256(block).digest() if tree or not found else b"", found
+
+    return threads().submit(hashes)
+
+
+def combined(blocks: Sequence[tuple[bytes, bytes]]) -> Hashes:
+    """Returns the hashes of a file from those of its blocks."""
+    tree, total = (hashlib.sha256(b"".join(some)).hexdigest() for some in zip(*blocks, strict=True))
+    return Hashes(tree if blocks[0][0] else None, total if blocks[0][1] else None)
+
+
+def tree_hash(path: Path) -> str:
+    """Returns the tree of a file. OSError if it cannot be read."""
+    return _of_file(path, _sha256)
+
+
+def checksum(path: Path) -> str | None:
+    """Returns the sum of a file, or None without the native library. OSError if it cannot be read."""
+    if function("threed_checksum", "iPqPs") is None:
+        return None
+    return _of_file(path, lambda pieces: b"".join(map(sums, pieces)))
+
+
+def _of_file(path: Path, of_block: Callable[[Iterator[bytes]], bytes]) -> str:
+    starts, digest = range(0, path.stat().st_size, BLOCK), hashlib.sha256()
+    for block in threads().map(lambda at: of_block(_pieces(path, at)), starts):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _pieces(path: Path, at: int) -> Iterator[bytes]:
+    """Yields the bytes of the block at `at`, in pieces that fit into a cache of the processor."""
+    with path.open("rb") as file:
+        file.seek(at)
+        for _ in range(BLOCK // PIECE):
+            if piece := file.read(PIECE):
+                yield piece
+
+
+def _sha256(pieces: Iterator[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
 
 
 def stream_tensors(
@@ -96,12 +215,12 @@ def write_hashed(
         durable: whether to flush the file to the disk, and to compute its SHA-256; False for a
             file in memory.
     """
-    hashing, began, written = Hashing(tree=durable), time.monotonic(), 0
+    hashes, began, written = [], time.monotonic(), 0
     with FileIO(str(path), overwriting(path)) as file:
         for block in _blocks(parts):
-            hashed = hashing.add(block)
+            hashing = start_hashing(block, tree=durable)
             _write_block(file, block)
-            hashed.result()  # the memory of a block is used again
+            hashes.append(hashing.result())  # the memory of a block is used again
             written += len(block)
             if limit is not None:
                 os.fdatasync(file.fileno())
@@ -112,7 +231,7 @@ def write_hashed(
         file.truncate()
         if durable:
             _flush(file)
-    return hashing.result()
+    return combined(hashes)
 
 
 def overwriting(path: Path) -> str:
@@ -171,10 +290,10 @@ def parts(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    given = iter(tensors)
+    given = (tensor for tensor in tensors if tensor.numel())
     for name, (dtype, shape) in about.items():
-        left, complete = math.prod(shape), False
-        while not complete:
+        left = math.prod(shape)
+        while left:
             tensor = next(given, None)
             if tensor is None:
                 raise ValueError(
@@ -187,7 +306,6 @@ def parts(
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {(dtype, shape)}"
                 )
             left -= tensor.numel()
-            complete = left == 0
             yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     if next(given, None) is not None:
         raise ValueError("more tensors than announced")
@@ -204,6 +322,9 @@ def cut(sizes: Mapping[Any, int], limit: int) -> list[list[Any]]:
         files[-1].append(name)
         used += size
     return files
+
+
+# ----------------------------------------------------------------------------------------------------------- reading
 
 
 class TensorFile:
@@ -268,12 +389,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -311,6 +427,9 @@ def _understood(
     return metadata, {
         name: (dtype, shape, first) for name, (dtype, shape, first, _) in found.items()
     }
+
+
+# ----------------------------------------------------------------------------------------------------------- folders
 
 
 def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:

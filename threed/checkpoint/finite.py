@@ -1,6 +1,5 @@
 """Values that are not finite: neither written into a checkpoint by a run nor taken from one; conversions pass them on.
 
-    checked(values, records)             the same values; NotFiniteError at the first tensor that has some
     restore = Restore(source, trained)   for `records.fill`: notes the first tensor that has some
     restore.problems                     one line, or none
     tally = Tally(); tally.passed(name, slab); tally.tell(path)      of a conversion: counts tensors that have some
@@ -11,29 +10,16 @@ frozen parameters need not be: a mask may well hold minus infinity.
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.files import CheckpointError, is_finite
 from threed.checkpoint.lazy_tensors import TensorSource, saved_part
 from threed.sharding import Piece
-from threed.zero.records import Record
-
-
-class NotFiniteError(CheckpointError):
-    """A tensor with values that are infinite or not a number, by its name."""
-
-
-def is_finite(values: Tensor) -> bool:
-    """Whether all values of a tensor are finite; the host waits for it. No memory of its size is taken."""
-    if not values.numel() or not values.is_floating_point():
-        return True
-    return bool(torch.isfinite(torch.stack(values.detach().aminmax())).all())  # both pass NaN on
 
 
 def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -45,20 +31,6 @@ def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
             f"{name} has values beyond {largest:.5g}, the largest of {dtype}: use another dtype"
         )
     return out
-
-
-def checked(values: Iterable[Tensor], records: Iterable[Record]) -> Iterator[Tensor]:
-    """Yields tensors: those of records, in order, and others behind them, which are not looked at.
-
-    Raises:
-        NotFiniteError: the values of a record that is trained are not finite.
-    """
-    for one, record in zip(values, itertools.chain(records, itertools.repeat(None)), strict=False):
-        if record is not None and record.state.bucket.group.key.trainable and not is_finite(one):
-            raise NotFiniteError(
-                f"{record.part} of {record.piece.name} has values that are not finite (NaN or infinite), and is not saved"
-            )
-        yield one
 
 
 class Tally:

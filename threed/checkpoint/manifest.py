@@ -1,26 +1,33 @@
 """The manifest of a native checkpoint: read and validated before any tensor is, and before it is written.
 
+    finish(building, path, head, entries)        # joins the entries of all ranks, and publishes the folder
     manifest = read_manifest(path)               # CheckpointError, naming what is wrong; nothing else is raised
     problems = verify(path, manifest)            # the hashes of the files it names
 
 Its hash finds damage, but is no signature: somebody who changes a manifest can change its hash too. So its structure is
 checked against a schema: counters are finite and in range, names printable, files plain files of the folder, and the
-files of every tensor hold each of its elements exactly once (`coverage`).
+files of every tensor hold each of its elements exactly once (`coverage_problems`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from threed.checkpoint import coverage
-from threed.checkpoint.checksum import checksum, tree_hash
-from threed.checkpoint.files import CheckpointError, plain
+import numpy as np
+
+from threed.atomic import publish, write_text
+from threed.checkpoint.files import CheckpointError, checksum, plain, tree_hash
+from threed.checkpoint.sections import Section
 from threed.schema import (
     AfterValidator,
     BaseModel,
@@ -34,6 +41,11 @@ FORMAT = "threed-checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**30  # of a manifest
+MOST_CELLS = 2**30  # times boxes, of one tensor: seconds of work
+MOST_WINDOWS = 2**20  # of a section
+Corner = tuple[int, ...]
+FileEntry = Mapping[str, Any]
+IsIntact = Callable[[Path, FileEntry], bool]
 
 
 def file_of(rank: int) -> str:
@@ -55,16 +67,16 @@ class _Strict(BaseModel):
 
 
 Name = Annotated[str, Field(min_length=1, max_length=2**14), AfterValidator(_printable)]
-Counter = Annotated[int, Field(ge=0, le=2**53)]  # exact as a double, too
+Count = Annotated[int, Field(ge=0, le=2**53)]  # exact as a double, too
 Amount = Annotated[float, Field(ge=0, le=2**53)]
 Length = Annotated[int, Field(ge=1, le=2**53)]
-Dimensions = Annotated[list[Counter], Field(max_length=64)]
+Dimensions = Annotated[list[Count], Field(max_length=64)]
 Lengths = Annotated[list[Length], Field(max_length=64)]
 Row = Field(strict=False)  # JSON has lists for tuples
 Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # name, dtype, shape
-Number = Annotated[tuple[Counter, Counter], Row]
+Number = Annotated[tuple[Count, Count], Row]
 # name, start, size, first element in its line
-Piece = Annotated[tuple[Name, Dimensions, Lengths, Counter], Row]
+Piece = Annotated[tuple[Name, Dimensions, Lengths, Count], Row]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -75,7 +87,7 @@ class _File(_Strict):
     """
 
     file: Annotated[Name, Field(max_length=100)]
-    size: Counter
+    size: Count
     tree: Hash | None
     sum: Hash | None
     holds: list[Number]
@@ -112,12 +124,12 @@ class _Unused(_Strict):
 class _State(_Strict):
     """The counters of a run."""
 
-    steps: Counter
-    consumed: Counter
+    steps: Count
+    consumed: Count
     updates: Amount
     skips: Amount
     extra: dict[str, Any]
-    uses: dict[Name, Counter] = Field(default_factory=dict)
+    uses: dict[Name, Count] = Field(default_factory=dict)
     unused: _Unused | None = None
     loss_scale: Annotated[float, Field(gt=0)] | None = None
     good_steps: Amount | None = None
@@ -130,15 +142,8 @@ class _State(_Strict):
 
     @model_validator(mode="after")
     def _whole_scale(self) -> _State:
-        if (
-            len(
-                {
-                    value is None
-                    for value in (self.loss_scale, self.good_steps, self.hysteresis_left)
-                }
-            )
-            > 1
-        ):
+        scale = (self.loss_scale, self.good_steps, self.hysteresis_left)
+        if None in scale and scale != (None,) * 3:
             raise ValueError("loss_scale, good_steps and hysteresis_left go together")
         return self
 
@@ -189,7 +194,7 @@ def check_structure(manifest: Mapping[str, Any]) -> None:
     names = [entry["file"] for entry in manifest["files"]]
     if len(set(names)) < len(names):
         raise CheckpointError("it names a file twice")
-    for problem in coverage.of_sections(manifest):
+    for problem in coverage_problems(manifest):
         raise CheckpointError(problem)
 
 
@@ -198,7 +203,127 @@ def parts_of(manifest: Mapping[str, Any]) -> set[str]:
     return {part for section in manifest["sections"] for part in section["parts"]}
 
 
-# ---------------------------------------------------------------------------------------------------------- reading
+# --------------------------------------------------------------------------------------------------------- coverage
+
+
+def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the sections of a manifest, which has the structure of one.
+
+    Files have each number of each section once, lines are cut evenly, their pieces do not overlap there, and are a
+    partition of the tensors.
+    """
+    sections, shapes = manifest["sections"], manifest["shapes"]
+    counts = Counter(tuple(pair) for entry in manifest["files"] for pair in entry["holds"])
+    wanted = [section["portions"] * section["writers"] for section in sections]
+    for (section, number), count in counts.items():
+        if section >= len(sections) or number >= wanted[section]:
+            yield f"it has no number {number} of section {section}"
+        elif count > 1:
+            yield f"files have number {number} of section {section} twice"
+    if len(counts) < sum(wanted):
+        yield f"files have {len(counts)} of {sum(wanted)} numbers of sections"
+    found: dict[tuple[str, str], list[tuple[Corner, Corner]]] = defaultdict(list)
+    for number, section in enumerate(sections):
+        portions = section["portions"]
+        if len(set(section["parts"])) < len(section["parts"]):
+            yield f"section {number} names a part twice"
+        if sum(line["length"] // line["step"] for line in section["lines"]) > MOST_WINDOWS:
+            yield f"section {number} is cut into too many windows"
+        for line in section["lines"]:
+            if line["length"] % portions or line["step"] % portions:
+                yield f"a line of section {number} is not cut evenly"
+            if problem := _line_problem(line, shapes):
+                yield f"a line of section {number}: {problem}"
+            for name, start, size, _ in line["pieces"]:
+                for part in section["parts"]:
+                    found[part, name].append((start, size))
+    for (part, name), boxes in found.items():
+        if problem := partition_problem(f"{part} of {name}", shapes[name], boxes):
+            yield problem
+    if unused := set(shapes) - {name for _, name in found}:
+        yield f"it has no values of {min(unused)}"
+
+
+def _line_problem(line: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
+    """Returns what is wrong with the pieces of a line, "" for nothing."""
+    for name, start, size, _ in line["pieces"]:
+        if name not in shapes:
+            return f"{name} has no shape"
+        if not len(start) == len(size) == len(shapes[name]):
+            return f"a piece of {name} has other dimensions than {shapes[name]}"
+    ends = [(at, at + math.prod(size)) for *_, size, at in line["pieces"]]
+    if any(end > first for (_, end), (first, _) in pairwise(ends)) or ends[-1][1] > line["length"]:
+        return "its pieces overlap, or lie beyond its end"
+    return ""
+
+
+def partition_problem(
+    what: str, shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]]
+) -> str:
+    """Returns why boxes (start, size) are no partition of a tensor, "" if they are one. what: its name in the text."""
+    if any(not len(start) == len(size) == len(shape) for start, size in boxes):
+        return f"a box of {what} has other dimensions than {list(shape)}"
+    if any(a + n > m for start, size in boxes for a, n, m in zip(start, size, shape, strict=True)):
+        return f"a box of {what} lies outside of its shape {list(shape)}"
+    found, wanted = sum(math.prod(size) for _, size in boxes), math.prod(shape)
+    if found < wanted:
+        return f"the checkpoint has {found} of {wanted} values of {what}"
+    # cells between all edges: a partition has as many values as the tensor, and no cell twice
+    edges = [
+        sorted({edge for start, size in boxes for edge in (start[d], start[d] + size[d])})
+        for d in range(len(shape))
+    ]
+    covered_shape = [len(some) for some in edges]
+    if len(boxes) * math.prod(covered_shape) > MOST_CELLS:
+        return f"{what} is cut into too many boxes"
+    covered = np.zeros(covered_shape, dtype=bool)
+    for start, size in boxes:
+        box = tuple(
+            slice(bisect_left(some, a), bisect_left(some, a + n))
+            for some, a, n in zip(edges, start, size, strict=True)
+        )
+        if covered[box].any():
+            return f"boxes of {what} overlap"
+        covered[box] = True
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def finish(
+    building: Path, path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
+) -> None:
+    """Writes the manifest from the entries of all ranks, and publishes the folder.
+
+    Raises:
+        OSError: The disk fails.
+        CheckpointError: The manifest is not valid.
+        TypeError, ValueError, RecursionError: JSON cannot represent `head`.
+    """
+    # as it will be read: JSON has no tuples
+    body = json.loads(json.dumps({**head, **joined(entries)}))
+    try:
+        check_structure(body)  # what could not be read must not count as saved
+    except CheckpointError as error:
+        raise CheckpointError(f"could not finish {path}: {error}") from None
+    write_text(building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
+    publish(building, path)
+
+
+def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns shapes, sections and files of a manifest, from the entries of all ranks."""
+    shapes: dict[str, Any] = {}
+    sections: dict[str, Any] = {}  # by digest: ranks that hold copies of each other say the same
+    for entry in entries:
+        for about, some in entry["sections"]:
+            sections.setdefault(Section(about).digest, about)
+            shapes |= some
+    numbers = {digest: number for number, digest in enumerate(sections)}
+    files = [file for entry in entries for file in entry["files"]]
+    for file in files:
+        file["holds"] = [[numbers[digest], number] for digest, number in file["holds"]]
+    return {"shapes": shapes, "sections": list(sections.values()), "files": files}
 
 
 def digest(body: Mapping[str, Any]) -> str:
@@ -215,6 +340,9 @@ def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
     scratch = file.with_suffix(".part")
     scratch.write_text(json.dumps({**body, "sha256": digest(body)}))
     scratch.rename(file)
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -293,48 +421,36 @@ def verify(
 
     thorough: by their sha256 also where there is a sum, which is enough to find damage.
     """
-    problems = (_file_problem(path, entry, thorough) for entry in manifest["files"][index::of])
-    return [problem for problem in problems if problem]
+
+    def is_intact(file: Path, entry: FileEntry) -> bool:
+        light = entry["sum"] is not None and not (thorough and entry["tree"] is not None)
+        found = checksum(file) if light else None
+        return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
+
+    return _problems(path, manifest["files"][index::of], is_intact)
 
 
-def missing(path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1) -> list[str]:
-    """Returns a line for each file that is missing or has another length; looks at as many as `verify`."""
-    problems = (_outside_problem(path, entry) for entry in manifest["files"][index::of])
-    return [problem for problem in problems if problem]
+def missing(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each file that is missing or has another length, without opening it."""
+    return _problems(path, manifest["files"], lambda file, entry: True)
 
 
-def _is_intact(file: Path, entry: Mapping[str, Any], thorough: bool) -> bool:
-    light = entry["sum"] is not None and not (thorough and entry["tree"] is not None)
-    found = checksum(file) if light else None
-    return tree_hash(file) == entry["tree"] if found is None else found == entry["sum"]
+def _problems(path: Path, entries: Iterable[FileEntry], is_intact: IsIntact) -> list[str]:
+    return [p for entry in entries if (p := _problem(path / entry["file"], entry, is_intact))]
 
 
-def _outside_problem(path: Path, entry: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with a file without opening it."""
-    file = path / entry["file"]
+def _problem(file: Path, entry: FileEntry, is_intact: IsIntact) -> str:
+    """Returns what is wrong with a file, "" for nothing."""
+    gone = f"{file} is missing, or not a plain file of its folder"
     try:
-        about = file.lstat() if Path(entry["file"]).name == entry["file"] else None
+        about = file.lstat()
+        if file.name != entry["file"] or not stat.S_ISREG(about.st_mode):
+            return gone
+        if about.st_size != entry["size"]:
+            return f"{file} has {about.st_size} bytes, not {entry['size']}: it is damaged"
+        intact = is_intact(file, entry)
     except (FileNotFoundError, NotADirectoryError):
-        about = None
+        return gone
     except (OSError, ValueError) as error:  # ValueError: of a null character in the name
         return f"{file} cannot be read: {error}"
-    if about is None or not stat.S_ISREG(about.st_mode):
-        return f"{file} is missing, or not a plain file of its folder"
-    if about.st_size != entry["size"]:
-        return f"{file} has {about.st_size} bytes, not {entry['size']}: it is damaged"
-    return None
-
-
-def _file_problem(path: Path, entry: Mapping[str, Any], thorough: bool) -> str | None:
-    file = path / entry["file"]
-    try:
-        intact = (problem := _outside_problem(path, entry)) is None and _is_intact(
-            file, entry, thorough
-        )
-    except FileNotFoundError:
-        return f"{file} is missing, or not a plain file of its folder"
-    except OSError as error:
-        return f"{file} cannot be read: {error}"
-    return problem or (
-        None if intact else f"{file} is damaged: its hash differs from the manifest's"
-    )
+    return "" if intact else f"{file} is damaged: its hash differs from the manifest's"

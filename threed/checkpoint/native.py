@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.resuming import model_differences, optimizer_differences
-from threed.collectives import raise_together
+from threed.collectives import attempt_together, raise_together
 from threed.config import Config
 from threed.sharding import slices
 from threed.topology import Axis, Topology
@@ -46,6 +46,8 @@ from threed.zero.records import (
     records_of,
     states,
 )
+
+T = TypeVar("T")
 
 # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -65,28 +67,25 @@ def load(
             has trained is marked as torn.
     """
     everyone = topology.axis("world")
-    checked, problems = _checked(path, optimizer, config, everyone, hashed)
-    raise_together(problems, everyone, CheckpointError)
-    assert checked is not None
-    manifest, reader = checked
+
+    def together(act: Callable[[], T]) -> T:
+        return attempt_together(act, everyone, CheckpointError, describe, catch=Exception)
+
+    def describe(error: Exception) -> str:  # any error counts: then the next older one is tried
+        return f"{path} cannot be read: {type(error).__name__}: {plain(error)}"
+
+    manifest = together(lambda: _checked_manifest(path, config))
     share = _share(manifest, everyone, hashed)
+    together(lambda: _refuse(missing(path, share)))
+    reader = together(lambda: Reader(path, manifest))
     here = fit.expected(optimizer, extras.buffers, topology)
-    other = "; ".join(_differences(reader, here))
-    fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
-    problem = f"{path} is another model's: {other}: {fix}" if other else None
-    raise_together([problem], everyone, CheckpointError)
+    together(lambda: _refuse_model(path, reader, here))
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
     fresh = {name for name in here.with_moments if kept[name] == {WEIGHT}}
     same = manifest["topology"] == topology.sizes
-
+    together(lambda: _refuse(verify(path, share)))
     rank = everyone.index if same else None
-    unreadable = _attempt(path, lambda: _unreadable(path, reader, fresh, optimizer, extras, rank))
-    if any(collectives.exchange(bool(unreadable), everyone)):
-        damaged = _attempt(path, lambda: verify(path, share))  # more precise, if files are damaged
-        raise_together(damaged, everyone, CheckpointError)
-        raise_together(unreadable, everyone, CheckpointError)
-    damaged = _attempt(path, lambda: verify(path, share))
-    raise_together(damaged, everyone, CheckpointError)
+    together(lambda: _refuse_unreadable(path, reader, fresh, optimizer, extras, rank))
     _overwrite(path, reader, here.trained, optimizer, everyone)
 
     extras.buffers.restore(reader.buffers, reader.buffer)
@@ -102,23 +101,26 @@ def load(
     return state
 
 
-def _checked(
-    path: Path, optimizer: Optimizer, config: Config, everyone: Axis, hashed: Collection[str] | None
-) -> tuple[tuple[dict[str, Any], Reader] | None, list[str]]:
-    """Returns manifest and reader of a checkpoint whose files exist, or the problems that this rank found."""
-    found: list[tuple[dict[str, Any], Reader]] = []
+def _checked_manifest(path: Path, config: Config) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    _refuse(model_differences(manifest, config) or optimizer_differences(manifest, config))
+    return manifest
 
-    def check() -> list[str]:
-        manifest = read_manifest(path)
-        problems = model_differences(manifest, config) or optimizer_differences(manifest, config)
-        mine = _share(manifest, everyone, hashed)
-        problems = problems or missing(path, mine)
-        if not problems:
-            found.append((manifest, Reader(path, manifest)))
-        return problems
 
-    problems = _attempt(path, check)
-    return (None if problems else found[0]), problems
+def _refuse(problems: Sequence[str]) -> None:
+    """Raises CheckpointError if there are problems."""
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def _refuse_model(path: Path, reader: Reader, here: fit.Expected) -> None:
+    """Raises CheckpointError if names or shapes are not those of the model."""
+    found = {name: shape for name, (*_, shape) in reader.buffers.items()}
+    problems = fit.differences(reader.shapes, here.weights, "weights")
+    problems += fit.differences(found, here.buffers, "buffers")
+    if problems:
+        fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
+        raise CheckpointError(f"{path} is another model's: {'; '.join(problems)}: {fix}")
 
 
 def _share(
@@ -131,37 +133,33 @@ def _share(
     return {"files": [entry for entry in files if entry["file"] in hashed]}
 
 
-def _attempt(path: Path, look: Callable[[], list[str]]) -> list[str]:
-    """Returns the problems that are found. Any error counts, so that every rank refuses the checkpoint, and the next
-    older one is tried."""
-    try:
-        return look()
-    except CheckpointError as error:
-        return [str(error)]
-    except Exception as error:
-        return [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
-
-
-def _unreadable(
+def _refuse_unreadable(
     path: Path,
     reader: Reader,
     fresh: Collection[str],
     optimizer: Optimizer,
     extras: Extras,
     rank: int | None,
-) -> list[str]:
-    """Returns the reasons why states, buffers, or the generators of `rank` cannot be read. fresh: tensors whose moments
-    begin at zero."""
+) -> None:
+    """Raises CheckpointError if states, buffers, or the generators of `rank` cannot be read.
+
+    Args:
+        fresh: Tensors whose moments begin at zero.
+    """
     try:
         for record in records(optimizer):
-            piece = record.piece
-            if record.part in (WEIGHT, PREVIOUS) or piece.name not in fresh:
-                reader.check(record.part, piece.name, piece.start, piece.size)
-        reader.check_buffers(extras.buffers.persistent())
-        problems = extras.problems(reader.buffers, {} if rank is None else reader.generators(rank))
+            part, name = record.part, record.piece.name
+            is_new = name in fresh and part not in (WEIGHT, PREVIOUS)
+            if not is_new and reader.saved_part(part, name) is None:
+                raise CheckpointError(f"the checkpoint has no {part} of {name}")
+        names = extras.buffers.persistent()
+        for file in reader.files_of(records(optimizer), names, rank):
+            reader.file(file)
+        _refuse(extras.problems(reader.buffers, {} if rank is None else reader.generators(rank)))
     except CheckpointError as error:
-        return [str(error) if str(path) in str(error) else f"{path}: {error}"]
-    return [f"{path}: {problem}" for problem in problems]
+        raise CheckpointError(
+            str(error) if str(path) in str(error) else f"{path}: {error}"
+        ) from None
 
 
 def _overwrite(
@@ -182,16 +180,15 @@ def _overwrite(
             raise_together(problems, everyone, CheckpointError)
             # a checkpoint of another format, or converted
             if optimizer.layout.policy.param_dtype == torch.float16:
-                problems = _attempt(path, lambda: _overflows(path, optimizer))
-                raise_together(problems, everyone, CheckpointError)
+                raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
     except CheckpointError:  # on every rank
         if initial is not None:
             initialise(optimizer, initial, again=True, everything=True)
         raise
 
 
-def _overflows(path: Path, optimizer: Optimizer) -> list[str]:
-    """Returns which of this rank's weights are beyond the format that the layers run in; the first of them."""
+def _overflow(path: Path, optimizer: Optimizer) -> str:
+    """Returns which of this rank's weights is beyond the format that the layers run in, "" for none."""
     dtype = optimizer.layout.policy.param_dtype
     try:
         for state in states(optimizer):
@@ -200,15 +197,8 @@ def _overflows(path: Path, optimizer: Optimizer) -> list[str]:
                 for record in records_of(state, (WEIGHT,)):
                     finite.narrowed(record.piece.name, record.of(held[WEIGHT]), dtype)
     except CheckpointError as error:
-        return [f"{path}: {error}"]
-    return []
-
-
-def _differences(reader: Reader, here: fit.Expected) -> list[str]:
-    """Returns a line for each mismatch between a checkpoint and the model."""
-    found = {name: shape for name, (*_, shape) in reader.buffers.items()}
-    problems = fit.differences(reader.shapes, here.weights, "weights")
-    return problems + fit.differences(found, here.buffers, "buffers")
+        return f"{path}: {error}"
+    return ""
 
 
 def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> None:

@@ -5,12 +5,14 @@
     place.sweep()                                    removes the folders of runs whose launcher has ended
     place.entries()                                  the complete files of every copy
 
-    <token>/launcher.json                            the process that starts the ranks, and when it started
-    <token>/<epoch>/step-40/<section>-<number>.safetensors
-    <token>/<epoch>/step-40/entry-00003-own.json     the files of rank 3; -copy: its files on its neighbour's machine
+    <token>/launcher.json                      the process that starts the ranks, and when it started
+    <token>/<slot>/<section>-<number>.safetensors
+    <token>/<slot>/entry-00003-own.json        the files of rank 3, with step and epoch
+    <token>/<slot>/entry-00003-copy.json       the same, on its neighbour's machine
 
-A file is complete if an entry names it. The token is in the run folder (`Record`), so a folder in memory belongs to one
-folder of one run; the epoch is the number of the start.
+Copies are written to two slots in turn, each over the files of the copy before the last one. A file is complete if an
+entry names it. The token is in the run folder (`Epochs`), so a folder in memory belongs to one folder of one run; the
+epoch is the number of the start.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -78,36 +80,32 @@ class Place:
             shutil.rmtree(folder, ignore_errors=True)
         return [folder.name for folder in gone]
 
-    def copy(self, epoch: int, step: int) -> Path:
-        """Returns the folder of a copy."""
-        return self.folder / str(epoch) / f"step-{step}"
+    def slot(self, number: int) -> Path:
+        """Returns the folder of copies in slot 0 or 1."""
+        return self.folder / str(number)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yields the entries of complete files, of each rank and copy."""
-        for file in sorted(self.folder.glob("*/step-*/entry-*.json")):
+        """Yields the entries of complete files, of each rank and copy, with their path."""
+        for file in sorted(self.folder.glob("[01]/entry-*.json")):
             entry = _read(file)
             whole = isinstance(entry, dict) and entry.get("sha256") == digest(entry)
             if whole and "save" in entry:  # else of a rank that failed
-                yield entry
+                yield {**entry, "path": str(file)}
 
-    def keep(self, epoch: int = -1, step: int = -1) -> None:
-        """Removes all copies but one, and of that all files that no entry names."""
-        kept = self.copy(epoch, step)
-        named = {
-            file["file"]
-            for entry in self.entries()
-            if entry["save"] == [epoch, step]
-            for file in entry["files"]
-        }
-        for path in self.folder.glob("*/*"):
-            if path != kept:
-                shutil.rmtree(path, ignore_errors=True)
-        for file in kept.glob("*"):
-            if file.name not in named and not file.name.startswith("entry-"):
-                file.unlink()
-        for folder in self.folder.iterdir():
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+    def keep(self, save: Sequence[int] = ()) -> None:
+        """Removes all files that are not of one copy.
+
+        Args:
+            save: Epoch and step of the copy.
+        """
+        kept = set[Path]()
+        for entry in self.entries():
+            if entry["save"] == list(save):
+                path = Path(entry["path"])
+                kept |= {path, *(path.with_name(file["file"]) for file in entry["files"])}
+        for file in self.folder.glob("[01]/*"):
+            if file not in kept:
+                file.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Removes the folder."""
@@ -117,11 +115,6 @@ class Place:
         """Bytes that are free, or that this run's folder has."""
         mine = sum(file.stat().st_size for file in self.folder.rglob("*.safetensors"))
         return shutil.disk_usage(self.home).free + mine
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the folder has."""
-        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 
 def _own_folder(memory: Path) -> Path:
@@ -224,7 +217,7 @@ def _boot() -> str:
 
 
 @dataclass(frozen=True)
-class Record:
+class Epochs:
     """What the run folder says of memory, in `memory.json`.
 
     run: names this run's folders. epoch: the newest start. base: (epoch, step) of what that start took from memory, if
@@ -236,8 +229,8 @@ class Record:
     base: tuple[int, int] | None
 
     @classmethod
-    def of(cls, folder: Path, everyone: Axis) -> Record:
-        """Returns the first rank's record of a run folder; a new one if there is none. Collective."""
+    def of(cls, folder: Path, everyone: Axis) -> Epochs:
+        """Returns the first rank's `memory.json` of a run folder; a new one if there is none. Collective."""
         mine = [_read(folder / RECORD), folder.stat().st_ino, secrets.token_hex(16)]
         found, number, token = collectives.exchange(mine, everyone)[0]
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -249,10 +242,6 @@ class Record:
     def counts(self, epoch: int, step: int) -> bool:
         """Whether a save is one that a start may take."""
         return epoch == self.epoch or (epoch, step) == self.base
-
-    def next(self, base: tuple[int, int] | None) -> Record:
-        """Returns the record of a start."""
-        return Record(self.run, self.epoch + 1, base)
 
     def write(self, folder: Path) -> None:
         """Writes it, durably."""

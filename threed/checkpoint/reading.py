@@ -2,7 +2,6 @@
 
     with Reader(path, read_manifest(path)) as reader:
         read_all(reader.tensor("weight", "embedding.weight"))
-        reader.check("weight", name, start, size)           before anything is overwritten: the files are intact
         reader.tensor("weight", name).read(start, out)      straight to where the values belong
 
 A file is opened, and compared with the manifest, when something in it is first read.
@@ -11,10 +10,9 @@ A file is opened, and compared with the manifest, when something in it is first 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from threed.checkpoint.files import DTYPES, CheckpointError, TensorFile
 from threed.checkpoint.lazy_tensors import Boxed, Shape, read_strided, saved_part
 from threed.checkpoint.manifest import file_of
 from threed.checkpoint.sections import Section
+from threed.zero.records import Record
 
 MOST_OPEN = 64  # files at a time
 
@@ -165,12 +164,7 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------------------------------------------- tensors
@@ -181,33 +175,25 @@ class Reader:
             raise CheckpointError(f"{self.path} has no {part} of {name}")
         return self._tensors[part, name]
 
-    def check(self, part: str, name: str, start: Shape, size: Shape) -> None:
-        """Raises CheckpointError unless a box is complete, and its files are as the manifest says."""
-        found = sum(math.prod(common) for *_, common in self._boxes(part, name, start, size))
-        if found != (wanted := math.prod(size)):
-            raise CheckpointError(
-                f"the checkpoint has {found} of {wanted} values of {part} of {name}"
-            )
-        for file in self.files_of(part, name, start, size):
-            self.file(file)
+    def saved_part(self, part: str, name: str) -> str | None:
+        """Returns the saved part of a tensor that a part of the state is read from; None if there is none."""
+        return saved_part(part, self.parts.get(name, ()))
 
-    def files_of(self, part: str, name: str, start: Shape, size: Shape) -> set[str]:
-        """Returns the names of the files that a box is in; the files need not exist."""
-        boxes = self._boxes(part, name, start, size)
-        return {file for box, inside, _, common in boxes for file in box.files(inside, common)}
-
-    def _boxes(
-        self, part: str, name: str, start: Shape, size: Shape
-    ) -> Iterator[tuple[SavedBox, Shape, Shape, Shape]]:
-        saved = saved_part(part, self.parts.get(name, ()))
-        return iter(()) if saved is None else self._tensors[saved, name].meeting(start, size)
+    def files_of(
+        self, wanted: Iterable[Record], buffers: Iterable[str], rank: int | None
+    ) -> set[str]:
+        """Returns the names of the files with records, buffers, and the generators of a rank."""
+        names = {self.buffers[name][0] for name in buffers if name in self.buffers}
+        if rank is not None and file_of(rank) in self._entries:
+            names.add(file_of(rank))
+        for record in wanted:
+            piece = record.piece
+            if (part := self.saved_part(record.part, piece.name)) is not None:
+                boxes = self._tensors[part, piece.name].meeting(piece.start, piece.size)
+                names.update(*(box.files(inside, common) for box, inside, _, common in boxes))
+        return names
 
     # -------------------------------------------------------------------------------------------------------- extras
-
-    def check_buffers(self, names: Collection[str]) -> None:
-        """Raises CheckpointError unless the files of the saved ones among some buffers are as the manifest says."""
-        for file in {self.buffers[name][0] for name in names if name in self.buffers}:
-            self.file(file)
 
     def buffer(self, name: str) -> Tensor:
         """Returns a persistent buffer."""

@@ -120,23 +120,6 @@ class Retention:
                 break
         return problems
 
-    def published(self, path: Path) -> None:
-        """Counts a checkpoint that was just written, and prunes where that needs no look at files: not collective, for
-        the first rank, in any thread, while nothing else is done here."""
-        self.trust(path)
-        good, paths = 0, list(candidates(self.folder, "auto"))
-        for number, one in enumerate(paths, 1):
-            if one.name not in self._good:
-                return
-            good += self._good[one.name]
-            if good == self.keep:
-                self._delete(paths[number:])
-                return
-
-    def distrust(self, path: Path) -> None:
-        """Has a checkpoint looked at, should it be there, before it counts."""
-        self._good.pop(path.name, None)
-
     def _delete(self, paths: Sequence[Path]) -> None:
         """Deletes checkpoints, on the first rank, but those that are kept for good."""
         for path in paths:
@@ -159,12 +142,11 @@ class Retention:
         Abandoned are later steps; and all, where a run begins anew (None) or from another run's checkpoint. The metrics
         go along as a copy. Collective; CheckpointError on every rank where it fails.
         """
-        problem = text = ""
-        try:
-            text = self._move_later(step if origin is not None and self._owns(origin) else -1)
-        except OSError as error:
-            problem = f"the checkpoints after step {step} cannot be set aside: {error}"
-        collectives.raise_together([problem], self.everyone, CheckpointError)
+        kept = step if origin is not None and self._owns(origin) else -1
+        text = collectives.attempt_together(
+            lambda: self._move_later(kept), self.everyone, CheckpointError,
+            lambda error: f"the checkpoints after step {step} cannot be set aside: {error}",
+        )  # fmt: skip
         return str(collectives.exchange(text, self.everyone)[0])
 
     def _move_later(self, step: int) -> str:

@@ -10,25 +10,30 @@ exp_avg, ...). Only the last window of a line may be shorter.
     for number, first, last in section.between(line, 0, 100):  which files have what of a line
         section.offset(number, line, "weight", first)          and where, in elements
 
-What a rank holds by its layout, and what it is to write of it, says `held`: of slices that several ranks hold, each
-writes a part, but no part smaller than 64 MiB, for whoever loads opens all of them.
+`held` returns the sections that a rank holds portions of, with what it writes of each: of slices that several ranks
+hold, each writes a part, but no part smaller than 64 MiB, since a load opens all of them. A `SavedFile` writes such
+numbers, and other tensors, to one file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from threed.checkpoint.files import DTYPES, NAMES
+from threed.checkpoint.files import DTYPES, NAMES, NotFiniteError, is_finite, stream_tensors
 from threed.sharding import Piece, split
 from threed.zero.layout import Group, Layout
 from threed.zero.records import Record
@@ -43,13 +48,8 @@ class Line:
     def __init__(self, length: int, step: int, pieces: Sequence[Sequence[Any]]) -> None:
         self.length, self.step, self.pieces = length, step, pieces
         self._firsts = [at for *_, at in pieces]
-        self.numels = [_product(size) for _, _, size, _ in pieces]
+        self.numels = [math.prod(size) for _, _, size, _ in pieces]
         self._before = list(accumulate(self.numels, initial=0))
-
-    @property
-    def windows(self) -> int:
-        """How many windows it is cut into."""
-        return -(-self.length // self.step)
 
     def count(self, end: int) -> int:
         """Returns how many elements of pieces lie below `end`."""
@@ -66,13 +66,6 @@ class Line:
             if lo < hi:
                 yield number, lo, hi
             number += 1
-
-
-def _product(size: Sequence[int]) -> int:
-    n = 1
-    for length in size:
-        n *= length
-    return n
 
 
 class Section:
@@ -96,22 +89,17 @@ class Section:
         begin += portion * share
         return begin + share * writer // self.writers, begin + share * (writer + 1) // self.writers
 
-    def at(self, line: Line, element: int) -> tuple[int, int, int]:
-        """Returns which number has an element of a line, and the range of the window that it has."""
-        index = element // line.step
-        begin = index * line.step
-        share = (min(begin + line.step, line.length) - begin) // self.portions
-        portion, inside = divmod(element - begin, share)
-        writer = inside * self.writers // share
-        while share * (writer + 1) // self.writers <= inside:
-            writer += 1
-        number = portion * self.writers + writer
-        return number, *self.window(number, line, index)
-
     def between(self, line: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Yields the numbers that have the elements [first, last) of a line, each with its range of them, in order."""
+        here = self.lines[line]
         while first < last:
-            number, _, end = self.at(self.lines[line], first)
+            index = first // here.step
+            begin = index * here.step
+            share = (min(begin + here.step, here.length) - begin) // self.portions
+            portion, inside = divmod(first - begin, share)
+            # the last writer w with share * w // writers <= inside
+            number = portion * self.writers + ((inside + 1) * self.writers - 1) // share
+            end = self.window(number, here, index)[1]
             yield number, first, min(end, last)
             first = end
 
@@ -139,7 +127,7 @@ class Section:
             end, found = 0, []
             for line in self.lines:
                 starts = array("q")
-                for index in range(line.windows):
+                for index in range(-(-line.length // line.step)):
                     starts.append(end)
                     first, last = self.window(number, line, index)
                     end += (line.count(last) - line.count(first)) * len(self.parts)
@@ -154,10 +142,12 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A section that a rank holds a portion of, which is one of several `copies`; this one is number `copy` of them.
+    """A section that a rank holds a portion of.
 
-    states: of every line, in the order of its windows. shapes: of the global tensors, by name. chosen: the number to
-    write, if it does not follow from the copies.
+    Attributes:
+        copies: How many ranks hold the portion; this one is number `copy` of them.
+        states: Those of every line, in the order of its windows.
+        shapes: Those of the global tensors, by name.
     """
 
     section: Section
@@ -166,41 +156,32 @@ class Held:
     copy: int
     states: list[list[State]]
     shapes: dict[str, tuple[int, ...]]
-    chosen: int | None = None
+
+    @property
+    def numbers(self) -> range:
+        """All numbers of the portion."""
+        writers = self.section.writers
+        return range(self.portion * writers, (self.portion + 1) * writers)
 
     @property
     def number(self) -> int | None:
-        """What of the section this rank writes; None if others write all of its portion."""
-        if self.chosen is not None:
-            return self.chosen
+        """The number that this rank writes to a checkpoint; None if others write the portion."""
         writers = self.section.writers
         # Not always the first copies, nor the same ones: by the portion, and by what the section is.
         turn = zlib.crc32(self.section.digest.encode()) + self.portion
-        places = (
-            (writer * self.copies // writers + turn) % self.copies for writer in range(writers)
-        )
-        return next(
-            (self.portion * writers + w for w, place in enumerate(places) if place == self.copy),
-            None,
-        )
+        for writer, number in enumerate(self.numbers):
+            if (writer * self.copies // writers + turn) % self.copies == self.copy:
+                return number
+        return None
 
-    @property
-    def numel(self) -> int:
-        """Elements to be written."""
-        number = self.number
-        return 0 if number is None else self.section.numel(number)
+    def nbytes(self, number: int) -> int:
+        """Returns the bytes of a number."""
+        return self.section.numel(number) * DTYPES[self.section.dtype].itemsize
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes to be written."""
-        return self.numel * DTYPES[self.section.dtype].itemsize
-
-    def extents(self) -> Iterator[Record]:
-        """Yields what is to be written, in order."""
-        number = self.number
+    def extents(self, number: int) -> Iterator[Record]:
+        """Yields what a number consists of, in order."""
         for line, states in zip(self.section.lines, self.states, strict=True):
-            for index, state in enumerate(states if number is not None else ()):
-                assert number is not None
+            for index, state in enumerate(states):
                 runs = list(line.runs(*self.section.window(number, line, index)))
                 origin = state.bucket.portion_first
                 for part in self.section.parts:
@@ -273,3 +254,79 @@ def _pieces(group: Group) -> Iterator[tuple[Piece, int]]:
         for piece in slot.spec.pieces:
             if piece.numel:
                 yield piece, slot.first + piece.offset
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of a save: numbers of sections, and other tensors (buffers, generators).
+
+    Attributes:
+        held: Sections, each with the number that the file has.
+        about: The manifest's description of `tensors`.
+        tensors: On the CPU, by the key in the file.
+    """
+
+    name: str
+    held: Sequence[tuple[Held, int]]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        held = sum(h.nbytes(number) for h, number in self.held)
+        return held + sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of the optimizer's states in the file, in order."""
+        return [record for h, number in self.held for record in h.extents(number)]
+
+    def write(self, folder: Path, values: Iterable[Tensor], **how: Any) -> dict[str, Any]:
+        """Writes the file; returns its entry of the manifest.
+
+        Args:
+            folder: Where to write it.
+            values: The values of `records`, in order.
+            how: The limit and durability, as for `stream_tensors`.
+        """
+        holds = [(h.section, number) for h, number in self.held]
+        path, checked = folder / self.name, self._checked(values)
+        return {**write_file(path, holds, checked, self.tensors, **how), **self.about}
+
+    def _checked(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yields the values of `records`; NotFiniteError if those of a trained tensor are not finite."""
+        for record, tensor in zip(self.records, values, strict=False):
+            if record.state.bucket.group.key.trainable and not is_finite(tensor):
+                what = "has values that are not finite (NaN or infinite), and is not saved"
+                raise NotFiniteError(f"{record.part} of {record.piece.name} {what}")
+            yield tensor.view(-1)
+
+
+def write_file(
+    path: Path,
+    holds: Sequence[tuple[Section, int]],
+    values: Iterable[Tensor],
+    extra: Mapping[str, Tensor] = MappingProxyType({}),
+    **how: Any,
+) -> dict[str, Any]:
+    """Writes a file; returns its entry of the manifest.
+
+    Args:
+        holds: The sections in the file, and the number of each.
+        values: The values of the sections, in order, each in one or several parts [n].
+        extra: Other tensors, by name.
+        how: The limit and durability, as for `stream_tensors`.
+    """
+    about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        str(key): (DTYPES[section.dtype], (section.numel(number),))
+        for key, (section, number) in enumerate(holds)
+    }
+    about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in extra.items()}
+    named = [[section.digest, number] for section, number in holds]
+    metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(named)}
+    hashes = stream_tensors(path, about, chain(values, extra.values()), metadata, **how)
+    return {"file": path.name, **hashes._asdict(), "size": path.stat().st_size, "holds": named}

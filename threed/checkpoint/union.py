@@ -1,7 +1,7 @@
 """Loads the training state from the copies that the machines have in memory.
 
-    found = look(place, machines, record, everyone, device)     the copies, newest first; collective
-    state = Loading(place, machines, topology).load(found[0], ...)
+    found = look(place, machines, epochs, everyone, device)     the copies, newest first; collective
+    state = load_copy(found[0], place, machines, ...)
 
 The first rank of each machine sends the entries that are there to rank 0, which combines them (`assemble`): a copy is
 complete if the files of all machines have each value once, and all ranks get its manifest. A rank computes which files
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,13 @@ from typing import Any
 import torch
 
 from threed import collectives
-from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, in_units
-from threed.checkpoint.manifest import MANIFEST, check_structure, digest, file_of
-from threed.checkpoint.node_memory import Machines, Place, Record
+from threed.checkpoint.manifest import MANIFEST, check_structure, digest, joined
+from threed.checkpoint.node_memory import Epochs, Machines, Place
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.sending import receive_file, send_file
-from threed.checkpoint.writing import joined
 from threed.topology import Axis, Link, Topology
-from threed.zero.optimizer import Optimizer
-from threed.zero.records import records
+from threed.zero.records import Record
 
 
 @dataclass(frozen=True)
@@ -38,12 +35,14 @@ class Found:
     """A copy that the machines have files of.
 
     Attributes:
+        slot: Where the machines have it.
         where: The machines that have each file, by name.
         problem: Why the copy is not complete, "" if it is.
     """
 
     epoch: int
     step: int
+    slot: int
     manifest: Mapping[str, Any]
     where: Mapping[str, Sequence[int]]
     problem: str
@@ -55,7 +54,7 @@ class Found:
 
 
 def look(
-    place: Place, machines: Machines, record: Record, everyone: Axis, device: torch.device
+    place: Place, machines: Machines, epochs: Epochs, everyone: Axis, device: torch.device
 ) -> list[Found]:
     """Returns the copies that a start may take, newest first, on all ranks alike. Collective."""
     mine = list(place.entries()) if machines.first else []
@@ -65,17 +64,18 @@ def look(
     for machine, some in zip(machines.of, gathered, strict=False):
         for entry in json.loads(some.numpy().tobytes()):
             saves.setdefault(tuple(entry["save"]), []).append((machine, entry))
-    keys = sorted((key for key in saves if record.counts(*key)), reverse=True)
+    keys = sorted((key for key in saves if epochs.counts(*key)), reverse=True)
     found = [[*key, *_assembled(saves[key])] for key in keys]
     return [Found(*one) for one in _from_first(found, everyone, device)]
 
 
-def _assembled(entries: Sequence[tuple[int, Any]]) -> tuple[Any, Any, str]:
-    """Returns manifest, machines and problem of a copy, see `Found`."""
+def _assembled(entries: Sequence[tuple[int, Any]]) -> list[Any]:
+    """Returns slot, manifest, machines and problem of a copy, see `Found`."""
+    slot = int(Path(entries[0][1]["path"]).parent.name)
     try:
-        return *assemble(entries), ""
+        return [slot, *assemble(entries), ""]
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
-        return {}, {}, str(error) or type(error).__name__
+        return [slot, {}, {}, str(error) or type(error).__name__]
 
 
 def assemble(
@@ -124,28 +124,6 @@ def _from_first(value: Any, everyone: Axis, device: torch.device) -> Any:
 # ---------------------------------------------------------------------------------------------------------- loading
 
 
-def needed(
-    manifest: Mapping[str, Any], optimizer: Optimizer, extras: Extras, topology: Topology
-) -> set[str]:
-    """Returns the files that this rank reads of a checkpoint."""
-    with Reader(Path(), manifest) as reader:
-        names = {
-            name
-            for r in records(optimizer)
-            for name in reader.files_of(r.part, r.piece.name, r.piece.start, r.piece.size)
-        }
-        names |= {
-            reader.buffers[name][0]
-            for name in extras.buffers.persistent()
-            if name in reader.buffers
-        }
-    mine = file_of(topology.rank)
-    same = manifest["topology"] == topology.sizes and any(
-        e["file"] == mine for e in manifest["files"]
-    )
-    return names | ({mine} if same else set())
-
-
 @dataclass(frozen=True)
 class Transfer:
     """A file that one rank sends another, to the memory of its machine."""
@@ -171,62 +149,72 @@ def transfers(
     return found
 
 
-class Loading:
-    """Loads a complete copy."""
+def load_copy(
+    found: Found,
+    place: Place,
+    machines: Machines,
+    topology: Topology,
+    wanted: Iterable[Record],
+    buffers: Iterable[str],
+    load: Callable[[Path, Collection[str]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Sends files to the machines that lack them, and loads a complete copy. Collective.
 
-    def __init__(self, place: Place, machines: Machines, topology: Topology) -> None:
-        self.place, self.machines, self.topology = place, machines, topology
-        self.everyone = topology.axis("world")
+    Args:
+        wanted: What this rank reads of the states.
+        buffers: What it reads of the buffers.
+        load: Called as `load(folder, files to be hashed here)`; what it does is returned.
 
-    def load(
-        self,
-        found: Found,
-        optimizer: Optimizer,
-        extras: Extras,
-        load: Callable[[Path, Collection[str]], dict[str, Any]],
-    ) -> dict[str, Any]:
-        """Returns what `load(folder, files to be hashed here)` does. Collective; CheckpointError on every rank."""
-        folder = self.place.copy(found.epoch, found.step)
-        sizes = {entry["file"]: int(entry["size"]) for entry in found.manifest["files"]}
-        names, mine = list(sizes), needed(found.manifest, optimizer, extras, self.topology)
-        numbers = [number for number, name in enumerate(names) if name in mine]
-        needs = [[names[n] for n in some] for some in collectives.exchange(numbers, self.everyone)]
-        moves = transfers(needs, found.where, self.machines)
-        here = self.machines.ranks[self.machines.mine]
-        try:
-            coming = sum(sizes[move.file] for move in moves if move.target in here)
-            problem = self._begin(folder, found.manifest, coming) if self.machines.first else ""
-            collectives.raise_together([problem], self.everyone, CheckpointError)
-            problems = [self._move(move, folder / move.file, sizes[move.file]) for move in moves]
-            collectives.raise_together(problems, self.everyone, CheckpointError)
-            together = sorted({name for rank in here for name in needs[rank]})
-            return load(folder, set(together[here.index(self.topology.rank) :: len(here)]))
-        except CheckpointError:  # on all ranks: an older copy may need the memory
-            for move in moves:
-                if move.target == self.topology.rank:
-                    (folder / move.file).unlink(missing_ok=True)
-            raise
+    Raises:
+        CheckpointError: On every rank.
+    """
+    everyone, folder = topology.axis("world"), place.slot(found.slot)
+    sizes = {entry["file"]: int(entry["size"]) for entry in found.manifest["files"]}
+    same = found.manifest["topology"] == topology.sizes
+    with Reader(folder, found.manifest) as reader:
+        mine = reader.files_of(wanted, buffers, topology.rank if same else None)
+    names = list(sizes)
+    numbers = [number for number, name in enumerate(names) if name in mine]
+    needs = [[names[n] for n in some] for some in collectives.exchange(numbers, everyone)]
+    moves = transfers(needs, found.where, machines)
+    here = machines.ranks[machines.mine]
+    try:
+        coming = sum(sizes[move.file] for move in moves if move.target in here)
+        problem = _begin(place, folder, found.manifest, coming) if machines.first else ""
+        collectives.raise_together([problem], everyone, CheckpointError)
+        problems = [_move(move, folder / move.file, sizes[move.file], topology) for move in moves]
+        collectives.raise_together(problems, everyone, CheckpointError)
+        together = sorted({name for rank in here for name in needs[rank]})
+        return load(folder, set(together[here.index(topology.rank) :: len(here)]))
+    except CheckpointError:  # on all ranks: an older copy may need the memory
+        for move in moves:
+            if move.target == topology.rank:
+                (folder / move.file).unlink(missing_ok=True)
+        raise
 
-    def _begin(self, folder: Path, manifest: Mapping[str, Any], coming: int) -> str:
-        """Writes the manifest next to the files of the copy; returns why it cannot.
 
-        Args:
-            coming: Bytes of the files that this machine lacks.
-        """
-        if (free := shutil.disk_usage(self.place.home).free) < coming:
-            what = f"{in_units(coming)} have to come from other machines"
-            return f"{what}, and {in_units(free)} are free in {self.place.home}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / MANIFEST).write_text(json.dumps(manifest))
-        except OSError as error:
-            return str(error)
-        return ""
+def _begin(place: Place, folder: Path, manifest: Mapping[str, Any], coming: int) -> str:
+    """Writes the manifest next to the files of the copy; returns why it cannot.
 
-    def _move(self, move: Transfer, path: Path, size: int) -> str:
-        """Sends or receives a file if it is this rank's turn; returns what went wrong."""
-        if self.topology.rank == move.source:
-            return send_file(path, size, Link(move.target, self.everyone), self.topology.device)
-        if self.topology.rank == move.target:
-            return receive_file(path, size, Link(move.source, self.everyone), self.topology.device)
-        return ""
+    Args:
+        coming: Bytes of the files that this machine lacks.
+    """
+    if (free := shutil.disk_usage(place.home).free) < coming:
+        what = f"{in_units(coming)} have to come from other machines"
+        return f"{what}, and {in_units(free)} are free in {place.home}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _move(move: Transfer, path: Path, size: int, topology: Topology) -> str:
+    """Sends or receives a file if it is this rank's turn; returns what went wrong."""
+    everyone = topology.axis("world")
+    if topology.rank == move.source:
+        return send_file(path, size, Link(move.target, everyone), topology.device)
+    if topology.rank == move.target:
+        return receive_file(path, size, Link(move.source, everyone), topology.device)
+    return ""

@@ -21,9 +21,8 @@ from torch import Tensor
 from threed.checkpoint.files import NAMES, CheckpointError, cut, new_folder
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import TensorSource, read_slabs
-from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of
-from threed.checkpoint.sections import Section
-from threed.checkpoint.writing import finish, write_file
+from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of, finish
+from threed.checkpoint.sections import Section, write_file
 from threed.config import Config, DataConfig, ModelConfig, OptimConfig
 from threed.interop.huggingface.export import dtype_of
 from threed.planner.grid import Grid

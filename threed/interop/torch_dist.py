@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from threed.checkpoint import coverage
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import Boxed, FileTensor, LazyTensor, Shape
+from threed.checkpoint.manifest import partition_problem
 from threed.interop.pickle_reader import PickleReader, as_written_by
 
 
@@ -52,7 +52,7 @@ class DistFolder:
             raise CheckpointError(f"{self.path} has no boxes of {plain(empty)}")
         for name in names:
             what, shape = f"weight of {name}", self.shapes[name]
-            if problem := coverage.partition_problem(what, shape, self._chunks[name]):
+            if problem := partition_problem(what, shape, self._chunks[name]):
                 raise CheckpointError(f"{self.path}: {plain(problem)}")
         return {
             name: Boxed(self.shapes[name], [self._box(name, *box) for box in self._chunks[name]])

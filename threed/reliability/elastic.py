@@ -8,7 +8,7 @@
     memory.remove()                             the run has ended well
 
 Ranks that torchrun starts again, on as many machines, fewer or more, find in memory the newest step of which the
-machines that are left have everything; a file of the run folder (`node_memory.Record`) says which steps count.
+machines that are left have everything; a file of the run folder (`node_memory.Epochs`) says which steps count.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from threed import collectives
 from threed.checkpoint import native, resuming
-from threed.checkpoint.beside import Saver
 from threed.checkpoint.copies import Copy, Neighbour, Plan
 from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
 from threed.checkpoint.node_memory import (
     COPIES,
     ELSEWHERE,
     RECORD,
+    Epochs,
     Machines,
     Place,
-    Record,
     base,
     too_small,
 )
 from threed.checkpoint.retention import Retention, after_restart, candidates
-from threed.checkpoint.union import Found, Loading, look
-from threed.checkpoint.writing import head
+from threed.checkpoint.saving import Saver
+from threed.checkpoint.union import Found, load_copy, look
 from threed.disk import why
 from threed.engine import Engine
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.metrics import BadStepsError
+from threed.zero.records import records
 from threed.zero.replicas import ReplicaError
 from threed.zero.snapshot import Room
 
+T = TypeVar("T")
 PATIENCE_S = 10.0  # for copies that are written when a run fails
 
 
@@ -60,10 +61,10 @@ class Memory:
         self._note: Callable[[str], None] = print
         self.every = engine.config.checkpoint.memory_every or 0
         self.world = engine.topology.axis("world")
-        self.saver = Saver(engine.optimizer, engine.topology, engine.config, Room(whole=False))
+        self.saver = Saver(engine.optimizer, engine.topology, engine.config, Room(copies=False))
         self._writing: Copy | None = None
-        self._complete: Copy | None = None  # the newest copy that is complete on all machines
-        self._outdated: Copy | None = None
+        self._slot = 0  # of the next copy
+        self._first = True  # no copy of this start is complete
         self.taken: tuple[int, int] | None = None  # the save that this start took
         self.problem = ""  # of the newest copy that has ended
         self._told = ""
@@ -72,7 +73,7 @@ class Memory:
             if self.world.index == 0:  # copies of an earlier start do not count any more
                 (folder / RECORD).unlink(missing_ok=True)
             return
-        self.record = Record.of(folder, self.world)
+        self.record = Epochs.of(folder, self.world)
         self.place = self._agreed(lambda: Place(self.record.run))
         self.machines = Machines(self.place, self.world)
         mine = self._agreed(self._begin_here)
@@ -89,18 +90,14 @@ class Memory:
         self.place.sweep()
         return mine
 
-    def _agreed(self, act: Callable[[], Any]) -> Any:
-        """Does something that may raise RunFolderError, which then all ranks raise."""
-        result, problem = None, ""
-        try:
-            result = act()
-        except RunFolderError as error:
-            problem = str(error)
-        except OSError as error:
+    def _agreed(self, act: Callable[[], T]) -> T:
+        """Returns `act()`; RunFolderError on every rank if it fails on any. Collective."""
+
+        def describe(error: OSError) -> str:
             reason = why(error, base(), elsewhere=ELSEWHERE)
-            problem = f"copies in memory cannot be begun in {base()} on {platform.node()}: {reason}"
-        collectives.raise_together([problem], self.world, RunFolderError)
-        return result
+            return f"copies in memory cannot be begun in {base()} on {platform.node()}: {reason}"
+
+        return collectives.attempt_together(act, self.world, RunFolderError, describe)
 
     # ---------------------------------------------------------------------------------------------------------- start
 
@@ -122,9 +119,11 @@ class Memory:
             raise RunFolderError(
                 f"step {found.step} of this run is in memory, and {'; '.join(others)}"
             )
-        loading = Loading(self.place, self.machines, engine.topology)
-        extra: dict[str, Any] = loading.load(found, engine.optimizer, engine.extras, engine.load)
-        self.taken = found.epoch, found.step
+        extra = load_copy(
+            found, self.place, self.machines, engine.topology, records(engine.optimizer),
+            engine.buffers.persistent(), engine.load,
+        )  # fmt: skip
+        self.taken, self._slot = (found.epoch, found.step), 1 - found.slot
         return extra
 
     def begin(self, note: Callable[[str], None]) -> None:
@@ -141,8 +140,8 @@ class Memory:
             return
         engine, machines = self.engine, self.machines
         if machines.first:
-            self.place.keep(*(self.taken or ()))
-        self.record = self.record.next(self.taken)
+            self.place.keep(self.taken or ())
+        self.record = Epochs(self.record.run, self.record.epoch + 1, self.taken)
         if self.world.index == 0:
             self.record.write(self.folder)
         self.plan = Plan.of(engine.optimizer, engine.topology, machines)
@@ -150,8 +149,12 @@ class Memory:
         replicate = asked and machines.count > 1
         self.neighbour = Neighbour(engine.topology, machines) if replicate else None
         held = [0] * machines.count
-        sizes = collectives.exchange([self.plan.nbytes, self.plan.sent], self.world)
-        for rank, (own, sent) in enumerate(sizes):
+        plan = self.plan
+        mine = [
+            sum(file.nbytes for file in plan.files),
+            sum(file.nbytes for file in plan.files if file.name in plan.alone),
+        ]
+        for rank, (own, sent) in enumerate(collectives.exchange(mine, self.world)):
             held[machines.of[rank]] += own
             held[machines.of[machines.neighbour(rank)]] += sent * replicate
         needed = COPIES * held[machines.mine]
@@ -191,10 +194,9 @@ class Memory:
         engine, began, save = self.engine, time.perf_counter(), [self.record.epoch, state["steps"]]
         engine.optimizer.wait()
         plan = self.plan.with_extras(engine.extras, self.machines)
-        about = head(engine.optimizer, engine.topology, engine.config, state)
         self._writing = Copy(
-            self.place.copy(*save), self.world, "own", plan.files, plan.described, about, save=save,
-            alone=plan.alone, neighbour=self.neighbour, outdated=self._outdated,
+            self.place.slot(self._slot), self.world, "own", plan.files, plan.described,
+            self.saver.head(state), save=save, alone=plan.alone, neighbour=self.neighbour,
         )  # fmt: skip
         self.saver.run(self._writing, began, now=engine.extras.generators)
 
@@ -207,18 +209,17 @@ class Memory:
         problems = collectives.problems_of_all([copy.problem], self.world)
         self.problem = problems[0] if problems else ""
         if problems:
-            self._outdated = copy
             return
-        if self._complete is None:  # of earlier starts nothing is needed any more
+        if self._first:  # of earlier starts nothing is needed any more
             if self.machines.first:
-                self.place.keep(*copy.save)
+                self.place.keep(copy.save)
             collectives.barrier(self.world)
-        self._outdated, self._complete = self._complete, copy
+        self._first, self._slot = False, 1 - self._slot
 
     def finish(self, patience: float | None = PATIENCE_S) -> None:
         """Waits until the copy in progress has ended on this rank, or some seconds. Not collective, in any thread."""
         if self.saver.last is not None:
-            self.saver.last.join(patience)
+            self.saver.last.give_up(patience)
 
     @contextmanager
     def ending(self) -> Iterator[None]:

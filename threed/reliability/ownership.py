@@ -181,15 +181,14 @@ def owned(
     Raises:
         RunFolderError: on every rank, if another run uses the folder.
     """
-    file, problem = None, ""
-    if everyone.index == 0:
-        try:
-            file = _take(folder, Run.here(job), patience)
-        except OSError as error:
-            problem = f"{folder} cannot be used: {why(error, folder)}"
-        except RunFolderError as error:
-            problem = str(error)
-    collectives.raise_together([problem], everyone, RunFolderError)
+
+    def take() -> Path | None:
+        return None if everyone.index else _take(folder, Run.here(job), patience)
+
+    def describe(error: OSError) -> str:
+        return f"{folder} cannot be used: {why(error, folder)}"
+
+    file = collectives.attempt_together(take, everyone, RunFolderError, describe)
     owner = Owner(folder, everyone, file)
     try:
         yield owner

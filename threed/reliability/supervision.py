@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from threed import collectives
 from threed.checkpoint.files import CheckpointError, RunFolderError
@@ -99,12 +98,7 @@ class Supervision:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         failed = isinstance(error, Exception)
         try:
             if isinstance(error, Exception):

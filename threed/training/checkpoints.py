@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from threed.checkpoint.beside import Save
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.retention import Retention, job_name
+from threed.checkpoint.saving import Save
 from threed.engine import StepMetrics
 from threed.reliability.elastic import Memory
 from threed.reliability.ownership import Owner
@@ -41,6 +41,7 @@ class Checkpoints(Callback):
         self._save: Save | None = None  # the asynchronous save in progress
         self._reported: set[Path] = set()
         self._seconds = 0.0
+        self._told_room = False
 
     def begin(self, run: Run) -> None:
         self.memory.begin(run.note)
@@ -93,9 +94,8 @@ class Checkpoints(Callback):
         try:
             if asynchronous and self._has_room():
                 self._save = self.engine.start_save(
-                    path, extra, lambda: self.retention.published(path),
-                    before_publishing=run.monitor.sync, hurries=run.hurries,
-                )  # fmt: skip
+                    path, extra, before_publishing=run.monitor.sync, hurries=run.hurries
+                )
                 return
             run.monitor.sync()
             self.engine.save(path, extra, hurries=run.hurries)
@@ -114,7 +114,6 @@ class Checkpoints(Callback):
         try:
             save.wait()
         except CheckpointError as error:
-            self.retention.distrust(save.path)
             self._report(save.path, error)
         else:
             self._count(save.path)
@@ -138,17 +137,15 @@ class Checkpoints(Callback):
         }
 
     def _has_room(self) -> bool:
-        """Returns whether saves are asynchronous: there is memory for a copy, or the configuration demands it."""
-        asked, saver = self.run.config.checkpoint.async_, self.engine.saver
-        if asked is False:
+        """Returns whether saves are asynchronous: they are asked for, and there is memory for a copy."""
+        if self.run.config.checkpoint.async_ is False:
             return False
-        first, room = saver.room is None, saver.has_room()
-        if first and not room:
-            what = "updates wait for the drive"
-            if asked is not True:
-                what = "training waits for each checkpoint"
-            self.run.note(f"no memory for a copy of what is saved: {what}")
-        return room or asked is True
+        if not (room := self.engine.saver.has_room()) and not self._told_room:
+            self._told_room = True
+            self.run.note(
+                "no memory for a copy of what is saved: training waits for each checkpoint"
+            )
+        return room
 
     def _make_room(self, step: int) -> None:
         """Allocates the memory for copies once activations are allocated, if asynchronous saves are to come."""

@@ -1,0 +1,498 @@
+"""Saves of an engine, one at a time: written at once, or by a thread while training goes on.
+
+    saver = Saver(optimizer, topology, config)
+    saver.save(path, state, extras)              collective; returns once the folder is published
+    save = saver.start(path, state, extras)      collective; returns once a snapshot has begun
+    save.wait()                                  collective; CheckpointError on every rank if it failed
+
+A save has three phases, of which only the first needs the ranks to communicate:
+
+    prepare    makes the unfinished folder, and says what each rank writes
+    write      writes this rank's files, and an entry with its part of the manifest, or its error
+    commit     rank 0 waits for the entries of all ranks, writes the manifest, and publishes the folder
+
+Training uses the process groups meanwhile, so entries are small files in the unfinished folder. That
+is `step-N.tmp` and does not count, so a run may end at any moment. A program that ends after its
+last step calls `wait` first, or lets the thread end; `give_up` ends it at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from threed import collectives
+from threed.atomic import building_place
+from threed.checkpoint.extras import Extras
+from threed.checkpoint.files import CheckpointError, begin, never, plain
+from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of, finish, write_entry
+from threed.checkpoint.sections import Held, SavedFile, held
+from threed.config import CheckpointConfig, Config
+from threed.device import is_accelerator
+from threed.disk import ELSEWHERE, why
+from threed.memory.pool import free_bytes
+from threed.topology import Axis, Topology
+from threed.zero.layout import Layout
+from threed.zero.optimizer import Optimizer
+from threed.zero.records import Record, read, states
+from threed.zero.snapshot import Room, Snapshot, copy_bytes
+from threed.zero.state import PREVIOUS, WEIGHT, State
+
+ENTRIES_S = 600.0  # how long rank 0 waits for the entries of the others
+FAILURE_S = 20.0  # for a save that is written when a run fails
+POLL_S = 0.02
+
+
+def _begin(path: Path, needed: int) -> tuple[str | None, str]:
+    """Makes the unfinished folder; returns a problem, and a token of this save."""
+    try:
+        begin(path, MANIFEST, "checkpoint", needed)
+    except (OSError, CheckpointError) as error:
+        return _reason(error, f"could not begin {path}", path.parent, needed), ""
+    return None, secrets.token_hex(8)
+
+
+def _reason(
+    error: BaseException, what: str, folder: Path, needed: int | None = None,
+    elsewhere: str = ELSEWHERE,
+) -> str:  # fmt: skip
+    """Returns a line on an error; a CheckpointError says itself what failed."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{what}: {why(error, folder, needed, elsewhere)}"
+    return f"{what}: {type(error).__name__}: {plain(error)}"
+
+
+def _share(limit_mib: float | None, sizes: Sequence[int], rank: int) -> float | None:
+    """Returns a rank's share of its node's bytes per second: in proportion to what it writes."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", len(sizes)))
+    node = sum(sizes[rank // here * here :][:here])
+    return None if limit_mib is None or not sizes[rank] else limit_mib * 2**20 * sizes[rank] / node
+
+
+@dataclass(eq=False)
+class Save:
+    """One rank's part of a save.
+
+    Attributes:
+        token: Distinguishes this save from earlier ones of the folder.
+        files: What this rank writes.
+        described: The sections that this rank describes, for all ranks that hold them.
+        head: The manifest without sections and files.
+        problem: What went wrong on this rank so far; on rank 0, once it is done, anywhere.
+        limit: Bytes per second that this rank writes, at most.
+        hurries: Returns whether the limit has ended.
+        before_publishing: Called on rank 0 in the thread, once all files are written.
+        called_s: Seconds of the call that began it.
+        purpose: What the thread is called, and updates that wait for it.
+        durable: Whether files are flushed, and whether a program that ends waits for the thread.
+        elsewhere: How a user chooses another place.
+    """
+
+    path: Path
+    everyone: Axis
+    token: str
+    files: list[SavedFile]
+    described: list[Held]
+    head: dict[str, Any]
+    problem: str | None = None
+    limit: float | None = None
+    hurries: Callable[[], bool] = never
+    before_publishing: Callable[[], None] = lambda: None
+    called_s: float = 0.0
+    purpose: ClassVar[str] = "checkpoint"
+    durable: ClassVar[bool] = True
+    elsewhere: ClassVar[str] = ELSEWHERE
+
+    def __post_init__(self) -> None:
+        self._file = self.building  # the file that is written
+        self._snapshot: Snapshot | None = None
+        self._thread: threading.Thread | None = None
+        self._written, self._done = threading.Event(), threading.Event()
+        self._asked = False  # whether the program knows how it ended
+        self._given_up = threading.Event()
+        self._known: list[str] = []  # problems of ranks that could not leave an entry
+
+    @property
+    def records(self) -> list[Record]:
+        """What this rank writes of the optimizer's state, in order."""
+        return [record for file in self.files for record in file.records]
+
+    @property
+    def building(self) -> Path:
+        """The folder that files are written to."""
+        return building_place(self.path)
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    def run(self, optimizer: Optimizer) -> None:
+        """Writes and publishes, while training waits. Collective; CheckpointError on every rank."""
+        self.write(values for _, values in read(optimizer, self.records))
+        self.agree()  # a rank that has died is noticed here
+        self.commit()
+        self._written.set()
+        self._done.set()
+        self._asked = True
+        self.agree()
+
+    def start(self, optimizer: Optimizer, room: Room, began: float, now: bool) -> None:
+        """Takes a snapshot, and starts a thread that writes and publishes; see `Saver.run`."""
+        optimizer.wait()
+        self._snapshot = Snapshot(self.records, optimizer, room)
+        optimizer.readers.add(self.purpose, self._snapshot.release)
+        self._thread = threading.Thread(
+            target=self._run, args=(self._snapshot,), name=self.purpose, daemon=not self.durable
+        )
+        self.called_s = time.perf_counter() - began
+        self._thread.start()
+        if now:
+            self._snapshot.release_all()
+
+    def _run(self, snapshot: Snapshot) -> None:
+        try:
+            self.write(snapshot.values())
+            snapshot.end()
+            self._written.set()
+            self.commit()
+        except Exception as error:
+            self.problem = self.problem or f"{type(error).__name__}: {error}"
+        finally:
+            snapshot.end()
+            self._written.set()
+            self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's part has ended, well or not; on rank 0 the whole save."""
+        return self._done.is_set()
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that training waited on this rank: for the call, and in updates."""
+        return self.called_s + (self._snapshot.waited_s if self._snapshot else 0.0)
+
+    def wait(self) -> Path:
+        """Waits until the checkpoint is complete; returns its path. Collective.
+
+        Raises:
+            CheckpointError: On every rank.
+        """
+        self._meet()
+        self.agree()
+        return self.path
+
+    def end(self) -> None:
+        """Waits until it has ended on all ranks; warns of an unreported error. Collective."""
+        if self._asked or self._thread is None:
+            return
+        self._meet()
+        if self.problem is not None and self.everyone.index == 0:
+            warnings.warn(f"no checkpoint {self.path}: {self.problem}", stacklevel=4)
+        collectives.barrier(self.everyone)
+
+    def _meet(self) -> None:
+        """Waits until every rank's part has ended. Collective.
+
+        If the disk refuses everything, a rank that failed cannot leave its entry: rank 0, which
+        waits for that entry, gets the problem here.
+        """
+        if not self._asked:
+            self._written.wait()
+            self._known = collectives.problems_of_all([self.problem], self.everyone)
+            if self._known:
+                self._given_up.set()
+        self._asked = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def give_up(self, patience: float | None = 0.0) -> None:
+        """Ends it: at once, or after some seconds in which it may still complete. No collective.
+
+        Args:
+            patience: The seconds; None waits until this rank's part has ended.
+        """
+        if self._snapshot is None or self._thread is None:
+            return
+        self._done.wait(patience)
+        self._given_up.set()
+        self._snapshot.end()
+        if self.durable:  # others may never answer a copy in memory
+            self._thread.join()
+
+    # -------------------------------------------------------------------------------------------------------- writing
+
+    def write(self, values: Iterable[Tensor]) -> None:
+        """Writes this rank's files and its entry, and sets `problem` if it cannot. No collective.
+
+        Args:
+            values: The values of `records`, in order. Exceptions that they raise are raised here,
+                except OSError and CheckpointError.
+        """
+        try:
+            self._leave(self._entry(values))
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, (OSError, CheckpointError)):
+                raise
+
+    def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
+        """Writes the files; returns this rank's part of the manifest: sections and files."""
+        how = {"limit": self.limit, "hurries": self.hurries, "durable": self.durable}
+        stream, files = iter(values), []
+        for file in self.files:
+            self._file = self.building / file.name
+            some = islice(stream, len(file.records))
+            files.append(file.write(self.building, some, **how))
+        if next(stream, None) is not None:
+            raise ValueError("more tensors than announced")
+        return {"sections": [[h.section.about, h.shapes] for h in self.described], "files": files}
+
+    def _fail(self, error: BaseException) -> None:
+        """Sets the problem, and leaves it for rank 0; removes this rank's files to have space for that."""
+        nbytes = sum(file.nbytes for file in self.files)
+        for file in self.files:
+            with suppress(OSError):
+                (self.building / file.name).unlink(missing_ok=True)
+        rank = f"rank {self.everyone.index}"
+        what, folder = f"{rank} could not write {self._file}", self.path.parent
+        reason = _reason(error, what, folder, nbytes, self.elsewhere)
+        self.problem = f"{rank}: {reason}" if isinstance(error, CheckpointError) else reason
+        with suppress(OSError):
+            self._leave({"error": self.problem})
+
+    def _leave(self, entry: Mapping[str, Any]) -> None:
+        """Writes this rank's entry."""
+        write_entry(self._entry_file(self.everyone.index), entry)
+
+    def _entry_file(self, rank: int) -> Path:
+        return self.building / f"entry-{rank:05d}-{self.token}.json"
+
+    # ------------------------------------------------------------------------------------------------------ publishing
+
+    def commit(self, patience: float = ENTRIES_S) -> None:
+        """Publishes the folder once every rank has left its entry, on rank 0. No collective.
+
+        Args:
+            patience: Seconds to wait for the others.
+        """
+        if self.everyone.index > 0:
+            return
+        try:
+            entries = self._entries(time.monotonic() + patience)
+            self.before_publishing()
+            finish(self.building, self.path, self.head, entries)
+        except Exception as error:  # also of what the caller saves, which JSON cannot represent
+            self.problem = _reason(error, f"could not finish {self.path}", self.path.parent)
+        if self.problem is not None:
+            shutil.rmtree(self.building, ignore_errors=True)
+
+    def _entries(self, end: float) -> list[dict[str, Any]]:
+        """Returns the entries of all ranks; CheckpointError if one is missing or has an error."""
+        found: list[dict[str, Any]] = []
+        for rank in range(self.everyone.size):
+            # others may still write into the folder
+            if rank == self.everyone.index and self.problem is not None:
+                found.append({"error": self.problem})
+                continue
+            file = self._entry_file(rank)
+            while not file.exists():
+                if time.monotonic() > end or self._given_up.is_set():
+                    late = f"rank {rank} has not written its part of {self.path} in time"
+                    raise CheckpointError("; ".join(self._known) or late)
+                time.sleep(POLL_S)
+            found.append(json.loads(file.read_text()))
+            file.unlink()
+        problems = [entry["error"] for entry in found if "error" in entry]
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        return found
+
+    def agree(self) -> None:
+        """Raises CheckpointError on every rank if any has a problem, and removes the files. Collective."""
+        if found := collectives.problems_of_all([self.problem], self.everyone):
+            if self.everyone.index == 0:
+                shutil.rmtree(self.building, ignore_errors=True)
+            collectives.barrier(self.everyone)
+            raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
+
+
+class Saver:
+    """Begins saves, one at a time.
+
+    Args:
+        room: The memory for copies.
+
+    Attributes:
+        last: The newest save that a thread writes.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, topology: Topology, config: Config, room: Room | None = None
+    ) -> None:
+        self.optimizer, self.topology, self.config = optimizer, topology, config
+        self.room = Room() if room is None else room
+        self.last: Save | None = None
+        self._has_room: bool | None = None
+
+    def end(self) -> None:
+        """Waits for the newest save, if it is still written. Collective."""
+        if self.last is not None:
+            self.last.end()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Gives the save that is written some seconds if the block raises an error; none after an interrupt."""
+        try:
+            yield
+        except BaseException as error:
+            if self.last is not None:
+                self.last.give_up(FAILURE_S if isinstance(error, Exception) else 0.0)
+            raise
+
+    def has_room(self) -> bool:
+        """Returns whether every rank has memory for a copy of what it saves. Collective.
+
+        The copies of a machine may take half of its free memory, or all if `checkpoint.async` is true.
+        """
+        if self._has_room is None:
+            everyone, gpu = self.topology.axis("world"), is_accelerator(self.topology.device)
+            needed = copy_bytes(self._records(), self.optimizer.layout.policy, gpu)
+            needed *= int(os.environ.get("LOCAL_WORLD_SIZE", everyone.size))
+            free = free_bytes() // (1 if self.config.checkpoint.async_ is True else 2)
+            self._has_room = all(collectives.exchange(needed <= free, everyone))
+        return self._has_room
+
+    def _records(self) -> Iterable[Record]:
+        return chain.from_iterable(h.extents(number) for h, number in self._numbers())
+
+    def make_room(self) -> None:
+        """Allocates the memory for copies, which a save would do while an update waits."""
+        gpu = is_accelerator(self.topology.device)
+        self.room.make(self._records(), self.optimizer.layout.policy, gpu)
+
+    def save(
+        self, path: Path, state: Mapping[str, Any], extras: Extras, hurries: Callable[[], bool],
+        before_publishing: Callable[[], None] = lambda: None,
+    ) -> Save:  # fmt: skip
+        """Writes the folder `path`, complete or not at all. Collective; CheckpointError on every rank."""
+        save = self.prepare(path, state, extras, hurries, before_publishing)
+        save.run(self.optimizer)
+        return save
+
+    def prepare(
+        self, path: Path, state: Mapping[str, Any], extras: Extras,
+        hurries: Callable[[], bool] = never, before_publishing: Callable[[], None] = lambda: None,
+    ) -> Save:  # fmt: skip
+        """Makes the unfinished folder, and returns what this rank is to write. Collective.
+
+        Args:
+            hurries: Returns whether `checkpoint.write-limit-mib` has ended; called by any thread.
+            before_publishing: See `Save`.
+
+        Raises:
+            CheckpointError: On every rank.
+        """
+        topology, everyone = self.topology, self.topology.axis("world")
+        self.optimizer.wait()
+        file = SavedFile(file_of(everyone.index), self._numbers(), *extras.copied())
+        sizes = collectives.exchange(file.nbytes, everyone)
+        problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
+        problem, token = collectives.exchange([problem, token], everyone)[0]
+        limit = _share(self.config.checkpoint.write_limit_mib, sizes, everyone.index)
+        save = Save(
+            path, everyone, token, [file] if file.held or file.tensors else [],
+            self._held() if topology.data.index == 0 else [], self.head(state), problem, limit, hurries,
+            before_publishing,
+        )  # fmt: skip
+        save.agree()
+        return save
+
+    def head(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a manifest without sections and files. The host waits for the counters."""
+        optimizer = self.optimizer
+        counters = {
+            "updates": float(optimizer.updates),
+            "skips": float(optimizer.bad.skips),
+            **optimizer.scaler.state(),
+        }
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "config": self.config.model_dump(mode="json"),
+            "topology": self.topology.sizes,
+            "state": {**state, **counters, **optimizer.bad.state()},
+        }
+
+    def _held(self) -> list[Held]:
+        return held(self.optimizer.layout, states(self.optimizer))
+
+    def _numbers(self) -> list[tuple[Held, int]]:
+        """Returns what this rank writes."""
+        return [(h, number) for h in self._held() if (number := h.number) is not None]
+
+    def start(
+        self, path: Path, state: Mapping[str, Any], extras: Extras, *, now: bool = False,
+        before_publishing: Callable[[], None] = lambda: None, hurries: Callable[[], bool] = never,
+    ) -> Save:  # fmt: skip
+        """Begins to save. Collective; CheckpointError on every rank for problems known at once.
+
+        Without memory for a copy, it warns and returns when the save has ended.
+
+        Args:
+            now: Wait until all of it was copied, for states that change in other ways than by updates.
+            before_publishing: See `Save`.
+            hurries: See `prepare`.
+        """
+        self.end()
+        began = time.perf_counter()
+        if not self.has_room():
+            if self.topology.rank == 0:
+                warnings.warn(
+                    "no memory for a copy: training waits for the checkpoint", stacklevel=3
+                )
+            return self.save(path, state, extras, hurries, before_publishing)
+        kept = copy.deepcopy(dict(state))  # the caller may change its own
+        save = self.prepare(path, kept, extras, hurries, before_publishing)
+        return self.run(save, began, now=now)
+
+    def run(self, save: Save, began: float, *, now: bool = False) -> Save:
+        """Starts a save, once the one before has ended.
+
+        Args:
+            began: When the call for it began, by `time.perf_counter`.
+            now: See `start`.
+        """
+        self.last = save
+        save.start(self.optimizer, self.room, began, now)
+        return save
+
+
+def save_bytes(asked: CheckpointConfig, layout: Layout, states: Sequence[State], gpu: bool) -> int:
+    """Returns a forecast of the host memory that asynchronous saves take of a rank, at most."""
+    if not asked.every or asked.async_ is False:
+        return 0
+    written = (h.extents(h.numbers[0]) for h in held(layout, on_paper(layout, states)))
+    return copy_bytes(chain.from_iterable(written), layout.policy, gpu)
+
+
+def on_paper(layout: Layout, states: Sequence[State]) -> list[State]:
+    """Returns a forecast of a rank's states: with frozen parameters and the previous version."""
+    others = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
+    if layout.policy.versions > 1 or layout.policy.delayed:
+        others += [State(bucket, {PREVIOUS: bucket.storage}) for bucket in layout.buckets]
+    return [*states, *others]
