@@ -16,7 +16,7 @@ from threed.zero import layout
 from threed.zero.counting import Contributions, LaunchQueue
 from threed.zero.early import Early
 from threed.zero.late import LateGradients
-from threed.zero.layout import Bucket, Layout, Policy
+from threed.zero.layout import Bucket, DataAxes, Layout, Policy
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import PLAIN, Reductions
 
@@ -177,7 +177,7 @@ class Vectors(nn.Module):
 def vectors(number: int = 3) -> tuple[Layout, Vectors]:
     """A layout with one vector per bucket, the last vector first."""
     unit, alone = Vectors(number), Topology().axis("dp")
-    policy = Policy(1, alone, alone, 256, torch.float32, torch.float32)
+    policy = Policy(1, DataAxes(alone, alone, alone), 256, torch.float32, torch.float32)
     plan = layout.build([unit], {}, Topology(), policy)
     assert [[slot.spec.name for slot in bucket.slots()] for bucket in plan.buckets] == [
         [f"v{n}"] for n in reversed(range(number))

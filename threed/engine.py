@@ -404,8 +404,7 @@ class LayeredEngine(Engine):
         return layered, config
 
     def _make_gatherer(self) -> Gatherer:
-        axis = setup.gather_axis(self.config, self.topology, self.layout.policy)
-        return Gatherer(self.layout, axis, setup.weight_codec(self.config))
+        return Gatherer(self.layout, setup.weight_codec(self.config))
 
     def _initialise(self) -> None:
         def values(piece: Piece) -> Tensor:
@@ -463,11 +462,8 @@ class ModuleEngine(Engine):
         return wrapped, config
 
     def _make_gatherer(self) -> ModuleGatherer:
-        axis = setup.gather_axis(self.config, self.topology, self.layout.policy)
-        return ModuleGatherer(
-            self.layout, axis, self.model, self.config.zero.prefetch,
-            setup.weight_codec(self.config),
-        )  # fmt: skip
+        prefetch, codec = self.config.zero.prefetch, setup.weight_codec(self.config)
+        return ModuleGatherer(self.layout, self.model, prefetch, codec)
 
     def _initialise(self) -> None:
         def values(piece: Piece) -> Tensor:

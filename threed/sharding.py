@@ -60,6 +60,9 @@ class ShardSpec:
     tile: (index, count) of a tile of a larger matrix, which is whole only while it is used; else (0, 1).
     padding: elements that belong to no global tensor. They are zero and stay so: whoever computes with them sees to it
     that their gradient is zero. No checkpoint has them.
+    over: the axis of data ranks that each hold other pieces (`Topology.data_name`, or blocks of it such as "dp/2"), or
+    None if all data ranks hold the same. The layer exchanges its inputs and outputs over that axis, so that the
+    gradient of its pieces comes from the samples of all of these ranks.
     """
 
     pieces: tuple[Piece, ...]
@@ -68,6 +71,7 @@ class ShardSpec:
     decay: bool = True
     tile: tuple[int, int] = (0, 1)
     padding: int = 0
+    over: str | None = None
 
     @property
     def numel(self) -> int:

@@ -93,7 +93,7 @@ def prepare(
     problem, token = collectives.exchange([problem, token], everyone)[0]
     about = head(optimizer, topology, config, state)
     limit = _share(config.checkpoint.write_limit_mib, sizes, everyone.index)
-    described = mine if topology.data.index == 0 else []
+    described = [h for h in mine if h.portion == h.copy == 0]
     files = [file] if file.held or file.tensors else []
     saving = Saving(path, everyone, token, files, described, about, problem, limit, hurries)
     saving.agree()

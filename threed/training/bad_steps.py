@@ -34,9 +34,7 @@ class BadSteps(Callback):
 
     def begin(self, run: Run) -> None:
         if run.config.run.check_replicas:
-            copies, alone = (
-                n / MIB for n in replicas.compared(self.engine.optimizer, self.engine.topology)
-            )
+            copies, alone = (n / MIB for n in replicas.compared(self.engine.optimizer))
             run.note(
                 f"replicas   of {copies + alone:.1f} MiB on rank 0, {copies:.1f} have copies to be compared with"
             )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from threed import collectives
 from threed.config import Config
 from threed.schedules import Plan
+from threed.sharding import ShardSpec
 from threed.topology import Axis, Topology
 from threed.zero.layout import Layout
 
@@ -51,16 +53,18 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
     another order has buckets of the same sizes with other parameters. Raises ValueError naming the rank. Collective.
     """
     for axis in topology.shared_axes():
-        data = axis is topology.data
-        everything = [
-            *layout.buckets,
-            *layout.frozen,
-        ]  # in the order of completion, the same on data ranks
-        summed = [
-            bucket for group in layout.groups if axis in group.sums for bucket in group.buckets
+        buckets = [
+            bucket
+            for group in layout.groups
+            if axis in (group.shard, *group.sums)
+            for bucket in group.buckets
         ]
-        buckets = everything if data else summed
-        cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in buckets]
+        if axis is topology.data:  # in the order of completion
+            buckets = [*layout.buckets, *layout.frozen]
+        cuts = [
+            (b.first, b.last, [(s.first, _alike(s.spec, axis, topology)) for s in b.slots()])
+            for b in buckets
+        ]
         mine = hashlib.sha256(repr(cuts).encode()).hexdigest()
         for rank, other in zip(axis.ranks, collectives.exchange(mine, axis), strict=True):
             if other != mine:
@@ -68,6 +72,50 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
                     f"ranks {rank} and {topology.rank} have different parameters in their buckets, or another order:"
                     " build the same layers, with the same names and shapes, on all ranks"
                 )
+
+
+def _alike(spec: ShardSpec, axis: Axis, topology: Topology) -> str:
+    """Returns what is the same of a parameter on all ranks of an axis."""
+    return spec.over if spec.over and axis is topology.data else spec.name
+
+
+class GlobalTensor(NamedTuple):
+    """A tensor of the whole model.
+
+    Attributes:
+        trained: whether it is trained.
+        has_moments: whether its rule keeps moments of it.
+        over: the axis that its parameter is dealt over, or "".
+    """
+
+    shape: tuple[int, ...]
+    trained: bool
+    has_moments: bool
+    over: str
+
+
+def tensors_of_model(layout: Layout, topology: Topology) -> dict[str, GlobalTensor]:
+    """Returns the weights of the whole model, by name. Collective.
+
+    Names differ between stages, tensor ranks, and the ranks that parameters are dealt over.
+    """
+    found: dict[str, GlobalTensor] = {}
+    for group in layout.groups:
+        trained, moments = group.key.trainable, bool(group.key.options.rule.state_names)
+        for piece in (piece for slot in group.slots for piece in slot.spec.pieces):
+            if 0 not in piece.shape:  # such parameters are not saved
+                about = piece.shape, trained, trained and moments, group.key.over or ""
+                found[piece.name] = GlobalTensor(*about)
+
+    def join(axis: Axis) -> None:
+        for some in collectives.exchange(found, axis):
+            found.update({n: GlobalTensor(tuple(s), *rest) for n, (s, *rest) in some.items()})
+
+    join(topology.axis("pp"))
+    join(topology.axis("tp"))
+    for over in sorted({tensor.over for tensor in found.values()} - {""}):
+        join(topology.axis(over))
+    return found
 
 
 def check_gathers(orders: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """ZeRO-3 for wrapped modules: hooks that gather the parameters of any nn.Module when they are used.
 
-    gatherer = ModuleGatherer(layout, axis, model, prefetch)
+    gatherer = ModuleGatherer(layout, model, prefetch)
     gatherer.gradient_complete(slot)    when the gradient of a parameter is complete
     gatherer.pass_ended()               after each backward, and after a forward that none follows
 
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from threed.codecs import EXACT, Codec
 from threed.models.wrapped import Wrapped
 from threed.sharding import storage_of
-from threed.topology import Axis
 from threed.zero.access import UNTRACED, Holder
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
@@ -121,7 +120,6 @@ class ModuleGatherer(Gatherer):
 
     Args:
         layout: of the parameters.
-        axis: as for `Gatherer`.
         model: the module, with its units, in which the gatherer installs its hooks.
         prefetch: how many groups to gather ahead.
         codec: as for `Gatherer`.
@@ -132,10 +130,8 @@ class ModuleGatherer(Gatherer):
 
     wrapped = True
 
-    def __init__(
-        self, layout: Layout, axis: Axis, model: Wrapped, prefetch: int, codec: Codec = EXACT
-    ) -> None:
-        super().__init__(layout, axis, codec)
+    def __init__(self, layout: Layout, model: Wrapped, prefetch: int, codec: Codec = EXACT) -> None:
+        super().__init__(layout, codec)
         self.changes = Changes(model.module, layout, self)
         self.prefetch = prefetch
         self.forwards, self.backwards = Trace(), Trace()

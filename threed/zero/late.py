@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -49,10 +50,9 @@ class LateGradients:
         Raises:
             RuntimeError: ranks gathered different groups.
         """
-        shard = self.layout.policy.shard
         for number in self._agree_on_buckets():
             bucket = self.layout.buckets[number]
-            window = self._window(bucket)
+            window, shard = self._window(bucket), bucket.group.shard
             total = collectives.start_reduce_scatter(window, shard, codec=self.codecs.of(shard))
             staged = bucket.grad.fetch()
             own = staged.wait()
@@ -63,19 +63,19 @@ class LateGradients:
 
     def _agree_on_buckets(self) -> list[int]:
         """Returns the numbers of the buckets with late gradients on any rank that shares them."""
-        policy, buckets = self.layout.policy, self.layout.buckets
+        buckets, late = self.layout.buckets, set[int]()
         own = [
             number
             for number, bucket in enumerate(buckets if self._gradients else ())
             if any(slot in self._gradients for slot in bucket.slots())
         ]
         order = 0 if self.gather_order is None else self.gather_order()
-        answers = collectives.exchange([order, own], policy.shard)
-        check_gathers([order for order, _ in answers])
-        late = [numbers for _, numbers in answers]
-        if any(early_sum(bucket) for bucket in buckets):  # stage 0: sums over the replicas
-            late += collectives.exchange(own, policy.replicas)
-        return sorted({number for numbers in late for number in numbers})
+        axes = [(bucket.group.shard, *early_sum(bucket)) for bucket in buckets]
+        for axis in dict.fromkeys(chain.from_iterable(axes)):
+            answers = collectives.exchange([order, own], axis)
+            check_gathers([order for order, _ in answers])
+            late |= {n for _, numbers in answers for n in numbers if axis in axes[n]}
+        return sorted(late)
 
     def _window(self, bucket: Bucket) -> Tensor:
         """Returns the late gradients of a bucket [last - first], with zeros elsewhere."""

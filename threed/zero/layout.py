@@ -53,6 +53,21 @@ class GroupOptions:
 
 
 @dataclass(frozen=True)
+class DataAxes:
+    """The axes of the data ranks that hold the same parameters.
+
+    Attributes:
+        shard: the axis S that slices are spread over.
+        replicas: the axis R of ranks that hold the same slice.
+        gather: S with the communicator for gathers.
+    """
+
+    shard: Axis
+    replicas: Axis
+    gather: Axis
+
+
+@dataclass(frozen=True)
 class Policy:
     """How a stage's parameters are laid out: which ranks have slices, and where they are stored.
 
@@ -60,8 +75,7 @@ class Policy:
 
     Attributes:
         stage: of ZeRO, 0 to 3.
-        shard: the axis S that slices are spread over.
-        replicas: the axis R of ranks that hold the same slice.
+        data: the axes of parameters that all data ranks hold.
         bucket_bytes: the largest size of a bucket.
         param_dtype: of the layers.
         grad_dtype: of the summed gradients.
@@ -79,11 +93,11 @@ class Policy:
         early: updates begin in the backward, and write to second regions of the drive
             (`threed.zero.early`).
         delayed: an update runs during the next step, which uses the parameters from before it.
+        dealt: the axes of the others, by `ShardSpec.over`.
     """
 
     stage: int
-    shard: Axis
-    replicas: Axis
+    data: DataAxes
     bucket_bytes: int
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -97,6 +111,11 @@ class Policy:
     versions: int = 1
     early: bool = False
     delayed: bool = False
+    dealt: Mapping[str, DataAxes] = field(default_factory=dict)
+
+    def axes(self, over: str | None) -> DataAxes:
+        """Returns the data axes of parameters with this `ShardSpec.over`."""
+        return self.data if over is None else self.dealt[over]
 
     @property
     def drives(self) -> set[Drive]:
@@ -106,12 +125,13 @@ class Policy:
     @property
     def slices_gradients(self) -> bool:
         """Whether gradients exist in full only bucket by bucket (stages 2 and 3)."""
-        return self.stage >= 2 and (self.shard.size > 1 or self.optimizer_tier is not None)
+        return self.stage >= 2 and (self.data.shard.size > 1 or self.optimizer_tier is not None)
 
     def slices_parameter(self, param: nn.Parameter) -> bool:
         """Returns whether a parameter is whole only while it is used (stage 3)."""
-        spread = self.shard.size > 1 or self.params_tier is not None
-        whole = param.numel() * spec_of(param).tile[1]  # of the whole matrix, for a tile
+        spec = spec_of(param)
+        spread = self.axes(spec.over).shard.size > 1 or self.params_tier is not None
+        whole = param.numel() * spec.tile[1]  # of the whole matrix, for a tile
         return self.stage == 3 and spread and whole >= max(self.resident, 1)
 
 
@@ -131,6 +151,7 @@ class GroupKey:
     chunks: tuple[int, ...] = (0,)  # this rank's chunks of the model that use it
     # of a tied one: the chunks of each of these stages that use it
     tied_chunks: tuple[tuple[int, ...], ...] = ()
+    over: str | None = None
 
 
 @dataclass(eq=False)
@@ -246,18 +267,24 @@ class Bucket:
 class Group:
     """A flat buffer of parameters [numel], in the compute dtype.
 
-    shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
-    holders: the pipeline ranks that each update a portion of the same slice; the last of `sums` if they are several.
-    copies: the axes over which ranks hold the same portion. granule: every bucket has a multiple of so many elements.
-    params: the buffer; for a sliced group a new one for every gather, and [0] while it is not gathered. previous: the
-    buffer of the version before, if there are two versions; else `params`. grads: all gradients, in their dtype, if
-    they are kept in full, else [0].
+    Attributes:
+        shard: the axis S that slices are spread over.
+        gather: S with the communicator for gathers.
+        sums: the axes that a slice's gradient is summed over after that.
+        holders: the pipeline ranks that each update a portion of the same slice; the last of `sums`
+            if they are several.
+        copies: the axes over which ranks hold the same portion.
+        granule: every bucket has a multiple of so many elements.
+        params: the buffer; of a sliced group a new one for every gather, and [0] between gathers.
+        previous: the buffer of the version before, if there are two versions; else `params`.
+        grads: all gradients, in their dtype, if they are kept in full, else [0].
     """
 
     key: GroupKey
     slots: list[Slot]
     numel: int
     shard: Axis
+    gather: Axis
     sums: tuple[Axis, ...]
     holders: Axis
     copies: tuple[Axis, ...]
@@ -394,7 +421,7 @@ def build(
             tuple(sorted(set(slot.units))) if sliced else None, tie.layers if tie and sliced else (),
             spec.name if sliced and spec.tile[1] > 1 else None,
             (0,) if chunks is None else tuple(sorted({chunks[unit] for unit in slot.units})),
-            tie.chunks if tie else (),
+            tie.chunks if tie else (), spec.over,
         )  # fmt: skip
         keys.setdefault(key, []).append(slot)
     groups = [_group(key, slots, topology, policy) for key, slots in keys.items()]
@@ -411,8 +438,9 @@ def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
 
 
 def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy) -> Group:
-    copies, holders = [policy.replicas], alone("pp")
-    sums = [policy.replicas, *([topology.axis(key.partial)] if key.partial else [])]
+    data, holders = policy.axes(key.over), alone("pp")
+    copies = [data.replicas]
+    sums = [data.replicas, *([topology.axis(key.partial)] if key.partial else [])]
     copies += [topology.axis(key.replicated)] if key.replicated else []
     if key.tied:
         same = topology.stages(key.tied)
@@ -425,12 +453,21 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     for slot in slots:
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
-    granule = policy.shard.size * holders.size * ALIGN  # so that all portions are aligned
+    granule = data.shard.size * holders.size * ALIGN  # so that all portions are aligned
     numel = max(1, -(-end // granule)) * granule
     several = tuple(axis for axis in sums if axis.size > 1)
     buffers = _buffers(key, numel, topology.device, policy)
     group = Group(
-        key, slots, numel, policy.shard, several, holders, tuple(copies), granule, *buffers
+        key,
+        slots,
+        numel,
+        data.shard,
+        data.gather,
+        several,
+        holders,
+        tuple(copies),
+        granule,
+        *buffers,
     )
     for slot in slots:
         if group.sliced:

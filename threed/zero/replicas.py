@@ -1,7 +1,7 @@
 """Are copies still copies? Ranks that hold the same weights and moments compare hashes of the bits.
 
     check(optimizer, topology, step)    ReplicaError on every rank, naming the ranks that differ; collective
-    compared(optimizer, topology)       bytes that this rank holds copies of, and bytes that it holds alone
+    compared(optimizer)       bytes that this rank holds copies of, and bytes that it holds alone
 
 Copies are: under stage 0 everything on all data ranks; with `zero.shard-size` the slices of different groups (HSDP);
 parameters that stay whole (stages 0 to 2) on all data ranks; weights that every tensor rank has, such as norms; weights
@@ -74,7 +74,7 @@ def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
     """Compares all copies after a step. ReplicaError on every rank where any differ. Collective; the host waits for the
     device."""
     optimizer.wait()
-    held = list(_held(optimizer, topology))
+    held = list(_held(optimizer))
     found = [
         text
         for axis in topology.shared_axes()
@@ -86,11 +86,11 @@ def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
         raise ReplicaError(f"step {step}: {_told(problems, [host for _, host in everyone])}")
 
 
-def compared(optimizer: Optimizer, topology: Topology) -> tuple[int, int]:
+def compared(optimizer: Optimizer) -> tuple[int, int]:
     """Returns the bytes of weights and moments that this rank holds copies of, and of those that it alone holds."""
     optimizer.wait()
     sizes = Counter[bool]()
-    for one in _held(optimizer, topology):
+    for one in _held(optimizer):
         sizes[any(axis.size > 1 for axis in one.axes)] += one.nbytes
     return sizes[True], sizes[False]
 
@@ -98,45 +98,27 @@ def compared(optimizer: Optimizer, topology: Topology) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------------- what it is
 
 
-def _held(optimizer: Optimizer, topology: Topology) -> Iterator[Copied]:
+def _held(optimizer: Optimizer) -> Iterator[Copied]:
     """Yields what this rank holds, group by group, in an order that all ranks of an axis share."""
     states: dict[Group, list[State]] = {}
     for state in (*optimizer.states, *optimizer.frozen):
         states.setdefault(state.bucket.group, []).append(state)
     for group in optimizer.layout.groups:
-        axes = _axes(group, topology, optimizer)
         if not group.sliced:
-            yield _whole(
-                group, PARAMETERS, group.params, (*axes, *_more_axes(group, topology, optimizer))
-            )
+            yield _whole(group, PARAMETERS, group.params)
             if group.previous is not group.params:
-                yield _whole(
-                    group, BEFORE, group.previous, (*axes, *_more_axes(group, topology, optimizer))
-                )
-        yield from _slices(group, states.get(group, []), axes)
+                yield _whole(group, BEFORE, group.previous)
+        yield from _slices(group, states.get(group, []))
 
 
-def _axes(group: Group, topology: Topology, optimizer: Optimizer) -> tuple[Axis, ...]:
-    """The axes along which a group's slices are copies."""
-    axes = [optimizer.layout.policy.replicas]
-    axes += [topology.axis(group.key.replicated)] if group.key.replicated else []
-    axes += [topology.stages(group.key.tied)] if group.key.tied and group.holders.size == 1 else []
-    return tuple(axes)
-
-
-def _more_axes(group: Group, topology: Topology, optimizer: Optimizer) -> tuple[Axis, ...]:
-    """The axes along which its parameters, which are whole, are copies besides."""
-    holders = group.holders if group.holders.size > 1 else None
-    return tuple(axis for axis in (optimizer.layout.policy.shard, holders) if axis is not None)
-
-
-def _whole(group: Group, part: str, buffer: Tensor, axes: tuple[Axis, ...]) -> Copied:
+def _whole(group: Group, part: str, buffer: Tensor) -> Copied:
+    axes = (*group.copies, group.shard, group.holders)
     names = tuple(slot.spec.name for slot in group.slots)
     hashes = torch.stack([fingerprint(group.view(slot, buffer)) for slot in group.slots])
     return Copied(group, part, axes, names, hashes, buffer.nbytes)
 
 
-def _slices(group: Group, states: Sequence[State], axes: tuple[Axis, ...]) -> Iterator[Copied]:
+def _slices(group: Group, states: Sequence[State]) -> Iterator[Copied]:
     """Yields the parts of the state of a group that are not its parameters themselves, or are sliced."""
     parts = list(states[0].storages) if states else []
     found: dict[str, tuple[list[str], list[Tensor], list[int]]] = {
@@ -153,7 +135,7 @@ def _slices(group: Group, states: Sequence[State], axes: tuple[Axis, ...]) -> It
         drop_all(buffers)
     for part, (names, hashes, sizes) in found.items():
         if hashes and not (part == WEIGHT and states[0].shared and not group.sliced):
-            yield Copied(group, part, axes, tuple(names), torch.stack(hashes), sum(sizes))
+            yield Copied(group, part, group.copies, tuple(names), torch.stack(hashes), sum(sizes))
 
 
 # ----------------------------------------------------------------------------------------------------------- comparing

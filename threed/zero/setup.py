@@ -25,7 +25,7 @@ from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
 from threed.zero.early import most_waiting
-from threed.zero.layout import GroupOptions, HasModules, Layout, Policy
+from threed.zero.layout import DataAxes, GroupOptions, HasModules, Layout, Policy
 from threed.zero.reductions import GradientCodecs
 
 # From progress after warm-up (0 to 1) to a share between 0 (min_lr) and 1 (lr).
@@ -39,9 +39,19 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
+def shard_axes(config: Config, topology: Topology, over: str | None = None) -> tuple[str, str, str]:
     """Returns the names of the axes S (slices), R (ranks with the same slice), and S with a communicator of its own for
-    gathers; an empty name is an axis of this rank alone. `Topology.prepare` makes them."""
+    gathers; an empty name is an axis of this rank alone. `Topology.prepare` makes them.
+
+    Args:
+        over: `ShardSpec.over` of the parameters. Slices are then spread over all ranks with the same pieces, whatever
+            the shard size.
+    """
+    if over is not None:
+        same = over.replace("/", "%") if "/" in over else ""
+        if config.zero.stage == 0:
+            return "", same, ""
+        return same, "", f"{same}@gather" if same and config.zero.stage == 3 else same
     size, data, copies = config.zero.shard_size, topology.data_name, topology.data.size
     n = 1 if config.zero.stage == 0 else copies if size == "all" else int(size)
     if copies % n:
@@ -56,12 +66,6 @@ def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
     )
 
 
-def gather_axis(config: Config, topology: Topology, policy: Policy) -> Axis:
-    """Returns the axis that gathers are over: S, with a communicator of its own where there are other collectives."""
-    name = shard_axes(config, topology)[2]
-    return topology.axis(name) if name else policy.shard
-
-
 def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
     """Raises ConfigError where a model is cut into another number of tiles than asked for."""
     if wanted != tile:
@@ -70,22 +74,25 @@ def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
         raise ConfigError([f"--zero.tile {wanted}: this model is cut into {tile}; {fix}"])
 
 
-def policy(config: Config, topology: Topology, ways: int = 1) -> Policy:
-    """Returns how parameters are laid out. ways: 2 where two pipeline ranks hold every stage."""
+def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[str] = ()) -> Policy:
+    """Returns how parameters are laid out. ways: 2 where two pipeline ranks hold every stage. overs: each
+    `ShardSpec.over` of the model."""
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
-    shard, replicas, _ = (
-        topology.axis(name) if name else alone for name in shard_axes(config, topology)
-    )
+
+    def axes(over: str | None = None) -> DataAxes:
+        names = shard_axes(config, topology, over)
+        return DataAxes(*(topology.axis(name) if name else alone for name in names))
+
     host = topology.device if topology.on_paper else torch.device("cpu")
     params, optimizer = _tiers(config, host, topology.on_paper)
     return Policy(
-        stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=int(config.zero.bucket_mib * 2**20),
+        stage=config.zero.stage, data=axes(), bucket_bytes=int(config.zero.bucket_mib * 2**20),
         param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
         resident=config.zero.resident, options=group_options(config.optim), arena=config.recompute.arena,
         params_tier=params, optimizer_tier=optimizer, host=host,
         states_once=ways > 1 and params is None and optimizer is None,
         versions=1 + is_asynchronous(config.parallel.schedule), early=is_early(config),
-        delayed=config.zero.delayed_update,
+        delayed=config.zero.delayed_update, dealt={over: axes(over) for over in overs},
     )  # fmt: skip
 
 

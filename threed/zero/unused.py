@@ -30,7 +30,7 @@ Stretch = tuple[int, int, Tensor | None]
 
 def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
     """Warns of the parameters that no rank used in the first step, if this rank `warns`. Collective."""
-    policy = layout.policy
+    data = layout.policy.data
     never = {
         s.spec.name
         for group in layout.groups
@@ -38,9 +38,9 @@ def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
         for s in group.slots
         if s in unused
     }
-    for axis in (policy.shard, policy.replicas):
+    for axis in (data.shard, data.replicas):
         never.intersection_update(*collectives.exchange(sorted(never), axis))
-    if never and warns and policy.shard.index == policy.replicas.index == 0:
+    if never and warns and data.shard.index == data.replicas.index == 0:
         names = ", ".join(sorted(never))
         warnings.warn(
             f"no gradient came to {names} in the first step: they change by weight decay only",
@@ -87,13 +87,13 @@ class Unused:
         if not self._never:
             return
         never = {number for number in self._never if self._slots[number] not in used}
-        for axis in (self.layout.policy.shard, self.layout.policy.replicas):
+        for axis in (self.layout.policy.data.shard, self.layout.policy.data.replicas):
             never.intersection_update(*collectives.exchange(sorted(never), axis))
         came, self._never = self._never - never, never
         if (
             self._first
             and never
-            and self.layout.policy.shard.index == self.layout.policy.replicas.index == 0
+            and self.layout.policy.data.shard.index == self.layout.policy.data.replicas.index == 0
         ):
             names = ", ".join(self._slots[number].spec.name for number in sorted(never))
             warnings.warn(

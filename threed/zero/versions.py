@@ -64,7 +64,7 @@ class Versions:
         for bucket, storage in self._before.items():
             if whole:
                 window = bucket.group.previous[bucket.first : bucket.last]
-                collectives.start_all_gather(storage.tensor, self.gatherer.axis, out=window).wait()
+                collectives.start_all_gather(storage.tensor, bucket.group.gather, out=window).wait()
         for group in self._groups if not whole else ():
             group.previous.copy_(group.params)
 
