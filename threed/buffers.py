@@ -139,19 +139,13 @@ class Buffers:
                 place.owner._buffers[place.key] = place.value.to(self.topology.device)
         held = self._held()
         about = [[place.name, dtype_name(value), list(value.shape)] for place, value in held]
-        for rank, other in zip(
-            self._data.ranks, collectives.exchange(about, self._data) if held else (), strict=False
-        ):
+        others = collectives.exchange(about, self._data) if held else []
+        for rank, other in zip(self._data.ranks, others, strict=False):
             if other != about:
-                names = sorted(
-                    {
-                        str(entry[0])
-                        for entry in (*about, *other)
-                        if entry not in about or entry not in other
-                    }
-                )
+                unlike = [b for b in (*about, *other) if b not in about or b not in other]
+                names = few(sorted({str(name) for name, *_ in unlike}))
                 raise ValueError(
-                    f"rank {rank} has other buffers than rank {self.topology.rank}: {', '.join(names[:5])}"
+                    f"rank {rank} has other buffers than rank {self.topology.rank}: {names}"
                 )
         self._send([(place, value.shape, value.dtype) for place, value in held])
 
@@ -203,13 +197,12 @@ class Buffers:
             for place, value, before in pairs
             if before is None or _replaced(value, before)
         }
-        if same := [
-            (p.owner, b.copy, v)
-            for p, v, b in pairs
-            if b and b.copy is not None and p.owner not in owners
-        ]:
-            differ = torch.stack([(copy != value).any() for _, copy, value in same]).tolist()
-            owners |= {owner for (owner, *_), changed in zip(same, differ, strict=True) if changed}
+        owners |= {
+            place.owner
+            for place, value, before in pairs
+            if before is not None and before.copy is not None and place.owner not in owners
+            if bool((before.copy != value).any())
+        }
         # A buffer that is no state and is another tensor now is a cache, whose shape may be each rank's own.
         mine = {
             place.name for place, value, before in pairs
@@ -282,30 +275,21 @@ class Buffers:
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
         """Every persistent buffer of the model and its shape, None where it has no value. Collective."""
-        mine = [
-            [n, None if p.value is None else list(p.value.shape)]
-            for n, p in self.persistent().items()
-        ]
-        stages = collectives.exchange(mine, self.topology.axis("pp"))
+        own = {n: None if p.value is None else p.value.shape for n, p in self.persistent().items()}
         return {
             name: None if shape is None else tuple(shape)
-            for stage in stages
-            for name, shape in stage
+            for stage in collectives.exchange(own, self.topology.axis("pp"))
+            for name, shape in stage.items()
         }
 
     def different(self) -> list[str]:
         """The persistent buffers whose values are not the same on all tensor ranks. Collective."""
-        line, values = self.topology.axis("tp"), {n: p.value for n, p in self.persistent().items()}
-        if line.size == 1 or not values:
+        line, places = self.topology.axis("tp"), self.persistent()
+        if line.size == 1 or not places:
             return []
-        mine = {
-            name: ""
-            if value is None
-            else hashlib.sha256(bytes_of(value).cpu().numpy().data).hexdigest()
-            for name, value in values.items()
-        }
-        ranks = collectives.exchange(mine, line)
-        return sorted(name for name in mine if len({rank.get(name) for rank in ranks}) > 1)
+        values = {name: place.value for name, place in places.items() if place.value is not None}
+        ranks = collectives.exchange({name: _digest(v) for name, v in values.items()}, line)
+        return sorted(name for name in places if len({rank.get(name) for rank in ranks}) > 1)
 
     def restore(self, names: Collection[str], source: Callable[[str], Tensor]) -> None:
         """Sets the persistent buffers among `names` from `source(name)`."""
@@ -332,6 +316,10 @@ class Buffers:
                 for (name, dtype, shape, _), part in zip(stage, parts, strict=True)
             }
         return out
+
+
+def _digest(value: Tensor) -> str:
+    return hashlib.sha256(bytes_of(value).cpu().numpy().data).hexdigest()
 
 
 def _version(value: Tensor) -> int:

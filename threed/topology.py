@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -251,15 +251,12 @@ class Topology:
         """Makes channels for tensors in the host's memory, (source, target) each; returns those of this rank. Their
         bytes count for no axis. Collective over the world, same pairs."""
         self._even_out()
-        links, missing = dict[tuple[int, int], Link](), sorted(pairs)
-        while missing:
-            at_once = _disjoint(missing)
-            missing = [pair for pair in missing if pair not in at_once]
-            mine = next((pair for pair in at_once if self.rank in pair), None)
-            ranks = [self.rank] if mine is None else list(mine)
+        links = dict[tuple[int, int], Link]()
+        for mine in _in_turns(sorted(pairs), self.rank):
             group = dist.new_group(
-                ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True
-            )
+                list(mine or (self.rank,)), timeout=self.timeout, backend="gloo",
+                use_local_synchronization=True,
+            )  # fmt: skip
             if mine is not None:
                 axis = Axis("host", mine, mine.index(self.rank), group)
                 links[mine] = Link(mine[1 - axis.index], axis)
@@ -328,23 +325,25 @@ class Topology:
         """Makes a channel for each direction of some pairs of stages; on all ranks the same pairs."""
         line, missing = self._axes["pp"], sorted(set(pairs) - self._linked)
         self._linked.update(missing)
-        while missing and not self.on_paper:
-            at_once = _disjoint(missing)  # so that every rank has one group at most to make
-            missing = [pair for pair in missing if pair not in at_once]
-            mine = next((pair for pair in at_once if line.index in pair), ())
+        for mine in _in_turns(missing, line.index) if not self.on_paper else ():
             for direction in (1, -1):
-                axis = self._line("pp", tuple(line.ranks[stage] for stage in mine))
-                if mine:
+                axis = self._line("pp", tuple(line.ranks[stage] for stage in mine or ()))
+                if mine is not None:
                     source, target = mine[::direction]
                     peer = target if line.index == source else source
                     self._links[source, target] = Link(line.ranks[peer], axis)
 
 
-def _disjoint(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Pairs without a common member, as they come."""
-    found, seen = [], set[int]()
-    for pair in pairs:
-        if seen.isdisjoint(pair):
-            found.append(pair)
+def _in_turns(pairs: Sequence[tuple[int, int]], member: int) -> Iterator[tuple[int, int] | None]:
+    """Yields for each turn the pair that has this member, if any; the pairs of a turn have no common member, so that
+    every rank has one group at most to make in it."""
+    while pairs:
+        seen, later, own = set[int](), list[tuple[int, int]](), None
+        for pair in pairs:
+            if not seen.isdisjoint(pair):
+                later.append(pair)
+                continue
             seen.update(pair)
-    return found
+            own = pair if member in pair else own
+        yield own
+        pairs = later

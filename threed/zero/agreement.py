@@ -41,11 +41,11 @@ def check_plan(plan: Plan, world: Axis) -> None:
     _check_same(text, f"has another plan of schedule {plan.name}", fix, world)
 
 
-def _check_same(text: str, differs: str, fix: str, world: Axis) -> None:
-    everyone = collectives.exchange(hashlib.sha256(text.encode()).hexdigest(), world)
-    for rank, other in enumerate(everyone):
+def _check_same(text: str, differs: str, fix: str, axis: Axis) -> None:
+    everyone = collectives.exchange(hashlib.sha256(text.encode()).hexdigest(), axis)
+    for rank, other in zip(axis.ranks, everyone, strict=True):
         if other != everyone[0]:
-            raise ValueError(f"rank {rank} {differs} than rank 0: {fix}")
+            raise ValueError(f"rank {rank} {differs} than rank {axis.ranks[0]}: {fix}")
 
 
 def check_buckets(layout: Layout, topology: Topology) -> None:
@@ -65,13 +65,8 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
             (b.first, b.last, [(s.first, _alike(s.spec, axis, topology)) for s in b.slots()])
             for b in buckets
         ]
-        mine = hashlib.sha256(repr(cuts).encode()).hexdigest()
-        for rank, other in zip(axis.ranks, collectives.exchange(mine, axis), strict=True):
-            if other != mine:
-                raise ValueError(
-                    f"ranks {rank} and {topology.rank} have different parameters in their buckets, or another order:"
-                    " build the same layers, with the same names and shapes, on all ranks"
-                )
+        fix = "build the same layers, with the same names and shapes, on all ranks"
+        _check_same(repr(cuts), "has other parameters in its buckets, or another order,", fix, axis)
 
 
 def _alike(spec: ShardSpec, axis: Axis, topology: Topology) -> str:

@@ -26,7 +26,7 @@ from threed.memory.tiers import DriveBuffer, StagedBuffer
 from threed.ops.update import StepScalars
 from threed.planner.memory import UPDATES_AHEAD
 from threed.zero.layout import Bucket, Layout
-from threed.zero.state import GRADIENT, PARAMETER, Readers, State, drop_all, early_storages
+from threed.zero.state import GRADIENT, State, drop_all, early_storages
 
 
 class Early:
@@ -34,22 +34,19 @@ class Early:
 
     Args:
         states: of the optimizer.
-        readers: the saves that still read them.
         most: gradients that wait at a time.
         clips: whether a step's gradients may be clipped.
         guess: returns the next update's scalars on the host, if nothing is clipped and nothing
             skipped.
-        apply_rule: updates weights, gradient (used up) and moments of a state; see
-            `Optimizer._apply_rule`.
+        apply: updates what buffers hold of a state; see `Optimizer._update_buffers`.
     """
 
     def __init__(
-        self, states: Sequence[State], readers: Readers, most: int, clips: bool, *,
+        self, states: Sequence[State], most: int, clips: bool, *,
         guess: Callable[[], StepScalars],
-        apply_rule: Callable[[State, Sequence[Tensor], StepScalars, Tensor | None], None],
+        apply: Callable[[State, dict[str, StagedBuffer], StepScalars, bool], Tensor],
     ) -> None:  # fmt: skip
-        self.readers, self.most, self.clips = readers, most, clips
-        self.guess, self.apply_rule = guess, apply_rule
+        self.most, self.clips, self.guess, self.apply = most, clips, guess, apply
         self._states = {state.bucket: state for state in states if early_storages(state)}
         self._hopeful = True  # the last guess would have been right
         self._guess: StepScalars | None = None  # while a step runs
@@ -132,13 +129,7 @@ class Early:
         buffers[GRADIENT] = gradient
         assert self._guess is not None
         try:
-            self.readers.wait(state)
-            weight, *moments = (buffers[part].wait() for part in state.storages)
-            if not state.shared:
-                buffers[PARAMETER] = state.bucket.portion.empty()
-            out = None if state.shared else buffers[PARAMETER].values
-            self.apply_rule(state, (weight, gradient.wait(), *moments), self._guess, out)
-            buffers.pop(GRADIENT).drop()
+            self.apply(state, buffers, self._guess, not state.shared)
             while buffers:
                 staged = buffers.popitem()[1]
                 assert isinstance(staged, DriveBuffer)

@@ -243,7 +243,7 @@ class Gatherer:
             raise errors[0]
 
     def pass_ended(self) -> None:
-        """Called after each backward, and after a forward that none follows."""
+        """Called after each backward."""
 
     def gradient_complete(self, slot: Slot) -> None:
         """Called with each parameter whose gradient is complete, in a backward."""

@@ -2,7 +2,7 @@
 
     gatherer = ModuleGatherer(layout, model, prefetch)
     gatherer.gradient_complete(slot)    when the gradient of a parameter is complete
-    gatherer.pass_ended()               after each backward, and after a forward that none follows
+    gatherer.pass_ended()               after each backward
 
 A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter, or
 of a tensor that autograd saved as a view of it, gathers its group (`zero.access`). In a backward a group is released
@@ -243,13 +243,17 @@ class ModuleGatherer(Gatherer):
             self.close(group, Holder.BACKWARD)
 
     def pass_ended(self) -> None:
-        """Ends a pass: releases all groups."""
+        """Ends a backward: releases all groups."""
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Releases all groups, and ends the pass that used them."""
         self.backwards.end()
         self._calls.clear()  # of a forward that was interrupted
         self._recent.clear()
         self._due.clear()
         self._node, self._in_use = None, set()
-        self.release_all()
+        super().release_all()
 
 
 def in_backward() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from threed import collectives
 from threed.memory.tiers import StagedBuffer
 from threed.zero.agreement import check_gathers
+from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.reductions import GradientCodecs, early_sum, sum_over
 
@@ -21,13 +22,11 @@ class LateGradients:
     Args:
         layout: the parameters and their buckets.
         codecs: how gradients are encoded between ranks.
-        gather_order: returns a hash of the groups gathered so far; ranks compare it.
+        gatherer: gathers the parameters, in an order that ranks compare.
     """
 
-    def __init__(
-        self, layout: Layout, codecs: GradientCodecs, gather_order: Callable[[], int] | None
-    ) -> None:
-        self.layout, self.codecs, self.gather_order = layout, codecs, gather_order
+    def __init__(self, layout: Layout, codecs: GradientCodecs, gatherer: Gatherer | None) -> None:
+        self.layout, self.codecs, self.gatherer = layout, codecs, gatherer
         self._gradients: dict[Slot, Tensor] = {}
 
     def add(self, slot: Slot, grad: Tensor) -> None:
@@ -69,7 +68,7 @@ class LateGradients:
             for number, bucket in enumerate(buckets if self._gradients else ())
             if any(slot in self._gradients for slot in bucket.slots())
         ]
-        order = 0 if self.gather_order is None else self.gather_order()
+        order = 0 if self.gatherer is None else self.gatherer.order
         axes = [(bucket.group.shard, *early_sum(bucket)) for bucket in buckets]
         for axis in dict.fromkeys(chain.from_iterable(axes)):
             answers = collectives.exchange([order, own], axis)
@@ -83,7 +82,7 @@ class LateGradients:
         window = torch.zeros(size, dtype=dtype, device=bucket.group.params.device)
         for slot in bucket.slots():
             if slot in self._gradients:
-                first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
-                part = self._gradients[slot].view(-1)[first - slot.first : last - slot.first]
-                window[first - bucket.first : last - bucket.first].copy_(part)
+                part = bucket.part(slot, window)
+                begin = max(bucket.first - slot.first, 0)
+                part.copy_(self._gradients[slot].view(-1)[begin : begin + len(part)])
         return window

@@ -256,6 +256,10 @@ class Bucket:
         """The first unit that uses a parameter of this bucket; -1 if none does."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
+    def part(self, slot: Slot, window: Tensor) -> Tensor:
+        """Returns the parameter's part of a tensor of the bucket's elements [last - first]."""
+        return window[max(slot.first - self.first, 0) : slot.last - self.first]
+
     def slots(self) -> list[Slot]:
         """Returns the parameters that lie in this bucket, wholly or in part."""
         return [
@@ -425,9 +429,11 @@ def build(
         )  # fmt: skip
         keys.setdefault(key, []).append(slot)
     groups = [_group(key, slots, topology, policy) for key, slots in keys.items()]
-    buckets = _completion_order([group for group in groups if group.key.trainable])
+    trained = [bucket for group in groups if group.key.trainable for bucket in group.buckets]
     frozen = [bucket for group in groups if not group.key.trainable for bucket in group.buckets]
-    return Layout(policy, groups, buckets, frozen)
+    # A bucket is complete when the backward of its earliest unit is.
+    trained.sort(key=lambda bucket: -bucket.earliest_unit)
+    return Layout(policy, groups, trained, frozen)
 
 
 def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
@@ -526,9 +532,3 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
 def _portion(storage: Storage, portion: slice, holders: Axis) -> Storage:
     """Returns the part of a slice's storage that this rank updates."""
     return storage if holders.size == 1 else InMemory(storage.fetch().wait()[portion])
-
-
-def _completion_order(groups: list[Group]) -> list[Bucket]:
-    """Sorts buckets by their earliest unit, last first: a bucket is complete when that unit's backward is."""
-    buckets = [bucket for group in groups for bucket in group.buckets]
-    return sorted(buckets, key=lambda bucket: -bucket.earliest_unit)

@@ -33,7 +33,6 @@ from threed.topology import Axis
 from threed.zero.early import Early, most_waiting
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Layout
-from threed.zero.norm import sum_of_squares
 from threed.zero.optimistic import Optimistic
 from threed.zero.reductions import Gradient
 from threed.zero.state import (
@@ -50,7 +49,7 @@ from threed.zero.state import (
     store_all,
 )
 from threed.zero.unused import Stretch, Unused
-from threed.zero.update import BadSteps, Before, Update
+from threed.zero.update import BadSteps, Before, Update, sum_of_squares
 from threed.zero.versions import Versions
 
 HOST = torch.device("cpu")
@@ -100,8 +99,8 @@ class Optimizer:
             before=self._before, apply=self._apply, observe=self.bad.observe,
         ) if optimistic else None  # fmt: skip
         self.early = Early(
-            self.states, self.readers, most_waiting(layout), grad_clip > 0,
-            guess=self._guess, apply_rule=self._apply_rule,
+            self.states, most_waiting(layout), grad_clip > 0,
+            guess=self._guess, apply=self._update_buffers,
         ) if policy.early else None  # fmt: skip
         self.versions = Versions(layout, gatherer) if policy.versions > 1 else None
         self.earlier = self.versions.earlier if self.versions else []
@@ -298,21 +297,34 @@ class Optimizer:
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool
     ) -> None:
         """Updates one bucket; parameters on the same device are written in the same pass."""
-        self.readers.wait(state)
-        gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
-        storage = state.bucket.portion
-        fused = publish and not state.shared and storage.device == weight.device
-        if fused:
-            buffers[PARAMETER] = storage.empty()
-        out = buffers[PARAMETER].values if fused else None
-        self._apply_rule(state, (weight, gradient, *moments), now, out)
-        buffers.pop(GRADIENT).drop()
+        same_device = state.bucket.portion.device == state.weight.device
+        fused = publish and not state.shared and same_device
+        weight = self._update_buffers(state, buffers, now, fused)
         if fused:
             buffers.pop(PARAMETER).store()
             self.gatherer.publish(state.bucket)
         elif publish:
             self._publish(state, weight)
         store_all(buffers)
+
+    def _update_buffers(
+        self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, fused: bool
+    ) -> Tensor:
+        """Updates what buffers hold of a state; returns the weights.
+
+        Args:
+            buffers: of all parts and the gradient, which is dropped.
+            now: the scalars of the update.
+            fused: also write the new parameters, to one more buffer.
+        """
+        self.readers.wait(state)
+        gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
+        if fused:
+            buffers[PARAMETER] = state.bucket.portion.empty()
+        out = buffers[PARAMETER].values if fused else None
+        self._apply_rule(state, (weight, gradient, *moments), now, out)
+        buffers.pop(GRADIENT).drop()
+        return weight
 
     def _apply_rule(
         self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None

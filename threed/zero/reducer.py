@@ -21,19 +21,30 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from torch import Tensor
 
+from threed import collectives
 from threed.layers.slicing import ForwardScope
 from threed.memory.tiers import StagedBuffer
-from threed.zero.counting import Contributions, LaunchQueue
+from threed.topology import Axis
 from threed.zero.early import Early
 from threed.zero.foreign_gradients import foreign_gradients
-from threed.zero.gradients import BucketGradients, FullGradients, Gradients
+from threed.zero.gather import Gatherer
 from threed.zero.late import LateGradients
 from threed.zero.layout import Bucket, Layout, Slot
-from threed.zero.reductions import PLAIN, Gradient, GradientCodecs, Reductions, later_sums
-from threed.zero.sink import Deferral, Sink, too_late
+from threed.zero.reductions import (
+    PLAIN,
+    BucketGradients,
+    FullGradients,
+    Gradient,
+    GradientCodecs,
+    Gradients,
+    Reductions,
+    later_sums,
+)
+from threed.zero.sink import Contributions, Deferral, LaunchQueue, Sink, too_late
 from threed.zero.unused import Unused, warn_of_unused
 
 
@@ -60,8 +71,7 @@ class Reducer:
         early: updates complete slices while the backward runs, except in the first step.
         unused: tracks which parameters of a wrapped module were used.
         warns: whether this rank warns of unused parameters, as one of the tensor ranks does.
-        on_gradient: called with each parameter whose gradient is complete.
-        gather_order: returns a hash of the groups gathered so far; ranks compare it.
+        gatherer: gathers the parameters; is told when a gradient is complete.
     """
 
     def __init__(
@@ -74,11 +84,10 @@ class Reducer:
         early: Early | None = None,
         unused: Unused | None = None,
         warns: bool = True,
-        on_gradient: Callable[[Slot], None] | None = None,
-        gather_order: Callable[[], int] | None = None,
+        gatherer: Gatherer | None = None,
     ) -> None:
         self.layout, self.early, self.unused, self.warns = layout, early, unused, warns
-        self.on_gradient = on_gradient
+        self.gatherer = gatherer
         sliced = layout.policy.slices_gradients
         self.rounds = sliced and not whole_step  # several in a step
         self.dynamic = dynamic
@@ -87,7 +96,7 @@ class Reducer:
         self.reductions = Reductions(
             layout, codecs, self.memory.release_window, self._update_in_backward
         )
-        self.late = LateGradients(layout, codecs, gather_order)
+        self.late = LateGradients(layout, codecs, gatherer)
         self.deferral = Deferral()
         self.scope = ForwardScope()  # shared with the stages
         self._queues: list[LaunchQueue] = []
@@ -136,8 +145,8 @@ class Reducer:
 
     def mark_complete(self, sink: Sink) -> None:
         """Marks a gradient as complete, and launches the buckets that are ready, in order."""
-        if self.on_gradient is not None:
-            self.on_gradient(sink.slot)
+        if self.gatherer is not None:
+            self.gatherer.gradient_complete(sink.slot)
         if not sink.counts.positions:  # an empty shard of the vocabulary
             return
         sink.queue.mark_complete(sink.counts)
@@ -224,6 +233,8 @@ class Reducer:
             if chunk in queue.chunks:
                 self._end_round(queue)
                 queue.next_round(self._passes)
+        if self.gatherer is not None:
+            self.gatherer.pass_ended()
 
     def unit_ended(self, unit: int) -> None:
         """Ends all backwards of a unit and of the units behind it; launches their buckets."""
@@ -325,15 +336,23 @@ class Reducer:
 
     # ------------------------------------------------------------------------ counts in checkpoints
 
-    def counted(self) -> dict[str, int]:
-        """Returns the contributions of a micro-batch, where they are not one for each module."""
-        counted = {sink.slot.spec.name: sink.counts.counted for sink in self.sinks}
-        return {name: count for name, count in counted.items() if count is not None}
+    def state(self, stages: Axis) -> dict[str, Any]:
+        """Returns the state for a checkpoint: which parameters are unused, and the contributions of
+        a micro-batch that are not one for each module. Collective over the pipeline stages."""
+        own = {sink.slot.spec.name: sink.counts.counted for sink in self.sinks}
+        own = {name: count for name, count in own.items() if count is not None}
+        uses = {
+            n: count
+            for of_stage in collectives.exchange(own, stages)
+            for n, count in of_stage.items()
+        }
+        return (
+            {"uses": uses} if self.unused is None else {"uses": uses, "unused": self.unused.state()}
+        )
 
-    def restore(self, counted: Mapping[str, int]) -> None:
-        """Restores the counts of a checkpoint's run, so that this run sums in the same order.
-
-        `Unused` restores which parameters were used so far.
-        """
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the state of a checkpoint, so that this run sums in the same order."""
         for sink in self.sinks:
-            sink.counts.restore(counted.get(sink.slot.spec.name))
+            sink.counts.restore(state.get("uses", {}).get(sink.slot.spec.name))
+        if self.unused is not None:
+            self.unused.restore(state.get("unused"))

@@ -142,31 +142,22 @@ def _slices(group: Group, states: Sequence[State]) -> Iterator[Copied]:
 
 
 def _differences(held: Sequence[Copied], axis: Axis, device: torch.device) -> list[Difference]:
-    """Returns what differs first along an axis, if anything does."""
-    mine = [one for one in held if any(other is axis for other in one.axes)]
-    if not mine or axis.size == 1:
+    """Returns what differs first along an axis, if anything does. Collective."""
+    own = [one for one in held if any(other is axis for other in one.axes)]
+    if not own or axis.size == 1:
         return []
-    sums = torch.stack([start_copy_in(fingerprint(one.hashes), device) for one in mine])
-    rows = _of_all(sums, axis, device)
-    for number, one in enumerate(mine):
-        if len({row[number] for row in rows}) > 1:
-            each = _of_all(one.hashes, axis, device)
-            column = next(n for n in range(len(one.names)) if len({row[n] for row in each}) > 1)
-            odd = _odd_ones([row[column] for row in each])
-            return [
-                (
-                    f"{one.names[column]} ({one.part})",
-                    [axis.ranks[n] for n in odd],
-                    list(axis.ranks),
-                )
-            ]
-    return []
-
-
-def _of_all(hashes: Tensor, axis: Axis, device: torch.device) -> list[list[int]]:
-    mine = start_copy_in(hashes, device)
-    rows: list[list[int]] = collectives.all_gather(mine, axis).view(axis.size, -1).tolist()
-    return rows
+    hashes = torch.cat([start_copy_in(one.hashes, device) for one in own])
+    rows = collectives.all_gather(hashes, axis).view(axis.size, -1)
+    columns = (rows != rows[0]).any(0).nonzero().flatten().tolist()
+    names = [f"{name} ({one.part})" for one in own for name in one.names]
+    return [
+        (
+            names[column],
+            [axis.ranks[n] for n in _odd_ones(rows[:, column].tolist())],
+            list(axis.ranks),
+        )
+        for column in columns[:1]
+    ]
 
 
 def _odd_ones(values: Sequence[int]) -> list[int]:

@@ -47,23 +47,18 @@ def shard_axes(config: Config, topology: Topology, over: str | None = None) -> t
         over: `ShardSpec.over` of the parameters. Slices are then spread over all ranks with the same pieces, whatever
             the shard size.
     """
-    if over is not None:
+    stage, data, copies = config.zero.stage, topology.data_name, topology.data.size
+    if over is None:
+        n = copies if config.zero.shard_size == "all" else int(config.zero.shard_size)
+        n = n if stage else 1
+        if copies % n:
+            raise ConfigError([f"--zero.shard-size {n} does not divide {data} {copies}"])
+        shard = "" if n == 1 else data if n == copies else f"{data}/{n}"
+        replicas = data if n == 1 else "" if n == copies else f"{data}%{n}"
+    else:
         same = over.replace("/", "%") if "/" in over else ""
-        if config.zero.stage == 0:
-            return "", same, ""
-        return same, "", f"{same}@gather" if same and config.zero.stage == 3 else same
-    size, data, copies = config.zero.shard_size, topology.data_name, topology.data.size
-    n = 1 if config.zero.stage == 0 else copies if size == "all" else int(size)
-    if copies % n:
-        raise ConfigError([f"--zero.shard-size {n} does not divide {data} {copies}"])
-    if n == 1:
-        return "", data, ""
-    base = data if n == copies else f"{data}/{n}"
-    return (
-        base,
-        "" if n == copies else f"{data}%{n}",
-        f"{base}@gather" if config.zero.stage == 3 else base,
-    )
+        shard, replicas = (same, "") if stage else ("", same)
+    return shard, replicas, f"{shard}@gather" if shard and stage == 3 else shard
 
 
 def check_tile(wanted: int, tile: int, wrapped: bool) -> None:

@@ -1,10 +1,14 @@
-"""Where a parameter's gradient is added: by layers (`threed.layers.slicing.GradSink`), or by
-autograd's hook."""
+"""Where a parameter's gradient is added, and how it is known to be complete.
+
+Layers add to a parameter's `Sink` (`threed.layers.slicing.GradSink`), autograd by the sink's hook. A
+gradient is complete when it has the expected number of contributions in a round, and a bucket is
+ready when its gradients are complete. `Reducer` says what a round is.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -15,13 +19,163 @@ from torch import Tensor
 
 from threed.layers.slicing import ForwardScope, add_to
 from threed.ops.matmul import NATIVE, Matmul
-from threed.zero.counting import Contributions, LaunchQueue
 from threed.zero.foreign_gradients import is_own
-from threed.zero.gradients import Gradients
-from threed.zero.layout import Layout, Slot
+from threed.zero.gather import Gatherer
+from threed.zero.layout import Slot
+from threed.zero.reductions import Gradients
 
 # What adds a contribution, and with what.
 Contribution = tuple[Callable[..., None], tuple[Tensor, ...]]
+
+
+class Contributions:
+    """Counts the contributions to the gradient of one parameter.
+
+    Args:
+        uses: the places in the model that use the parameter, and so contribute in a micro-batch.
+        known: whether that number can be expected. If not, the gradient is complete when the round
+            ends.
+
+    Attributes:
+        per_pass: the number expected in the backward of a micro-batch, None if it is unknown.
+        remaining: expected contributions of the round that were not added yet.
+        added: contributions of the round in the gradient's buffer.
+        late: contributions of the round that came after the launch of a bucket of the gradient.
+        used: whether there was a contribution in any step.
+        positions: of the gradient's buckets in their `LaunchQueue`, in ascending order.
+    """
+
+    def __init__(self, uses: int = 1, known: bool = True) -> None:
+        self._uses = uses
+        self.per_pass = uses if known else None
+        self.remaining = self.added = self.late = 0
+        self.used = False
+        self.positions: list[int] = []
+
+    @property
+    def counted(self) -> int | None:
+        """The expected number, if it was counted, and is not that of the places."""
+        return None if self.per_pass == self._uses else self.per_pass
+
+    def restore(self, counted: int | None) -> None:
+        """Restores `counted` of an earlier run, and forgets whether there was a contribution."""
+        if self.per_pass is not None:
+            self.per_pass = self._uses if counted is None else counted
+        self.used = False
+
+    def begin_round(self, passes: int) -> bool:
+        """Begins a round of `passes` micro-batches; returns whether contributions are expected."""
+        self.remaining, self.added, self.late = (self.per_pass or 0) * passes, 0, 0
+        return self.per_pass is None or self.remaining > 0
+
+    def add(self) -> bool:
+        """Counts a contribution in the buffer; returns whether the gradient is complete now."""
+        self.used = True
+        self.added += 1
+        self.remaining -= 1
+        return self.remaining == 0
+
+    def add_late(self) -> None:
+        """Counts a contribution that came too late."""
+        self.used = True
+        self.late += 1
+
+    def learn(self, passes: int, dynamic: bool) -> None:
+        """Sets the expected number after a round; it decreases only if `dynamic`."""
+        if self.per_pass is not None:
+            counted = -(-(self.added + self.late) // passes)
+            self.per_pass = counted if dynamic else max(self.per_pass, counted)
+
+
+class LaunchQueue:
+    """The buckets of one chunk of the model, or of parameters that several chunks share.
+
+    They are launched in one order, the same on every rank, and every bucket once in a round.
+
+    Args:
+        chunks: the chunks of the model that use the parameters.
+        parameters: the counts of all their gradients.
+        buckets: for each bucket, by its number and in launch order, the counts of its gradients.
+
+    Attributes:
+        backwards: backwards of the chunks that have not ended in this step.
+        rounds: rounds of this step that have ended.
+        launched: buckets launched in this round.
+    """
+
+    def __init__(
+        self,
+        chunks: tuple[int, ...],
+        parameters: Sequence[Contributions],
+        buckets: Mapping[int, Sequence[Contributions]],
+    ) -> None:
+        self.chunks, self._parameters, self._buckets = chunks, parameters, list(buckets)
+        for position, counts in enumerate(buckets.values()):
+            for count in counts:
+                count.positions.append(position)
+        self._incomplete = [0] * len(buckets)  # gradients of each bucket
+        self.backwards, self.rounds, self.launched = 1, 0, 0
+
+    @property
+    def next(self) -> int:
+        """The number of the bucket to launch next, unless `is_done`."""
+        return self._buckets[self.launched]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all buckets were launched in this round."""
+        return self.launched == len(self._buckets)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all gradients of the next bucket are complete."""
+        return not self.is_done and self._incomplete[self.launched] == 0
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no bucket was launched in this step."""
+        return self.rounds == self.launched == 0
+
+    def begin(self, backwards: int) -> None:
+        """Begins a step of so many backwards; `restart` begins its first round."""
+        self.backwards = backwards
+
+    def mark_launched(self) -> None:
+        """Marks the next bucket as launched."""
+        self.launched += 1
+
+    def restart(self, passes: int) -> None:
+        """Begins the first round of a step, of `passes` micro-batches."""
+        self.rounds = 0
+        self._begin_round(passes)
+
+    def next_round(self, passes: int) -> None:
+        """Begins the next round, of `passes` micro-batches, after a backward has ended."""
+        self.rounds += 1
+        self.backwards -= 1
+        self._begin_round(passes)
+
+    def _begin_round(self, passes: int) -> None:
+        self.launched = 0
+        self._incomplete = [0] * len(self._buckets)
+        for count in self._parameters:
+            if count.begin_round(passes):
+                for position in count.positions:
+                    self._incomplete[position] += 1
+
+    def learn(self, passes: int, dynamic: bool) -> None:
+        """Sets the expected numbers of contributions; see `Contributions.learn`."""
+        for count in self._parameters:
+            count.learn(passes, dynamic)
+
+    def mark_complete(self, count: Contributions) -> None:
+        """Marks a gradient as complete in its buckets."""
+        for position in count.positions:
+            self._incomplete[position] -= 1
+
+    def is_late(self, count: Contributions) -> bool:
+        """Returns whether a bucket of the gradient was launched in this round."""
+        return bool(count.positions) and count.positions[0] < self.launched
 
 
 class Deferral:
@@ -59,12 +213,11 @@ class Deferral:
 class Collector(Protocol):
     """The part of `Reducer` that a sink uses."""
 
-    layout: Layout
     memory: Gradients
     deferral: Deferral
     scope: ForwardScope
     dynamic: bool
-    on_gradient: Callable[[Slot], None] | None
+    gatherer: Gatherer | None
 
     def mark_complete(self, sink: Sink) -> None: ...
 
@@ -87,7 +240,6 @@ class Sink:
         self, reducer: Collector, slot: Slot, counts: Contributions, queue: LaunchQueue
     ) -> None:
         self.reducer, self.slot, self.counts, self.queue = reducer, slot, counts, queue
-        self._dtype = reducer.layout.policy.grad_dtype
         slot.param.sink = self  # type: ignore[attr-defined]
         taken = _taken_by(weakref.ref(self))
         self._hook = slot.param.register_post_accumulate_grad_hook(taken)
@@ -224,8 +376,8 @@ class Sink:
         or the step ends.
         """
         if self.reducer.dynamic and not is_own(self.reducer, self.slot):
-            if self.reducer.on_gradient is not None:
-                self.reducer.on_gradient(self.slot)
+            if self.reducer.gatherer is not None:
+                self.reducer.gatherer.gradient_complete(self.slot)
             return
         if param.grad is not None:
             grad, param.grad = param.grad, None

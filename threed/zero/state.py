@@ -202,49 +202,43 @@ def early_storages(state: State) -> list[OnDrive]:
     )
 
 
-def _places(
-    layout: Layout, states: Sequence[State]
-) -> Iterator[tuple[str, Tensor | OnDrive, bool]]:
-    """Where parameters, gradients and the optimizer's states are: each by what it is, and whether a tier has it."""
-    policy = layout.policy
+def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Storage, bool]]:
+    """Yields what holds parameters, gradients and optimizer states, with what it is of, and whether it is in a tier."""
+    params, optimizer = layout.policy.params_tier, layout.policy.optimizer_tier
     for group in layout.groups:
-        yield "parameters", group.params, False
-        yield "parameters", group.previous, False
-        yield "gradients", group.grads, False
-    buckets = [bucket for group in layout.groups for bucket in group.buckets]
-    found = [("parameters", bucket.storage, policy.params_tier) for bucket in buckets]
-    found += [("gradients", bucket.grad, policy.optimizer_tier) for bucket in buckets]
-    found += [
-        ("optimizer", own, policy.optimizer_tier)
-        for state in states
-        for own in state.storages.values()
-    ]
-    for what, storage, tier in found:
-        if isinstance(storage, InMemory):
-            yield what, storage.tensor, tier is not None
-        elif isinstance(storage, OnDrive):
-            yield what, storage, True
+        yield "parameters", InMemory(group.params), False
+        yield "parameters", InMemory(group.previous), False
+        yield "gradients", InMemory(group.grads), False
+        for bucket in group.buckets:
+            yield "parameters", bucket.storage, params is not None
+            yield "gradients", bucket.grad, optimizer is not None
+    for state in states:
+        for storage in state.storages.values():
+            yield "optimizer", storage, optimizer is not None
 
 
 def storages(layout: Layout, states: Sequence[State]) -> list[Tensor]:
-    """A tensor of every storage that parameters, gradients and optimizer states have in memory."""
-    return [place for _, place, _ in _places(layout, states) if isinstance(place, Tensor)]
+    """Returns a tensor of every storage that parameters, gradients and optimizer states have in memory."""
+    return [s.tensor for _, s, _ in _places(layout, states) if isinstance(s, InMemory)]
 
 
 def holdings(layout: Layout, states: Sequence[State], beside_gpu: bool) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer states on the device, and of those of them that are elsewhere
-    (`offloaded`): every storage, and every region of a drive, once. beside_gpu: the host's memory is elsewhere."""
+    """Returns the bytes of parameters, gradients and optimizer states on the device, and of those elsewhere
+    (`offloaded`): every storage, and every region of a drive, once.
+
+    Args:
+        beside_gpu: the host's memory is elsewhere.
+    """
     seen: set[int] = set()
     held = {"parameters": 0, "gradients": 0, "optimizer": 0, "offloaded": 0}
-    for what, place, in_tier in _places(layout, states):
-        drive = isinstance(place, OnDrive)
-        key, nbytes = (id(place), place.reserved) if isinstance(place, OnDrive) else _storage(place)
+    for what, storage, in_tier in _places(layout, states):
+        if isinstance(storage, InMemory):
+            memory = storage.tensor.untyped_storage()
+            key, nbytes, away = memory._cdata, memory.nbytes(), in_tier and beside_gpu
+        else:
+            assert isinstance(storage, OnDrive)
+            key, nbytes, away = id(storage), storage.reserved, True
         if key not in seen:
-            held["offloaded" if drive or (in_tier and beside_gpu) else what] += nbytes
+            held["offloaded" if away else what] += nbytes
         seen.add(key)
     return held
-
-
-def _storage(tensor: Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage.nbytes()

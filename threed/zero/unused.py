@@ -10,9 +10,9 @@ A parameter that is used later counts its updates from then on (Adam's bias corr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,27 +25,31 @@ FROZEN = (
     " load into a new engine"
 )
 # elements [first, last) of a slice; updates before first use
+T = TypeVar("T", int, str)
 Stretch = tuple[int, int, Tensor | None]
 
 
 def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
     """Warns of the parameters that no rank used in the first step, if this rank `warns`. Collective."""
-    data = layout.policy.data
-    never = {
-        s.spec.name
-        for group in layout.groups
-        if not group.key.tied
-        for s in group.slots
-        if s in unused
-    }
-    for axis in (data.shard, data.replicas):
-        never.intersection_update(*collectives.exchange(sorted(never), axis))
-    if never and warns and data.shard.index == data.replicas.index == 0:
-        names = ", ".join(sorted(never))
-        warnings.warn(
-            f"no gradient came to {names} in the first step: they change by weight decay only",
-            stacklevel=3,
-        )
+    groups = [group for group in layout.groups if not group.key.tied]
+    names = {s.spec.name for group in groups for s in group.slots if s in unused}
+    never = _on_all_ranks(layout, names)
+    if warns:
+        text = "no gradient came to {} in the first step: they change by weight decay only"
+        _warn(layout, text, sorted(never))
+
+
+def _on_all_ranks(layout: Layout, own: set[T]) -> set[T]:
+    """Returns the entries that all data ranks have. Collective."""
+    for axis in (layout.policy.data.shard, layout.policy.data.replicas):
+        own = own.intersection(*collectives.exchange(sorted(own), axis))
+    return own
+
+
+def _warn(layout: Layout, text: str, names: Sequence[str]) -> None:
+    """Warns of parameters, if there are any, on the first data rank."""
+    if names and layout.policy.data.shard.index == layout.policy.data.replicas.index == 0:
+        warnings.warn(text.format(", ".join(names)), stacklevel=4)
 
 
 class Unused:
@@ -66,19 +70,17 @@ class Unused:
         frozen before its first use stays as it is."""
         never = {self._slots[number] for number in self._never}
         with torch._C.DisableTorchFunctionSubclass():
-            frozen = [s for s in self._slots if not s.param.requires_grad and s not in never]
-            others = [
-                s for group in self.layout.groups if not group.key.trainable for s in group.slots
-            ]
-            trained = [s for s in others if s.param.requires_grad]
-        for slot in frozen:
-            raise RuntimeError(
-                FROZEN.format(slot.spec.name, "was frozen", "its moments would move it")
-            )
-        for slot in trained:
-            raise RuntimeError(
-                FROZEN.format(slot.spec.name, "was unfrozen", "it would not be trained")
-            )
+            for group in self.layout.groups:
+                for slot in group.slots:
+                    self._check_frozen(slot, group.key.trainable, never)
+
+    def _check_frozen(self, slot: Slot, trained: bool, never: set[Slot]) -> None:
+        if trained and not slot.param.requires_grad and slot not in never:
+            name, what = slot.spec.name, "its moments would move it"
+            raise RuntimeError(FROZEN.format(name, "was frozen", what))
+        if not trained and slot.param.requires_grad:
+            name, what = slot.spec.name, "it would not be trained"
+            raise RuntimeError(FROZEN.format(name, "was unfrozen", what))
 
     def agree(self, used: Set[Slot]) -> None:
         """Updates the record from what this rank and the others have used so far. Collective while any parameter is
@@ -86,20 +88,12 @@ class Unused:
         self.check_frozen()
         if not self._never:
             return
-        never = {number for number in self._never if self._slots[number] not in used}
-        for axis in (self.layout.policy.data.shard, self.layout.policy.data.replicas):
-            never.intersection_update(*collectives.exchange(sorted(never), axis))
+        own = {number for number in self._never if self._slots[number] not in used}
+        never = _on_all_ranks(self.layout, own)
         came, self._never = self._never - never, never
-        if (
-            self._first
-            and never
-            and self.layout.policy.data.shard.index == self.layout.policy.data.replicas.index == 0
-        ):
-            names = ", ".join(self._slots[number].spec.name for number in sorted(never))
-            warnings.warn(
-                f"not used in the first step, and left as they are until they are: {names}",
-                stacklevel=2,
-            )
+        if self._first:
+            text = "not used in the first step, and left as they are until they are: {}"
+            _warn(self.layout, text, [self._slots[n].spec.name for n in sorted(never)])
         self._since |= {} if self._first else {self._slots[n]: self.updates.clone() for n in came}
         if came or self._first:
             self._lay_out()

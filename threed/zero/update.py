@@ -17,12 +17,15 @@ but do not count in a row of bad steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from threed.device import start_copy_in
 from threed.precision import LossScale
+from threed.zero.layout import Bucket
 
 WINDOW, JUDGED_FROM = 100.0, 20.0  # norms
 
@@ -137,3 +140,24 @@ class BadSteps:
         self.in_a_row.zero_()
         self.mean.fill_(state.get("norm_mean") or 0.0)
         self.norms.fill_(state.get("norms") or 0.0)
+
+
+def sum_of_squares(
+    parts: Sequence[Tensor], buckets: Sequence[Bucket], device: torch.device
+) -> Tensor:
+    """Returns this rank's share of the squared norm, and whether any gradient it holds is not finite (1.0): fp64 [2].
+
+    parts: the squares of each bucket's slice. A bucket counts on its owner: the first of the ranks that replicate it,
+    and the first stage that holds a tied weight. The other copies are only checked to be finite. Padding is zero.
+    """
+    total, others = torch.zeros(2, dtype=torch.float64, device=device).unbind()
+    for part, bucket in zip(_on(device, parts), buckets, strict=True):
+        total, others = (total + part, others) if bucket.group.owned else (total, others + part)
+    return torch.stack((total, (~torch.isfinite(total + others)).double()))
+
+
+def _on(device: torch.device, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns scalars on a device; those of the host by one copy."""
+    away = [part for part in parts if part.device != device]
+    arrived = iter(start_copy_in(torch.stack(away), device).unbind() if away else ())
+    return [part if part.device == device else next(arrived) for part in parts]
