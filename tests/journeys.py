@@ -133,7 +133,7 @@ MICROBATCH = Journey(
         Step("threed.training.bad_steps:BadSteps.step", "and its recomputation, if it is skipped",
              by="Loop._one_step", column=1),
         Step(f"{_ENGINE}.step", "one optimizer step"),
-        Step("threed.batches:Batches.micro_batches", "places and cuts the batch", via=("_micro_batches",)),
+        Step("threed.batches:Batches.micro_batches", "places and cuts the batch"),
         Step("threed.collectives:sum_of_scalars", "counts valid tokens of all data ranks", via=("_weight",)),
         Step("threed.zero.steps:Synchronous.run", "forwards and backwards, without the update", by="Engine.step"),
         Step("threed.blueprint:Blueprint.lowered", "the schedule with these numbers",
@@ -179,7 +179,7 @@ MICROBATCH = Journey(
 
 _REDUCER = "threed.zero.reducer:Reducer"
 _REDUCTIONS = "threed.zero.reductions:Reductions"
-_SINK = "threed.zero.sink:Sink"
+_SINK = "threed.zero.reducer:Sink"
 _OPTIMIZER = "threed.zero.optimizer:Optimizer"
 
 GRADIENT = Journey(

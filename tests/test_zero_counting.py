@@ -13,13 +13,13 @@ from threed.memory.tiers import StagedBuffer
 from threed.sharding import ShardSpec, parameter, vector
 from threed.topology import Topology
 from threed.zero import layout
+from threed.zero.counting import Contributions, LaunchQueue
 from threed.zero.early import Early
 from threed.zero.gather import Gatherer
 from threed.zero.late import LateGradients
 from threed.zero.layout import Bucket, DataAxes, Layout, Policy, Slot
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import PLAIN, Reductions
-from threed.zero.sink import Contributions, LaunchQueue
 
 # ----------------------------------------------------------------------------------------- counts
 

@@ -135,8 +135,7 @@ class Engine:
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wraps_module)
-        # The other stream of a pair could reuse memory of parameters that are freed, or of buffers
-        # that are replaced, while it is read.
+        # A pair's other stream could reuse memory of them while it is read.
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
         streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
@@ -169,7 +168,9 @@ class Engine:
         rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
         while True:
             self.faults.clear()
-            micros = self._micro_batches(batch, training=True)
+            self.reducer.recover()
+            scale = self.optimizer.scaler.scale
+            micros = self.batches.micro_batches(batch, self.steps, self.consumed, scale, True)
             self._begin(len(micros))
             try:
                 with own_backward(self.reducer):
@@ -179,7 +180,7 @@ class Engine:
                 rewind()
         self._seconds = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
-        metrics = self._end_step(self._carry(losses), tokens)
+        metrics = self._end_step(self._carry(losses, scale), tokens)
         # Like `steps`, this counts only steps that were done.
         self.consumed += self.batches.rows(batch) * self.topology.dp
         return metrics
@@ -225,7 +226,7 @@ class Engine:
         """Returns the mean token loss of a batch (each data rank passes its share), a scalar; NaN
         if ids are beyond the vocabulary, or no label counts. Does not train. Collective."""
         with self.evaluating():
-            micros = self._micro_batches(batch, training=False)
+            micros = self.batches.micro_batches(batch, self.steps, self.consumed, 1.0, False)
             losses = self.executor.run(self.blueprint.lowered(len(micros), training=False), micros)
             self.gatherer.release_all()
             return self.sum_losses(self._carry(losses, 1.0))
@@ -254,18 +255,12 @@ class Engine:
         self._take_in()
         replicas.check(self.optimizer, self.topology, self.steps)
 
-    def _carry(self, losses: list[Tensor], scale: Tensor | float | None = None) -> Tensor:
+    def _carry(self, losses: list[Tensor], scale: Tensor | float) -> Tensor:
         """Returns this rank's part of the loss, fp64 [1]."""
         device = self.topology.device
         if not losses or self.topology.axis("tp").index > 0:
             return torch.zeros(1, dtype=torch.float64, device=device)
-        total = torch.stack(losses).double().sum().view(1)
-        return total / (self.optimizer.scaler.scale if scale is None else scale)
-
-    def _micro_batches(self, batch: Batch, training: bool) -> list[MicroBatch]:
-        self.reducer.recover()
-        scale = self.optimizer.scaler.scale if training else 1.0
-        return self.batches.micro_batches(batch, self.steps, self.consumed, scale, training)
+        return torch.stack(losses).double().sum().view(1) / scale
 
     def record(self, on: bool = True) -> list[Span]:
         """Starts or stops recording when actions run; returns the spans recorded so far."""
@@ -299,10 +294,9 @@ class Engine:
             before_publishing, published: called in a thread of rank 0, when all files are written,
                 and when the checkpoint is complete.
         """
-        state, now = self.counters(extra), self.wraps_module
         return self.saver.start(
-            Path(path), state, self.extras, now=now, published=published, before=before_publishing,
-            hurries=hurries,
+            Path(path), self.counters(extra), self.extras, now=self.wraps_module,
+            published=published, before=before_publishing, hurries=hurries,
         )  # fmt: skip
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -348,10 +342,7 @@ class Engine:
 
 
 class LayeredEngine(Engine):
-    """Trains a model of pipeline layers (`threed.models.Model`) on pipeline, tensor and data ranks.
-
-    The plan of the schedule runs all micro-batches of a step: `step` takes the whole batch.
-    """
+    """Trains a model of pipeline layers (`threed.models.Model`) on pipeline, tensor and data ranks."""
 
     wraps_module = False
 

@@ -64,7 +64,7 @@ def _message(action: Action) -> tuple[Kind, int, int]:
 
 
 class WeightGradients(Protocol):
-    """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.sink.Deferral`)."""
+    """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.counting.Deferral`)."""
 
     def defer(self) -> AbstractContextManager[list[Any]]:
         """In the block, sets it aside in the list."""

@@ -320,10 +320,7 @@ def plain(view: Tensor) -> Tensor:
 
 def _strides(param: Tensor) -> tuple[int, ...]:
     """Returns the strides of a contiguous tensor of this shape."""
-    strides = [1]
-    for size in reversed(param.shape[1:]):
-        strides.append(strides[-1] * max(1, size))
-    return tuple(reversed(strides))[: param.dim()] if param.dim() else ()
+    return torch.empty(param.shape, device="meta").stride()
 
 
 def _repr(param: Any, **_: Any) -> str:

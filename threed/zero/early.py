@@ -24,9 +24,8 @@ from torch import Tensor
 
 from threed.memory.tiers import DriveBuffer, StagedBuffer
 from threed.ops.update import StepScalars
-from threed.planner.memory import UPDATES_AHEAD
 from threed.zero.layout import Bucket, Layout
-from threed.zero.state import GRADIENT, State, drop_all, early_storages
+from threed.zero.state import GRADIENT, State, drop_all, early_storages, fetched_in_turn
 
 
 class Early:
@@ -50,26 +49,27 @@ class Early:
         self._states = {state.bucket: state for state in states if early_storages(state)}
         self._hopeful = True  # the last guess would have been right
         self._guess: StepScalars | None = None  # while a step runs
-        self._coming = deque[State]()  # their reads have not begun
-        self._ahead = deque[tuple[State, dict[str, StagedBuffer]]]()
-        self._waiting = deque[tuple[State, DriveBuffer]]()  # gradients of the first ones of these
+        self._waiting = deque[tuple[State, DriveBuffer]]()  # gradients
+        self._reads = fetched_in_turn(())
+        self._next: tuple[State, dict[str, StagedBuffer]] | None = None  # of the first gradient
         self._done: list[State] = []
 
     def begin(self) -> None:
         """Begins a step."""
         self.drop()
         self._guess = self.guess()
-        self._coming.extend(self._states.values())
+        self._reads = fetched_in_turn((s, s.fetch(s.storages)) for s in self._states.values())
 
     def drop(self) -> None:
         """Forgets what a step has updated so far, and releases all buffers."""
         self._guess = None
-        self._coming.clear()
         self._done.clear()
         while self._waiting:
             self._waiting.popleft()[1].drop()
-        while self._ahead:
-            drop_all(self._ahead.popleft()[1])
+        self._reads.close()
+        if self._next is not None:
+            drop_all(self._next[1])
+        self._next = None
 
     def take(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
         """Takes a complete gradient and its buffer, unless the bucket is one for the end of the step."""
@@ -111,23 +111,24 @@ class Early:
         return done
 
     def _read_ahead(self) -> None:
-        while self._coming and len(self._ahead) <= UPDATES_AHEAD:
-            state = self._coming.popleft()
-            self._ahead.append((state, state.fetch(state.storages)))
+        if self._next is None:
+            self._next = next(self._reads, None)
 
     def _arrived(self) -> bool:
         """Whether the next update has nothing to wait for."""
-        buffers = (self._waiting[0][1], *self._ahead[0][1].values())
+        assert self._next is not None
+        buffers = (self._waiting[0][1], *self._next[1].values())
         return all(buffer.arrived() for buffer in buffers if isinstance(buffer, DriveBuffer))
 
     def _update(self) -> None:
         """Updates the bucket whose gradient came first; what that changes is written beside."""
         self._read_ahead()
         state, gradient = self._waiting.popleft()
-        first, buffers = self._ahead.popleft()
-        assert first is state  # reductions end in the order of buckets
-        buffers[GRADIENT] = gradient
         assert self._guess is not None
+        assert self._next is not None
+        assert self._next[0] is state  # reductions end in the order of buckets
+        buffers, self._next = self._next[1], None
+        buffers[GRADIENT] = gradient
         try:
             self.apply(state, buffers, self._guess, not state.shared)
             while buffers:

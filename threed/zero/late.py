@@ -27,6 +27,7 @@ class LateGradients:
 
     def __init__(self, layout: Layout, codecs: GradientCodecs, gatherer: Gatherer | None) -> None:
         self.layout, self.codecs, self.gatherer = layout, codecs, gatherer
+        self._axes = [(bucket.group.shard, *early_sum(bucket)) for bucket in layout.buckets]
         self._gradients: dict[Slot, Tensor] = {}
 
     def add(self, slot: Slot, grad: Tensor) -> None:
@@ -69,11 +70,10 @@ class LateGradients:
             if any(slot in self._gradients for slot in bucket.slots())
         ]
         order = 0 if self.gatherer is None else self.gatherer.order
-        axes = [(bucket.group.shard, *early_sum(bucket)) for bucket in buckets]
-        for axis in dict.fromkeys(chain.from_iterable(axes)):
+        for axis in dict.fromkeys(chain.from_iterable(self._axes)):
             answers = collectives.exchange([order, own], axis)
             check_gathers([order for order, _ in answers])
-            late |= {n for _, numbers in answers for n in numbers if axis in axes[n]}
+            late |= {n for _, numbers in answers for n in numbers if axis in self._axes[n]}
         return sorted(late)
 
     def _window(self, bucket: Bucket) -> Tensor:

@@ -49,7 +49,7 @@ from threed.zero.state import (
     store_all,
 )
 from threed.zero.unused import Stretch, Unused
-from threed.zero.update import BadSteps, Before, Update, sum_of_squares
+from threed.zero.update import BadSteps, Outcome, Update, sum_of_squares
 from threed.zero.versions import Versions
 
 HOST = torch.device("cpu")
@@ -96,7 +96,7 @@ class Optimizer:
         self.optimistic = Optimistic(
             self.states, gatherer, everyone, self.consistency,
             (self.updates, self.bad.skips, *self.scaler.tensors),
-            before=self._before, apply=self._apply, observe=self.bad.observe,
+            outcome=self._outcome, apply=self._apply, observe=self.bad.observe,
         ) if optimistic else None  # fmt: skip
         self.early = Early(
             self.states, most_waiting(layout), grad_clip > 0,
@@ -136,10 +136,10 @@ class Optimizer:
             A function that waits for the sum, updates, and returns the results.
         """
         own = self._own_sums(gradients, carry)
-        before, pending = self._before(), collectives.start_sum_of_scalars(own, self.everyone)
+        outcome, pending = self._outcome(), collectives.start_sum_of_scalars(own, self.everyone)
 
         def end() -> Update:
-            update = before.with_sums(pending.wait())
+            update = outcome(pending.wait())
             self._apply(gradients, update)
             return update
 
@@ -227,16 +227,16 @@ class Optimizer:
         found = [gradient.squares for gradient in gradients]
         return torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
 
-    def _before(self) -> Before:
-        """Returns what an update begins with."""
+    def _outcome(self) -> Outcome:
+        """Returns a function from the sums over all ranks to the results of the next update."""
         rate = self.learning_rate(self.updates)
-        return self.bad.before(rate, self.scaler.scale.clone(), self.grad_clip)
+        return self.bad.outcome(rate, self.scaler.scale.clone(), self.grad_clip)
 
     def _guess(self) -> StepScalars:
         """Returns the next update's scalars on the host, if nothing is clipped and nothing
         skipped."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
-        return _on_host(_scalars(self._before().with_sums(sums), self.updates + 1))
+        return _on_host(_scalars(self._outcome()(sums), self.updates + 1))
 
     # ----------------------------------------------------------------------------------------------- an update
 

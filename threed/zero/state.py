@@ -8,7 +8,7 @@ for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -135,7 +135,7 @@ class Readers:
 
 def fetched_in_turn(
     wanted: Iterable[tuple[State, dict[str, StagedBuffer]]],
-) -> Iterator[tuple[State, dict[str, StagedBuffer]]]:
+) -> Generator[tuple[State, dict[str, StagedBuffer]]]:
     """Yields each state with its buffers, in turn; the reads of the next one are in flight meanwhile."""
     ahead: deque[tuple[State, dict[str, StagedBuffer]]] = deque()
     try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence, Set
-from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -104,21 +103,20 @@ class Unused:
         special = {
             b for b in self.layout.buckets if any(s in never or s in self._since for s in b.slots())
         }
-        self.stretches = {bucket: list(self._stretches_of(bucket, never)) for bucket in special}
+        self.stretches = {bucket: self._stretches_of(bucket, never) for bucket in special}
 
     def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
-        """Yields the parts of a slice, cut where parameters begin; padding belongs to the parameter before it."""
-        first, last, ends = bucket.own_first, bucket.own_last, []
+        """Returns the parts of a slice, cut where parameters begin; padding belongs to the parameter before it."""
+        first, last = bucket.own_first, bucket.own_last
         start = torch.zeros_like(self.updates)
         slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]
-        for number, slot in enumerate(slots):
-            end = slots[number + 1].first if number + 1 < len(slots) else last
-            ends.append((end, None if slot in never else self._since.get(slot, start)))
-        found, at = [], 0
-        for _, some in groupby(ends, key=lambda both: id(both[1])):
-            *_, (end, since) = some
-            found.append((at, end - first, since))
-            at = end - first
+        found: list[Stretch] = []
+        for slot, end in zip(slots, [*(slot.first for slot in slots[1:]), last], strict=False):
+            since = None if slot in never else self._since.get(slot, start)
+            begin = found[-1][1] if found else 0
+            if found and found[-1][2] is since:
+                begin, *_ = found.pop()
+            found.append((begin, end - first, since))
         return found
 
     def state(self) -> dict[str, Any]:
@@ -137,7 +135,6 @@ class Unused:
             named[n]: torch.full_like(self.updates, u) for n, u in since.items() if n in named
         }
         self._first = bool(state["first"])
-        if self._first:
-            self.stretches = {}
-        else:
+        self.stretches = {}
+        if not self._first:
             self._lay_out()
