@@ -128,7 +128,7 @@ class Buffers:
         self._searched = not (self._first if self._axis is not self._data else find(self._roots))
         self._idle = self._searched  # no buffer, no work
         self._seen: dict[tuple[nn.Module, str], Seen] | None = None
-        self._changing: list[tuple[Place, torch.Size, torch.dtype]] = []
+        self._changing: list[tuple[Place, Tensor]] = []  # each with a tensor of its shape and dtype
 
     # ------------------------------------------------------------------------------------------------------ data ranks
 
@@ -147,7 +147,7 @@ class Buffers:
                 raise ValueError(
                     f"rank {rank} has other buffers than rank {self.topology.rank}: {names}"
                 )
-        self._send([(place, value.shape, value.dtype) for place, value in held])
+        self._send(held)
 
     def begin_step(self) -> None:
         """Broadcasts the values of changing buffers from the first data rank to the others. Collective."""
@@ -212,7 +212,7 @@ class Buffers:
         self._refuse(found)
         known = {(place.owner, place.key) for place, *_ in self._changing}
         new = [(p, v) for p, v in held if p.name in found and (p.owner, p.key) not in known]
-        self._changing += [(place, value.shape, value.dtype) for place, value in new]
+        self._changing += [(place, torch.empty_like(value, device="meta")) for place, value in new]
         self._seen = self._look(copy=False)
 
     def _refuse(self, found: set[str]) -> None:
@@ -229,29 +229,29 @@ class Buffers:
                 " the layer's `recomputable = False`, or --recompute.mode none"
             )
 
-    def _send(self, wanted: Iterable[tuple[Place, torch.Size, torch.dtype]]) -> None:
-        """Data rank 0's values to all data ranks, in one message; widest first, so that all lie at whole elements."""
-        chosen = sorted(wanted, key=lambda one: -one[2].itemsize) if self._data.size > 1 else []
-        if not chosen:
-            return
-        for place, shape, dtype in chosen:
+    def _send(self, wanted: Iterable[tuple[Place, Tensor]]) -> None:
+        """Data rank 0's values to all data ranks, in one message; widest first, so that all lie at whole elements.
+
+        Args:
+            wanted: places, each with a tensor of the shape and dtype that its value must have.
+        """
+        chosen = sorted(wanted, key=lambda one: -one[1].itemsize) if self._data.size > 1 else []
+        values = []
+        for place, like in chosen:
             value = place.value
-            if value is None or (value.shape, value.dtype) != (shape, dtype):
+            if value is None or (value.shape, value.dtype) != (like.shape, like.dtype):
                 now = "nothing" if value is None else f"{value.dtype} {list(value.shape)}"
                 raise RuntimeError(
-                    f"buffer {place.name} was {dtype} {list(shape)} and is {now} now: keep its shape"
+                    f"buffer {place.name} was {like.dtype} {list(like.shape)} and is {now} now: keep its shape"
                 )
-        sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in chosen]
-        if self._data.index == 0:
-            flat = torch.cat(
-                [bytes_of(place.value) for place, *_ in chosen if place.value is not None]
-            )
-        else:
-            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.topology.device)
-        collectives.broadcast(flat, self._data, 0)
-        for (place, shape, dtype), part in zip(chosen, flat.split(sizes), strict=True):
+            values.append(bytes_of(value))
+        if not values:
+            return
+        flat = collectives.broadcast(torch.cat(values), self._data, 0)
+        parts = flat.split([len(value) for value in values])
+        for (place, like), part in zip(chosen, parts, strict=True):
             if self._data.index > 0:
-                place.store(part.view(dtype).view(shape))
+                place.store(part.view(like.dtype).view(like.shape))
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
@@ -265,13 +265,12 @@ class Buffers:
         are the same once they agree."""
         if (self._data.index > 0 and not any_copy) or self.topology.axis("tp").index > 0:
             return {}
-        first, places = self._first, self.persistent()
-        own = {
-            name: place.value
-            for name, place in places.items()
-            if first.get(name, self._stage) == self._stage
+        return {
+            name: value
+            for name, place in sorted(self.persistent().items())
+            if self._first.get(name, self._stage) == self._stage
+            if (value := place.value) is not None
         }
-        return {name: value for name, value in sorted(own.items()) if value is not None}
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
         """Every persistent buffer of the model and its shape, None where it has no value. Collective."""

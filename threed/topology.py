@@ -198,6 +198,9 @@ class Topology:
         self.grid, self.world, self.rank, self.on_paper = grid, grid.world, rank, not groups
         self._even_out()
         self.sizes, self.coordinates = grid.sizes, grid.coordinates(rank)
+        self.pp = grid.pp
+        self.dp = grid.dp
+        self.tp = grid.tp
         self.traffic: Counter[str] = Counter()
         self._ties: dict[tuple[int, ...], Axis] = {}
         self._axes = {name: self._line(name, grid.ranks(rank, name)) for name in AXES}
@@ -279,18 +282,6 @@ class Topology:
         The axis "dp" has only the ranks with different samples.
         """
         return self._axes[self.data_name]
-
-    @property
-    def pp(self) -> int:
-        return self.sizes["pp"]
-
-    @property
-    def dp(self) -> int:
-        return self.sizes["dp"]
-
-    @property
-    def tp(self) -> int:
-        return self.sizes["tp"]
 
     def _even_out(self) -> None:
         """Makes groups until all ranks have made the same number, since a program may have made some before: see

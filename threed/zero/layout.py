@@ -462,19 +462,9 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     granule = data.shard.size * holders.size * ALIGN  # so that all portions are aligned
     numel = max(1, -(-end // granule)) * granule
     several = tuple(axis for axis in sums if axis.size > 1)
+    axes = data.shard, data.gather, several, holders, tuple(copies)
     buffers = _buffers(key, numel, topology.device, policy)
-    group = Group(
-        key,
-        slots,
-        numel,
-        data.shard,
-        data.gather,
-        several,
-        holders,
-        tuple(copies),
-        granule,
-        *buffers,
-    )
+    group = Group(key, slots, numel, *axes, granule, *buffers)
     for slot in slots:
         if group.sliced:
             slot.placeholder = _placeholder(slot, policy.param_dtype, topology.device)

@@ -107,23 +107,16 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     zero, policy = config.zero, layout.policy
     slices: Counter[int] = Counter()
     for group in layout.groups:
-        for unit in (group.key.units or ()) if group.key.tile is None else ():
-            slices[unit] += len(group.buckets)
+        for unit in group.key.units or ():
+            slices[unit] += len(group.buckets) if group.key.tile is None else 0
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
     # consecutive units: an embedding is larger than the blocks after it
-    ahead = range(zero.prefetch + 1)
-    gathered = (
-        max((sum(slices[unit + n] for n in ahead) for unit in list(slices)), default=0) + 2 * tiles
-    )
+    at_once = [sum(slices[unit + n] for n in range(zero.prefetch + 1)) for unit in list(slices)]
+    gathered = max(at_once, default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
-    narrow, swapped = policy.param_dtype.itemsize < 4, zero.offload_optimizer == "nvme"
-    buffers = update_buffers(
-        swapped,
-        zero.offload_params == "nvme",
-        narrow=narrow,
-        zero_stage=policy.stage,
-        moments=moments,
-    )
+    narrow, stage = policy.param_dtype.itemsize < 4, policy.stage
+    swapped = zero.offload_optimizer == "nvme", zero.offload_params == "nvme"
+    buffers = update_buffers(*swapped, narrow=narrow, zero_stage=stage, moments=moments)
     waiting = most_waiting(layout) if policy.early else 0
     for drive in policy.drives:
         mine = gathered if drive is policy.params_tier else 0
@@ -148,11 +141,8 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
         found = {of_name(piece.name, spec.decay) for piece in spec.pieces}
         if len(found) > 1:
             names = ", ".join(piece.name for piece in spec.pieces)
-            raise ConfigError(
-                [
-                    f"--optim.groups gives {names} different options, but they are one matrix: match all"
-                ]
-            )
+            problem = f"gives {names} different options, but they are one matrix: match all"
+            raise ConfigError([f"--optim.groups {problem}"])
         return found.pop()
 
     return of
@@ -161,13 +151,14 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
 def check_groups(optim: OptimConfig, units: Iterable[HasModules]) -> None:
     """Raises ConfigError naming each pattern of `optim.groups` that no parameter of these layers or units matches.
 
-    Pass all units of the model, so that every rank sees the same names.
+    Pass all units of the model, so that every rank sees the same names. Names of parameters that are dealt over ranks
+    (`ShardSpec.over`) differ between ranks: then nothing is checked.
     """
     modules = [module for unit in units for module in unit.modules()]
     specs = [spec_of(param) for module in modules for param in module.parameters(recurse=False)]
     names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
     idle = [g.match for g in optim.groups if not any(fnmatchcase(name, g.match) for name in names)]
-    if idle:
+    if idle and not any(spec.over for spec in specs):
         some = ", ".join((*names[:3], "...", *names[-2:]) if len(names) > 6 else names)
         raise ConfigError(
             [f"--optim.groups {match!r} matches no parameter: names are {some}" for match in idle]
