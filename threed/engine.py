@@ -197,7 +197,6 @@ class Engine:
         began = time.perf_counter()
         self.gatherer.release_all()
         check_scales(self.config.precision.dtype, self.layout.slots)
-        self.runner.reduce()
         self.buffers.end_step()  # raises for what must not change, before anything is updated
         update = self.runner.update(self.faults.appended_to(loss))
         reducing, updating = self.runner.seconds

@@ -135,9 +135,8 @@ class Early:
                 staged = buffers.popitem()[1]
                 assert isinstance(staged, DriveBuffer)
                 staged.store_beside()
-        except BaseException:
+        finally:
             drop_all(buffers)
-            raise
         self._done.append(state)
 
 

@@ -66,8 +66,10 @@ class _Hook:
     """The forward hooks of a module.
 
     A copied or pickled module belongs to no engine: copies share this object, whose hooks ignore them, and pickles hold
-    a `_NoHook`.
+    an empty one.
     """
+
+    module: nn.Module | None = None
 
     def __init__(self, gatherer: ModuleGatherer, module: nn.Module, unit: int | None) -> None:
         self.gatherer, self.module, self.unit = gatherer, module, unit
@@ -80,17 +82,17 @@ class _Hook:
 
     def before(self, module: nn.Module, args: Any) -> None:
         if module is self.module:
-            self._begin()
+            self._begin(module)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.module:
             self._end(output)
 
-    def _enter(self) -> None:
-        hooks: Any = self.module._forward_hooks
+    def _enter(self, module: nn.Module) -> None:
+        hooks: Any = module._forward_hooks
         hooks.move_to_end(self.after_id)  # so that hooks added by the user may use parameters
         self.gatherer.enter(self.unit)
-        if self.gatherer.runs_compiled(self.module):
+        if self.gatherer.runs_compiled(module):
             # Compiled code reads parameters, and autograd saves them, without a call of `__torch_function__`.
             self.saving.append(self.gatherer.saving)
             self.saving[-1].__enter__()
@@ -103,16 +105,8 @@ class _Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """Replaces `_Hook` in a pickled module; does nothing."""
-
-    def before(self, module: nn.Module, args: Any) -> None: ...
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None: ...
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
 
 class ModuleGatherer(Gatherer):

@@ -183,12 +183,12 @@ class Optimizer:
         buffers = state.fetch(parts)
         try:
             yield {part: staged.wait() for part, staged in buffers.items()}
-        except BaseException:
+            if write and publish and WEIGHT in buffers:
+                self._publish(state, buffers[WEIGHT].wait())
+            if write:
+                store_all(buffers)
+        finally:
             drop_all(buffers)
-            raise
-        if write and publish and WEIGHT in buffers:
-            self._publish(state, buffers[WEIGHT].wait())
-        store_all(buffers) if write else drop_all(buffers)
 
     @contextmanager
     def overwriting(self, everything: bool) -> Iterator[None]:
@@ -287,9 +287,8 @@ class Optimizer:
             for state, buffers in fetched_in_turn(reads):
                 try:
                     self._update(state, buffers, now, publish)
-                except BaseException:
+                finally:
                     drop_all(buffers)
-                    raise
             if publish:
                 self.gatherer.complete()
 

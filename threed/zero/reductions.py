@@ -261,11 +261,11 @@ class Reductions:
         into, codec = staged.values, self.codecs.of(shard)
         if shard.size == 1:
             pending = sum_over(window, early_sum(bucket), self.codecs)
-        elif into.device != window.device:
-            pending = collectives.start_reduce_scatter(window, shard, codec=codec)
         else:
+            to = into if into.device == window.device else None
+            adds = add and to is not None
             pending = collectives.start_reduce_scatter(
-                window, shard, codec=codec, into=into, add=add
+                window, shard, codec=codec, into=to, add=adds
             )
         self._in_flight.append(InFlight(bucket, window, pending, staged, add, complete))
         at_hand = not add or isinstance(bucket.grad, InMemory)

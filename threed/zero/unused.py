@@ -19,10 +19,6 @@ from torch import Tensor
 from threed import collectives
 from threed.zero.layout import Bucket, Layout, Slot
 
-FROZEN = (
-    "{} {} (requires_grad) after the engine was made, and {}: set requires_grad back before the update, or save, and"
-    " load into a new engine"
-)
 # elements [first, last) of a slice; updates before first use
 T = TypeVar("T", int, str)
 Stretch = tuple[int, int, Tensor | None]
@@ -74,12 +70,14 @@ class Unused:
                     self._check_frozen(slot, group.key.trainable, never)
 
     def _check_frozen(self, slot: Slot, trained: bool, never: set[Slot]) -> None:
-        if trained and not slot.param.requires_grad and slot not in never:
-            name, what = slot.spec.name, "its moments would move it"
-            raise RuntimeError(FROZEN.format(name, "was frozen", what))
-        if not trained and slot.param.requires_grad:
-            name, what = slot.spec.name, "it would not be trained"
-            raise RuntimeError(FROZEN.format(name, "was unfrozen", what))
+        if slot.param.requires_grad == trained or slot in never:
+            return
+        what = "frozen (requires_grad) after the engine was made, and its moments would move it"
+        if not trained:
+            what = "unfrozen (requires_grad) after the engine was made, and it would not be trained"
+        raise RuntimeError(
+            f"{slot.spec.name} was {what}: set requires_grad back before the update, or save, and load into a new engine"
+        )
 
     def agree(self, used: Set[Slot]) -> None:
         """Updates the record from what this rank and the others have used so far. Collective while any parameter is
