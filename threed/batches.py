@@ -84,10 +84,7 @@ class Batches:
         other. A step does not ask the other ranks: its rows are known."""
         data = self.topology.axis("dp")
         if not training and data.size > 1:
-            given = {
-                len(value) if isinstance(value, Tensor) and value.dim() else 0
-                for value in batch.values()
-            }
+            given = {len(v) if isinstance(v, Tensor) and v.dim() else 0 for v in batch.values()}
             everyone = collectives.exchange(sorted(given), data)
             if any(other != everyone[0] for other in everyone):
                 raise ValueError(

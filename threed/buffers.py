@@ -192,17 +192,7 @@ class Buffers:
         pairs = [(place, value, seen.get((place.owner, place.key))) for place, value in held]
         # The kernels of batch_norm leave version counters as they are: so values are compared in the first step, and
         # later a module's other buffers are taken for changed with the one that says so (num_batches_tracked).
-        owners = {
-            place.owner
-            for place, value, before in pairs
-            if before is None or _replaced(value, before)
-        }
-        owners |= {
-            place.owner
-            for place, value, before in pairs
-            if before is not None and before.copy is not None and place.owner not in owners
-            if bool((before.copy != value).any())
-        }
+        owners = {place.owner for place, value, before in pairs if _changed(value, before)}
         # A buffer that is no state and is another tensor now is a cache, whose shape may be each rank's own.
         mine = {
             place.name for place, value, before in pairs
@@ -325,8 +315,11 @@ def _version(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
-def _replaced(value: Tensor, before: Seen) -> bool:
-    return before.tensor() is not value or before.version != _version(value)
+def _changed(value: Tensor, before: Seen | None) -> bool:
+    """Returns whether a buffer is another tensor than before, or its values changed."""
+    if before is None or before.tensor() is not value or before.version != _version(value):
+        return True
+    return before.copy is not None and bool((before.copy != value).any())
 
 
 def build(

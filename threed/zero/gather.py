@@ -231,16 +231,14 @@ class Gatherer:
 
     def release_all(self) -> None:
         """Frees all sliced parameters; raises the first error of these after all are freed."""
-        errors = []
+        first: RuntimeError | None = None
         for group in list(self._holders):
             try:
                 self._free(group)
-            except (
-                RuntimeError
-            ) as error:  # the program set a parameter to values of another shape or dtype
-                errors.append(error)
-        if errors:
-            raise errors[0]
+            except RuntimeError as error:  # values of another shape or dtype were set
+                first = first or error
+        if first is not None:
+            raise first
 
     def pass_ended(self) -> None:
         """Called after each backward."""

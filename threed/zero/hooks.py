@@ -183,9 +183,8 @@ class ModuleGatherer(Gatherer):
                 if group not in self._calls[-1]:
                     self._calls[-1].append(group)
                     self.open(group, depth - 1)
-            elif (
-                stays or group in returned
-            ):  # a recompute, whose backward follows; or where the backward begins
+            elif stays or group in returned:
+                # a recompute, whose backward follows; or where the backward begins
                 self.open(group, Holder.BACKWARD)
             self.close(group, depth)
         if not self._calls and not in_backward():

@@ -37,10 +37,8 @@ from threed.topology import Axis, Topology, alone
 
 CPU = torch.device("cpu")
 ALIGN = 32  # elements: every parameter starts on a 64-byte line or better
-PIECES, SMALLEST = (
-    8,
-    2**18,
-)  # a group has at least PIECES buckets, unless they had fewer than SMALLEST elements
+PIECES = 8  # a group has at least so many buckets,
+SMALLEST = 2**18  # unless they had fewer elements
 
 
 @dataclass(frozen=True)
@@ -391,9 +389,7 @@ def collect(units: Sequence[HasModules]) -> list[Slot]:
     found: dict[str, Slot] = {}
     for number, unit in enumerate(units):
         for module in unit.modules():
-            for attribute, param in list(
-                module.named_parameters(recurse=False, remove_duplicate=False)
-            ):
+            for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
                 spec = spec_of(param)
                 slot = found.setdefault(spec.name, Slot(param, spec))
                 slot.places.append((module, attribute))

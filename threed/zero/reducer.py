@@ -350,14 +350,12 @@ class Reducer:
         a micro-batch that are not one for each module. Collective over the pipeline stages."""
         own = {sink.slot.spec.name: sink.counts.counted for sink in self.sinks}
         own = {name: count for name, count in own.items() if count is not None}
-        uses = {
-            n: count
-            for of_stage in collectives.exchange(own, stages)
-            for n, count in of_stage.items()
-        }
-        return (
-            {"uses": uses} if self.unused is None else {"uses": uses, "unused": self.unused.state()}
-        )
+        state: dict[str, Any] = {"uses": {}}
+        for uses in collectives.exchange(own, stages):
+            state["uses"] |= uses
+        if self.unused is not None:
+            state["unused"] = self.unused.state()
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the state of a checkpoint, so that this run sums in the same order."""

@@ -29,10 +29,8 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT, State, drop_all, fetched_in_turn
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PIECE, FACTOR = (
-    2**20,
-    6364136223846793005,
-)  # elements at once; an odd number, by which nothing is lost modulo 2^64
+PIECE = 2**20  # elements at once
+FACTOR = 6364136223846793005  # odd, so that nothing is lost modulo 2^64
 PARAMETERS, BEFORE = "parameters", "parameters of the version before"
 
 
@@ -121,21 +119,19 @@ def _whole(group: Group, part: str, buffer: Tensor) -> Copied:
 def _slices(group: Group, states: Sequence[State]) -> Iterator[Copied]:
     """Yields the parts of the state of a group that are not its parameters themselves, or are sliced."""
     parts = list(states[0].storages) if states else []
-    found: dict[str, tuple[list[str], list[Tensor], list[int]]] = {
-        part: ([], [], []) for part in parts
-    }
+    found: dict[str, list[tuple[str, Tensor, int]]] = {part: [] for part in parts}
     fetched = ((state, state.fetch(parts)) for state in states)
     for state, buffers in fetched_in_turn(fetched):
         for part in parts:
-            values, (names, hashes, sizes) = buffers[part].wait(), found[part]
+            values = buffers[part].wait()
             for run in state.bucket.runs():
-                names.append(run.piece.name)
-                hashes.append(fingerprint(values[run.offset : run.offset + run.last - run.first]))
-                sizes.append((run.last - run.first) * values.element_size())
+                own = values[run.offset : run.offset + run.last - run.first]
+                found[part].append((run.piece.name, fingerprint(own), own.nbytes))
         drop_all(buffers)
-    for part, (names, hashes, sizes) in found.items():
-        if hashes and not (part == WEIGHT and states[0].shared and not group.sliced):
-            yield Copied(group, part, group.copies, tuple(names), torch.stack(hashes), sum(sizes))
+    for part, runs in found.items():
+        if runs and not (part == WEIGHT and states[0].shared and not group.sliced):
+            names, hashes, sizes = zip(*runs, strict=True)
+            yield Copied(group, part, group.copies, names, torch.stack(hashes), sum(sizes))
 
 
 # ----------------------------------------------------------------------------------------------------------- comparing

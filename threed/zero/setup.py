@@ -33,9 +33,8 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": torch.ones_like,
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + torch.cos(math.pi * done)),
-    "wsd": lambda done: ((1 - done) / 0.2).clamp(
-        max=1.0
-    ),  # warm-up, stable, decay over the last fifth
+    # warm-up, stable, decay over the last fifth
+    "wsd": lambda done: ((1 - done) / 0.2).clamp(max=1.0),
 }
 
 
@@ -199,12 +198,8 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
     zero, asked = config.zero, config.parallel.optimistic_step
     if asked != "auto":
         return asked
-    if (
-        plan.stages == 1
-        or plan.asynchronous
-        or zero.delayed_update
-        or {zero.offload_optimizer, zero.offload_params} != {"none"}
-    ):
+    offloads = {zero.offload_optimizer, zero.offload_params} != {"none"}
+    if plan.stages == 1 or plan.asynchronous or zero.delayed_update or offloads:
         return False
     # rounding of parts of chunks is no gain
     return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6

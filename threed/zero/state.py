@@ -194,12 +194,9 @@ def new_state(bucket: Bucket, policy: Policy) -> State:
 def early_storages(state: State) -> list[OnDrive]:
     """What an update in the backward changes of a bucket; nothing where it cannot begin there: its parameters stay
     whole, its gradient is summed at the end of a step, or not all of this is on a drive."""
-    group, found = state.bucket.group, [s for s in state.changed if isinstance(s, OnDrive)]
-    return (
-        found
-        if group.sliced and not later_sums(state.bucket) and len(found) == len(state.changed)
-        else []
-    )
+    found = [storage for storage in state.changed if isinstance(storage, OnDrive)]
+    whole_sum = state.bucket.group.sliced and not later_sums(state.bucket)
+    return found if whole_sum and len(found) == len(state.changed) else []
 
 
 def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Storage, bool]]:
