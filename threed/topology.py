@@ -152,11 +152,8 @@ def default_device() -> torch.device:
 
 def backends() -> list[str]:
     """The communication backends this torch was built with."""
-    return [
-        name
-        for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
-        if there
-    ]
+    built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return [name for name, there in built.items() if there]
 
 
 class Topology:
@@ -267,11 +264,8 @@ class Topology:
 
     def shared_axes(self) -> list[Axis]:
         """The axes that gradients may be summed over and this rank is on, in one order that all ranks share."""
-        lines = [
-            self._axes[name]
-            for name in sorted(self._axes)
-            if name not in ("pp", "world") and "@" not in name
-        ]
+        others = {"pp", "world", *(name for name in self._axes if "@" in name)}
+        lines = [self._axes[name] for name in sorted(self._axes.keys() - others)]
         ties = [self._ties[stages] for stages in sorted(self._ties)]
         return [axis for axis in (*lines, *ties) if axis.size > 1 and axis.index >= 0]
 

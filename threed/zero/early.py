@@ -111,11 +111,13 @@ class Early:
         return done
 
     def _read_ahead(self) -> None:
+        """Begins to read the next state, and those after it, unless that has begun."""
         if self._next is None:
             self._next = next(self._reads, None)
 
     def _arrived(self) -> bool:
         """Whether the next update has nothing to wait for."""
+        self._read_ahead()
         assert self._next is not None
         buffers = (self._waiting[0][1], *self._next[1].values())
         return all(buffer.arrived() for buffer in buffers if isinstance(buffer, DriveBuffer))

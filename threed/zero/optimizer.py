@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.collectives import done
+from threed.collectives import Pending, done
 from threed.device import is_accelerator, synchronize
 from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.ops.update import StepScalars
@@ -414,12 +414,13 @@ def _on_host(now: StepScalars) -> StepScalars:
 def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
     """Returns gradients that the next step does not overwrite; from a device they are copied all at
     once."""
-    values = [gradient.storage.fetch().wait() for gradient in gradients]
-    copies = [
-        start_copy(v, HOST) if is_accelerator(v.device) else done(v.to(HOST, copy=True))
-        for v in values
-    ]
+    copies = [_start_host_copy(gradient.storage.fetch().wait()) for gradient in gradients]
     return [
         Gradient(InMemory(copy.wait()), g.squares)
         for copy, g in zip(copies, gradients, strict=True)
     ]
+
+
+def _start_host_copy(values: Tensor) -> Pending:
+    on_gpu = is_accelerator(values.device)
+    return start_copy(values, HOST) if on_gpu else done(values.to(HOST, copy=True))
