@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
@@ -140,28 +140,17 @@ def _badly_cut(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
             own = boxes.setdefault(use.spec.over or "", {})
             own.setdefault(piece.name, []).append((piece.start, piece.size))
             where.setdefault(piece.name, use)
-    ranks = {over: _of_all_ranks(own, over, topology) for over, own in sorted(boxes.items())}
+    ranks: dict[
+        str, list[Any]
+    ] = {}  # the boxes of the tensor ranks, for each rank of the axis `over`
+    for over, own in sorted(boxes.items()):
+        row = collectives.exchange(own, topology.axis("tp"))
+        ranks[over] = collectives.exchange(row, topology.axis(over)) if over else [row]
     for name, use in where.items():
         shape = next(piece.shape for piece in use.spec.pieces if piece.name == name)
         parts = [[of_rank.get(name, []) for of_rank in row] for row in ranks[use.spec.over or ""]]
         if fault := _cut_fault(shape, use.spec.replicated, parts):
             yield f"{use.layer}: {name} {list(shape)}: {fault}"
-
-
-def _of_all_ranks(
-    own: Mapping[str, list[Part]], over: str, topology: Topology
-) -> list[list[dict[str, list[Part]]]]:
-    """Returns the boxes of the tensor ranks, for each rank of the axis `over`."""
-    rows = [collectives.exchange(own, topology.axis("tp"))]
-    if over:
-        rows = collectives.exchange(rows[0], topology.axis(over))
-    return [
-        [
-            {name: [(tuple(a), tuple(b)) for a, b in parts] for name, parts in of_rank.items()}
-            for of_rank in row
-        ]
-        for row in rows
-    ]
 
 
 def _cut_fault(

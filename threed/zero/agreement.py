@@ -9,7 +9,6 @@ from typing import NamedTuple
 from threed import collectives
 from threed.config import Config
 from threed.schedules import Plan
-from threed.sharding import ShardSpec
 from threed.topology import Axis, Topology
 from threed.zero.layout import Layout
 
@@ -59,19 +58,15 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
             if axis in (group.shard, *group.sums)
             for bucket in group.buckets
         ]
-        if axis is topology.data:  # in the order of completion
+        data = axis is topology.data
+        if data:  # in the order of completion
             buckets = [*layout.buckets, *layout.frozen]
         cuts = [
-            (b.first, b.last, [(s.first, _alike(s.spec, axis, topology)) for s in b.slots()])
+            (b.first, b.last, [(s.first, (data and s.spec.over) or s.spec.name) for s in b.slots()])
             for b in buckets
         ]
         fix = "build the same layers, with the same names and shapes, on all ranks"
         _check_same(repr(cuts), "has other parameters in its buckets, or another order,", fix, axis)
-
-
-def _alike(spec: ShardSpec, axis: Axis, topology: Topology) -> str:
-    """Returns what is the same of a parameter on all ranks of an axis."""
-    return spec.over if spec.over and axis is topology.data else spec.name
 
 
 class GlobalTensor(NamedTuple):

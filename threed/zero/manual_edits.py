@@ -118,13 +118,15 @@ def _check_structure(module: nn.Module, layout: Layout) -> None:
         id(slot.param): slot.spec.name for slot in layout.slots if "access" in vars(slot.param)
     }
     found = {id(param) for param in _parameters(module)}
+    if found == managed.keys():
+        return
     for key, name in managed.items():
         if key not in found:
             raise RuntimeError(
                 f"{name} was replaced by another parameter, or removed, after the engine was made: change"
                 " its values in place (param.copy_) instead"
             )
-    for name, param in module.named_parameters() if len(found) > len(managed) else ():
+    for name, param in module.named_parameters():
         if id(param) not in managed:
             raise RuntimeError(
                 f"{name} came into the module after the engine was made, which would neither train nor save it: add it"
