@@ -99,7 +99,7 @@ CONFIG = Journey(
         Step("threed.zero.setup:policy", "stage, axes, dtypes, where slices live", by="Blueprint.draw"),
         Step("threed.zero.layout:build", "groups, buckets, slices, and their memory", by="Blueprint.draw"),
         Step("threed.memory.tiers:InMemory", "the storage of one slice", via=("_group", "_buckets")),
-        Step("threed.zero.gather:Gatherer", "makes parameters whole", by="Engine", via=("_make_gatherer",)),
+        Step("threed.zero.gather:Gatherer", "makes parameters whole", by="Engine"),
         Step("threed.zero.reducer:Reducer", "a sink for every parameter", by="Engine"),
         Step("threed.zero.optimizer:Optimizer", "a state for every slice", by="Engine"),
         Step("threed.blueprint:Blueprint.stages", "this rank's chunks", by="Engine"),
@@ -133,7 +133,7 @@ MICROBATCH = Journey(
         Step("threed.training.bad_steps:BadSteps.step", "and its recomputation, if it is skipped",
              by="Loop._one_step", column=1),
         Step(f"{_ENGINE}.step", "one optimizer step"),
-        Step("threed.batches:Batches.micro_batches", "places and cuts the batch", via=("_micro_batches",)),
+        Step("threed.batches:Batches.micro_batches", "places and cuts the batch"),
         Step("threed.collectives:sum_of_scalars", "counts valid tokens of all data ranks", via=("_weight",)),
         Step("threed.zero.steps:Synchronous.run", "forwards and backwards, without the update", by="Engine.step"),
         Step("threed.blueprint:Blueprint.lowered", "the schedule with these numbers",
@@ -179,7 +179,7 @@ MICROBATCH = Journey(
 
 _REDUCER = "threed.zero.reducer:Reducer"
 _REDUCTIONS = "threed.zero.reductions:Reductions"
-_SINK = "threed.zero.sink:Sink"
+_SINK = "threed.zero.reducer:Sink"
 _OPTIMIZER = "threed.zero.optimizer:Optimizer"
 
 GRADIENT = Journey(
@@ -194,11 +194,11 @@ GRADIENT = Journey(
         Step("threed.layers.linear:_Linear.backward", "of a linear layer",
              note="by autograd, through the stage's graph"),
         Step("threed.layers.linear:gradients", "dx and dW of a linear layer"),
-        Step("threed.layers.slicing:weight_gradient", "asks the weight for its sink"),
+        Step("threed.layers.linear:weight_gradient", "asks the weight for its sink"),
         Step("threed.collectives:start_all_reduce", "dx is summed over tensor ranks meanwhile", by="gradients"),
         Step(f"{_SINK}.add_product", "of one parameter; counts contributions",
              by="weight_gradient", note="handed down as weight.sink, a GradSink"),
-        Step("threed.zero.gradients:FullGradients.view", "where in the flat buffer it goes", via=("_target",)),
+        Step("threed.zero.reductions:FullGradients.view", "where in the flat buffer it goes", via=("_target",)),
         Step("threed.ops.matmul:add_product_", "the product, into the buffer itself", by="Sink.add_product"),
         Step(f"{_REDUCER}.mark_complete", "is the next bucket ready?", by="Sink.add_product",
              via=("mark_added",), column=1),
@@ -207,18 +207,18 @@ GRADIENT = Journey(
         Step("threed.collectives:start_reduce_scatter", "begins the sum over data ranks"),
         Step(f"{_REDUCTIONS}.make_room", "are too many in flight?", by="Reducer._launch"),
         Step(f"{_REDUCTIONS}.wait_oldest", "then waits for one"),
-        Step(f"{_REDUCTIONS}._store_oldest", "the slice is complete"),
-        Step("threed.zero.norm:squares", "its part of the norm", via=("store",)),
+        Step(f"{_REDUCTIONS}._store", "the slice is complete"),
+        Step("threed.zero.reductions:squares", "its part of the norm", via=("store",)),
         Step("threed.memory.tiers:start_copy", "to where slices are stored", by="Reductions.wait_oldest"),
         Step(f"{_ENGINE}._end_step", "after the last backward", by="Engine.step"),
-        Step("threed.zero.steps:Synchronous.reduce", "waits for what was not overlapped"),
+        Step("threed.zero.steps:Synchronous.update", "waits for gradients, updates weights"),
         Step(f"{_REDUCER}.finish", "every slice of the sum, in order"),
-        Step("threed.zero.steps:Synchronous.update", "of the weights", by="Engine._end_step"),
-        Step(f"{_OPTIMIZER}.step", "norm, clip, skip flag, rate: all tensors"),
+        Step(f"{_OPTIMIZER}.step", "norm, clip, skip flag, rate: all tensors",
+             by="Synchronous.update"),
         Step("threed.collectives:start_sum_of_scalars", "norm and loss in one message", via=("start_step",)),
         Step(f"{_OPTIMIZER}._update", "bucket by bucket, in forward order",
              by="Optimizer.step", via=("start_step", "_apply", "_update_all", "_update_in_turn")),
-        Step("threed.ops.adam:Adam.update", "weights and moments of a slice", via=("_apply_rule",)),
+        Step("threed.ops.adam:Adam.update", "weights and moments of a slice", via=("_update_buffers", "_apply_rule")),
         Step("threed.zero.gather:Gatherer.publish", "this bucket has new values", by="Optimizer._update"),
         Step("threed.collectives:start_all_gather", "begins to gather the others' slices", via=("_publish",)),
         Step(f"{_STAGE}.forward", "layer by layer, in the next step", by="Gatherer.publish",

@@ -32,9 +32,7 @@ SET: dict[str, str] = {
     "zero.access: self.slot.param.__class__": PARAMETER,
     "zero.foreign_gradients: slot.param.grad": OTHER,
     "zero.gather: group.slots[0].param.tile_gatherer": PARAMETER,
-    "zero.reducer: sink.slot.param.grad": OTHER,
-    "zero.reducer: slot.param.grad": OTHER,
-    "zero.sink: slot.param.sink": PARAMETER,
+    "zero.reducer: slot.param.sink": PARAMETER,
     "zero.versions: param.data": OTHER,
 }
 # Module-level objects that functions change, by reason.

@@ -93,9 +93,7 @@ DIAGNOSTICS: dict[str, Diagnostic] = {
         repr(metrics),
     ),
     "compare_replicas": lambda engine, metrics, folder: engine.compare_replicas(),
-    "replicas.compared": lambda engine, metrics, folder: replicas.compared(
-        engine.optimizer, engine.topology
-    ),
+    "replicas.compared": lambda engine, metrics, folder: replicas.compared(engine.optimizer),
     "evaluate": evaluate,
     "logits": logits,
     "full_state_dict": lambda engine, metrics, folder: engine.full_state_dict(),

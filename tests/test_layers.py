@@ -26,7 +26,7 @@ from threed.ops import attention as attention_ops
 from threed.sharding import Piece, ShardSpec, attach, parameter, spec_of, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout
-from threed.zero.layout import Policy
+from threed.zero.layout import DataAxes, Policy
 from threed.zero.reducer import Reducer
 
 S, B, H, VOCAB, DROP = 8, 3, 16, 13, 0.3
@@ -410,7 +410,9 @@ def fill_buffers(layer: nn.Module, topology: Topology) -> Reducer:
     """Lays the layer out in buffers with sinks, as the engine does."""
     wide, data = torch.float64, topology.axis("dp")
     alone = Axis("dp", (topology.rank,), 0)
-    plan = layout.build([layer], {}, topology, Policy(0, alone, data, 2**20, wide, wide))
+    plan = layout.build(
+        [layer], {}, topology, Policy(0, DataAxes(alone, data, alone), 2**20, wide, wide)
+    )
     for slot in plan.slots:
         slot.param.data.copy_(local_weight(slot.param))
     reducer = Reducer(plan)

@@ -19,9 +19,8 @@ from threed.engine import Engine, StepMetrics
 from threed.ops.matmul import Matmul
 from threed.precision import LossScale
 from threed.sharding import Piece
-from threed.zero.norm import squares
 from threed.zero.records import fill_in_place
-from threed.zero.reductions import Gradient
+from threed.zero.reductions import Gradient, squares
 
 
 def with_(config: Config, **groups: dict[str, object]) -> Config:

@@ -14,7 +14,7 @@ from threed.engine import Engine
 from threed.sharding import ShardSpec, matrix, parameter
 from threed.topology import Topology
 from threed.zero import layout
-from threed.zero.layout import Policy
+from threed.zero.layout import DataAxes, Policy
 from threed.zero.records import records
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import Gradient
@@ -178,7 +178,9 @@ def test_narrow_gradients_are_added_in_fp32() -> None:
     unit, narrow = Weights(), torch.bfloat16
     topology = Topology()
     alone = topology.axis("dp")
-    plan = layout.build([unit], {}, topology, Policy(1, alone, alone, 2**20, narrow, torch.float32))
+    plan = layout.build(
+        [unit], {}, topology, Policy(1, DataAxes(alone, alone, alone), 2**20, narrow, torch.float32)
+    )
     reducer = Reducer(plan)
     reducer.begin(1001)
     sinks = {sink.slot.spec.name: sink for sink in reducer.sinks}

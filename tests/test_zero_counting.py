@@ -15,8 +15,9 @@ from threed.topology import Topology
 from threed.zero import layout
 from threed.zero.counting import Contributions, LaunchQueue
 from threed.zero.early import Early
+from threed.zero.gather import Gatherer
 from threed.zero.late import LateGradients
-from threed.zero.layout import Bucket, Layout, Policy
+from threed.zero.layout import Bucket, DataAxes, Layout, Policy, Slot
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import PLAIN, Reductions
 
@@ -177,7 +178,7 @@ class Vectors(nn.Module):
 def vectors(number: int = 3) -> tuple[Layout, Vectors]:
     """A layout with one vector per bucket, the last vector first."""
     unit, alone = Vectors(number), Topology().axis("dp")
-    policy = Policy(1, alone, alone, 256, torch.float32, torch.float32)
+    policy = Policy(1, DataAxes(alone, alone, alone), 256, torch.float32, torch.float32)
     plan = layout.build([unit], {}, Topology(), policy)
     assert [[slot.spec.name for slot in bucket.slots()] for bucket in plan.buckets] == [
         [f"v{n}"] for n in reversed(range(number))
@@ -271,7 +272,12 @@ def test_updates_begin_in_the_backward_after_the_first_step() -> None:
 def test_parameters_whose_gradients_are_complete_are_reported() -> None:
     plan, unit = vectors(2)
     complete = list[str]()
-    reducer = Reducer(plan, on_gradient=lambda slot: complete.append(slot.spec.name))
+
+    class Listener(Gatherer):
+        def gradient_complete(self, slot: Slot) -> None:
+            complete.append(slot.spec.name)
+
+    reducer = Reducer(plan, gatherer=Listener(plan))
     reducer.begin(2)
     for number in range(2):
         assert complete == []

@@ -27,7 +27,7 @@ from threed.sharding import ShardSpec, matrix, parameter, vector
 from threed.topology import Axis, Topology
 from threed.zero import layout
 from threed.zero.foreign_gradients import own_backward
-from threed.zero.layout import ALIGN, GroupOptions, Layout, Policy
+from threed.zero.layout import ALIGN, DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reducer import Reducer
 
 # -------------------------------------------------------------------------------------------------------- geometry
@@ -93,8 +93,7 @@ def policy(
     shard, replicas = (data, alone) if shards else (alone, data)
     return Policy(
         stage if shards else 0,
-        shard,
-        replicas,
+        DataAxes(shard, replicas, shard),
         bucket_bytes,
         dtype,
         torch.float32,

@@ -15,7 +15,7 @@ from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
 from threed.memory.tiers import Drive
-from threed.zero.gradients import BucketGradients
+from threed.zero.reductions import BucketGradients
 
 AWAY = Case(
     dtype="fp32",

@@ -53,12 +53,10 @@ class Batches:
                 raise ValueError(
                     f"the batch's {name!r} is no tensor with rows: pass tensors that are cut along rows"
                 )
-        sizes = {len(value) for value in batch.values()}
-        rows = sizes.pop() if len(sizes) == 1 else 0
-        if sizes:
-            raise ValueError(
-                f"the batch's tensors have different numbers of rows: { ({k: len(v) for k, v in batch.items()}) }"
-            )
+        sizes = {key: len(value) for key, value in batch.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"the batch's tensors have different numbers of rows: {sizes}")
+        rows = next(iter(sizes.values()), 0)
         if rows == 0 or rows % self.size:
             raise ValueError(
                 f"this rank's batch of {rows} sequences is not a multiple of micro-batch {self.size}"
@@ -86,10 +84,7 @@ class Batches:
         other. A step does not ask the other ranks: its rows are known."""
         data = self.topology.axis("dp")
         if not training and data.size > 1:
-            given = {
-                len(value) if isinstance(value, Tensor) and value.dim() else 0
-                for value in batch.values()
-            }
+            given = {len(v) if isinstance(v, Tensor) and v.dim() else 0 for v in batch.values()}
             everyone = collectives.exchange(sorted(given), data)
             if any(other != everyone[0] for other in everyone):
                 raise ValueError(
@@ -117,55 +112,40 @@ class Batches:
             raise ValueError(f"the batch is a {type(batch).__name__}: pass a dict of tensors")
         rows = self._agreed_rows(batch, training)
         self._check_ids(batch)
-        if self.wrapped is not None:
-            return self._of_a_module(self.wrapped, batch, rows // self.size, step, scale, training)
-        if "tokens" in batch:
-            # refuses what cannot be cut over ranks
-            self.slicing.positions(batch["tokens"].shape[1])
         whole = {key: self._placed(value) for key, value in batch.items()}
-        first = consumed + self.topology.axis("dp").index * rows
-        whole.setdefault("samples", torch.arange(first, first + rows, device=self.topology.device))
-        weight = self._weight(count_items(whole, shifted=False), scale)
-        return [
-            self._micro_batch(
-                {key: value[at : at + self.size] for key, value in whole.items()},
-                weight,
-                step,
-                training,
-            )
+        if self.wrapped is None:
+            if "tokens" in batch:
+                # refuses what cannot be cut over ranks
+                self.slicing.positions(batch["tokens"].shape[1])
+            first, device = consumed + self.topology.axis("dp").index * rows, self.topology.device
+            whole.setdefault("samples", torch.arange(first, first + rows, device=device))
+        parts = [
+            {key: value[at : at + self.size] for key, value in whole.items()}
             for at in range(0, rows, self.size)
         ]
-
-    def _micro_batch(
-        self, part: dict[str, Tensor], weight: Tensor, step: int, training: bool
-    ) -> MicroBatch:
-        tokens, labels, samples = (part.pop(key, None) for key in ("tokens", "labels", "samples"))
-        return MicroBatch(
-            tokens, labels, samples, weight, step, training, part or None, self.loss_chunks
-        )
+        if self.wrapped is not None:
+            return self._of_a_module(self.wrapped, parts, step, scale, training)
+        weight = self._weight(count_items(whole, shifted=False), scale)
+        return [
+            MicroBatch(
+                part.pop("tokens", None), part.pop("labels", None), part.pop("samples"), weight,
+                step, training, part or None, self.loss_chunks,
+            )
+            for part in parts
+        ]  # fmt: skip
 
     def _of_a_module(
-        self,
-        wrapped: Wrapped,
-        batch: Batch,
-        count: int,
-        step: int,
-        scale: Tensor | float,
-        training: bool,
-    ) -> list[MicroBatch]:
+        self, wrapped: Wrapped, parts: Sequence[dict[str, Tensor]], step: int,
+        scale: Tensor | float, training: bool,
+    ) -> list[MicroBatch]:  # fmt: skip
         """Each one's mean loss weighs as much as the items it is a mean over."""
-        whole = {key: self._placed(value) for key, value in batch.items()}
-        parts = [{key: value.chunk(count)[i] for key, value in whole.items()} for i in range(count)]
         items = [wrapped.count(part) for part in parts]
-        total = collectives.sum_of_scalars(
-            torch.stack(items).sum(0).view(-1), self.topology.axis("dp")
-        )
-        self.empty.note(total.amax() == 0)
-        weights = [(n * (scale / total.clamp(min=1))).view(n.shape) for n in items]
-        parts = [with_some_label(part, n) for part, n in zip(parts, items, strict=True)]
+        weight = self._weight(torch.stack(items).sum(0), scale)
         return [
-            MicroBatch(weight=weight, step=step, training=training, inputs=part)
-            for weight, part in zip(weights, parts, strict=True)
+            MicroBatch(
+                weight=n * weight, step=step, training=training, inputs=with_some_label(part, n)
+            )
+            for n, part in zip(items, parts, strict=True)
         ]
 
     def _placed(self, value: Tensor) -> Tensor:
@@ -176,6 +156,6 @@ class Batches:
 
     def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor:
         """Returns the loss scale / the global number of valid items, on every stage: any layer may compute a loss."""
-        total = collectives.sum_of_scalars(valid.view(1), self.topology.axis("dp"))[0]
-        self.empty.note(total == 0)
-        return scale / total.clamp(min=1)
+        total = collectives.sum_of_scalars(valid.view(-1), self.topology.axis("dp"))
+        self.empty.note(total.amax() == 0)
+        return (scale / total.clamp(min=1)).view(valid.shape)

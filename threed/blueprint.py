@@ -147,7 +147,9 @@ class Blueprint:
         setup.check_groups(config.optim, layers)
         wrapped, cut = model if isinstance(model, Wrapped) else None, pipeline.cut
         ties = cut.ties([names(layer) for layer in layers])
-        axes = {name for name in setup.shard_axes(config, topology) if name}
+        overs = set() if wrapped else dealt_over(layers)
+        wanted = [setup.shard_axes(config, topology, over) for over in (None, *overs)]
+        axes = {name for names in wanted for name in names if name}
         if pipeline.plan.pairs and is_accelerator(topology.device):
             axes.add("tp" + SECOND)
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
@@ -167,7 +169,7 @@ class Blueprint:
         if wrapped and (problems := find_problems(wrapped.module, topology.dp)):
             raise ConfigError(problems)
         laid_out = layout.build(
-            units, ties, topology, setup.policy(config, topology, cut.ways), chunks
+            units, ties, topology, setup.policy(config, topology, cut.ways, overs), chunks
         )
         setup.size_buffers(laid_out, config, len(setup.state_names(config.optim)))
         return cls(
@@ -307,6 +309,12 @@ def schedule_of(config: Config) -> str:
 def names(layer: nn.Module) -> list[str]:
     """The global names of a layer's parameters."""
     return [spec_of(param).name for param in layer.parameters()]
+
+
+def dealt_over(layers: Sequence[nn.Module]) -> set[str]:
+    """Returns each `ShardSpec.over` of the model."""
+    specs = (spec_of(param) for layer in layers for param in layer.parameters())
+    return {spec.over for spec in specs if spec.over is not None}
 
 
 def blocks(layers: Sequence[nn.Module]) -> set[str]:

@@ -128,7 +128,7 @@ class Buffers:
         self._searched = not (self._first if self._axis is not self._data else find(self._roots))
         self._idle = self._searched  # no buffer, no work
         self._seen: dict[tuple[nn.Module, str], Seen] | None = None
-        self._changing: list[tuple[Place, torch.Size, torch.dtype]] = []
+        self._changing: list[tuple[Place, Tensor]] = []  # each with a tensor of its shape and dtype
 
     # ------------------------------------------------------------------------------------------------------ data ranks
 
@@ -139,21 +139,15 @@ class Buffers:
                 place.owner._buffers[place.key] = place.value.to(self.topology.device)
         held = self._held()
         about = [[place.name, dtype_name(value), list(value.shape)] for place, value in held]
-        for rank, other in zip(
-            self._data.ranks, collectives.exchange(about, self._data) if held else (), strict=False
-        ):
+        others = collectives.exchange(about, self._data) if held else []
+        for rank, other in zip(self._data.ranks, others, strict=False):
             if other != about:
-                names = sorted(
-                    {
-                        str(entry[0])
-                        for entry in (*about, *other)
-                        if entry not in about or entry not in other
-                    }
-                )
+                unlike = [b for b in (*about, *other) if b not in about or b not in other]
+                names = few(sorted({str(name) for name, *_ in unlike}))
                 raise ValueError(
-                    f"rank {rank} has other buffers than rank {self.topology.rank}: {', '.join(names[:5])}"
+                    f"rank {rank} has other buffers than rank {self.topology.rank}: {names}"
                 )
-        self._send([(place, value.shape, value.dtype) for place, value in held])
+        self._send(held)
 
     def begin_step(self) -> None:
         """Broadcasts the values of changing buffers from the first data rank to the others. Collective."""
@@ -198,18 +192,7 @@ class Buffers:
         pairs = [(place, value, seen.get((place.owner, place.key))) for place, value in held]
         # The kernels of batch_norm leave version counters as they are: so values are compared in the first step, and
         # later a module's other buffers are taken for changed with the one that says so (num_batches_tracked).
-        owners = {
-            place.owner
-            for place, value, before in pairs
-            if before is None or _replaced(value, before)
-        }
-        if same := [
-            (p.owner, b.copy, v)
-            for p, v, b in pairs
-            if b and b.copy is not None and p.owner not in owners
-        ]:
-            differ = torch.stack([(copy != value).any() for _, copy, value in same]).tolist()
-            owners |= {owner for (owner, *_), changed in zip(same, differ, strict=True) if changed}
+        owners = {place.owner for place, value, before in pairs if _changed(value, before)}
         # A buffer that is no state and is another tensor now is a cache, whose shape may be each rank's own.
         mine = {
             place.name for place, value, before in pairs
@@ -219,7 +202,7 @@ class Buffers:
         self._refuse(found)
         known = {(place.owner, place.key) for place, *_ in self._changing}
         new = [(p, v) for p, v in held if p.name in found and (p.owner, p.key) not in known]
-        self._changing += [(place, value.shape, value.dtype) for place, value in new]
+        self._changing += [(place, torch.empty_like(value, device="meta")) for place, value in new]
         self._seen = self._look(copy=False)
 
     def _refuse(self, found: set[str]) -> None:
@@ -236,29 +219,29 @@ class Buffers:
                 " the layer's `recomputable = False`, or --recompute.mode none"
             )
 
-    def _send(self, wanted: Iterable[tuple[Place, torch.Size, torch.dtype]]) -> None:
-        """Data rank 0's values to all data ranks, in one message; widest first, so that all lie at whole elements."""
-        chosen = sorted(wanted, key=lambda one: -one[2].itemsize) if self._data.size > 1 else []
-        if not chosen:
-            return
-        for place, shape, dtype in chosen:
+    def _send(self, wanted: Iterable[tuple[Place, Tensor]]) -> None:
+        """Data rank 0's values to all data ranks, in one message; widest first, so that all lie at whole elements.
+
+        Args:
+            wanted: places, each with a tensor of the shape and dtype that its value must have.
+        """
+        chosen = sorted(wanted, key=lambda one: -one[1].itemsize) if self._data.size > 1 else []
+        values = []
+        for place, like in chosen:
             value = place.value
-            if value is None or (value.shape, value.dtype) != (shape, dtype):
+            if value is None or (value.shape, value.dtype) != (like.shape, like.dtype):
                 now = "nothing" if value is None else f"{value.dtype} {list(value.shape)}"
                 raise RuntimeError(
-                    f"buffer {place.name} was {dtype} {list(shape)} and is {now} now: keep its shape"
+                    f"buffer {place.name} was {like.dtype} {list(like.shape)} and is {now} now: keep its shape"
                 )
-        sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in chosen]
-        if self._data.index == 0:
-            flat = torch.cat(
-                [bytes_of(place.value) for place, *_ in chosen if place.value is not None]
-            )
-        else:
-            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.topology.device)
-        collectives.broadcast(flat, self._data, 0)
-        for (place, shape, dtype), part in zip(chosen, flat.split(sizes), strict=True):
+            values.append(bytes_of(value))
+        if not values:
+            return
+        flat = collectives.broadcast(torch.cat(values), self._data, 0)
+        parts = flat.split([len(value) for value in values])
+        for (place, like), part in zip(chosen, parts, strict=True):
             if self._data.index > 0:
-                place.store(part.view(dtype).view(shape))
+                place.store(part.view(like.dtype).view(like.shape))
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
@@ -272,40 +255,30 @@ class Buffers:
         are the same once they agree."""
         if (self._data.index > 0 and not any_copy) or self.topology.axis("tp").index > 0:
             return {}
-        first, places = self._first, self.persistent()
-        own = {
-            name: place.value
-            for name, place in places.items()
-            if first.get(name, self._stage) == self._stage
+        return {
+            name: value
+            for name, place in sorted(self.persistent().items())
+            if self._first.get(name, self._stage) == self._stage
+            if (value := place.value) is not None
         }
-        return {name: value for name, value in sorted(own.items()) if value is not None}
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
         """Every persistent buffer of the model and its shape, None where it has no value. Collective."""
-        mine = [
-            [n, None if p.value is None else list(p.value.shape)]
-            for n, p in self.persistent().items()
-        ]
-        stages = collectives.exchange(mine, self.topology.axis("pp"))
+        own = {n: None if p.value is None else p.value.shape for n, p in self.persistent().items()}
         return {
             name: None if shape is None else tuple(shape)
-            for stage in stages
-            for name, shape in stage
+            for stage in collectives.exchange(own, self.topology.axis("pp"))
+            for name, shape in stage.items()
         }
 
     def different(self) -> list[str]:
         """The persistent buffers whose values are not the same on all tensor ranks. Collective."""
-        line, values = self.topology.axis("tp"), {n: p.value for n, p in self.persistent().items()}
-        if line.size == 1 or not values:
+        line, places = self.topology.axis("tp"), self.persistent()
+        if line.size == 1 or not places:
             return []
-        mine = {
-            name: ""
-            if value is None
-            else hashlib.sha256(bytes_of(value).cpu().numpy().data).hexdigest()
-            for name, value in values.items()
-        }
-        ranks = collectives.exchange(mine, line)
-        return sorted(name for name in mine if len({rank.get(name) for rank in ranks}) > 1)
+        values = {name: place.value for name, place in places.items() if place.value is not None}
+        ranks = collectives.exchange({name: _digest(v) for name, v in values.items()}, line)
+        return sorted(name for name in places if len({rank.get(name) for rank in ranks}) > 1)
 
     def restore(self, names: Collection[str], source: Callable[[str], Tensor]) -> None:
         """Sets the persistent buffers among `names` from `source(name)`."""
@@ -334,12 +307,19 @@ class Buffers:
         return out
 
 
+def _digest(value: Tensor) -> str:
+    return hashlib.sha256(bytes_of(value).cpu().numpy().data).hexdigest()
+
+
 def _version(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
-def _replaced(value: Tensor, before: Seen) -> bool:
-    return before.tensor() is not value or before.version != _version(value)
+def _changed(value: Tensor, before: Seen | None) -> bool:
+    """Returns whether a buffer is another tensor than before, or its values changed."""
+    if before is None or before.tensor() is not value or before.version != _version(value):
+        return True
+    return before.copy is not None and bool((before.copy != value).any())
 
 
 def build(

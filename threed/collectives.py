@@ -38,6 +38,8 @@ T = TypeVar("T")
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Along = Callable[[Tensor, Axis], Tensor]
+
 
 class Pending:
     """A result under way: `wait()` gives the tensor, finishing the local part of the work; waiting again is free."""
@@ -284,11 +286,7 @@ def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
     It is the backend's own all-reduce, whose memory does not grow with the ranks; nor, on NCCL's trees, its time by
     more than their depth. Ours in rank order is for many numbers.
     """
-    total = values.clone()
-    if axis.size > 1:
-        axis.count(2 * _nbytes(total) * (axis.size - 1) // axis.size)
-        dist.all_reduce(total, group=axis.channel)
-    return total
+    return start_sum_of_scalars(values, axis).wait()
 
 
 def start_sum_of_scalars(values: Tensor, axis: Axis) -> Pending:
@@ -297,7 +295,7 @@ def start_sum_of_scalars(values: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         return done(total)
     axis.count(2 * _nbytes(total) * (axis.size - 1) // axis.size)
-    return Pending(lambda: total, _start(dist.all_reduce, total, axis=axis))
+    return done(total, _start(dist.all_reduce, total, axis=axis))
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
@@ -355,68 +353,49 @@ def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
 # -------------------------------------------------------------------------------------------------------- conjugate
 
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+class _Conjugate(torch.autograd.Function):
+    """Applies one function of a tensor and an axis in the forward, and another one in the backward."""
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        # NCCL sums in place, and dy may be another branch's too
-        return all_reduce(dy.clone(), ctx.axis), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return all_reduce(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Along, backward: Along) -> Tensor:
+        ctx.axis, ctx.along = axis, backward
+        return forward(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.along(dy, ctx.axis), None, None, None
 
 
-class _GatherFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(dy, ctx.axis), None
+def _view(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
 
 
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter(x, axis)
+def _same(dy: Tensor, axis: Axis) -> Tensor:
+    return dy
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_gather(dy, ctx.axis), None
+
+def _all_reduce_copy(dy: Tensor, axis: Axis) -> Tensor:
+    return all_reduce(dy.clone(), axis)  # NCCL sums in place, and dy may be another branch's too
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """f: the identity; its gradient is summed over the axis."""
-    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, _view, _all_reduce_copy)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """g: the sum over the axis; its gradient passes unchanged."""
-    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _same)
 
 
 def gather_from(x: Tensor, axis: Axis) -> Tensor:
     """[s/t ...] -> [s ...], concatenated over the axis; its gradient is summed and scattered."""
-    return x if axis.size == 1 else _GatherFrom.apply(x, axis)
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, all_gather, reduce_scatter)
 
 
 def scatter_to(x: Tensor, axis: Axis) -> Tensor:
     """[s ...] -> [s/t ...]: the sum over the axis, each rank keeping its part; its gradient is gathered."""
-    return x if axis.size == 1 else _ScatterTo.apply(x, axis)
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, reduce_scatter, all_gather)
 
 
 # ----------------------------------------------------------------------------------------------------- housekeeping

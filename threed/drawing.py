@@ -33,7 +33,7 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
         )
     layers = model.layers()
     if not wrapped:
-        check(layers, model.slicing, topology.axis("tp"), topology.axis("world"))
+        check(layers, model.slicing, topology)
     config = decide_order(config, model, layers, topology)
 
     def costs(some: list[nn.Module]) -> Sequence[float]:

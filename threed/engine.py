@@ -3,11 +3,7 @@
     topo    = Topology(pp=2, tp=2)
     engine  = Engine(model, topo, config)
     metrics = engine.step(batch)         # this data rank's share of the global batch; one optimizer step
-    engine.evaluate(batch) · engine.save(path) · engine.load(path) · engine.full_state_dict()
-    save    = engine.start_save(path) · save.wait()     # written while training goes on
-
-`Engine(...)` makes a `LayeredEngine` of a model with pipeline layers (`threed.models.Model`), and a
-`ModuleEngine` of any other `nn.Module`, which can also run its micro-batches in a custom loop.
+    engine.save(path)                    # engine.start_save(path).wait() writes in the background
 
 One step: the global number of valid tokens -> the plan's forwards and backwards, gradients leaving
 bucket by bucket -> norm -> the update of this rank's slices -> parameters gathered while the next
@@ -16,6 +12,7 @@ forward begins. No tensor's value is read on the host; `StepMetrics` does that w
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,7 +45,7 @@ from threed.pipeline.overlap import Overlap
 from threed.pipeline.transport import Transport, links
 from threed.precision import LossScale
 from threed.resolution import resolve
-from threed.sharding import Piece, initial
+from threed.sharding import initial
 from threed.topology import Topology
 from threed.zero import agreement, records, replicas, setup
 from threed.zero.access import Holder
@@ -58,19 +55,15 @@ from threed.zero.hooks import ModuleGatherer
 from threed.zero.optimizer import Optimizer
 from threed.zero.reducer import Reducer
 from threed.zero.steps import Asynchronous, Synchronous
-from threed.zero.update import Update
-
-PHASES = ("fwd_bwd_s", "dp_comm_s", "optim_s")
 
 
 class Engine:
     """Trains `model` on `topology` by `config`.
 
-    `Engine(...)` returns a `LayeredEngine` or a `ModuleEngine`, by the kind of the model.
-
     Args:
-        model: a `threed.models.Model` with layers on the meta device; or, with tp = pp = 1, any
-            `nn.Module` whose forward takes the batch's tensors as keywords and returns a loss.
+        model: a `threed.models.Model` with layers on the meta device, for a `LayeredEngine`; or,
+            with tp = pp = 1, any `nn.Module` whose forward takes the batch's tensors as keywords
+            and returns a loss, for a `ModuleEngine`.
         topology: the axes of the ranks.
         config: for a `threed.models.Model`, resolved.
         learning_rate, loss_scale: used instead of the configuration's.
@@ -83,7 +76,6 @@ class Engine:
     """
 
     wraps_module: ClassVar[bool]  # then the program may use and change parameters anywhere
-    gatherer: Gatherer
 
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
         kind = LayeredEngine if is_layered(model) else ModuleEngine
@@ -108,11 +100,17 @@ class Engine:
         self.batches = Batches(self.model, topology, config, blueprint.layers)
         flags = [self.batches.empty, *blueprint.flags]
         self.faults = Faults(flags, topology.device, warns=topology.rank == 0)
-        module = self.model.module if isinstance(self.model, Wrapped) else None
+        wrapped = self.model if isinstance(self.model, Wrapped) else None
         self.buffers = buffers.build(
-            blueprint.layers, blueprint.cut, topology, blueprint.again, module
+            blueprint.layers, blueprint.cut, topology, blueprint.again,
+            None if wrapped is None else wrapped.module,
+        )  # fmt: skip
+        codec = setup.weight_codec(config)
+        self.gatherer: Gatherer = (
+            Gatherer(self.layout, codec)
+            if wrapped is None
+            else ModuleGatherer(self.layout, wrapped, config.zero.prefetch, codec)
         )
-        self.gatherer = self._make_gatherer()
         self.optimizer = Optimizer(
             self.layout, self.gatherer, topology.axis("world"),
             learning_rate or setup.learning_rate(config.optim, config.train.steps),
@@ -127,8 +125,7 @@ class Engine:
         self.reducer = Reducer(
             self.layout, setup.gradient_codecs(config), self.wraps_module, blueprint.layer_major,
             early=self.optimizer.early, unused=self.optimizer.unused,
-            warns=topology.axis("tp").index == 0, on_gradient=self.gatherer.gradient_complete,
-            gather_order=lambda: self.gatherer.order,
+            warns=topology.axis("tp").index == 0, gatherer=self.gatherer,
         )  # fmt: skip
         parts = blueprint.lowered, self.reducer, self.optimizer
         asynchronous = Asynchronous(*parts) if blueprint.plan.asynchronous else None
@@ -138,11 +135,14 @@ class Engine:
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wraps_module)
+        # A pair's other stream could reuse memory of them while it is read.
+        frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
+        streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
             blueprint.stages(self.gatherer, self.reducer),
             transport or links(self.model, topology), topology.axis("pp").index,
-            self.runner.all_passes_ended, self._pass_ended,
-            weight_gradients=self.reducer.deferral, overlap=self._overlap(own_layers),
+            self.runner.all_passes_ended, self.reducer.pass_ended,
+            weight_gradients=self.reducer.deferral, overlap=None if frees else Overlap(*streams),
             device=topology.device, varying=options_of(self.model).boundaries_vary,
             on_validate=self.optimizer.validate, updates=asynchronous,
         )  # fmt: skip
@@ -151,27 +151,9 @@ class Engine:
         """Returns the model and the resolved configuration. Collective."""
         raise NotImplementedError
 
-    def _make_gatherer(self) -> Gatherer:
-        """Returns what gathers the parameters."""
-        raise NotImplementedError
-
     def _initialise(self) -> None:
         """Sets the weights to their initial values. Collective."""
         raise NotImplementedError
-
-    def _overlap(self, layers: list[nn.Module]) -> Overlap | None:
-        """Returns the streams of pairs of a forward and a backward.
-
-        None if parameters are freed, or buffers may be replaced: the other stream could reuse the
-        memory while it is read. A pair then runs its passes one after the other.
-        """
-        frees = self.layout.slices_parameters or any(
-            True for layer in layers for _ in layer.buffers()
-        )
-        tp, second = self.topology.axis("tp"), self.topology.second("tp")
-        return None if frees else Overlap(self.topology.device, tp, second)
-
-    # ------------------------------------------------------------------------------------------------------- running
 
     def step(self, batch: Batch) -> StepMetrics:
         """Runs one optimizer step on this data rank's share of the global batch. Collective.
@@ -186,7 +168,9 @@ class Engine:
         rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
         while True:
             self.faults.clear()
-            micros = self._micro_batches(batch, training=True)
+            self.reducer.recover()
+            scale = self.optimizer.scaler.scale
+            micros = self.batches.micro_batches(batch, self.steps, self.consumed, scale, True)
             self._begin(len(micros))
             try:
                 with own_backward(self.reducer):
@@ -196,13 +180,13 @@ class Engine:
                 rewind()
         self._seconds = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
-        metrics = self._end_step(self._carry(losses), tokens)
+        metrics = self._end_step(self._carry(losses, scale), tokens)
         # Like `steps`, this counts only steps that were done.
         self.consumed += self.batches.rows(batch) * self.topology.dp
         return metrics
 
     def _begin(self, microbatches: int) -> None:
-        self._end_passes()  # of a step that an error broke off
+        self.gatherer.release_all()  # of a step that an error broke off
         check_scales(self.config.precision.dtype, self.layout.slots)
         self.buffers.begin_step()
         self.runner.begin(microbatches)
@@ -211,37 +195,21 @@ class Engine:
     def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
         """Ends a step. loss: fp64 [1], this rank's part of a sum over all ranks."""
         began = time.perf_counter()
-        self._end_passes()
+        self.gatherer.release_all()
         check_scales(self.config.precision.dtype, self.layout.slots)
-        self.runner.reduce()
         self.buffers.end_step()  # raises for what must not change, before anything is updated
         update = self.runner.update(self.faults.appended_to(loss))
-        spent = self.runner.seconds
-        passes = self._seconds + time.perf_counter() - began - sum(spent)
+        reducing, updating = self.runner.seconds
+        passes = self._seconds + time.perf_counter() - began - reducing - updating
         self.steps += 1
         if self._numbers is not None:
             self._numbers()  # faults are counted in the order of steps
-        self._numbers = Later(lambda: self._numbers_of(update()))
+        self._numbers = Later(lambda: Numbers.of(update(), self.faults))
         if not self.runner.pending:
             self._numbers()
-        seconds = dict(zip(PHASES, (passes, *spent), strict=True))
+        seconds = {"fwd_bwd_s": passes, "dp_comm_s": reducing, "optim_s": updating}
         most = self.config.train.max_bad_steps
         return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults, most)
-
-    def _numbers_of(self, update: Update) -> Numbers:
-        found = self.faults.add(update.sums[1:])
-        return Numbers(
-            loss_of(update.sums), update.grad_norm, update.lr, update.loss_scale, update.skips,
-            update.in_a_row, found,
-        )  # fmt: skip
-
-    def _pass_ended(self, chunk: int = 0) -> None:
-        self.reducer.pass_ended(chunk)
-        self.gatherer.pass_ended()
-
-    def _end_passes(self) -> None:
-        self.gatherer.pass_ended()
-        self.gatherer.release_all()
 
     def finish(self) -> None:
         """Ends the last step (optimistic updates, 2bw); changes no result. Collective."""
@@ -250,67 +218,52 @@ class Engine:
 
     def _take_in(self) -> None:
         """Ends the last step, and releases all gathered parameters: the states are current."""
-        self._end_passes()
+        self.gatherer.release_all()
         self.finish()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Returns the mean token loss of a batch, of which each data rank passes its share, without
-        training: a scalar, the same on every rank; NaN if ids are beyond the vocabulary, or no
-        label counts. Collective."""
+        """Returns the mean token loss of a batch (each data rank passes its share), a scalar; NaN
+        if ids are beyond the vocabulary, or no label counts. Does not train. Collective."""
         with self.evaluating():
-            micros = self._micro_batches(batch, training=False)
+            micros = self.batches.micro_batches(batch, self.steps, self.consumed, 1.0, False)
             losses = self.executor.run(self.blueprint.lowered(len(micros), training=False), micros)
-            self._end_passes()
+            self.gatherer.release_all()
             return self.sum_losses(self._carry(losses, 1.0))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Prepares for forwards without training in the block; a step in progress goes on after it.
-        Collective."""
+        """Prepares for forwards without training; a step in progress continues after. Collective."""
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
             self.buffers.agree()
             yield
 
     def sum_losses(self, loss: Tensor) -> Tensor:
-        """Returns the sum over all ranks of an evaluation's loss, of which fp64 [1] is this rank's
-        part: a scalar; NaN if some data was invalid. Call it inside `evaluating`. Collective."""
+        """Returns the sum over all ranks of the losses [1], inside `evaluating`; NaN if some data
+        was invalid. Collective."""
         own = self.faults.appended_to(loss)
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))
 
     def bad_steps(self) -> int:
-        """Returns how many steps in a row, up to the last one, were skipped and count as bad; ends
-        that step. Collective."""
+        """Returns how many last steps in a row were bad; ends the last step. Collective."""
         self.finish()
         return int(self.optimizer.bad.in_a_row)
 
     def compare_replicas(self) -> None:
-        """Compares the copies that several ranks hold. ReplicaError on every rank, naming those
-        that differ. Collective."""
+        """Compares copies between ranks. Raises ReplicaError naming those that differ. Collective."""
         self._take_in()
         replicas.check(self.optimizer, self.topology, self.steps)
 
-    def _carry(self, losses: list[Tensor], scale: Tensor | float | None = None) -> Tensor:
-        """Returns this rank's part of the loss, fp64 [1]; zero unless it is the first tensor rank
-        of the last stage."""
+    def _carry(self, losses: list[Tensor], scale: Tensor | float) -> Tensor:
+        """Returns this rank's part of the loss, fp64 [1]."""
         device = self.topology.device
         if not losses or self.topology.axis("tp").index > 0:
             return torch.zeros(1, dtype=torch.float64, device=device)
-        total = torch.stack(losses).double().sum().view(1)
-        return total / (self.optimizer.scaler.scale if scale is None else scale)
-
-    def _micro_batches(self, batch: Batch, training: bool) -> list[MicroBatch]:
-        self.reducer.recover()
-        scale = self.optimizer.scaler.scale if training else 1.0
-        return self.batches.micro_batches(batch, self.steps, self.consumed, scale, training)
+        return torch.stack(losses).double().sum().view(1) / scale
 
     def record(self, on: bool = True) -> list[Span]:
         """Starts or stops recording when actions run; returns the spans recorded so far."""
-        spans = self.executor.spans
-        self.executor.record(on)
-        return spans
-
-    # --------------------------------------------------------------------------------------------------------- state
+        return self.executor.record(on)
 
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
@@ -318,8 +271,11 @@ class Engine:
     ) -> Path:  # fmt: skip
         """Writes a checkpoint folder at `path`, atomically; `load` returns `extra`. Collective.
 
-        hurries: see `Saver.prepare`. Raises DataError on all ranks, before anything is written, if
-        a step had invalid data and reading metrics has not raised the error.
+        Args:
+            hurries: see `Saver.prepare`.
+
+        Raises:
+            DataError: a step had invalid data, and reading metrics has not raised the error.
         """
         self.saver.end()
         return self.saver.save(Path(path), self.counters(extra), self.extras, hurries).path
@@ -328,11 +284,13 @@ class Engine:
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
         before_publishing: Callable[[], None] = lambda: None, hurries: Callable[[], bool] = never,
     ) -> Save:  # fmt: skip
-        """Begins to write a checkpoint of this step while training goes on. Collective.
+        """Begins to write a checkpoint while training continues; otherwise as `save`. Collective.
 
-        Waits for the save before; call `Save.wait` before the program ends. Without memory for a
-        copy of the state it warns, and returns once the checkpoint is complete. before_publishing:
-        called in a thread of rank 0, once all files are written. Otherwise as `save`.
+        Waits for the previous save. Call `Save.wait` before the program ends. Without memory for a
+        copy of the state it warns, and returns once the checkpoint is complete.
+
+        Args:
+            before_publishing: called in a thread of rank 0, when all files are written.
         """
         return self.saver.start(
             Path(path), self.counters(extra), self.extras, now=self.wraps_module,
@@ -340,85 +298,68 @@ class Engine:
         )  # fmt: skip
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the counters for a manifest, after the last update. Raises DataError as `save`.
-        Collective."""
+        """Returns the counters for a manifest; raises DataError as `save`. Collective."""
         self._take_in()
         if self._numbers is not None:
             self.faults.raise_before_save(
                 self.steps, self._numbers().found, self.topology.axis("world")
             )
-        counted = collectives.exchange(self.reducer.counted(), self.topology.axis("pp"))
-        uses = {name: count for stage in counted for name, count in stage.items()}
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {})}
-        state |= {"uses": uses, **self.runner.state()}
-        if self.optimizer.unused is not None:
-            state["unused"] = self.optimizer.unused.state()
-        return state
+        return state | self.reducer.state(self.topology.axis("pp")) | self.runner.state()
 
     def load(self, path: str | Path, hashed: Collection[str] | None = None) -> dict[str, Any]:
-        """Loads weights, moments, buffers and counters from a checkpoint of any topology, or only
-        weights from a Hugging Face folder. Collective.
+        """Loads a checkpoint of any topology, or weights from a Hugging Face folder. Collective.
 
-        Returns `extra` of `save`; of a Hugging Face folder its record as `hf`. hashed: see
-        `native.load`. Raises CheckpointError, before anything is overwritten, if names or shapes
-        are those of another model.
+        Args:
+            hashed: see `native.load`.
+
+        Returns:
+            `extra` of `save`; of a Hugging Face folder its record as `hf`.
+
+        Raises:
+            CheckpointError: another model's names or shapes; nothing is overwritten.
         """
         self.saver.end()
         self._take_in()
         about = (Path(path), self.optimizer, self.topology, self.config, self.extras)
         state = load_hf(*about) if is_hf_folder(Path(path)) else native.load(*about, hashed)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
-        self.reducer.restore(state.get("uses", {}))
+        self.reducer.restore(state)
         self.runner.restore(state)
-        if self.optimizer.unused is not None:
-            self.optimizer.unused.restore(state.get("unused"))
         return dict(state["extra"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns full tensors by global name on rank 0, an empty dict elsewhere: master weights,
-        at least fp32, and persistent buffers. Collective."""
+        """Returns all weights (at least fp32) and persistent buffers on rank 0. Collective."""
         self._take_in()
         return native.collect(self.optimizer, self.topology) | self.buffers.collect()
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
-        """Sets weights and buffers from full tensors by global name, which every rank passes;
-        moments stay."""
+        """Sets weights and buffers from full tensors, which every rank passes; moments stay."""
         self._take_in()
         fit.take_full(self.optimizer, self.buffers, self.topology, weights)
 
 
 class LayeredEngine(Engine):
-    """Trains a model of pipeline layers (`threed.models.Model`) on pipeline, tensor and data ranks.
-
-    The plan of the schedule runs all micro-batches of a step: `step` takes the whole batch.
-    """
+    """Trains a model of pipeline layers (`threed.models.Model`) on pipeline, tensor and data ranks."""
 
     wraps_module = False
-    model: Model
 
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Model, Config]:
         layered = cast(Model, model)
         setup.check_tile(config.zero.tile, layered.slicing.tile, wrapped=False)
         return layered, config
 
-    def _make_gatherer(self) -> Gatherer:
-        axis = setup.gather_axis(self.config, self.topology, self.layout.policy)
-        return Gatherer(self.layout, axis, setup.weight_codec(self.config))
-
     def _initialise(self) -> None:
-        def values(piece: Piece) -> Tensor:
-            return initial(piece, self.config.train.seed)
-
+        values = functools.partial(initial, seed=self.config.train.seed)
         records.initialise(self.optimizer, values, again=True)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Returns the logits [b s v/t] of tokens [b s], a part of the vocabulary per tensor rank,
-        on the last stage; None on the others."""
+        """Returns the logits [b s v/t] of tokens [b s] on the last stage, None on the others."""
         self.finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
             outputs = self.executor.run(self.blueprint.lowered(1, training=False), [micro])
-            self._end_passes()
+            self.gatherer.release_all()
             return outputs[0].transpose(0, 1) if outputs else None
 
 
@@ -438,15 +379,11 @@ class ModuleEngine(Engine):
     """
 
     wraps_module = True
+    accumulating = False
     model: Wrapped
     gatherer: ModuleGatherer
-
-    def __init__(
-        self, model: Model | nn.Module, topology: Topology, config: Config, **options: Any
-    ) -> None:
-        self.accumulating, self._microbatches = False, 1
-        self._loss = torch.zeros(1, dtype=torch.float64, device=topology.device)
-        super().__init__(model, topology, config, **options)
+    _microbatches: int  # of the step in progress, and its loss so far
+    _loss: Tensor
 
     @property
     def module(self) -> nn.Module:
@@ -460,34 +397,22 @@ class ModuleEngine(Engine):
         activation_checkpointing.enable(wrapped.module, config)
         return wrapped, config
 
-    def _make_gatherer(self) -> ModuleGatherer:
-        axis = setup.gather_axis(self.config, self.topology, self.layout.policy)
-        return ModuleGatherer(
-            self.layout, axis, self.model, self.config.zero.prefetch,
-            setup.weight_codec(self.config),
-        )  # fmt: skip
-
     def _initialise(self) -> None:
-        def values(piece: Piece) -> Tensor:
-            return self.model.initial(piece, self.config.train.seed)
-
+        values = functools.partial(self.model.initial, seed=self.config.train.seed)
         self.model.agree(self.topology.data, self.topology.device)
         records.initialise(self.optimizer, values, again=False)
         self.model.initialised(self.topology.device, self.batches.dtype)
         self.gatherer.changes.begin()
-
-    # --------------------------------------------------------------------------------------------------- custom loops
 
     def begin(self, microbatches: int = 1) -> None:
         """Begins an optimizer step of so many micro-batches in a custom loop. Collective."""
         self.faults.clear()
         self._begin(microbatches)
         self.accumulating, self._microbatches = True, microbatches
-        self._loss = torch.zeros_like(self._loss)
+        self._loss = torch.zeros(1, dtype=torch.float64, device=self.topology.device)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
-        """Runs the backward of one micro-batch, and adds its gradients and its loss to those of the
-        step.
+        """Runs the backward of a micro-batch; adds its gradients and its loss to the step's.
 
         If it raises, the step's gradients are discarded: call `begin` for the next step.
 
@@ -510,16 +435,11 @@ class ModuleEngine(Engine):
             torch.autograd.backward((wide * scale,))
         self.accumulating = True
         self._loss += loss.detach().double() * weight
-        self._pass_ended()
+        self.reducer.pass_ended()
         self._seconds += time.perf_counter() - began
 
     def update(self, tokens: int = 0) -> StepMetrics:
-        """Ends an optimizer step of a custom loop: sums the gradients over ranks, and updates.
-        Collective.
-
-        Args:
-            tokens: of the global batch, for the metrics.
-        """
+        """Ends a step: sums gradients over ranks, and updates. tokens: for the metrics. Collective."""
         self._check_begun()
         return self._end_step(self._loss, tokens)
 
@@ -538,20 +458,18 @@ class ModuleEngine(Engine):
         self.reducer.give_up()
 
     def zero_grad(self) -> None:
-        """Drops all gradients so far: of the step in progress, and those from losses of other
-        engines."""
+        """Drops all gradients so far, also those from losses of other engines."""
         self.reducer.drop()
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        """Yields the module for forwards without gradients, and releases its parameters after the
-        block."""
+        """Yields the module for forwards without gradients."""
         try:
             # What a module caches must be usable in training too.
             with torch.inference_mode(False), torch.no_grad():
                 yield self.module
         finally:
-            self._end_passes()
+            self.gatherer.release_all()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -561,8 +479,7 @@ class ModuleEngine(Engine):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Yields the module with all parameters gathered. Changes must be the same on all ranks.
-        Collective."""
+        """Yields the module with all parameters, to read or change alike on all ranks. Collective."""
         if self.gatherer.is_held(Holder.GATHERED):
             yield self.module  # which the block around this one keeps gathered
             return

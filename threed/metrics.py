@@ -13,6 +13,7 @@ from torch import Tensor
 from threed import collectives
 from threed.layers.slicing import Flag
 from threed.topology import Axis
+from threed.zero.update import Update
 
 
 class DataError(ValueError):
@@ -113,6 +114,14 @@ class Numbers:
     skipped: Tensor
     in_a_row: Tensor
     found: Tensor
+
+    @classmethod
+    def of(cls, update: Update, faults: Faults) -> Numbers:
+        """Returns the numbers of a step's update; counts the flags among its sums."""
+        return cls(
+            loss_of(update.sums), update.grad_norm, update.lr, update.loss_scale, update.skips,
+            update.in_a_row, faults.add(update.sums[1:]),
+        )  # fmt: skip
 
 
 class Later:

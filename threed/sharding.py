@@ -60,6 +60,9 @@ class ShardSpec:
     tile: (index, count) of a tile of a larger matrix, which is whole only while it is used; else (0, 1).
     padding: elements that belong to no global tensor. They are zero and stay so: whoever computes with them sees to it
     that their gradient is zero. No checkpoint has them.
+    over: the axis of data ranks that each hold other pieces (`Topology.data_name`, or blocks of it such as "dp/2"), or
+    None if all data ranks hold the same. The layer exchanges its inputs and outputs over that axis, so that the
+    gradient of its pieces comes from the samples of all of these ranks.
     """
 
     pieces: tuple[Piece, ...]
@@ -68,6 +71,7 @@ class ShardSpec:
     decay: bool = True
     tile: tuple[int, int] = (0, 1)
     padding: int = 0
+    over: str | None = None
 
     @property
     def numel(self) -> int:
@@ -173,36 +177,30 @@ def split(piece: Piece, first: int, last: int, offset: int = 0) -> Iterator[Piec
     Args:
         offset: the offset of element `first`; the offsets of the pieces follow from it.
     """
-    for inside, size, at in _flat_boxes(piece.size, first, last):
-        start = tuple(p + s for p, s in zip(piece.start, inside, strict=True))
-        yield Piece(piece.name, piece.shape, start, size, offset + at, piece.init)
+    origin = offset - first
+    while first < last:
+        block, dim = 1, len(piece.size)  # the largest box of whole dimensions that begins here
+        while (
+            dim and first % (larger := block * piece.size[dim - 1]) == 0 and first + larger <= last
+        ):
+            block, dim = larger, dim - 1
+        inside = _coordinates(first, piece.size)
+        size = list(piece.size)
+        if dim:  # several of them, as far as they are side by side
+            size[dim - 1] = min((last - first) // block, size[dim - 1] - inside[dim - 1])
+            size[: dim - 1] = [1] * (dim - 1)
+        start = tuple(p + i for p, i in zip(piece.start, inside, strict=True))
+        yield Piece(piece.name, piece.shape, start, tuple(size), origin + first, piece.init)
+        first += math.prod(size)
 
 
-def _flat_boxes(
-    shape: tuple[int, ...], first: int, last: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    if first >= last:
-        return
-    if not shape:
-        yield (), (), 0
-        return
-    if len(shape) == 1:
-        yield (first,), (last - first,), 0
-        return
-    row = math.prod(shape[1:])
-    head, tail = -(-first // row), last // row  # the whole rows
-    if head > tail:  # inside one row
-        for start, size, offset in _flat_boxes(shape[1:], first - tail * row, last - tail * row):
-            yield (tail, *start), (1, *size), offset
-        return
-    for start, size, offset in (
-        _flat_boxes(shape[1:], first - (head - 1) * row, row) if first < head * row else ()
-    ):
-        yield (head - 1, *start), (1, *size), offset
-    if head < tail:
-        yield (head, *(0,) * (len(shape) - 1)), (tail - head, *shape[1:]), head * row - first
-    for start, size, offset in _flat_boxes(shape[1:], 0, last - tail * row):
-        yield (tail, *start), (1, *size), tail * row - first + offset
+def _coordinates(element: int, shape: Sequence[int]) -> list[int]:
+    """Returns the place of an element of a tensor, by its number in row-major order."""
+    place = list[int]()
+    for size in reversed(shape):
+        element, index = divmod(element, size)
+        place.insert(0, index)
+    return place
 
 
 def slices(

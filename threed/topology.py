@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -152,11 +152,8 @@ def default_device() -> torch.device:
 
 def backends() -> list[str]:
     """The communication backends this torch was built with."""
-    return [
-        name
-        for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
-        if there
-    ]
+    built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return [name for name, there in built.items() if there]
 
 
 class Topology:
@@ -198,6 +195,9 @@ class Topology:
         self.grid, self.world, self.rank, self.on_paper = grid, grid.world, rank, not groups
         self._even_out()
         self.sizes, self.coordinates = grid.sizes, grid.coordinates(rank)
+        self.pp = grid.pp
+        self.dp = grid.dp
+        self.tp = grid.tp
         self.traffic: Counter[str] = Counter()
         self._ties: dict[tuple[int, ...], Axis] = {}
         self._axes = {name: self._line(name, grid.ranks(rank, name)) for name in AXES}
@@ -251,15 +251,12 @@ class Topology:
         """Makes channels for tensors in the host's memory, (source, target) each; returns those of this rank. Their
         bytes count for no axis. Collective over the world, same pairs."""
         self._even_out()
-        links, missing = dict[tuple[int, int], Link](), sorted(pairs)
-        while missing:
-            at_once = _disjoint(missing)
-            missing = [pair for pair in missing if pair not in at_once]
-            mine = next((pair for pair in at_once if self.rank in pair), None)
-            ranks = [self.rank] if mine is None else list(mine)
+        links = dict[tuple[int, int], Link]()
+        for mine in _in_turns(sorted(pairs), self.rank):
             group = dist.new_group(
-                ranks, timeout=self.timeout, backend="gloo", use_local_synchronization=True
-            )
+                list(mine or (self.rank,)), timeout=self.timeout, backend="gloo",
+                use_local_synchronization=True,
+            )  # fmt: skip
             if mine is not None:
                 axis = Axis("host", mine, mine.index(self.rank), group)
                 links[mine] = Link(mine[1 - axis.index], axis)
@@ -267,11 +264,8 @@ class Topology:
 
     def shared_axes(self) -> list[Axis]:
         """The axes that gradients may be summed over and this rank is on, in one order that all ranks share."""
-        lines = [
-            self._axes[name]
-            for name in sorted(self._axes)
-            if name not in ("pp", "world") and "@" not in name
-        ]
+        others = {"pp", "world", *(name for name in self._axes if "@" in name)}
+        lines = [self._axes[name] for name in sorted(self._axes.keys() - others)]
         ties = [self._ties[stages] for stages in sorted(self._ties)]
         return [axis for axis in (*lines, *ties) if axis.size > 1 and axis.index >= 0]
 
@@ -282,18 +276,6 @@ class Topology:
         The axis "dp" has only the ranks with different samples.
         """
         return self._axes[self.data_name]
-
-    @property
-    def pp(self) -> int:
-        return self.sizes["pp"]
-
-    @property
-    def dp(self) -> int:
-        return self.sizes["dp"]
-
-    @property
-    def tp(self) -> int:
-        return self.sizes["tp"]
 
     def _even_out(self) -> None:
         """Makes groups until all ranks have made the same number, since a program may have made some before: see
@@ -328,23 +310,25 @@ class Topology:
         """Makes a channel for each direction of some pairs of stages; on all ranks the same pairs."""
         line, missing = self._axes["pp"], sorted(set(pairs) - self._linked)
         self._linked.update(missing)
-        while missing and not self.on_paper:
-            at_once = _disjoint(missing)  # so that every rank has one group at most to make
-            missing = [pair for pair in missing if pair not in at_once]
-            mine = next((pair for pair in at_once if line.index in pair), ())
+        for mine in _in_turns(missing, line.index) if not self.on_paper else ():
             for direction in (1, -1):
-                axis = self._line("pp", tuple(line.ranks[stage] for stage in mine))
-                if mine:
+                axis = self._line("pp", tuple(line.ranks[stage] for stage in mine or ()))
+                if mine is not None:
                     source, target = mine[::direction]
                     peer = target if line.index == source else source
                     self._links[source, target] = Link(line.ranks[peer], axis)
 
 
-def _disjoint(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Pairs without a common member, as they come."""
-    found, seen = [], set[int]()
-    for pair in pairs:
-        if seen.isdisjoint(pair):
-            found.append(pair)
+def _in_turns(pairs: Sequence[tuple[int, int]], member: int) -> Iterator[tuple[int, int] | None]:
+    """Yields for each turn the pair that has this member, if any; the pairs of a turn have no common member, so that
+    every rank has one group at most to make in it."""
+    while pairs:
+        seen, later, own = set[int](), list[tuple[int, int]](), None
+        for pair in pairs:
+            if not seen.isdisjoint(pair):
+                later.append(pair)
+                continue
             seen.update(pair)
-    return found
+            own = pair if member in pair else own
+        yield own
+        pairs = later

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from threed import collectives
 from threed.buffers import Buffers
 from threed.sharding import Piece, slices
 from threed.topology import Topology
 from threed.zero import records
+from threed.zero.agreement import tensors_of_model
 from threed.zero.optimizer import Optimizer
 
 Shape = tuple[int, ...]
@@ -32,19 +32,11 @@ class Expected:
 
 def expected(optimizer: Optimizer, buffers: Buffers, topology: Topology) -> Expected:
     """Returns the tensors of an engine's model, over all stages. Collective."""
-    found: dict[str, tuple[Shape, bool, bool]] = {}
-    for group in optimizer.layout.groups:
-        trained, moments = group.key.trainable, bool(group.key.options.rule.state_names)
-        for piece in (piece for slot in group.slots for piece in slot.spec.pieces):
-            if 0 not in piece.shape:  # such buffers are not saved
-                found[piece.name] = piece.shape, trained, trained and moments
-    for axis in ("pp", "tp"):
-        lists = collectives.exchange([[n, *rest] for n, rest in found.items()], topology.axis(axis))
-        found = {name: (tuple(shape), *flags) for some in lists for name, shape, *flags in some}
+    found = tensors_of_model(optimizer.layout, topology)
     return Expected(
-        {name: shape for name, (shape, *_) in found.items()},
-        frozenset(name for name, (_, trained, _) in found.items() if trained),
-        frozenset(name for name, (*_, moments) in found.items() if moments),
+        {name: tensor.shape for name, tensor in found.items()},
+        frozenset(name for name, tensor in found.items() if tensor.trained),
+        frozenset(name for name, tensor in found.items() if tensor.has_moments),
         buffers.shapes(),
     )
 

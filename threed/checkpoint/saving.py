@@ -407,17 +407,17 @@ class Saver:
         Raises:
             CheckpointError: On every rank.
         """
-        topology, everyone = self.topology, self.topology.axis("world")
+        everyone = self.topology.axis("world")
         self.optimizer.wait()
         file = SavedFile(file_of(everyone.index), self._numbers(), *extras.copied())
         sizes = collectives.exchange(file.nbytes, everyone)
         problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
         problem, token = collectives.exchange([problem, token], everyone)[0]
         limit = _share(self.config.checkpoint.write_limit_mib, sizes, everyone.index)
+        described = [h for h in self._held() if h.portion == h.copy == 0]
         save = Save(
-            path, everyone, token, [file] if file.held or file.tensors else [],
-            self._held() if topology.data.index == 0 else [], self.head(state), problem, limit, hurries,
-            before_publishing,
+            path, everyone, token, [file] if file.held or file.tensors else [], described, self.head(state), problem,
+            limit, hurries, before_publishing,
         )  # fmt: skip
         save.agree()
         return save

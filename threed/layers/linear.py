@@ -30,7 +30,6 @@ from threed.layers.slicing import (
     goes_to_sink,
     sink_of,
     tile_gatherer_of,
-    weight_gradient,
 )
 from threed.ops import launch
 from threed.ops.matmul import NATIVE, Matmul
@@ -85,6 +84,21 @@ def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, by: Matmu
     if len(weights) == 1:
         return by.linear(x, weights[0], bias)
     return tiled.product(x, weights, bias, by)
+
+
+def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) -> Tensor | None:
+    """Adds dy^T x [out in] for y = x weight^T to the parameter's sink, or else returns it for autograd.
+
+    dy, x: rows [m out] and [... in].
+    """
+    if not weight.requires_grad:
+        return None
+    a, b = dy.t(), x.flatten(0, -2)
+    sink = sink_of(weight)
+    if sink is None:
+        return by.product(a, b)
+    sink.add_product(a, b, by)
+    return None
 
 
 def gradients(

@@ -312,21 +312,6 @@ def tile_gatherer_of(weight: Tensor) -> TileGatherer | None:
     return getattr(weight, "tile_gatherer", None)
 
 
-def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) -> Tensor | None:
-    """Adds dy^T x [out in] for y = x weight^T to the parameter's sink, or else returns it for autograd.
-
-    dy, x: rows [m out] and [... in].
-    """
-    if not weight.requires_grad:
-        return None
-    a, b = dy.t(), x.flatten(0, -2)
-    sink = sink_of(weight)
-    if sink is None:
-        return by.product(a, b)
-    sink.add_product(a, b, by)
-    return None
-
-
 def sum_of_products(
     weight: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE
 ) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Whether a model built from `threed.layers` can be right: found out before the first step, on every rank alike.
 
-    check(model.layers(), model.slicing, topology.axis("tp"), topology.axis("world"))
+    check(model.layers(), model.slicing, topology)
 
 Checked are the sharding records: every parameter has one; a name stands for one parameter of a layer; where layers
 share a parameter by name (tied weights) they agree about it; the parts that the tensor ranks hold make up each global
@@ -25,7 +25,7 @@ from threed.layers.contract import title
 from threed.layers.slicing import Slicing
 from threed.planner.grid import same_place
 from threed.sharding import ModelError, ShardSpec, check_dense, intersect, is_managed
-from threed.topology import Axis
+from threed.topology import Topology
 
 MOST = 8  # problems that one message lists
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
@@ -47,13 +47,14 @@ class Use:
             "global shape": [piece.shape for piece in spec.pieces],
             "initial values": [asdict(piece.init) for piece in spec.pieces],
             "replicated": spec.replicated, "partial": spec.partial, "decay": spec.decay, "tiles": spec.tile[1],
-            "requires_grad": self.param.requires_grad,
+            "requires_grad": self.param.requires_grad, "over": spec.over,
         }  # fmt: skip
 
 
-def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Axis) -> None:
+def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> None:
     """Raises ModelError on every rank when any rank finds a fault in the model's records. Collective."""
     uses, problems = list[Use](), list[str]()
+    tensor, world = topology.axis("tp"), topology.axis("world")
     if slicing.tp.size != tensor.size:
         problems.append(
             f"the model's Slicing has {slicing.tp.size} tensor ranks, the topology has {tensor.size}: build the model"
@@ -73,6 +74,11 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
                     f"{name}: parameter {path} has a gradient hook, which would be lost, since the engine"
                     " replaces parameters on the meta device: register hooks after the engine is made"
                 )
+            if spec is not None and spec.over and spec.over.split("/")[0] != topology.data_name:
+                problems.append(
+                    f"{name}: parameter {path} is dealt over {spec.over!r}: this must be {topology.data_name!r} or"
+                    f" blocks of it, such as '{topology.data_name}/2'"
+                )
             if spec is None:
                 problems.append(
                     f"{name}: parameter {path} has no sharding record: make it by threed.layers or sharding.parameter,"
@@ -80,9 +86,8 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
                 )
             else:
                 uses.append(Use(name, path, param, spec))
-    cut = list(_badly_cut(uses, tensor))
-    problems += [*_doubled(uses), *_unlike(uses), *([] if problems else cut)]
-    text = json.dumps([[use.layer, use.path, use.spec.name, use.facts()] for use in uses])
+    problems += [*_doubled(uses), *_unlike(uses)]
+    text = json.dumps([[u.layer, u.path, u.spec.over or u.spec.name, u.facts()] for u in uses])
     digest, description = hashlib.sha256(text.encode()).hexdigest(), json.loads(text)
     everyone = collectives.exchange([problems, digest], world)
     if any(other != digest for _, other in everyone):
@@ -90,6 +95,7 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, tensor: Axis, world: Ax
         mine = [] if world.index == 0 else _differences(first, description, world.index)
         everyone += [[found, ""] for found in collectives.exchange(mine, world)]
     found = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
+    found = found or collectives.problems_of_all(_badly_cut(uses, topology), world)
     if found:
         more = [f"... and {len(found) - MOST} more"] if len(found) > MOST else []
         raise ModelError("\n".join(found[:MOST] + more))
@@ -123,38 +129,43 @@ def _unlike(uses: Iterable[Use]) -> Iterator[str]:
             yield f"{use.spec.name}: {first.layer} and {use.layer} hold different parts of it on one rank"
 
 
-def _badly_cut(uses: Iterable[Use], tensor: Axis) -> Iterator[str]:
-    """Global tensors of which tensor ranks hold some elements not at all, or twice without saying so."""
-    boxes: dict[str, list[Part]] = {}
+def _badly_cut(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
+    """Global tensors of which ranks hold some elements not at all, or twice without saying so. Collective."""
+    boxes: dict[str, dict[str, list[Part]]] = {}  # by `ShardSpec.over` and name
     where: dict[str, Use] = {}
     for use in {(use.spec.name, use.spec.tile): use for use in uses}.values():
         if use.spec.numel + use.spec.padding != use.param.numel():
             yield f"{use.layer}: the pieces of {use.spec.name} do not fill its shape {tuple(use.param.shape)}"
         for piece in use.spec.pieces:
-            boxes.setdefault(piece.name, []).append((piece.start, piece.size))
+            own = boxes.setdefault(use.spec.over or "", {})
+            own.setdefault(piece.name, []).append((piece.start, piece.size))
             where.setdefault(piece.name, use)
-    ranks = [
-        {name: [(tuple(a), tuple(b)) for a, b in parts] for name, parts in of_rank.items()}
-        for of_rank in collectives.exchange(boxes, tensor)
-    ]
+    ranks: dict[
+        str, list[Any]
+    ] = {}  # the boxes of the tensor ranks, for each rank of the axis `over`
+    for over, own in sorted(boxes.items()):
+        row = collectives.exchange(own, topology.axis("tp"))
+        ranks[over] = collectives.exchange(row, topology.axis(over)) if over else [row]
     for name, use in where.items():
         shape = next(piece.shape for piece in use.spec.pieces if piece.name == name)
-        if fault := _cut_fault(
-            shape, use.spec.replicated, [of_rank.get(name, []) for of_rank in ranks]
-        ):
+        parts = [[of_rank.get(name, []) for of_rank in row] for row in ranks[use.spec.over or ""]]
+        if fault := _cut_fault(shape, use.spec.replicated, parts):
             yield f"{use.layer}: {name} {list(shape)}: {fault}"
 
 
 def _cut_fault(
-    shape: tuple[int, ...], replicated: str | None, ranks: Sequence[Sequence[Part]]
+    shape: tuple[int, ...], replicated: str | None, rows: Sequence[Sequence[Sequence[Part]]]
 ) -> str | None:
-    """What is wrong with the boxes of one global tensor, by tensor rank, if anything."""
-    first_of: dict[int, int] = {}
-    for rank, parts in enumerate(ranks):
-        first = first_of.setdefault(same_place(replicated, rank, len(ranks)), rank)
-        if parts != ranks[first]:
-            return f"marked as replicated over {replicated}, but tensor ranks {first} and {rank} hold different parts"
-    held = [(rank, part) for rank in first_of.values() for part in ranks[rank]]
+    """What is wrong with the boxes of one global tensor, by tensor rank (for each rank that it is dealt over), if
+    anything."""
+    held = list[tuple[int, Part]]()
+    for ranks in rows:
+        first_of: dict[int, int] = {}
+        for rank, parts in enumerate(ranks):
+            first = first_of.setdefault(same_place(replicated, rank, len(ranks)), rank)
+            if parts != ranks[first]:
+                return f"marked as replicated over {replicated}, but tensor ranks {first} and {rank} hold different parts"
+        held += [(rank, part) for rank in first_of.values() for part in ranks[rank]]
     for (a, (a_start, a_size)), (b, (b_start, b_size)) in combinations(held, 2):
         if intersect(a_start, a_size, b_start, b_size) is not None:
             who = f"tensor ranks {a} and {b} hold" if a != b else "its parameters hold"

@@ -64,7 +64,7 @@ def _message(action: Action) -> tuple[Kind, int, int]:
 
 
 class WeightGradients(Protocol):
-    """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.sink.Deferral`)."""
+    """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.counting.Deferral`)."""
 
     def defer(self) -> AbstractContextManager[list[Any]]:
         """In the block, sets it aside in the list."""
@@ -150,9 +150,11 @@ class Executor:
                 Kind.UPDATE: lambda _: updates.end_update(),
             }
 
-    def record(self, on: bool = True) -> None:
-        """Begins to record spans, of none so far; or ends it."""
+    def record(self, on: bool = True) -> list[Span]:
+        """Starts or stops recording spans; returns those recorded so far."""
+        spans = self.spans
         self._clock, self._marks = Clock(self.device) if on else None, []
+        return spans
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:

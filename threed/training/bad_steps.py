@@ -34,10 +34,10 @@ class BadSteps(Callback):
 
     def begin(self, run: Run) -> None:
         if run.config.run.check_replicas:
-            found = replicas.compared(self.engine.optimizer, self.engine.topology)
-            copies, alone = (nbytes / MIB for nbytes in found)
-            of = f"of {copies + alone:.1f} MiB on rank 0, {copies:.1f}"
-            run.note(f"replicas   {of} have copies to be compared with")
+            copies, alone = (n / MIB for n in replicas.compared(self.engine.optimizer))
+            run.note(
+                f"replicas   of {copies + alone:.1f} MiB on rank 0, {copies:.1f} have copies to be compared with"
+            )
 
     def step(self, batch: Batch) -> StepMetrics:
         """Runs an optimizer step; with `run.recheck-bad-steps` a skipped step is computed twice."""

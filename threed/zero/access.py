@@ -174,19 +174,15 @@ _EXPORTS: set[Any] = {
     Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,  # type: ignore[attr-defined]
     Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_, Tensor.as_subclass,
 }  # fmt: skip
-_IN_PLACE = {
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-}
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_WRITES = {"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
     """Returns whether a torch function writes to a tensor."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return (
-        in_place or name in (*_IN_PLACE, "__setitem__", "__set__") or kwargs.get("out") is not None
-    )
+    return in_place or name in _WRITES or kwargs.get("out") is not None
 
 
 def _guarded_in(args: Iterable[Any]) -> Iterator[Any]:
@@ -320,10 +316,7 @@ def plain(view: Tensor) -> Tensor:
 
 def _strides(param: Tensor) -> tuple[int, ...]:
     """Returns the strides of a contiguous tensor of this shape."""
-    strides = [1]
-    for size in reversed(param.shape[1:]):
-        strides.append(strides[-1] * max(1, size))
-    return tuple(reversed(strides))[: param.dim()] if param.dim() else ()
+    return torch.empty(param.shape, device="meta").stride()
 
 
 def _repr(param: Any, **_: Any) -> str:

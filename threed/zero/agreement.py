@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from threed import collectives
 from threed.config import Config
@@ -39,11 +40,11 @@ def check_plan(plan: Plan, world: Axis) -> None:
     _check_same(text, f"has another plan of schedule {plan.name}", fix, world)
 
 
-def _check_same(text: str, differs: str, fix: str, world: Axis) -> None:
-    everyone = collectives.exchange(hashlib.sha256(text.encode()).hexdigest(), world)
-    for rank, other in enumerate(everyone):
+def _check_same(text: str, differs: str, fix: str, axis: Axis) -> None:
+    everyone = collectives.exchange(hashlib.sha256(text.encode()).hexdigest(), axis)
+    for rank, other in zip(axis.ranks, everyone, strict=True):
         if other != everyone[0]:
-            raise ValueError(f"rank {rank} {differs} than rank 0: {fix}")
+            raise ValueError(f"rank {rank} {differs} than rank {axis.ranks[0]}: {fix}")
 
 
 def check_buckets(layout: Layout, topology: Topology) -> None:
@@ -51,23 +52,60 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
     another order has buckets of the same sizes with other parameters. Raises ValueError naming the rank. Collective.
     """
     for axis in topology.shared_axes():
-        data = axis is topology.data
-        everything = [
-            *layout.buckets,
-            *layout.frozen,
-        ]  # in the order of completion, the same on data ranks
-        summed = [
-            bucket for group in layout.groups if axis in group.sums for bucket in group.buckets
+        buckets = [
+            bucket
+            for group in layout.groups
+            if axis in (group.shard, *group.sums)
+            for bucket in group.buckets
         ]
-        buckets = everything if data else summed
-        cuts = [(b.first, b.last, [(s.spec.name, s.first) for s in b.slots()]) for b in buckets]
-        mine = hashlib.sha256(repr(cuts).encode()).hexdigest()
-        for rank, other in zip(axis.ranks, collectives.exchange(mine, axis), strict=True):
-            if other != mine:
-                raise ValueError(
-                    f"ranks {rank} and {topology.rank} have different parameters in their buckets, or another order:"
-                    " build the same layers, with the same names and shapes, on all ranks"
-                )
+        data = axis is topology.data
+        if data:  # in the order of completion
+            buckets = [*layout.buckets, *layout.frozen]
+        cuts = [
+            (b.first, b.last, [(s.first, (data and s.spec.over) or s.spec.name) for s in b.slots()])
+            for b in buckets
+        ]
+        fix = "build the same layers, with the same names and shapes, on all ranks"
+        _check_same(repr(cuts), "has other parameters in its buckets, or another order,", fix, axis)
+
+
+class GlobalTensor(NamedTuple):
+    """A tensor of the whole model.
+
+    Attributes:
+        trained: whether it is trained.
+        has_moments: whether its rule keeps moments of it.
+        over: the axis that its parameter is dealt over, or "".
+    """
+
+    shape: tuple[int, ...]
+    trained: bool
+    has_moments: bool
+    over: str
+
+
+def tensors_of_model(layout: Layout, topology: Topology) -> dict[str, GlobalTensor]:
+    """Returns the weights of the whole model, by name. Collective.
+
+    Names differ between stages, tensor ranks, and the ranks that parameters are dealt over.
+    """
+    found: dict[str, GlobalTensor] = {}
+    for group in layout.groups:
+        trained, moments = group.key.trainable, bool(group.key.options.rule.state_names)
+        for piece in (piece for slot in group.slots for piece in slot.spec.pieces):
+            if 0 not in piece.shape:  # such parameters are not saved
+                about = piece.shape, trained, trained and moments, group.key.over or ""
+                found[piece.name] = GlobalTensor(*about)
+
+    def join(axis: Axis) -> None:
+        for some in collectives.exchange(found, axis):
+            found.update({n: GlobalTensor(tuple(s), *rest) for n, (s, *rest) in some.items()})
+
+    join(topology.axis("pp"))
+    join(topology.axis("tp"))
+    for over in sorted({tensor.over for tensor in found.values()} - {""}):
+        join(topology.axis(over))
+    return found
 
 
 def check_gathers(orders: Sequence[int]) -> None:

@@ -1,4 +1,5 @@
-"""Counts contributions to gradients, and keeps the order in which buckets are launched.
+"""Counts contributions to gradients, keeps the order in which buckets are launched, and defers
+contributions.
 
 A gradient is complete when it has the expected number of contributions in a round, and a bucket is
 ready when its gradients are complete. `Reducer` says what a round is.
@@ -6,7 +7,14 @@ ready when its gradients are complete. `Reducer` says what a round is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+# What adds a contribution, and with what.
+Contribution = tuple[Callable[..., None], tuple[Tensor, ...]]
 
 
 class Contributions:
@@ -157,3 +165,35 @@ class LaunchQueue:
     def is_late(self, count: Contributions) -> bool:
         """Returns whether a bucket of the gradient was launched in this round."""
         return bool(count.positions) and count.positions[0] < self.launched
+
+
+class Deferral:
+    """Defers contributions to weight gradients, for split backwards (arXiv 2401.10241, section 2).
+
+    with deferral.defer() as waiting: ...   # I: the input's gradient
+    deferral.add_deferred(waiting)          # W: the weights' gradients
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Contribution] | None = None
+
+    @contextmanager
+    def defer(self) -> Iterator[list[Contribution]]:
+        """Yields a list to which sinks append contributions in the block, instead of adding them.
+
+        Of a product only the factors are kept. A round of reductions is that of the micro-batch
+        whose contributions are added, so the schedule decides how long they wait.
+        """
+        self.waiting = waiting = list[Contribution]()
+        try:
+            yield waiting
+        finally:
+            self.waiting = None
+
+    @torch.no_grad()
+    def add_deferred(self, waiting: list[Contribution]) -> None:
+        """Adds the contributions of the list, in order, and removes each from it."""
+        waiting.reverse()
+        while waiting:
+            add, tensors = waiting.pop()
+            add(*tensors)

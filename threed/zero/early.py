@@ -24,9 +24,8 @@ from torch import Tensor
 
 from threed.memory.tiers import DriveBuffer, StagedBuffer
 from threed.ops.update import StepScalars
-from threed.planner.memory import UPDATES_AHEAD
 from threed.zero.layout import Bucket, Layout
-from threed.zero.state import GRADIENT, PARAMETER, Readers, State, drop_all, early_storages
+from threed.zero.state import GRADIENT, State, drop_all, early_storages, fetched_in_turn
 
 
 class Early:
@@ -34,45 +33,43 @@ class Early:
 
     Args:
         states: of the optimizer.
-        readers: the saves that still read them.
         most: gradients that wait at a time.
         clips: whether a step's gradients may be clipped.
         guess: returns the next update's scalars on the host, if nothing is clipped and nothing
             skipped.
-        apply_rule: updates weights, gradient (used up) and moments of a state; see
-            `Optimizer._apply_rule`.
+        apply: updates what buffers hold of a state; see `Optimizer._update_buffers`.
     """
 
     def __init__(
-        self, states: Sequence[State], readers: Readers, most: int, clips: bool, *,
+        self, states: Sequence[State], most: int, clips: bool, *,
         guess: Callable[[], StepScalars],
-        apply_rule: Callable[[State, Sequence[Tensor], StepScalars, Tensor | None], None],
+        apply: Callable[[State, dict[str, StagedBuffer], StepScalars, bool], Tensor],
     ) -> None:  # fmt: skip
-        self.readers, self.most, self.clips = readers, most, clips
-        self.guess, self.apply_rule = guess, apply_rule
+        self.most, self.clips, self.guess, self.apply = most, clips, guess, apply
         self._states = {state.bucket: state for state in states if early_storages(state)}
         self._hopeful = True  # the last guess would have been right
         self._guess: StepScalars | None = None  # while a step runs
-        self._coming = deque[State]()  # their reads have not begun
-        self._ahead = deque[tuple[State, dict[str, StagedBuffer]]]()
-        self._waiting = deque[tuple[State, DriveBuffer]]()  # gradients of the first ones of these
+        self._waiting = deque[tuple[State, DriveBuffer]]()  # gradients
+        self._reads = fetched_in_turn(())
+        self._next: tuple[State, dict[str, StagedBuffer]] | None = None  # of the first gradient
         self._done: list[State] = []
 
     def begin(self) -> None:
         """Begins a step."""
         self.drop()
         self._guess = self.guess()
-        self._coming.extend(self._states.values())
+        self._reads = fetched_in_turn((s, s.fetch(s.storages)) for s in self._states.values())
 
     def drop(self) -> None:
         """Forgets what a step has updated so far, and releases all buffers."""
         self._guess = None
-        self._coming.clear()
         self._done.clear()
         while self._waiting:
             self._waiting.popleft()[1].drop()
-        while self._ahead:
-            drop_all(self._ahead.popleft()[1])
+        self._reads.close()
+        if self._next is not None:
+            drop_all(self._next[1])
+        self._next = None
 
     def take(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
         """Takes a complete gradient and its buffer, unless the bucket is one for the end of the step."""
@@ -114,38 +111,34 @@ class Early:
         return done
 
     def _read_ahead(self) -> None:
-        while self._coming and len(self._ahead) <= UPDATES_AHEAD:
-            state = self._coming.popleft()
-            self._ahead.append((state, state.fetch(state.storages)))
+        """Begins to read the next state, and those after it, unless that has begun."""
+        if self._next is None:
+            self._next = next(self._reads, None)
 
     def _arrived(self) -> bool:
         """Whether the next update has nothing to wait for."""
-        buffers = (self._waiting[0][1], *self._ahead[0][1].values())
+        self._read_ahead()
+        assert self._next is not None
+        buffers = (self._waiting[0][1], *self._next[1].values())
         return all(buffer.arrived() for buffer in buffers if isinstance(buffer, DriveBuffer))
 
     def _update(self) -> None:
         """Updates the bucket whose gradient came first; what that changes is written beside."""
         self._read_ahead()
         state, gradient = self._waiting.popleft()
-        first, buffers = self._ahead.popleft()
-        assert first is state  # reductions end in the order of buckets
-        buffers[GRADIENT] = gradient
         assert self._guess is not None
+        assert self._next is not None
+        assert self._next[0] is state  # reductions end in the order of buckets
+        buffers, self._next = self._next[1], None
+        buffers[GRADIENT] = gradient
         try:
-            self.readers.wait(state)
-            weight, *moments = (buffers[part].wait() for part in state.storages)
-            if not state.shared:
-                buffers[PARAMETER] = state.bucket.portion.empty()
-            out = None if state.shared else buffers[PARAMETER].values
-            self.apply_rule(state, (weight, gradient.wait(), *moments), self._guess, out)
-            buffers.pop(GRADIENT).drop()
+            self.apply(state, buffers, self._guess, not state.shared)
             while buffers:
                 staged = buffers.popitem()[1]
                 assert isinstance(staged, DriveBuffer)
                 staged.store_beside()
-        except BaseException:
+        finally:
             drop_all(buffers)
-            raise
         self._done.append(state)
 
 

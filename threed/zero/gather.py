@@ -92,7 +92,6 @@ class Gatherer:
 
     Args:
         layout: of the parameters.
-        axis: the shard group with a second communicator, since gathers and reductions have no common order.
         codec: encodes sharded parameters in gathers for layers; gathers for the program are exact.
 
     Attributes:
@@ -107,8 +106,8 @@ class Gatherer:
 
     wrapped: ClassVar[bool] = False
 
-    def __init__(self, layout: Layout, axis: Axis, codec: Codec = EXACT) -> None:
-        self.layout, self.axis, self.codec = layout, axis, codec
+    def __init__(self, layout: Layout, codec: Codec = EXACT) -> None:
+        self.layout, self.codec = layout, codec
         self.accesses = {
             slot: Access(self, group, slot, self.wrapped)
             for group in layout.groups
@@ -178,7 +177,7 @@ class Gatherer:
         if not group.sliced and group.shard.size > 1 and bucket.own is not None:
             window = group.params[bucket.first : bucket.last]
             self._published[bucket] = collectives.start_all_gather(
-                bucket.own, self.axis, out=window
+                bucket.own, group.gather, out=window
             )
             for slot in bucket.slots():
                 self.accesses[slot].guard(True)
@@ -232,19 +231,17 @@ class Gatherer:
 
     def release_all(self) -> None:
         """Frees all sliced parameters; raises the first error of these after all are freed."""
-        errors = []
+        first: RuntimeError | None = None
         for group in list(self._holders):
             try:
                 self._free(group)
-            except (
-                RuntimeError
-            ) as error:  # the program set a parameter to values of another shape or dtype
-                errors.append(error)
-        if errors:
-            raise errors[0]
+            except RuntimeError as error:  # values of another shape or dtype were set
+                first = first or error
+        if first is not None:
+            raise first
 
     def pass_ended(self) -> None:
-        """Called after each backward, and after a forward that none follows."""
+        """Called after each backward."""
 
     def gradient_complete(self, slot: Slot) -> None:
         """Called with each parameter whose gradient is complete, in a backward."""
@@ -354,11 +351,12 @@ class Gatherer:
                 ]
 
     def _gather(self, bucket: Bucket, staged: StagedBuffer) -> Pending:
-        window, own = bucket.group.params[bucket.first : bucket.last], staged.wait()
-        codec = EXACT if bucket.group in self._exact else self.codec
+        group, own = bucket.group, staged.wait()
+        window = group.params[bucket.first : bucket.last]
+        codec = EXACT if group in self._exact else self.codec
         if own.device != window.device:
-            return self._gather_from_host(window, own, staged, codec)
-        pending = collectives.start_all_gather(own, self.axis, out=window, codec=codec)
+            return self._gather_from_host(group.gather, window, own, staged, codec)
+        pending = collectives.start_all_gather(own, group.gather, out=window, codec=codec)
 
         def finish() -> Tensor:
             whole = pending.wait()
@@ -368,14 +366,14 @@ class Gatherer:
         return Pending(finish)
 
     def _gather_from_host(
-        self, window: Tensor, own: Tensor, staged: StagedBuffer, codec: Codec
+        self, axis: Axis, window: Tensor, own: Tensor, staged: StagedBuffer, codec: Codec
     ) -> Pending:
         """Does the same from page-locked memory to a GPU, on a stream of its own."""
         stream = copy_stream(window.device, "in")
         with beside(stream):
             own = own.to(window.device, non_blocking=True)
             copied = stream.record_event()
-            pending = collectives.start_all_gather(own, self.axis, out=window, codec=codec)
+            pending = collectives.start_all_gather(own, axis, out=window, codec=codec)
             gathered = stream.record_event()
 
         def finish() -> Tensor:

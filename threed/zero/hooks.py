@@ -1,8 +1,8 @@
 """ZeRO-3 for wrapped modules: hooks that gather the parameters of any nn.Module when they are used.
 
-    gatherer = ModuleGatherer(layout, axis, model, prefetch)
+    gatherer = ModuleGatherer(layout, model, prefetch)
     gatherer.gradient_complete(slot)    when the gradient of a parameter is complete
-    gatherer.pass_ended()               after each backward, and after a forward that none follows
+    gatherer.pass_ended()               after each backward
 
 A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter, or
 of a tensor that autograd saved as a view of it, gathers its group (`zero.access`). In a backward a group is released
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from threed.codecs import EXACT, Codec
 from threed.models.wrapped import Wrapped
 from threed.sharding import storage_of
-from threed.topology import Axis
 from threed.zero.access import UNTRACED, Holder
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Group, Layout, Slot
@@ -67,8 +66,10 @@ class _Hook:
     """The forward hooks of a module.
 
     A copied or pickled module belongs to no engine: copies share this object, whose hooks ignore them, and pickles hold
-    a `_NoHook`.
+    an empty one.
     """
+
+    module: nn.Module | None = None
 
     def __init__(self, gatherer: ModuleGatherer, module: nn.Module, unit: int | None) -> None:
         self.gatherer, self.module, self.unit = gatherer, module, unit
@@ -81,17 +82,17 @@ class _Hook:
 
     def before(self, module: nn.Module, args: Any) -> None:
         if module is self.module:
-            self._begin()
+            self._begin(module)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is self.module:
             self._end(output)
 
-    def _enter(self) -> None:
-        hooks: Any = self.module._forward_hooks
+    def _enter(self, module: nn.Module) -> None:
+        hooks: Any = module._forward_hooks
         hooks.move_to_end(self.after_id)  # so that hooks added by the user may use parameters
         self.gatherer.enter(self.unit)
-        if self.gatherer.runs_compiled(self.module):
+        if self.gatherer.runs_compiled(module):
             # Compiled code reads parameters, and autograd saves them, without a call of `__torch_function__`.
             self.saving.append(self.gatherer.saving)
             self.saving[-1].__enter__()
@@ -104,16 +105,8 @@ class _Hook:
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """Replaces `_Hook` in a pickled module; does nothing."""
-
-    def before(self, module: nn.Module, args: Any) -> None: ...
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None: ...
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
 
 
 class ModuleGatherer(Gatherer):
@@ -121,7 +114,6 @@ class ModuleGatherer(Gatherer):
 
     Args:
         layout: of the parameters.
-        axis: as for `Gatherer`.
         model: the module, with its units, in which the gatherer installs its hooks.
         prefetch: how many groups to gather ahead.
         codec: as for `Gatherer`.
@@ -132,10 +124,8 @@ class ModuleGatherer(Gatherer):
 
     wrapped = True
 
-    def __init__(
-        self, layout: Layout, axis: Axis, model: Wrapped, prefetch: int, codec: Codec = EXACT
-    ) -> None:
-        super().__init__(layout, axis, codec)
+    def __init__(self, layout: Layout, model: Wrapped, prefetch: int, codec: Codec = EXACT) -> None:
+        super().__init__(layout, codec)
         self.changes = Changes(model.module, layout, self)
         self.prefetch = prefetch
         self.forwards, self.backwards = Trace(), Trace()
@@ -193,9 +183,8 @@ class ModuleGatherer(Gatherer):
                 if group not in self._calls[-1]:
                     self._calls[-1].append(group)
                     self.open(group, depth - 1)
-            elif (
-                stays or group in returned
-            ):  # a recompute, whose backward follows; or where the backward begins
+            elif stays or group in returned:
+                # a recompute, whose backward follows; or where the backward begins
                 self.open(group, Holder.BACKWARD)
             self.close(group, depth)
         if not self._calls and not in_backward():
@@ -247,13 +236,17 @@ class ModuleGatherer(Gatherer):
             self.close(group, Holder.BACKWARD)
 
     def pass_ended(self) -> None:
-        """Ends a pass: releases all groups."""
+        """Ends a backward: releases all groups."""
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Releases all groups, and ends the pass that used them."""
         self.backwards.end()
         self._calls.clear()  # of a forward that was interrupted
         self._recent.clear()
         self._due.clear()
         self._node, self._in_use = None, set()
-        self.release_all()
+        super().release_all()
 
 
 def in_backward() -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from threed import collectives
 from threed.memory.tiers import StagedBuffer
 from threed.zero.agreement import check_gathers
+from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Layout, Slot
 from threed.zero.reductions import GradientCodecs, early_sum, sum_over
 
@@ -20,13 +22,12 @@ class LateGradients:
     Args:
         layout: the parameters and their buckets.
         codecs: how gradients are encoded between ranks.
-        gather_order: returns a hash of the groups gathered so far; ranks compare it.
+        gatherer: gathers the parameters, in an order that ranks compare.
     """
 
-    def __init__(
-        self, layout: Layout, codecs: GradientCodecs, gather_order: Callable[[], int] | None
-    ) -> None:
-        self.layout, self.codecs, self.gather_order = layout, codecs, gather_order
+    def __init__(self, layout: Layout, codecs: GradientCodecs, gatherer: Gatherer | None) -> None:
+        self.layout, self.codecs, self.gatherer = layout, codecs, gatherer
+        self._axes = [(bucket.group.shard, *early_sum(bucket)) for bucket in layout.buckets]
         self._gradients: dict[Slot, Tensor] = {}
 
     def add(self, slot: Slot, grad: Tensor) -> None:
@@ -49,10 +50,9 @@ class LateGradients:
         Raises:
             RuntimeError: ranks gathered different groups.
         """
-        shard = self.layout.policy.shard
         for number in self._agree_on_buckets():
             bucket = self.layout.buckets[number]
-            window = self._window(bucket)
+            window, shard = self._window(bucket), bucket.group.shard
             total = collectives.start_reduce_scatter(window, shard, codec=self.codecs.of(shard))
             staged = bucket.grad.fetch()
             own = staged.wait()
@@ -63,19 +63,18 @@ class LateGradients:
 
     def _agree_on_buckets(self) -> list[int]:
         """Returns the numbers of the buckets with late gradients on any rank that shares them."""
-        policy, buckets = self.layout.policy, self.layout.buckets
+        buckets, late = self.layout.buckets, set[int]()
         own = [
             number
             for number, bucket in enumerate(buckets if self._gradients else ())
             if any(slot in self._gradients for slot in bucket.slots())
         ]
-        order = 0 if self.gather_order is None else self.gather_order()
-        answers = collectives.exchange([order, own], policy.shard)
-        check_gathers([order for order, _ in answers])
-        late = [numbers for _, numbers in answers]
-        if any(early_sum(bucket) for bucket in buckets):  # stage 0: sums over the replicas
-            late += collectives.exchange(own, policy.replicas)
-        return sorted({number for numbers in late for number in numbers})
+        order = 0 if self.gatherer is None else self.gatherer.order
+        for axis in dict.fromkeys(chain.from_iterable(self._axes)):
+            answers = collectives.exchange([order, own], axis)
+            check_gathers([order for order, _ in answers])
+            late |= {n for _, numbers in answers for n in numbers if axis in self._axes[n]}
+        return sorted(late)
 
     def _window(self, bucket: Bucket) -> Tensor:
         """Returns the late gradients of a bucket [last - first], with zeros elsewhere."""
@@ -83,7 +82,7 @@ class LateGradients:
         window = torch.zeros(size, dtype=dtype, device=bucket.group.params.device)
         for slot in bucket.slots():
             if slot in self._gradients:
-                first, last = max(slot.first, bucket.first), min(slot.last, bucket.last)
-                part = self._gradients[slot].view(-1)[first - slot.first : last - slot.first]
-                window[first - bucket.first : last - bucket.first].copy_(part)
+                part = bucket.part(slot, window)
+                begin = max(bucket.first - slot.first, 0)
+                part.copy_(self._gradients[slot].view(-1)[begin : begin + len(part)])
         return window

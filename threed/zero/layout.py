@@ -37,10 +37,8 @@ from threed.topology import Axis, Topology, alone
 
 CPU = torch.device("cpu")
 ALIGN = 32  # elements: every parameter starts on a 64-byte line or better
-PIECES, SMALLEST = (
-    8,
-    2**18,
-)  # a group has at least PIECES buckets, unless they had fewer than SMALLEST elements
+PIECES = 8  # a group has at least so many buckets,
+SMALLEST = 2**18  # unless they had fewer elements
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,21 @@ class GroupOptions:
 
 
 @dataclass(frozen=True)
+class DataAxes:
+    """The axes of the data ranks that hold the same parameters.
+
+    Attributes:
+        shard: the axis S that slices are spread over.
+        replicas: the axis R of ranks that hold the same slice.
+        gather: S with the communicator for gathers.
+    """
+
+    shard: Axis
+    replicas: Axis
+    gather: Axis
+
+
+@dataclass(frozen=True)
 class Policy:
     """How a stage's parameters are laid out: which ranks have slices, and where they are stored.
 
@@ -60,8 +73,7 @@ class Policy:
 
     Attributes:
         stage: of ZeRO, 0 to 3.
-        shard: the axis S that slices are spread over.
-        replicas: the axis R of ranks that hold the same slice.
+        data: the axes of parameters that all data ranks hold.
         bucket_bytes: the largest size of a bucket.
         param_dtype: of the layers.
         grad_dtype: of the summed gradients.
@@ -79,11 +91,11 @@ class Policy:
         early: updates begin in the backward, and write to second regions of the drive
             (`threed.zero.early`).
         delayed: an update runs during the next step, which uses the parameters from before it.
+        dealt: the axes of the others, by `ShardSpec.over`.
     """
 
     stage: int
-    shard: Axis
-    replicas: Axis
+    data: DataAxes
     bucket_bytes: int
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -97,6 +109,11 @@ class Policy:
     versions: int = 1
     early: bool = False
     delayed: bool = False
+    dealt: Mapping[str, DataAxes] = field(default_factory=dict)
+
+    def axes(self, over: str | None) -> DataAxes:
+        """Returns the data axes of parameters with this `ShardSpec.over`."""
+        return self.data if over is None else self.dealt[over]
 
     @property
     def drives(self) -> set[Drive]:
@@ -106,12 +123,13 @@ class Policy:
     @property
     def slices_gradients(self) -> bool:
         """Whether gradients exist in full only bucket by bucket (stages 2 and 3)."""
-        return self.stage >= 2 and (self.shard.size > 1 or self.optimizer_tier is not None)
+        return self.stage >= 2 and (self.data.shard.size > 1 or self.optimizer_tier is not None)
 
     def slices_parameter(self, param: nn.Parameter) -> bool:
         """Returns whether a parameter is whole only while it is used (stage 3)."""
-        spread = self.shard.size > 1 or self.params_tier is not None
-        whole = param.numel() * spec_of(param).tile[1]  # of the whole matrix, for a tile
+        spec = spec_of(param)
+        spread = self.axes(spec.over).shard.size > 1 or self.params_tier is not None
+        whole = param.numel() * spec.tile[1]  # of the whole matrix, for a tile
         return self.stage == 3 and spread and whole >= max(self.resident, 1)
 
 
@@ -131,6 +149,7 @@ class GroupKey:
     chunks: tuple[int, ...] = (0,)  # this rank's chunks of the model that use it
     # of a tied one: the chunks of each of these stages that use it
     tied_chunks: tuple[tuple[int, ...], ...] = ()
+    over: str | None = None
 
 
 @dataclass(eq=False)
@@ -235,6 +254,10 @@ class Bucket:
         """The first unit that uses a parameter of this bucket; -1 if none does."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
+    def part(self, slot: Slot, window: Tensor) -> Tensor:
+        """Returns the parameter's part of a tensor of the bucket's elements [last - first]."""
+        return window[max(slot.first - self.first, 0) : slot.last - self.first]
+
     def slots(self) -> list[Slot]:
         """Returns the parameters that lie in this bucket, wholly or in part."""
         return [
@@ -246,18 +269,24 @@ class Bucket:
 class Group:
     """A flat buffer of parameters [numel], in the compute dtype.
 
-    shard: the axis S that slices are spread over. sums: the axes a slice's gradient is summed over after that.
-    holders: the pipeline ranks that each update a portion of the same slice; the last of `sums` if they are several.
-    copies: the axes over which ranks hold the same portion. granule: every bucket has a multiple of so many elements.
-    params: the buffer; for a sliced group a new one for every gather, and [0] while it is not gathered. previous: the
-    buffer of the version before, if there are two versions; else `params`. grads: all gradients, in their dtype, if
-    they are kept in full, else [0].
+    Attributes:
+        shard: the axis S that slices are spread over.
+        gather: S with the communicator for gathers.
+        sums: the axes that a slice's gradient is summed over after that.
+        holders: the pipeline ranks that each update a portion of the same slice; the last of `sums`
+            if they are several.
+        copies: the axes over which ranks hold the same portion.
+        granule: every bucket has a multiple of so many elements.
+        params: the buffer; of a sliced group a new one for every gather, and [0] between gathers.
+        previous: the buffer of the version before, if there are two versions; else `params`.
+        grads: all gradients, in their dtype, if they are kept in full, else [0].
     """
 
     key: GroupKey
     slots: list[Slot]
     numel: int
     shard: Axis
+    gather: Axis
     sums: tuple[Axis, ...]
     holders: Axis
     copies: tuple[Axis, ...]
@@ -360,9 +389,7 @@ def collect(units: Sequence[HasModules]) -> list[Slot]:
     found: dict[str, Slot] = {}
     for number, unit in enumerate(units):
         for module in unit.modules():
-            for attribute, param in list(
-                module.named_parameters(recurse=False, remove_duplicate=False)
-            ):
+            for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
                 spec = spec_of(param)
                 slot = found.setdefault(spec.name, Slot(param, spec))
                 slot.places.append((module, attribute))
@@ -394,13 +421,15 @@ def build(
             tuple(sorted(set(slot.units))) if sliced else None, tie.layers if tie and sliced else (),
             spec.name if sliced and spec.tile[1] > 1 else None,
             (0,) if chunks is None else tuple(sorted({chunks[unit] for unit in slot.units})),
-            tie.chunks if tie else (),
+            tie.chunks if tie else (), spec.over,
         )  # fmt: skip
         keys.setdefault(key, []).append(slot)
     groups = [_group(key, slots, topology, policy) for key, slots in keys.items()]
-    buckets = _completion_order([group for group in groups if group.key.trainable])
+    trained = [bucket for group in groups if group.key.trainable for bucket in group.buckets]
     frozen = [bucket for group in groups if not group.key.trainable for bucket in group.buckets]
-    return Layout(policy, groups, buckets, frozen)
+    # A bucket is complete when the backward of its earliest unit is.
+    trained.sort(key=lambda bucket: -bucket.earliest_unit)
+    return Layout(policy, groups, trained, frozen)
 
 
 def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
@@ -411,8 +440,9 @@ def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
 
 
 def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy) -> Group:
-    copies, holders = [policy.replicas], alone("pp")
-    sums = [policy.replicas, *([topology.axis(key.partial)] if key.partial else [])]
+    data, holders = policy.axes(key.over), alone("pp")
+    copies = [data.replicas]
+    sums = [data.replicas, *([topology.axis(key.partial)] if key.partial else [])]
     copies += [topology.axis(key.replicated)] if key.replicated else []
     if key.tied:
         same = topology.stages(key.tied)
@@ -425,13 +455,12 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     for slot in slots:
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
-    granule = policy.shard.size * holders.size * ALIGN  # so that all portions are aligned
+    granule = data.shard.size * holders.size * ALIGN  # so that all portions are aligned
     numel = max(1, -(-end // granule)) * granule
     several = tuple(axis for axis in sums if axis.size > 1)
+    axes = data.shard, data.gather, several, holders, tuple(copies)
     buffers = _buffers(key, numel, topology.device, policy)
-    group = Group(
-        key, slots, numel, policy.shard, several, holders, tuple(copies), granule, *buffers
-    )
+    group = Group(key, slots, numel, *axes, granule, *buffers)
     for slot in slots:
         if group.sliced:
             slot.placeholder = _placeholder(slot, policy.param_dtype, topology.device)
@@ -489,9 +518,3 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
 def _portion(storage: Storage, portion: slice, holders: Axis) -> Storage:
     """Returns the part of a slice's storage that this rank updates."""
     return storage if holders.size == 1 else InMemory(storage.fetch().wait()[portion])
-
-
-def _completion_order(groups: list[Group]) -> list[Bucket]:
-    """Sorts buckets by their earliest unit, last first: a bucket is complete when that unit's backward is."""
-    buckets = [bucket for group in groups for bucket in group.buckets]
-    return sorted(buckets, key=lambda bucket: -bucket.earliest_unit)

@@ -120,21 +120,18 @@ def _check_structure(module: nn.Module, layout: Layout) -> None:
     found = {id(param) for param in _parameters(module)}
     if found == managed.keys():
         return
-    lost = [name for key, name in managed.items() if key not in found]
-    new = [
-        name
-        for name, param in module.named_parameters(remove_duplicate=False)
-        if id(param) not in managed
-    ]
-    if lost:
-        raise RuntimeError(
-            f"{lost[0]} was replaced by another parameter, or removed, after the engine was made: change"
-            " its values in place (param.copy_) instead"
-        )
-    raise RuntimeError(
-        f"{new[0]} came into the module after the engine was made, which would neither train nor save it: add it"
-        " before, make a new engine, or keep it outside the module"
-    )
+    for key, name in managed.items():
+        if key not in found:
+            raise RuntimeError(
+                f"{name} was replaced by another parameter, or removed, after the engine was made: change"
+                " its values in place (param.copy_) instead"
+            )
+    for name, param in module.named_parameters():
+        if id(param) not in managed:
+            raise RuntimeError(
+                f"{name} came into the module after the engine was made, which would neither train nor save it: add it"
+                " before, make a new engine, or keep it outside the module"
+            )
 
 
 def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:

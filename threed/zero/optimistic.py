@@ -28,7 +28,7 @@ from threed.topology import Axis
 from threed.zero.gather import Gatherer
 from threed.zero.reductions import Gradient
 from threed.zero.state import Consistency, State
-from threed.zero.update import Before, Update
+from threed.zero.update import Outcome, Update
 
 HOST = torch.device("cpu")
 
@@ -60,7 +60,7 @@ class Optimistic:
         everyone: the axis of all ranks.
         consistency: of the states.
         counters: scalar tensors that an update changes.
-        before: returns what an update begins with.
+        outcome: returns a function from the sums to the results of the next update.
         apply: does an update; its third argument is whether it is done on a guess.
         observe: called with the results of an update that was done on a guess, once they are known.
 
@@ -70,13 +70,13 @@ class Optimistic:
 
     def __init__(
         self, states: Sequence[State], gatherer: Gatherer, everyone: Axis, consistency: Consistency,
-        counters: Sequence[Tensor], *, before: Callable[[], Before],
+        counters: Sequence[Tensor], *, outcome: Callable[[], Outcome],
         apply: Callable[[Sequence[Gradient], Update, bool], None],
         observe: Callable[[Update], None],
     ) -> None:  # fmt: skip
         self.states, self.gatherer, self.everyone = states, gatherer, everyone
         self.consistency, self.counters = consistency, counters
-        self.before, self.apply, self.observe = before, apply, observe
+        self.outcome, self.apply, self.observe = outcome, apply, observe
         self.restarts = 0
         self._hopeful = True  # the last guess would have been right; the same on all ranks
         self._attempt: Attempt | None = None
@@ -92,9 +92,9 @@ class Optimistic:
 
         mine: this rank's share of the sums that an update depends on, fp64 [k].
         """
-        before = self.before()
-        guess, guessed = before.with_sums(torch.zeros_like(mine)), self._hopeful
-        attempt = self._begin(gradients, before, guess, mine)
+        outcome = self.outcome()
+        guess, guessed = outcome(torch.zeros_like(mine)), self._hopeful
+        attempt = self._begin(gradients, outcome, guess, mine)
         if guessed:
             self._copy()
             copies = [Gradient(Unspent(g.storage.fetch().wait()), g.squares) for g in gradients]
@@ -105,13 +105,13 @@ class Optimistic:
         return attempt.results
 
     def _begin(
-        self, gradients: Sequence[Gradient], before: Before, guess: Update, mine: Tensor
+        self, gradients: Sequence[Gradient], outcome: Outcome, guess: Update, mine: Tensor
     ) -> Attempt:
         """Begins the sum; on a GPU what it says goes to the host as soon as it is there, beside the update."""
         pending, device = collectives.start_sum_of_scalars(mine, self.everyone), mine.device
 
         def is_wrong() -> Tensor:
-            found = before.with_sums(pending.wait())
+            found = outcome(pending.wait())
             return ~((found.skip == guess.skip) & (found.clip == guess.clip))
 
         wrong = Pending(is_wrong)
@@ -124,7 +124,7 @@ class Optimistic:
             sums = pending.wait()
             if is_accelerator(device):
                 current_stream(device).wait_stream(copy_stream(device, "out"))
-            return before.with_sums(sums.clone())
+            return outcome(sums.clone())
 
         return Attempt(gradients, results, wrong, self._hopeful)
 

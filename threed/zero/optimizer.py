@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.collectives import done
+from threed.collectives import Pending, done
 from threed.device import is_accelerator, synchronize
 from threed.memory.tiers import InMemory, StagedBuffer, start_copy
 from threed.ops.update import StepScalars
@@ -33,7 +33,6 @@ from threed.topology import Axis
 from threed.zero.early import Early, most_waiting
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Layout
-from threed.zero.norm import sum_of_squares
 from threed.zero.optimistic import Optimistic
 from threed.zero.reductions import Gradient
 from threed.zero.state import (
@@ -50,7 +49,7 @@ from threed.zero.state import (
     store_all,
 )
 from threed.zero.unused import Stretch, Unused
-from threed.zero.update import BadSteps, Before, Update
+from threed.zero.update import BadSteps, Outcome, Update, sum_of_squares
 from threed.zero.versions import Versions
 
 HOST = torch.device("cpu")
@@ -97,11 +96,11 @@ class Optimizer:
         self.optimistic = Optimistic(
             self.states, gatherer, everyone, self.consistency,
             (self.updates, self.bad.skips, *self.scaler.tensors),
-            before=self._before, apply=self._apply, observe=self.bad.observe,
+            outcome=self._outcome, apply=self._apply, observe=self.bad.observe,
         ) if optimistic else None  # fmt: skip
         self.early = Early(
-            self.states, self.readers, most_waiting(layout), grad_clip > 0,
-            guess=self._guess, apply_rule=self._apply_rule,
+            self.states, most_waiting(layout), grad_clip > 0,
+            guess=self._guess, apply=self._update_buffers,
         ) if policy.early else None  # fmt: skip
         self.versions = Versions(layout, gatherer) if policy.versions > 1 else None
         self.earlier = self.versions.earlier if self.versions else []
@@ -137,10 +136,10 @@ class Optimizer:
             A function that waits for the sum, updates, and returns the results.
         """
         own = self._own_sums(gradients, carry)
-        before, pending = self._before(), collectives.start_sum_of_scalars(own, self.everyone)
+        outcome, pending = self._outcome(), collectives.start_sum_of_scalars(own, self.everyone)
 
         def end() -> Update:
-            update = before.with_sums(pending.wait())
+            update = outcome(pending.wait())
             self._apply(gradients, update)
             return update
 
@@ -184,12 +183,12 @@ class Optimizer:
         buffers = state.fetch(parts)
         try:
             yield {part: staged.wait() for part, staged in buffers.items()}
-        except BaseException:
+            if write and publish and WEIGHT in buffers:
+                self._publish(state, buffers[WEIGHT].wait())
+            if write:
+                store_all(buffers)
+        finally:
             drop_all(buffers)
-            raise
-        if write and publish and WEIGHT in buffers:
-            self._publish(state, buffers[WEIGHT].wait())
-        store_all(buffers) if write else drop_all(buffers)
 
     @contextmanager
     def overwriting(self, everything: bool) -> Iterator[None]:
@@ -228,16 +227,16 @@ class Optimizer:
         found = [gradient.squares for gradient in gradients]
         return torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
 
-    def _before(self) -> Before:
-        """Returns what an update begins with."""
+    def _outcome(self) -> Outcome:
+        """Returns a function from the sums over all ranks to the results of the next update."""
         rate = self.learning_rate(self.updates)
-        return self.bad.before(rate, self.scaler.scale.clone(), self.grad_clip)
+        return self.bad.outcome(rate, self.scaler.scale.clone(), self.grad_clip)
 
     def _guess(self) -> StepScalars:
         """Returns the next update's scalars on the host, if nothing is clipped and nothing
         skipped."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
-        return _on_host(_scalars(self._before().with_sums(sums), self.updates + 1))
+        return _on_host(_scalars(self._outcome()(sums), self.updates + 1))
 
     # ----------------------------------------------------------------------------------------------- an update
 
@@ -288,9 +287,8 @@ class Optimizer:
             for state, buffers in fetched_in_turn(reads):
                 try:
                     self._update(state, buffers, now, publish)
-                except BaseException:
+                finally:
                     drop_all(buffers)
-                    raise
             if publish:
                 self.gatherer.complete()
 
@@ -298,21 +296,34 @@ class Optimizer:
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool
     ) -> None:
         """Updates one bucket; parameters on the same device are written in the same pass."""
-        self.readers.wait(state)
-        gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
-        storage = state.bucket.portion
-        fused = publish and not state.shared and storage.device == weight.device
-        if fused:
-            buffers[PARAMETER] = storage.empty()
-        out = buffers[PARAMETER].values if fused else None
-        self._apply_rule(state, (weight, gradient, *moments), now, out)
-        buffers.pop(GRADIENT).drop()
+        same_device = state.bucket.portion.device == state.weight.device
+        fused = publish and not state.shared and same_device
+        weight = self._update_buffers(state, buffers, now, fused)
         if fused:
             buffers.pop(PARAMETER).store()
             self.gatherer.publish(state.bucket)
         elif publish:
             self._publish(state, weight)
         store_all(buffers)
+
+    def _update_buffers(
+        self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, fused: bool
+    ) -> Tensor:
+        """Updates what buffers hold of a state; returns the weights.
+
+        Args:
+            buffers: of all parts and the gradient, which is dropped.
+            now: the scalars of the update.
+            fused: also write the new parameters, to one more buffer.
+        """
+        self.readers.wait(state)
+        gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
+        if fused:
+            buffers[PARAMETER] = state.bucket.portion.empty()
+        out = buffers[PARAMETER].values if fused else None
+        self._apply_rule(state, (weight, gradient, *moments), now, out)
+        buffers.pop(GRADIENT).drop()
+        return weight
 
     def _apply_rule(
         self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None
@@ -403,12 +414,13 @@ def _on_host(now: StepScalars) -> StepScalars:
 def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
     """Returns gradients that the next step does not overwrite; from a device they are copied all at
     once."""
-    values = [gradient.storage.fetch().wait() for gradient in gradients]
-    copies = [
-        start_copy(v, HOST) if is_accelerator(v.device) else done(v.to(HOST, copy=True))
-        for v in values
-    ]
+    copies = [_start_host_copy(gradient.storage.fetch().wait()) for gradient in gradients]
     return [
         Gradient(InMemory(copy.wait()), g.squares)
         for copy, g in zip(copies, gradients, strict=True)
     ]
+
+
+def _start_host_copy(values: Tensor) -> Pending:
+    on_gpu = is_accelerator(values.device)
+    return start_copy(values, HOST) if on_gpu else done(values.to(HOST, copy=True))

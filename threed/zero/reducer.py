@@ -19,21 +19,36 @@ A gradient that comes after the launch of its bucket is kept, and reduced at the
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
-from threed.layers.slicing import ForwardScope
+from threed import collectives
+from threed.layers.slicing import ForwardScope, add_to
 from threed.memory.tiers import StagedBuffer
-from threed.zero.counting import Contributions, LaunchQueue
+from threed.ops.matmul import NATIVE, Matmul
+from threed.topology import Axis
+from threed.zero.counting import Contributions, Deferral, LaunchQueue
 from threed.zero.early import Early
-from threed.zero.foreign_gradients import foreign_gradients
-from threed.zero.gradients import BucketGradients, FullGradients, Gradients
+from threed.zero.foreign_gradients import foreign_gradients, is_own
+from threed.zero.gather import Gatherer
 from threed.zero.late import LateGradients
 from threed.zero.layout import Bucket, Layout, Slot
-from threed.zero.reductions import PLAIN, Gradient, GradientCodecs, Reductions, later_sums
-from threed.zero.sink import Deferral, Sink, too_late
+from threed.zero.reductions import (
+    PLAIN,
+    BucketGradients,
+    FullGradients,
+    Gradient,
+    GradientCodecs,
+    Gradients,
+    Reductions,
+    later_sums,
+)
 from threed.zero.unused import Unused, warn_of_unused
 
 
@@ -60,8 +75,7 @@ class Reducer:
         early: updates complete slices while the backward runs, except in the first step.
         unused: tracks which parameters of a wrapped module were used.
         warns: whether this rank warns of unused parameters, as one of the tensor ranks does.
-        on_gradient: called with each parameter whose gradient is complete.
-        gather_order: returns a hash of the groups gathered so far; ranks compare it.
+        gatherer: gathers the parameters; is told when a gradient is complete.
     """
 
     def __init__(
@@ -74,11 +88,10 @@ class Reducer:
         early: Early | None = None,
         unused: Unused | None = None,
         warns: bool = True,
-        on_gradient: Callable[[Slot], None] | None = None,
-        gather_order: Callable[[], int] | None = None,
+        gatherer: Gatherer | None = None,
     ) -> None:
         self.layout, self.early, self.unused, self.warns = layout, early, unused, warns
-        self.on_gradient = on_gradient
+        self.gatherer = gatherer
         sliced = layout.policy.slices_gradients
         self.rounds = sliced and not whole_step  # several in a step
         self.dynamic = dynamic
@@ -87,7 +100,7 @@ class Reducer:
         self.reductions = Reductions(
             layout, codecs, self.memory.release_window, self._update_in_backward
         )
-        self.late = LateGradients(layout, codecs, gather_order)
+        self.late = LateGradients(layout, codecs, gatherer)
         self.deferral = Deferral()
         self.scope = ForwardScope()  # shared with the stages
         self._queues: list[LaunchQueue] = []
@@ -136,8 +149,8 @@ class Reducer:
 
     def mark_complete(self, sink: Sink) -> None:
         """Marks a gradient as complete, and launches the buckets that are ready, in order."""
-        if self.on_gradient is not None:
-            self.on_gradient(sink.slot)
+        if self.gatherer is not None:
+            self.gatherer.gradient_complete(sink.slot)
         if not sink.counts.positions:  # an empty shard of the vocabulary
             return
         sink.queue.mark_complete(sink.counts)
@@ -182,7 +195,12 @@ class Reducer:
     def add_late(self, sink: Sink, grad: Tensor) -> None:
         """Keeps a gradient that came after the launch of its bucket."""
         if not self._counts_change:
-            raise too_late(sink)
+            raise RuntimeError(
+                f"{sink.slot.spec.name}: a gradient came after the {sink.counts.per_pass} of a"
+                " micro-batch that the first step had, and after its bucket was sent: how often this"
+                " layer runs depends on the data; give the pipeline layer the attribute"
+                " `runs_vary = True`"
+            )
         sink.counts.add_late()
         self.late.add(sink.slot, grad)
 
@@ -224,6 +242,8 @@ class Reducer:
             if chunk in queue.chunks:
                 self._end_round(queue)
                 queue.next_round(self._passes)
+        if self.gatherer is not None:
+            self.gatherer.pass_ended()
 
     def unit_ended(self, unit: int) -> None:
         """Ends all backwards of a unit and of the units behind it; launches their buckets."""
@@ -325,15 +345,198 @@ class Reducer:
 
     # ------------------------------------------------------------------------ counts in checkpoints
 
-    def counted(self) -> dict[str, int]:
-        """Returns the contributions of a micro-batch, where they are not one for each module."""
-        counted = {sink.slot.spec.name: sink.counts.counted for sink in self.sinks}
-        return {name: count for name, count in counted.items() if count is not None}
+    def state(self, stages: Axis) -> dict[str, Any]:
+        """Returns the state for a checkpoint: which parameters are unused, and the contributions of
+        a micro-batch that are not one for each module. Collective over the pipeline stages."""
+        own = {sink.slot.spec.name: sink.counts.counted for sink in self.sinks}
+        own = {name: count for name, count in own.items() if count is not None}
+        state: dict[str, Any] = {"uses": {}}
+        for uses in collectives.exchange(own, stages):
+            state["uses"] |= uses
+        if self.unused is not None:
+            state["unused"] = self.unused.state()
+        return state
 
-    def restore(self, counted: Mapping[str, int]) -> None:
-        """Restores the counts of a checkpoint's run, so that this run sums in the same order.
-
-        `Unused` restores which parameters were used so far.
-        """
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the state of a checkpoint, so that this run sums in the same order."""
         for sink in self.sinks:
-            sink.counts.restore(counted.get(sink.slot.spec.name))
+            sink.counts.restore(state.get("uses", {}).get(sink.slot.spec.name))
+        if self.unused is not None:
+            self.unused.restore(state.get("unused"))
+
+
+class Sink:
+    """Collects the gradient of one parameter.
+
+    The first contribution of a round overwrites the memory, later ones add to it.
+
+    Args:
+        reducer: reduces the gradient.
+        slot: the parameter.
+        counts: counts the contributions.
+        queue: holds the parameter's buckets.
+    """
+
+    def __init__(
+        self, reducer: Reducer, slot: Slot, counts: Contributions, queue: LaunchQueue
+    ) -> None:
+        self.reducer, self.slot, self.counts, self.queue = reducer, slot, counts, queue
+        slot.param.sink = self  # type: ignore[attr-defined]
+        taken = _taken_by(weakref.ref(self))
+        self._hook = slot.param.register_post_accumulate_grad_hook(taken)
+
+    def run_last(self, microbatches: int) -> None:
+        """Moves the sink's hook behind the user's post-accumulate hooks, which use `param.grad`.
+
+        Raises:
+            RuntimeError: there are such hooks and several micro-batches, whose sum `param.grad`
+                never has.
+        """
+        hooks = self.slot.param._post_accumulate_grad_hooks
+        if hooks is None or len(hooks) < 2:
+            return
+        if microbatches > 1:
+            raise RuntimeError(
+                f"{self.slot.spec.name}: register_post_accumulate_grad_hook with {microbatches}"
+                " micro-batches per step: .grad holds the gradient of one micro-batch, not the sum"
+                " so far; use register_hook, which gets the gradient of one micro-batch in plain"
+                " PyTorch too"
+            )
+        hooks[self._hook.id] = hooks.pop(self._hook.id)
+
+    def add(self, grad: Tensor) -> None:
+        """Adds a whole gradient."""
+        if self._deferred(self.add, grad):
+            return
+        if self.is_late():
+            self.reducer.add_late(self, grad)
+            return
+        target = self._target()
+        if self.counts.added:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+        self.mark_added()
+
+    def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
+        """Adds the matrix product a @ b; in the buffer itself, unless its reduction was launched."""
+        self._check_loss()
+        if self._deferred(partial(self.add_product, by=by), a, b):
+            return None
+        if self.is_late():
+            return self.add(by.product(a, b))
+        by.add_product_(self._target(), a, b, fresh=not self.counts.added)
+        return self.mark_added()
+
+    def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
+        """Adds matrix products a @ b, made one after the other, as one contribution.
+
+        If contributions are deferred, a single pair is; of several pairs only the sum is, since
+        they are made one after the other to save memory.
+        """
+        self._check_loss()
+        total, fresh = None, not self.counts.added
+        pairs = iter(pairs)
+        if self.defers():
+            first, second = next(pairs, None), next(pairs, None)
+            if first is not None and second is None:
+                return self.add_product(*first, by)
+            pairs = chain((pair for pair in (first, second) if pair is not None), pairs)
+        direct = not (self.defers() or self.is_late())
+        for a, b in pairs:
+            if direct:
+                by.add_product_(self._target(), a, b, fresh=fresh)
+                fresh = False
+            else:
+                total = add_to(total, a, b, by)
+        self.mark_added() if total is None else self.add(total)
+
+    def _check_loss(self) -> None:
+        """Raises RuntimeError for a gradient that a layer computes in its forward."""
+        if self.in_forward():
+            raise RuntimeError(
+                f"{self.slot.spec.name}: a gradient came while a layer ran its forward:"
+                " torch.autograd.grad there must not go through a layer of threed.layers, which"
+                " adds to the loss's gradient; use torch's own modules"
+            )
+
+    def _deferred(self, add: Callable[..., None], *tensors: Tensor) -> bool:
+        """Returns whether contributions wait for a W now; then this one is set aside."""
+        waiting = self.reducer.deferral.waiting
+        if waiting is None:
+            return False
+        waiting.append((add, tensors))
+        return True
+
+    def add_rows(self, index: Tensor, rows: Tensor) -> None:
+        """Adds rows [n h] at row numbers [n]."""
+        self._check_loss()
+        if self._deferred(self.add_rows, index, rows):
+            return None
+        if self.is_late():
+            whole = rows.new_zeros(self.slot.param.shape)
+            return self.add(whole.index_add_(0, index, rows) if len(whole) else whole)
+        target = self._target()
+        if not self.counts.added:
+            target.zero_()
+        if target.shape[0]:
+            target.index_add_(0, index, rows.to(target.dtype))
+        return self.mark_added()
+
+    def memory(self) -> tuple[Tensor, bool] | None:
+        """Returns the gradient's memory, in the parameter's shape, and whether to add to it.
+
+        Call `mark_added` after that. Returns None if the memory must not be written now: use `add`.
+        """
+        self._check_loss()
+        if self.defers() or self.is_late():
+            return None
+        return self._target(), self.counts.added > 0
+
+    def mark_added(self) -> None:
+        """Counts a contribution that is in the memory now."""
+        if self.counts.add():
+            self.reducer.mark_complete(self)
+
+    def is_late(self) -> bool:
+        """Returns whether the reduction of a part of the gradient was launched in this round."""
+        return self.queue.is_late(self.counts)
+
+    def in_forward(self) -> bool:
+        """Returns whether a forward is running, during which the sink takes no gradients."""
+        return self.reducer.scope.active
+
+    def defers(self) -> bool:
+        """Returns whether contributions are kept and added later, as in a split backward."""
+        return self.reducer.deferral.waiting is not None
+
+    def take(self, param: Tensor) -> None:
+        """Moves `param.grad` into the sink, when autograd calls its hook.
+
+        In another engine's backward the gradient stays in `.grad`, and adds up, until it is dropped
+        or the step ends.
+        """
+        if self.reducer.dynamic and not is_own(self.reducer, self.slot):
+            if self.reducer.gatherer is not None:
+                self.reducer.gatherer.gradient_complete(self.slot)
+            return
+        if param.grad is not None:
+            grad, param.grad = param.grad, None
+            self.add(grad.to_dense() if grad.is_sparse else grad)
+
+    def _target(self) -> Tensor:
+        return self.reducer.memory.view(self.slot)
+
+
+def _taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
+    """Returns a hook for autograd that calls `sink.take`.
+
+    Python's garbage collector does not see autograd's hooks: a strong reference would keep the
+    whole engine, with its drive, alive forever.
+    """
+
+    def taken(param: Tensor) -> None:
+        if (alive := sink()) is not None:
+            alive.take(param)
+
+    return taken

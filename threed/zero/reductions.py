@@ -1,11 +1,14 @@
-"""Sums of buckets over ranks: launched during the backward, waited for in order, and stored."""
+"""The memory of gradients, and their sums over ranks: launched during the backward, waited for in
+order, and stored."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from threed import collectives
@@ -13,10 +16,162 @@ from threed.codecs import EXACT, Codec
 from threed.collectives import Pending
 from threed.device import start_copy_in
 from threed.memory.tiers import InMemory, StagedBuffer, Storage, start_copy
+from threed.ops import sums
 from threed.planner.memory import BUCKETS_IN_FLIGHT
 from threed.topology import Axis
-from threed.zero.layout import Bucket, Layout
-from threed.zero.norm import squares
+from threed.zero.layout import Bucket, Layout, Slot
+
+
+class Gradients:
+    """The memory of gradients until they are reduced."""
+
+    def view(self, slot: Slot) -> Tensor:
+        """Returns the memory of a parameter's gradient, in its shape; undefined at first."""
+        raise NotImplementedError
+
+    def window(self, bucket: Bucket) -> Tensor:
+        """Returns the memory of a bucket's gradients [last - first]; padding is zero."""
+        raise NotImplementedError
+
+    def set_zero(self, slot: Slot, bucket: Bucket) -> None:
+        """Sets the gradient of a parameter, which got no contribution, to zero in a bucket."""
+        bucket.part(slot, self.window(bucket)).zero_()
+
+    def take_window(self, bucket: Bucket) -> Tensor:
+        """Takes the gradients of a bucket [last - first] for their reduction."""
+        return self.window(bucket)
+
+    def release_window(self, window: Tensor) -> None:
+        """Releases a window after its reduction."""
+
+    def reset(self) -> None:
+        """Discards what was written, after an aborted step."""
+
+    def trim(self) -> None:
+        """Frees buffers that are not in use."""
+
+
+class FullGradients(Gradients):
+    """All gradients in full, in the group's flat buffer (stages 0 and 1)."""
+
+    def __init__(self, layout: Layout) -> None:
+        groups = [group for group in layout.groups if group.key.trainable]
+        self._views = {
+            slot: group.view(slot, group.grads) for group in groups for slot in group.slots
+        }
+
+    def view(self, slot: Slot) -> Tensor:
+        return self._views[slot]
+
+    def window(self, bucket: Bucket) -> Tensor:
+        return bucket.group.grads[bucket.first : bucket.last]
+
+
+class BucketGradients(Gradients):
+    """Gradients in full for the buckets that are being filled or reduced only (stages 2 and 3).
+
+    A bucket takes a buffer when its first gradient comes, and releases it after its reduction;
+    buffers are reused. A parameter that lies in several buckets gets a buffer of its own, from
+    which its buckets take their parts. So memory is that of the open buckets and of the largest
+    single gradient, however large the model. With an arena (see `Policy`) the large buffers are
+    reused too: after every bucket was in use once, nothing is allocated.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.dtype, self.arena = layout.policy.grad_dtype, layout.policy.arena
+        self._buckets_of: dict[Slot, list[Bucket]] = {}
+        for bucket in layout.buckets:
+            for slot in bucket.slots():
+                self._buckets_of.setdefault(slot, []).append(bucket)
+        self._gaps = {bucket: _gaps(bucket) for bucket in layout.buckets}
+        self._cut_slots = {
+            b: [s for s in b.slots() if len(self._buckets_of[s]) > 1] for b in layout.buckets
+        }
+        self._open: dict[Bucket, Tensor] = {}
+        self._cut: dict[Slot, Tensor] = {}
+        self._to_take: dict[Slot, int] = {}  # of a cut gradient: buckets not taken yet
+        self._free: list[Tensor] = []
+        # of a buffer that is reused: who fills it, and its windows not released yet
+        self._users: dict[int, int] = {}
+
+    def view(self, slot: Slot) -> Tensor:
+        buckets = self._buckets_of.get(slot, [])
+        if len(buckets) == 1:
+            at = slot.first - buckets[0].first
+            return self.window(buckets[0])[at : at + slot.param.numel()].view(slot.param.shape)
+        if slot not in self._cut:
+            size, device = slot.param.numel(), slot.param.device
+            new = self._take if self.arena else self._new
+            self._cut[slot], self._to_take[slot] = new(size, device), len(buckets)
+        return self._cut[slot][: slot.param.numel()].view(slot.param.shape)
+
+    def window(self, bucket: Bucket) -> Tensor:
+        if bucket not in self._open:
+            size = bucket.last - bucket.first
+            window = self._take(size, bucket.group.params.device)[:size]
+            for first, last in self._gaps[bucket]:
+                window[first:last].zero_()
+            self._open[bucket] = window
+        return self._open[bucket]
+
+    def take_window(self, bucket: Bucket) -> Tensor:
+        alone: Tensor | None = None  # the window, if nothing else is in the bucket
+        for slot in self._cut_slots[bucket]:
+            if slot not in self._cut:
+                continue
+            buffer, begin = self._cut[slot], max(bucket.first - slot.first, 0)
+            part = buffer[begin : min(slot.last, bucket.last) - slot.first]
+            if len(part) == bucket.last - bucket.first:
+                alone = part
+                if self.arena:
+                    self._users[id(buffer)] += 1
+            else:
+                bucket.part(slot, self.window(bucket)).copy_(part)
+            self._to_take[slot] -= 1
+            if not self._to_take[slot]:
+                self.release_window(self._cut.pop(slot))
+        if alone is not None:
+            return alone
+        window = self.window(bucket)
+        del self._open[bucket]
+        return window
+
+    def release_window(self, window: Tensor) -> None:
+        buffer = window if window._base is None else window._base
+        users = self._users.pop(id(buffer), 0)
+        if users > 1:
+            self._users[id(buffer)] = users - 1
+        elif users == 1:
+            self._free.append(buffer)
+
+    def reset(self) -> None:
+        for window in (*self._open.values(), *self._cut.values()):
+            self.release_window(window)
+        self._open.clear()
+        self._cut.clear()
+
+    def trim(self) -> None:
+        if not self.arena:
+            self._free.clear()
+
+    def _new(self, size: int, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=self.dtype, device=device)
+
+    def _take(self, size: int, device: torch.device) -> Tensor:
+        """Returns the smallest free buffer that is large enough, or a new one."""
+        fitting = [n for n, buffer in enumerate(self._free) if len(buffer) >= size]
+        best = min(fitting, key=lambda n: len(self._free[n]), default=None)
+        buffer = self._new(size, device) if best is None else self._free.pop(best)
+        self._users[id(buffer)] = 1
+        return buffer
+
+
+def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
+    """Returns the ranges of a bucket's window that no parameter covers."""
+    slots = bucket.slots()
+    firsts = [*(slot.first - bucket.first for slot in slots), bucket.last - bucket.first]
+    lasts = [0, *(slot.last - bucket.first for slot in slots)]
+    return [(last, first) for last, first in zip(lasts, firsts, strict=True) if last < first]
 
 
 @dataclass(eq=False)
@@ -106,11 +261,11 @@ class Reductions:
         into, codec = staged.values, self.codecs.of(shard)
         if shard.size == 1:
             pending = sum_over(window, early_sum(bucket), self.codecs)
-        elif into.device != window.device:
-            pending = collectives.start_reduce_scatter(window, shard, codec=codec)
         else:
+            to = into if into.device == window.device else None
+            adds = add and to is not None
             pending = collectives.start_reduce_scatter(
-                window, shard, codec=codec, into=into, add=add
+                window, shard, codec=codec, into=to, add=adds
             )
         self._in_flight.append(InFlight(bucket, window, pending, staged, add, complete))
         at_hand = not add or isinstance(bucket.grad, InMemory)
@@ -123,8 +278,11 @@ class Reductions:
         reduction = self._in_flight.popleft()
         reduction.staged.wait()  # may hold the sum of earlier rounds
         total, device = reduction.pending.wait(), reduction.staged.values.device
+        if total.device == device:
+            self._store(reduction, total)
+            return
         self._copying.append((reduction, start_copy(total, device)))
-        while len(self._copying) > (BUCKETS_IN_FLIGHT if total.device != device else 0):
+        while len(self._copying) > BUCKETS_IN_FLIGHT:
             self._store_oldest()
 
     def wait_all(self) -> None:
@@ -136,7 +294,11 @@ class Reductions:
 
     def _store_oldest(self) -> None:
         reduction, copy = self._copying.popleft()
-        total, own = copy.wait(), reduction.staged.wait()
+        self._store(reduction, copy.wait())
+
+    def _store(self, reduction: InFlight, total: Tensor) -> None:
+        """Adds a sum to its slice, or copies it there, if it is not there already."""
+        own = reduction.staged.wait()
         if not collectives.same_start(total, own):
             own.add_(total) if reduction.add else own.copy_(total)
         self.store(reduction.bucket, reduction.staged, reduction.complete)
@@ -237,3 +399,19 @@ def sum_portion(bucket: Bucket, portion: Tensor, codecs: GradientCodecs) -> Pend
     whole = sum_over(bucket.grad.fetch().wait(), axes[:-1], codecs).wait()
     codec = codecs.of(holders)
     return collectives.start_reduce_scatter(whole, holders, codec=codec, into=portion)
+
+
+def squares(part: Tensor) -> Tensor:
+    """Returns the sum of the squares of a slice of gradients, fp64 scalar."""
+    if sums.fits(part):
+        return sums.square_sum(part)
+    return torch.linalg.vector_norm(_rows(part), dim=1, dtype=_wide(part)).double().square().sum()
+
+
+def _rows(part: Tensor) -> Tensor:
+    """Reshapes a slice to rows of at most 1024: an fp32 sum of 16 million terms is off by 6e-4, of rows by 5e-10."""
+    return part.reshape(-1, math.gcd(part.numel(), 1024))
+
+
+def _wide(part: Tensor) -> torch.dtype:
+    return part.dtype if part.dtype in (torch.float32, torch.float64) else torch.float32

@@ -1,7 +1,7 @@
 """Are copies still copies? Ranks that hold the same weights and moments compare hashes of the bits.
 
     check(optimizer, topology, step)    ReplicaError on every rank, naming the ranks that differ; collective
-    compared(optimizer, topology)       bytes that this rank holds copies of, and bytes that it holds alone
+    compared(optimizer)       bytes that this rank holds copies of, and bytes that it holds alone
 
 Copies are: under stage 0 everything on all data ranks; with `zero.shard-size` the slices of different groups (HSDP);
 parameters that stay whole (stages 0 to 2) on all data ranks; weights that every tensor rank has, such as norms; weights
@@ -29,10 +29,8 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT, State, drop_all, fetched_in_turn
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PIECE, FACTOR = (
-    2**20,
-    6364136223846793005,
-)  # elements at once; an odd number, by which nothing is lost modulo 2^64
+PIECE = 2**20  # elements at once
+FACTOR = 6364136223846793005  # odd, so that nothing is lost modulo 2^64
 PARAMETERS, BEFORE = "parameters", "parameters of the version before"
 
 
@@ -74,7 +72,7 @@ def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
     """Compares all copies after a step. ReplicaError on every rank where any differ. Collective; the host waits for the
     device."""
     optimizer.wait()
-    held = list(_held(optimizer, topology))
+    held = list(_held(optimizer))
     found = [
         text
         for axis in topology.shared_axes()
@@ -86,11 +84,11 @@ def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
         raise ReplicaError(f"step {step}: {_told(problems, [host for _, host in everyone])}")
 
 
-def compared(optimizer: Optimizer, topology: Topology) -> tuple[int, int]:
+def compared(optimizer: Optimizer) -> tuple[int, int]:
     """Returns the bytes of weights and moments that this rank holds copies of, and of those that it alone holds."""
     optimizer.wait()
     sizes = Counter[bool]()
-    for one in _held(optimizer, topology):
+    for one in _held(optimizer):
         sizes[any(axis.size > 1 for axis in one.axes)] += one.nbytes
     return sizes[True], sizes[False]
 
@@ -98,93 +96,64 @@ def compared(optimizer: Optimizer, topology: Topology) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------------- what it is
 
 
-def _held(optimizer: Optimizer, topology: Topology) -> Iterator[Copied]:
+def _held(optimizer: Optimizer) -> Iterator[Copied]:
     """Yields what this rank holds, group by group, in an order that all ranks of an axis share."""
     states: dict[Group, list[State]] = {}
     for state in (*optimizer.states, *optimizer.frozen):
         states.setdefault(state.bucket.group, []).append(state)
     for group in optimizer.layout.groups:
-        axes = _axes(group, topology, optimizer)
         if not group.sliced:
-            yield _whole(
-                group, PARAMETERS, group.params, (*axes, *_more_axes(group, topology, optimizer))
-            )
+            yield _whole(group, PARAMETERS, group.params)
             if group.previous is not group.params:
-                yield _whole(
-                    group, BEFORE, group.previous, (*axes, *_more_axes(group, topology, optimizer))
-                )
-        yield from _slices(group, states.get(group, []), axes)
+                yield _whole(group, BEFORE, group.previous)
+        yield from _slices(group, states.get(group, []))
 
 
-def _axes(group: Group, topology: Topology, optimizer: Optimizer) -> tuple[Axis, ...]:
-    """The axes along which a group's slices are copies."""
-    axes = [optimizer.layout.policy.replicas]
-    axes += [topology.axis(group.key.replicated)] if group.key.replicated else []
-    axes += [topology.stages(group.key.tied)] if group.key.tied and group.holders.size == 1 else []
-    return tuple(axes)
-
-
-def _more_axes(group: Group, topology: Topology, optimizer: Optimizer) -> tuple[Axis, ...]:
-    """The axes along which its parameters, which are whole, are copies besides."""
-    holders = group.holders if group.holders.size > 1 else None
-    return tuple(axis for axis in (optimizer.layout.policy.shard, holders) if axis is not None)
-
-
-def _whole(group: Group, part: str, buffer: Tensor, axes: tuple[Axis, ...]) -> Copied:
+def _whole(group: Group, part: str, buffer: Tensor) -> Copied:
+    axes = (*group.copies, group.shard, group.holders)
     names = tuple(slot.spec.name for slot in group.slots)
     hashes = torch.stack([fingerprint(group.view(slot, buffer)) for slot in group.slots])
     return Copied(group, part, axes, names, hashes, buffer.nbytes)
 
 
-def _slices(group: Group, states: Sequence[State], axes: tuple[Axis, ...]) -> Iterator[Copied]:
+def _slices(group: Group, states: Sequence[State]) -> Iterator[Copied]:
     """Yields the parts of the state of a group that are not its parameters themselves, or are sliced."""
     parts = list(states[0].storages) if states else []
-    found: dict[str, tuple[list[str], list[Tensor], list[int]]] = {
-        part: ([], [], []) for part in parts
-    }
+    found: dict[str, list[tuple[str, Tensor, int]]] = {part: [] for part in parts}
     fetched = ((state, state.fetch(parts)) for state in states)
     for state, buffers in fetched_in_turn(fetched):
         for part in parts:
-            values, (names, hashes, sizes) = buffers[part].wait(), found[part]
+            values = buffers[part].wait()
             for run in state.bucket.runs():
-                names.append(run.piece.name)
-                hashes.append(fingerprint(values[run.offset : run.offset + run.last - run.first]))
-                sizes.append((run.last - run.first) * values.element_size())
+                own = values[run.offset : run.offset + run.last - run.first]
+                found[part].append((run.piece.name, fingerprint(own), own.nbytes))
         drop_all(buffers)
-    for part, (names, hashes, sizes) in found.items():
-        if hashes and not (part == WEIGHT and states[0].shared and not group.sliced):
-            yield Copied(group, part, axes, tuple(names), torch.stack(hashes), sum(sizes))
+    for part, runs in found.items():
+        if runs and not (part == WEIGHT and states[0].shared and not group.sliced):
+            names, hashes, sizes = zip(*runs, strict=True)
+            yield Copied(group, part, group.copies, names, torch.stack(hashes), sum(sizes))
 
 
 # ----------------------------------------------------------------------------------------------------------- comparing
 
 
 def _differences(held: Sequence[Copied], axis: Axis, device: torch.device) -> list[Difference]:
-    """Returns what differs first along an axis, if anything does."""
-    mine = [one for one in held if any(other is axis for other in one.axes)]
-    if not mine or axis.size == 1:
+    """Returns what differs first along an axis, if anything does. Collective."""
+    own = [one for one in held if any(other is axis for other in one.axes)]
+    if not own or axis.size == 1:
         return []
-    sums = torch.stack([start_copy_in(fingerprint(one.hashes), device) for one in mine])
-    rows = _of_all(sums, axis, device)
-    for number, one in enumerate(mine):
-        if len({row[number] for row in rows}) > 1:
-            each = _of_all(one.hashes, axis, device)
-            column = next(n for n in range(len(one.names)) if len({row[n] for row in each}) > 1)
-            odd = _odd_ones([row[column] for row in each])
-            return [
-                (
-                    f"{one.names[column]} ({one.part})",
-                    [axis.ranks[n] for n in odd],
-                    list(axis.ranks),
-                )
-            ]
-    return []
-
-
-def _of_all(hashes: Tensor, axis: Axis, device: torch.device) -> list[list[int]]:
-    mine = start_copy_in(hashes, device)
-    rows: list[list[int]] = collectives.all_gather(mine, axis).view(axis.size, -1).tolist()
-    return rows
+    hashes = torch.cat([start_copy_in(one.hashes, device) for one in own])
+    rows = collectives.all_gather(hashes, axis).view(axis.size, -1)
+    columns = (rows != rows[0]).any(0).nonzero().flatten().tolist()
+    names = [f"{name} ({one.part})" for one in own for name in one.names]
+    return [
+        (
+            names[column],
+            [axis.ranks[n] for n in _odd_ones(rows[:, column].tolist())],
+            list(axis.ranks),
+        )
+        for column in columns[:1]
+    ]
 
 
 def _odd_ones(values: Sequence[int]) -> list[int]:

@@ -25,7 +25,7 @@ from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
 from threed.zero.early import most_waiting
-from threed.zero.layout import GroupOptions, HasModules, Layout, Policy
+from threed.zero.layout import DataAxes, GroupOptions, HasModules, Layout, Policy
 from threed.zero.reductions import GradientCodecs
 
 # From progress after warm-up (0 to 1) to a share between 0 (min_lr) and 1 (lr).
@@ -33,33 +33,31 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": torch.ones_like,
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + torch.cos(math.pi * done)),
-    "wsd": lambda done: ((1 - done) / 0.2).clamp(
-        max=1.0
-    ),  # warm-up, stable, decay over the last fifth
+    # warm-up, stable, decay over the last fifth
+    "wsd": lambda done: ((1 - done) / 0.2).clamp(max=1.0),
 }
 
 
-def shard_axes(config: Config, topology: Topology) -> tuple[str, str, str]:
+def shard_axes(config: Config, topology: Topology, over: str | None = None) -> tuple[str, str, str]:
     """Returns the names of the axes S (slices), R (ranks with the same slice), and S with a communicator of its own for
-    gathers; an empty name is an axis of this rank alone. `Topology.prepare` makes them."""
-    size, data, copies = config.zero.shard_size, topology.data_name, topology.data.size
-    n = 1 if config.zero.stage == 0 else copies if size == "all" else int(size)
-    if copies % n:
-        raise ConfigError([f"--zero.shard-size {n} does not divide {data} {copies}"])
-    if n == 1:
-        return "", data, ""
-    base = data if n == copies else f"{data}/{n}"
-    return (
-        base,
-        "" if n == copies else f"{data}%{n}",
-        f"{base}@gather" if config.zero.stage == 3 else base,
-    )
+    gathers; an empty name is an axis of this rank alone. `Topology.prepare` makes them.
 
-
-def gather_axis(config: Config, topology: Topology, policy: Policy) -> Axis:
-    """Returns the axis that gathers are over: S, with a communicator of its own where there are other collectives."""
-    name = shard_axes(config, topology)[2]
-    return topology.axis(name) if name else policy.shard
+    Args:
+        over: `ShardSpec.over` of the parameters. Slices are then spread over all ranks with the same pieces, whatever
+            the shard size.
+    """
+    stage, data, copies = config.zero.stage, topology.data_name, topology.data.size
+    if over is None:
+        n = copies if config.zero.shard_size == "all" else int(config.zero.shard_size)
+        n = n if stage else 1
+        if copies % n:
+            raise ConfigError([f"--zero.shard-size {n} does not divide {data} {copies}"])
+        shard = "" if n == 1 else data if n == copies else f"{data}/{n}"
+        replicas = data if n == 1 else "" if n == copies else f"{data}%{n}"
+    else:
+        same = over.replace("/", "%") if "/" in over else ""
+        shard, replicas = (same, "") if stage else ("", same)
+    return shard, replicas, f"{shard}@gather" if shard and stage == 3 else shard
 
 
 def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
@@ -70,22 +68,25 @@ def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
         raise ConfigError([f"--zero.tile {wanted}: this model is cut into {tile}; {fix}"])
 
 
-def policy(config: Config, topology: Topology, ways: int = 1) -> Policy:
-    """Returns how parameters are laid out. ways: 2 where two pipeline ranks hold every stage."""
+def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[str] = ()) -> Policy:
+    """Returns how parameters are laid out. ways: 2 where two pipeline ranks hold every stage. overs: each
+    `ShardSpec.over` of the model."""
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
-    shard, replicas, _ = (
-        topology.axis(name) if name else alone for name in shard_axes(config, topology)
-    )
+
+    def axes(over: str | None = None) -> DataAxes:
+        names = shard_axes(config, topology, over)
+        return DataAxes(*(topology.axis(name) if name else alone for name in names))
+
     host = topology.device if topology.on_paper else torch.device("cpu")
     params, optimizer = _tiers(config, host, topology.on_paper)
     return Policy(
-        stage=config.zero.stage, shard=shard, replicas=replicas, bucket_bytes=int(config.zero.bucket_mib * 2**20),
+        stage=config.zero.stage, data=axes(), bucket_bytes=int(config.zero.bucket_mib * 2**20),
         param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
         resident=config.zero.resident, options=group_options(config.optim), arena=config.recompute.arena,
         params_tier=params, optimizer_tier=optimizer, host=host,
         states_once=ways > 1 and params is None and optimizer is None,
         versions=1 + is_asynchronous(config.parallel.schedule), early=is_early(config),
-        delayed=config.zero.delayed_update,
+        delayed=config.zero.delayed_update, dealt={over: axes(over) for over in overs},
     )  # fmt: skip
 
 
@@ -105,23 +106,16 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     zero, policy = config.zero, layout.policy
     slices: Counter[int] = Counter()
     for group in layout.groups:
-        for unit in (group.key.units or ()) if group.key.tile is None else ():
-            slices[unit] += len(group.buckets)
+        for unit in group.key.units or ():
+            slices[unit] += len(group.buckets) if group.key.tile is None else 0
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
     # consecutive units: an embedding is larger than the blocks after it
-    ahead = range(zero.prefetch + 1)
-    gathered = (
-        max((sum(slices[unit + n] for n in ahead) for unit in list(slices)), default=0) + 2 * tiles
-    )
+    at_once = [sum(slices[unit + n] for n in range(zero.prefetch + 1)) for unit in list(slices)]
+    gathered = max(at_once, default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
-    narrow, swapped = policy.param_dtype.itemsize < 4, zero.offload_optimizer == "nvme"
-    buffers = update_buffers(
-        swapped,
-        zero.offload_params == "nvme",
-        narrow=narrow,
-        zero_stage=policy.stage,
-        moments=moments,
-    )
+    narrow, stage = policy.param_dtype.itemsize < 4, policy.stage
+    swapped = zero.offload_optimizer == "nvme", zero.offload_params == "nvme"
+    buffers = update_buffers(*swapped, narrow=narrow, zero_stage=stage, moments=moments)
     waiting = most_waiting(layout) if policy.early else 0
     for drive in policy.drives:
         mine = gathered if drive is policy.params_tier else 0
@@ -146,11 +140,8 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
         found = {of_name(piece.name, spec.decay) for piece in spec.pieces}
         if len(found) > 1:
             names = ", ".join(piece.name for piece in spec.pieces)
-            raise ConfigError(
-                [
-                    f"--optim.groups gives {names} different options, but they are one matrix: match all"
-                ]
-            )
+            problem = f"gives {names} different options, but they are one matrix: match all"
+            raise ConfigError([f"--optim.groups {problem}"])
         return found.pop()
 
     return of
@@ -159,13 +150,14 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
 def check_groups(optim: OptimConfig, units: Iterable[HasModules]) -> None:
     """Raises ConfigError naming each pattern of `optim.groups` that no parameter of these layers or units matches.
 
-    Pass all units of the model, so that every rank sees the same names.
+    Pass all units of the model, so that every rank sees the same names. Names of parameters that are dealt over ranks
+    (`ShardSpec.over`) differ between ranks: then nothing is checked.
     """
     modules = [module for unit in units for module in unit.modules()]
     specs = [spec_of(param) for module in modules for param in module.parameters(recurse=False)]
     names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
     idle = [g.match for g in optim.groups if not any(fnmatchcase(name, g.match) for name in names)]
-    if idle:
+    if idle and not any(spec.over for spec in specs):
         some = ", ".join((*names[:3], "...", *names[-2:]) if len(names) > 6 else names)
         raise ConfigError(
             [f"--optim.groups {match!r} matches no parameter: names are {some}" for match in idle]
@@ -206,12 +198,8 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
     zero, asked = config.zero, config.parallel.optimistic_step
     if asked != "auto":
         return asked
-    if (
-        plan.stages == 1
-        or plan.asynchronous
-        or zero.delayed_update
-        or {zero.offload_optimizer, zero.offload_params} != {"none"}
-    ):
+    offloads = {zero.offload_optimizer, zero.offload_params} != {"none"}
+    if plan.stages == 1 or plan.asynchronous or zero.delayed_update or offloads:
         return False
     # rounding of parts of chunks is no gain
     return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6

@@ -8,7 +8,7 @@ for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -135,7 +135,7 @@ class Readers:
 
 def fetched_in_turn(
     wanted: Iterable[tuple[State, dict[str, StagedBuffer]]],
-) -> Iterator[tuple[State, dict[str, StagedBuffer]]]:
+) -> Generator[tuple[State, dict[str, StagedBuffer]]]:
     """Yields each state with its buffers, in turn; the reads of the next one are in flight meanwhile."""
     ahead: deque[tuple[State, dict[str, StagedBuffer]]] = deque()
     try:
@@ -194,57 +194,48 @@ def new_state(bucket: Bucket, policy: Policy) -> State:
 def early_storages(state: State) -> list[OnDrive]:
     """What an update in the backward changes of a bucket; nothing where it cannot begin there: its parameters stay
     whole, its gradient is summed at the end of a step, or not all of this is on a drive."""
-    group, found = state.bucket.group, [s for s in state.changed if isinstance(s, OnDrive)]
-    return (
-        found
-        if group.sliced and not later_sums(state.bucket) and len(found) == len(state.changed)
-        else []
-    )
+    found = [storage for storage in state.changed if isinstance(storage, OnDrive)]
+    whole_sum = state.bucket.group.sliced and not later_sums(state.bucket)
+    return found if whole_sum and len(found) == len(state.changed) else []
 
 
-def _places(
-    layout: Layout, states: Sequence[State]
-) -> Iterator[tuple[str, Tensor | OnDrive, bool]]:
-    """Where parameters, gradients and the optimizer's states are: each by what it is, and whether a tier has it."""
-    policy = layout.policy
+def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Storage, bool]]:
+    """Yields what holds parameters, gradients and optimizer states, with what it is of, and whether it is in a tier."""
+    params, optimizer = layout.policy.params_tier, layout.policy.optimizer_tier
     for group in layout.groups:
-        yield "parameters", group.params, False
-        yield "parameters", group.previous, False
-        yield "gradients", group.grads, False
-    buckets = [bucket for group in layout.groups for bucket in group.buckets]
-    found = [("parameters", bucket.storage, policy.params_tier) for bucket in buckets]
-    found += [("gradients", bucket.grad, policy.optimizer_tier) for bucket in buckets]
-    found += [
-        ("optimizer", own, policy.optimizer_tier)
-        for state in states
-        for own in state.storages.values()
-    ]
-    for what, storage, tier in found:
-        if isinstance(storage, InMemory):
-            yield what, storage.tensor, tier is not None
-        elif isinstance(storage, OnDrive):
-            yield what, storage, True
+        yield "parameters", InMemory(group.params), False
+        yield "parameters", InMemory(group.previous), False
+        yield "gradients", InMemory(group.grads), False
+        for bucket in group.buckets:
+            yield "parameters", bucket.storage, params is not None
+            yield "gradients", bucket.grad, optimizer is not None
+    for state in states:
+        for storage in state.storages.values():
+            yield "optimizer", storage, optimizer is not None
 
 
 def storages(layout: Layout, states: Sequence[State]) -> list[Tensor]:
-    """A tensor of every storage that parameters, gradients and optimizer states have in memory."""
-    return [place for _, place, _ in _places(layout, states) if isinstance(place, Tensor)]
+    """Returns a tensor of every storage that parameters, gradients and optimizer states have in memory."""
+    return [s.tensor for _, s, _ in _places(layout, states) if isinstance(s, InMemory)]
 
 
 def holdings(layout: Layout, states: Sequence[State], beside_gpu: bool) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer states on the device, and of those of them that are elsewhere
-    (`offloaded`): every storage, and every region of a drive, once. beside_gpu: the host's memory is elsewhere."""
+    """Returns the bytes of parameters, gradients and optimizer states on the device, and of those elsewhere
+    (`offloaded`): every storage, and every region of a drive, once.
+
+    Args:
+        beside_gpu: the host's memory is elsewhere.
+    """
     seen: set[int] = set()
     held = {"parameters": 0, "gradients": 0, "optimizer": 0, "offloaded": 0}
-    for what, place, in_tier in _places(layout, states):
-        drive = isinstance(place, OnDrive)
-        key, nbytes = (id(place), place.reserved) if isinstance(place, OnDrive) else _storage(place)
+    for what, storage, in_tier in _places(layout, states):
+        if isinstance(storage, InMemory):
+            memory = storage.tensor.untyped_storage()
+            key, nbytes, away = memory._cdata, memory.nbytes(), in_tier and beside_gpu
+        else:
+            assert isinstance(storage, OnDrive)
+            key, nbytes, away = id(storage), storage.reserved, True
         if key not in seen:
-            held["offloaded" if drive or (in_tier and beside_gpu) else what] += nbytes
+            held["offloaded" if away else what] += nbytes
         seen.add(key)
     return held
-
-
-def _storage(tensor: Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage.nbytes()

@@ -3,8 +3,7 @@
     runner  = Synchronous(blueprint.lowered, reducer, optimizer)     # or Asynchronous
     runner.begin(len(micros))
     losses  = runner.run(executor.run, micros)
-    runner.reduce()                   # waits for what is left of the reductions
-    results = runner.update(carry)    # results() waits for the sums over all ranks
+    results = runner.update(carry)    # waits for gradients; results() waits for the sums over all ranks
     runner.finish(executor.run)       # ends the last step, before states are read
 
 Asynchronous steps overlap: a batch's last backwards run between the next one's first forwards
@@ -57,7 +56,6 @@ class Synchronous:
     ) -> None:
         self.lowered, self.reducer, self.optimizer = lowered, reducer, optimizer
         self.seconds = [0.0, 0.0]
-        self._gradients: list[Gradient] = []
 
     @property
     def pending(self) -> bool:
@@ -77,14 +75,10 @@ class Synchronous:
         """Ends the step's backwards on this rank, or those of one chunk."""
         self.reducer.all_passes_ended(chunk)
 
-    def reduce(self) -> None:
-        """Waits for the summed gradients. Collective."""
-        with timed(self.seconds, 0):
-            self._gradients = self.reducer.finish()
-
     def update(self, carry: Tensor) -> Callable[[], Update]:
-        """Updates the weights, with arguments and result as of `Optimizer.step`. Collective."""
-        gradients, self._gradients = self._gradients, []  # else they would stay in memory
+        """Waits for the summed gradients, and updates the weights; see `Optimizer.step`. Collective."""
+        with timed(self.seconds, 0):
+            gradients = self.reducer.finish()
         with timed(self.seconds, 1):
             return self.optimizer.step(gradients, carry)
 
@@ -182,9 +176,6 @@ class Asynchronous:
             raise
         self.open = len(micros)
         return losses
-
-    def reduce(self) -> None:
-        """Does nothing: the plan of the next step reduces what is left."""
 
     def update(self, carry: Tensor) -> Callable[[], Update]:
         """Begins the sum of a step's numbers, fp64 [k], over all ranks (see `Optimizer.step`);

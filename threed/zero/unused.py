@@ -10,9 +10,8 @@ A parameter that is used later counts its updates from then on (Adam's bias corr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Set
-from itertools import groupby
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,32 +19,32 @@ from torch import Tensor
 from threed import collectives
 from threed.zero.layout import Bucket, Layout, Slot
 
-FROZEN = (
-    "{} {} (requires_grad) after the engine was made, and {}: set requires_grad back before the update, or save, and"
-    " load into a new engine"
-)
 # elements [first, last) of a slice; updates before first use
+T = TypeVar("T", int, str)
 Stretch = tuple[int, int, Tensor | None]
 
 
 def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
     """Warns of the parameters that no rank used in the first step, if this rank `warns`. Collective."""
-    policy = layout.policy
-    never = {
-        s.spec.name
-        for group in layout.groups
-        if not group.key.tied
-        for s in group.slots
-        if s in unused
-    }
-    for axis in (policy.shard, policy.replicas):
-        never.intersection_update(*collectives.exchange(sorted(never), axis))
-    if never and warns and policy.shard.index == policy.replicas.index == 0:
-        names = ", ".join(sorted(never))
-        warnings.warn(
-            f"no gradient came to {names} in the first step: they change by weight decay only",
-            stacklevel=3,
-        )
+    groups = [group for group in layout.groups if not group.key.tied]
+    names = {s.spec.name for group in groups for s in group.slots if s in unused}
+    never = _on_all_ranks(layout, names)
+    if warns:
+        text = "no gradient came to {} in the first step: they change by weight decay only"
+        _warn(layout, text, sorted(never))
+
+
+def _on_all_ranks(layout: Layout, own: set[T]) -> set[T]:
+    """Returns the entries that all data ranks have. Collective."""
+    for axis in (layout.policy.data.shard, layout.policy.data.replicas):
+        own = own.intersection(*collectives.exchange(sorted(own), axis))
+    return own
+
+
+def _warn(layout: Layout, text: str, names: Sequence[str]) -> None:
+    """Warns of parameters, if there are any, on the first data rank."""
+    if names and layout.policy.data.shard.index == layout.policy.data.replicas.index == 0:
+        warnings.warn(text.format(", ".join(names)), stacklevel=4)
 
 
 class Unused:
@@ -66,19 +65,19 @@ class Unused:
         frozen before its first use stays as it is."""
         never = {self._slots[number] for number in self._never}
         with torch._C.DisableTorchFunctionSubclass():
-            frozen = [s for s in self._slots if not s.param.requires_grad and s not in never]
-            others = [
-                s for group in self.layout.groups if not group.key.trainable for s in group.slots
-            ]
-            trained = [s for s in others if s.param.requires_grad]
-        for slot in frozen:
-            raise RuntimeError(
-                FROZEN.format(slot.spec.name, "was frozen", "its moments would move it")
-            )
-        for slot in trained:
-            raise RuntimeError(
-                FROZEN.format(slot.spec.name, "was unfrozen", "it would not be trained")
-            )
+            for group in self.layout.groups:
+                for slot in group.slots:
+                    self._check_frozen(slot, group.key.trainable, never)
+
+    def _check_frozen(self, slot: Slot, trained: bool, never: set[Slot]) -> None:
+        if slot.param.requires_grad == trained or slot in never:
+            return
+        what = "frozen (requires_grad) after the engine was made, and its moments would move it"
+        if not trained:
+            what = "unfrozen (requires_grad) after the engine was made, and it would not be trained"
+        raise RuntimeError(
+            f"{slot.spec.name} was {what}: set requires_grad back before the update, or save, and load into a new engine"
+        )
 
     def agree(self, used: Set[Slot]) -> None:
         """Updates the record from what this rank and the others have used so far. Collective while any parameter is
@@ -86,20 +85,12 @@ class Unused:
         self.check_frozen()
         if not self._never:
             return
-        never = {number for number in self._never if self._slots[number] not in used}
-        for axis in (self.layout.policy.shard, self.layout.policy.replicas):
-            never.intersection_update(*collectives.exchange(sorted(never), axis))
+        own = {number for number in self._never if self._slots[number] not in used}
+        never = _on_all_ranks(self.layout, own)
         came, self._never = self._never - never, never
-        if (
-            self._first
-            and never
-            and self.layout.policy.shard.index == self.layout.policy.replicas.index == 0
-        ):
-            names = ", ".join(self._slots[number].spec.name for number in sorted(never))
-            warnings.warn(
-                f"not used in the first step, and left as they are until they are: {names}",
-                stacklevel=2,
-            )
+        if self._first:
+            text = "not used in the first step, and left as they are until they are: {}"
+            _warn(self.layout, text, [self._slots[n].spec.name for n in sorted(never)])
         self._since |= {} if self._first else {self._slots[n]: self.updates.clone() for n in came}
         if came or self._first:
             self._lay_out()
@@ -110,21 +101,20 @@ class Unused:
         special = {
             b for b in self.layout.buckets if any(s in never or s in self._since for s in b.slots())
         }
-        self.stretches = {bucket: list(self._stretches_of(bucket, never)) for bucket in special}
+        self.stretches = {bucket: self._stretches_of(bucket, never) for bucket in special}
 
     def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
-        """Yields the parts of a slice, cut where parameters begin; padding belongs to the parameter before it."""
-        first, last, ends = bucket.own_first, bucket.own_last, []
+        """Returns the parts of a slice, cut where parameters begin; padding belongs to the parameter before it."""
+        first, last = bucket.own_first, bucket.own_last
         start = torch.zeros_like(self.updates)
         slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]
-        for number, slot in enumerate(slots):
-            end = slots[number + 1].first if number + 1 < len(slots) else last
-            ends.append((end, None if slot in never else self._since.get(slot, start)))
-        found, at = [], 0
-        for _, some in groupby(ends, key=lambda both: id(both[1])):
-            *_, (end, since) = some
-            found.append((at, end - first, since))
-            at = end - first
+        found: list[Stretch] = []
+        for slot, end in zip(slots, [*(slot.first for slot in slots[1:]), last], strict=False):
+            since = None if slot in never else self._since.get(slot, start)
+            begin = found[-1][1] if found else 0
+            if found and found[-1][2] is since:
+                begin, *_ = found.pop()
+            found.append((begin, end - first, since))
         return found
 
     def state(self) -> dict[str, Any]:
@@ -143,7 +133,6 @@ class Unused:
             named[n]: torch.full_like(self.updates, u) for n, u in since.items() if n in named
         }
         self._first = bool(state["first"])
-        if self._first:
-            self.stretches = {}
-        else:
+        self.stretches = {}
+        if not self._first:
             self._lay_out()

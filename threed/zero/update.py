@@ -1,8 +1,8 @@
 """What an update begins with, what it finds out, and whether it is skipped: as scalar tensors.
 
     bad = BadSteps(device, max_spike=0.0, rule=scale.rule)
-    before = bad.before(learning_rate, loss_scale, grad_clip)
-    update = before.with_sums(sums)       once the sums over all ranks are known, or guessed
+    outcome = bad.outcome(learning_rate, loss_scale, grad_clip)
+    update = outcome(sums)                once the sums over all ranks are known, or guessed
     bad.count(update)                     once it is done
     bad.observe(update)                   once its norm is known, and not guessed
 
@@ -17,12 +17,15 @@ but do not count in a row of bad steps.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from threed.device import start_copy_in
 from threed.precision import LossScale
+from threed.zero.layout import Bucket
 
 WINDOW, JUDGED_FROM = 100.0, 20.0  # norms
 
@@ -49,43 +52,7 @@ class Update:
     in_a_row: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Before:
-    """What an update begins with: learning rate, loss scale, steps skipped so far; grad_clip, 0 for
-    no clipping; skipped steps in a row so far; the loss scale up to which such a step counts; the
-    largest norm that is no spike."""
-
-    lr: Tensor
-    loss_scale: Tensor
-    skips: Tensor
-    grad_clip: float
-    in_a_row: Tensor
-    counts_from: float
-    limit: Tensor | None = None
-
-    def with_sums(self, sums: Tensor) -> Update:
-        """Returns the results of a step.
-
-        Args:
-            sums: over all ranks, fp64 [3 + k]: the squared norm, ranks with gradients that are not
-                finite, the loss, and k flags of invalid data, which skip the step if they are not
-                0.
-        """
-        norm = sums[0].sqrt() / self.loss_scale
-        finite = (sums[1] == 0) & torch.isfinite(norm) & torch.isfinite(sums[2])
-        invalid = (sums[3:] != 0).any()
-        spike = torch.zeros_like(finite) if self.limit is None else finite & (norm > self.limit)
-        skip, overflow = (~finite | spike | invalid).double(), (~finite & ~invalid).double()
-        counts = spike | invalid | (~finite & (self.loss_scale <= self.counts_from))
-        row = torch.where(skip == 0, 0.0, self.in_a_row + counts)
-        clip = (
-            (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-            if self.grad_clip
-            else torch.ones_like(norm)
-        )
-        return Update(
-            norm, clip, self.lr, self.loss_scale, skip, self.skips + skip, sums[2:], overflow, row
-        )
+Outcome = Callable[[Tensor], Update]
 
 
 class BadSteps:
@@ -103,13 +70,36 @@ class BadSteps:
             4, dtype=torch.float64, device=device
         ).unbind()
 
-    def before(self, lr: Tensor, loss_scale: Tensor, grad_clip: float) -> Before:
-        """Returns what an update begins with."""
-        limit = None
+    def outcome(self, lr: Tensor, loss_scale: Tensor, grad_clip: float) -> Outcome:
+        """Returns a function that gives the results of the next step, which is not changed by
+        updates in the meantime.
+
+        Args:
+            grad_clip: the largest norm, 0 for no clipping.
+
+        Returns:
+            A function of sums over all ranks, fp64 [3 + k]: the squared norm, ranks with gradients
+            that are not finite, the loss, and k flags of invalid data, which skip the step if they
+            are not 0.
+        """
+        skips, in_a_row, limit = self.skips.clone(), self.in_a_row.clone(), None
         if self.max_spike:
             limit = torch.where(self.norms < JUDGED_FROM, math.inf, self.mean * self.max_spike)
-        row = self.in_a_row.clone()
-        return Before(lr, loss_scale, self.skips.clone(), grad_clip, row, self.counts_from, limit)
+
+        def update(sums: Tensor) -> Update:
+            norm = sums[0].sqrt() / loss_scale
+            finite = (sums[1] == 0) & torch.isfinite(norm) & torch.isfinite(sums[2])
+            invalid = (sums[3:] != 0).any()
+            spike = torch.zeros_like(finite) if limit is None else finite & (norm > limit)
+            skip, overflow = (~finite | spike | invalid).double(), (~finite & ~invalid).double()
+            counts = spike | invalid | (~finite & (loss_scale <= self.counts_from))
+            row = torch.where(skip == 0, 0.0, in_a_row + counts)
+            clip = torch.ones_like(norm)
+            if grad_clip:
+                clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0)
+            return Update(norm, clip, lr, loss_scale, skip, skips + skip, sums[2:], overflow, row)
+
+        return update
 
     def count(self, update: Update) -> None:
         """Counts a step, which may be one that is undone and counted again."""
@@ -137,3 +127,24 @@ class BadSteps:
         self.in_a_row.zero_()
         self.mean.fill_(state.get("norm_mean") or 0.0)
         self.norms.fill_(state.get("norms") or 0.0)
+
+
+def sum_of_squares(
+    parts: Sequence[Tensor], buckets: Sequence[Bucket], device: torch.device
+) -> Tensor:
+    """Returns this rank's share of the squared norm, and whether any gradient it holds is not finite (1.0): fp64 [2].
+
+    parts: the squares of each bucket's slice. A bucket counts on its owner: the first of the ranks that replicate it,
+    and the first stage that holds a tied weight. The other copies are only checked to be finite. Padding is zero.
+    """
+    total, others = torch.zeros(2, dtype=torch.float64, device=device).unbind()
+    for part, bucket in zip(_on(device, parts), buckets, strict=True):
+        total, others = (total + part, others) if bucket.group.owned else (total, others + part)
+    return torch.stack((total, (~torch.isfinite(total + others)).double()))
+
+
+def _on(device: torch.device, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns scalars on a device; those of the host by one copy."""
+    away = [part for part in parts if part.device != device]
+    arrived = iter(start_copy_in(torch.stack(away), device).unbind() if away else ())
+    return [part if part.device == device else next(arrived) for part in parts]

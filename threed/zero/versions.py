@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from threed import collectives
 from threed.memory.tiers import InMemory
 from threed.zero.gather import Gatherer
-from threed.zero.layout import Bucket, Layout
+from threed.zero.layout import Layout
 from threed.zero.state import PREVIOUS, State
 
 
@@ -32,10 +32,12 @@ class Versions:
             for group in self._groups
             for slot in group.slots
         ]
-        self._before = {b: InMemory(_own(b, g.previous)) for g in self._groups for b in g.buckets}
-        self.earlier = [
-            State(bucket, {PREVIOUS: storage}) for bucket, storage in self._before.items()
-        ]
+        self._before = {
+            bucket: InMemory(group.previous[bucket.own_first : bucket.own_last])
+            for group in self._groups
+            for bucket in group.buckets
+        }
+        self.earlier = [State(bucket, {PREVIOUS: own}) for bucket, own in self._before.items()]
 
     def turn(self) -> None:
         """Makes the older version the newest, with the values of this rank's slices of the newest so far; the slices of
@@ -64,10 +66,6 @@ class Versions:
         for bucket, storage in self._before.items():
             if whole:
                 window = bucket.group.previous[bucket.first : bucket.last]
-                collectives.start_all_gather(storage.tensor, self.gatherer.axis, out=window).wait()
+                collectives.start_all_gather(storage.tensor, bucket.group.gather, out=window).wait()
         for group in self._groups if not whole else ():
             group.previous.copy_(group.params)
-
-
-def _own(bucket: Bucket, buffer: Tensor) -> Tensor:
-    return buffer[bucket.own_first : bucket.own_last]
