@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from math import ceil, floor, inf, isclose
+from math import ceil, floor, isclose
 
 from threed.schedules.critical import shorten
 from threed.schedules.flow import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
@@ -111,12 +111,12 @@ class _Search:
         """Whether nothing can end earlier than the best."""
         return self.found[0].makespan <= self.bound * (1 + 1e-9)
 
-    def attempt(self, orders: Orders | None, patience: float) -> Filled | None:
+    def attempt(self, orders: Orders | None, patient: bool) -> Filled | None:
         """Plays orders out; what came of it, if it could be played and there was reason to."""
         if orders is None or self.over:
             return None
         self.left -= 3 * self.flow.forwards * self.flow.microbatches
-        filled = fill(self.flow, orders, self.limit, patience)
+        filled = fill(self.flow, orders, self.limit, patient)
         if filled is not None:
             self.keep(filled)
         return filled
@@ -157,17 +157,17 @@ def _least(flow: Flow, rank: int) -> float:
 def _search_one(search: _Search) -> None:
     """Tries 1F1B with many beginnings, then the best beginnings with forwards left out.
 
-    W fills short waits as well (patience 0) or only long ones (inf).
+    W fills short waits as well, or only long ones if ranks are patient.
     """
     flow = search.flow
     played: list[tuple[float, tuple[int, ...]]] = []
     for begin in dict.fromkeys(_beginnings(flow, search.limit)):
         orders = _one_f_one_b_orders(flow, begin)
-        tried = [search.attempt(orders, patience) for patience in (0.0, inf)]
+        tried = [search.attempt(orders, patient) for patient in (False, True)]
         played += [(filled.makespan, begin) for filled in tried if filled]
     best = list(dict.fromkeys(begin for _, begin in sorted(played)))[:16]
-    for every, begin, patience in product((3, 2, 4), best, (0.0, inf)):
-        search.attempt(_one_f_one_b_orders(flow, begin, every), patience)
+    for every, begin, patient in product((3, 2, 4), best, (False, True)):
+        search.attempt(_one_f_one_b_orders(flow, begin, every), patient)
 
 
 def _one_f_one_b_orders(
@@ -239,13 +239,11 @@ def _search_v(search: _Search, costs: Costs) -> None:
         if orders is None or known in seen:
             continue
         seen.add(known)
-        found = [search.attempt(orders, patience) for patience in (0.0, inf)]
-        idle = max((max(each.idle) for each in found if each), default=0.0)
-        for part in (0.75, 0.5, 0.25) if idle else ():
-            search.attempt(orders, part * idle)
+        for patient in (False, True):
+            search.attempt(orders, patient)
         equal = None if search.over else fill(unit, orders, search.limit)
-        for patience in (0.0, inf):  # with W where it is at equal times
-            search.attempt(equal.ranks if equal else None, patience)
+        for patient in (False, True):  # with W where it is at equal times
+            search.attempt(equal.ranks if equal else None, patient)
 
 
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
