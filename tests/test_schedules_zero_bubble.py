@@ -258,13 +258,6 @@ def test_w_fills_waits_or_is_left_out_of_short_ones_where_memory_allows() -> Non
     assert filled(False, limit=1) is None
 
 
-def test_w_in_an_order_runs_there_at_the_latest() -> None:
-    flow = Flow.of(one_chunk(1), 2, UNIT)
-    found = fill(flow, [[0, 1, -2, 0, 1, -2]], 2)
-    assert found is not None
-    assert str(to_plan("test", flow, found)) == "rank 0: F0.0 I0.0 W0.0 F0.1 I0.1 W0.1"
-
-
 def test_list_scheduling_says_where_ranks_wait_for_each_other() -> None:
     """Where the first chunk may take all memory, no forward of the second can run."""
     flow = Flow.of(v_shape(2), 4, CHUNK)

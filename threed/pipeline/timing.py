@@ -30,7 +30,7 @@ from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.pipeline.trace import BufferSink, alone, attach_sink, fingerprint, materialise
+from threed.pipeline.trace import BufferSink, alike, alone, attach_sink, materialise
 from threed.planner.measured import LayerTimes
 from threed.sharding import attach, initial, spec_of
 
@@ -103,12 +103,7 @@ class Timer:
             for number, layer in enumerate(layers):
                 again = recomputed if number in recomputed.units else None
                 form = None if x is None else Form.of(x)
-                key = (
-                    fingerprint(layer, contract(layer).name, set()),
-                    form,
-                    again is None,
-                    layer is layers[-1],
-                )
+                key = alike(layer, layers, form, again is not None)
                 if key not in known:
                     known[key] = _Timed(layer, contract(layer).name or f"layer {number}", x, again)
                     self._time(known[key])

@@ -238,12 +238,7 @@ class Tracer:
         costs, form, recomputed = [], None, recomputed or Recomputed()
         for number, layer in enumerate(layers):
             again = number in recomputed.units
-            key = (
-                fingerprint(layer, contract(layer).name, set()),
-                form,
-                again,
-                layer is layers[-1],
-            )
+            key = alike(layer, layers, form, again)
             if key not in self._known:
                 try:
                     self._known[key] = self._run(layer, form, recomputed if again else None)
@@ -368,6 +363,16 @@ def _measure(
 
 def _any_alive(refs: Iterable[StorageWeakRef]) -> bool:
     return any(not ref.expired() for ref in refs)
+
+
+def alike(layer: nn.Module, layers: Sequence[nn.Module], form: Form | None, again: bool) -> Any:
+    """Returns what layers of a model have in common that cost the same; hashable.
+
+    Args:
+        form: of the layer's input.
+        again: whether the layer is recomputed.
+    """
+    return fingerprint(layer, contract(layer).name, set()), form, again, layer is layers[-1]
 
 
 def fingerprint(value: Any, name: str, around: set[int]) -> Any:

@@ -19,8 +19,7 @@ from threed.schedules.simulation import Costs
 
 Placement = tuple[tuple[int, ...], ...]
 Orders = Sequence[Sequence[int]]
-"""For every rank the positions whose next micro-batch it takes, one after the other. W of position p is -1 - p; it need
-not be there, see `fill`."""
+"""For every rank the positions whose next micro-batch it takes, one after the other; without W."""
 
 
 def one_chunk(stages: int) -> Placement:
@@ -121,16 +120,19 @@ class _Rank:
         self.held = 0  # activations of one chunk and one micro-batch
         self.waiting: list[int] = []  # positions whose W has not run, from `first` on
         self.first = 0
-        self.asked = 0  # W in its order so far
         self.out: list[int] = []
 
 
 def fill(flow: Flow, orders: Orders, limit: int, patient: bool = False) -> Filled | None:
     """Places every W where the rank would wait or needs memory, in the order of their I.
 
-    Where orders have W of their own, then at the latest there. limit: the most activations of one chunk and one
-    micro-batch that a rank may hold, from F to the end of W. A W that is longer than the wait runs all the same, unless
-    the ranks are `patient`. Returns None where the orders cannot keep to the limit, or where ranks wait for each other.
+    Args:
+        limit: the most activations of one chunk and one micro-batch that a rank may hold, from F to
+            the end of W.
+        patient: a W that is longer than a wait does not run in it.
+
+    Returns:
+        None if the orders cannot keep to the limit, or if ranks wait for each other.
     """
     made: list[list[float]] = [[] for _ in flow.rank]
     ranks = [_Rank(order) for order in orders]
@@ -164,14 +166,6 @@ def _advance(
     now, held, first = rank.now, rank.held, rank.first
     for at in range(rank.at, len(rank.order)):
         position = rank.order[at]
-        if position < 0:
-            rank.asked += 1
-            if first < min(rank.asked, len(waiting)):
-                now += weight[waiting[first]]
-                out.append(-1 - waiting[first])
-                first += 1
-                held -= 1
-            continue
         results, start = made[position], 0.0
         if position:
             if len(results) == len(made[position - 1]):

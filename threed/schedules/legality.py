@@ -47,7 +47,7 @@ def legal(plan: Plan) -> None:
             f"plan {plan.name}: {len(plan.ranks)} lists of actions for {plan.stages} ranks"
         )
     _check_placement(plan)
-    check_actions(plan)
+    _check_actions(plan)
     check_open(plan)
     done = [_walk(plan, rank) for rank in range(plan.stages)]
     _check_complete(plan, done)
@@ -59,7 +59,7 @@ def legal(plan: Plan) -> None:
         _check_gathers(plan)
 
 
-def check_actions(plan: Plan) -> None:
+def _check_actions(plan: Plan) -> None:
     """Checks that ranks have actions, and these kinds and whole numbers. Raises ValueError naming rank and action."""
     for rank, actions in enumerate(plan.ranks):
         for action in actions:

@@ -241,9 +241,6 @@ def _search_v(search: _Search, costs: Costs) -> None:
         seen.add(known)
         for patient in (False, True):
             search.attempt(orders, patient)
-        equal = None if search.over else fill(unit, orders, search.limit)
-        for patient in (False, True):  # with W where it is at equal times
-            search.attempt(equal.ranks if equal else None, patient)
 
 
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
