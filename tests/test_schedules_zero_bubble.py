@@ -241,28 +241,21 @@ def test_the_comparison_with_sail_sg_refuses_a_folder_that_is_not_theirs(tmp_pat
 # --- placing W -------------------------------------------------------------------------------------------------------
 
 
-def filled(patience: float, limit: int = 4) -> Plan | None:
+def filled(patient: bool, limit: int = 4) -> Plan | None:
     """1F1B's order on two ranks where I comes back late, with W longer than the waits."""
     flow = Flow.of(one_chunk(2), 3, Costs(1, 1, 3))
-    found = fill(flow, [[0, 0, 3, 0, 3, 3], [1, 2, 1, 2, 1, 2]], limit, patience)
+    found = fill(flow, [[0, 0, 3, 0, 3, 3], [1, 2, 1, 2, 1, 2]], limit, patient)
     if found is not None:
         assert found.makespan == simulate(to_plan("test", flow, found), Costs(1, 1, 3)).makespan
     return found and to_plan("test", flow, found)
 
 
 def test_w_fills_waits_or_is_left_out_of_short_ones_where_memory_allows() -> None:
-    eager, patient, tight = filled(0.0), filled(10.0), filled(10.0, limit=2)
+    eager, patient, tight = filled(False), filled(True), filled(True, limit=2)
     assert str(eager).splitlines()[1] == "rank 1: F0.0 I0.0 F0.1 I0.1 F0.2 I0.2 W0.0 W0.1 W0.2"
     assert str(patient).splitlines()[0] == "rank 0: F0.0 F0.1 I0.0 F0.2 I0.1 I0.2 W0.0 W0.1 W0.2"
     assert str(tight).splitlines()[0] == "rank 0: F0.0 F0.1 I0.0 W0.0 F0.2 I0.1 I0.2 W0.1 W0.2"
-    assert filled(0.0, limit=1) is None
-
-
-def test_w_in_an_order_runs_there_at_the_latest() -> None:
-    flow = Flow.of(one_chunk(1), 2, UNIT)
-    found = fill(flow, [[0, 1, -2, 0, 1, -2]], 2)
-    assert found is not None
-    assert str(to_plan("test", flow, found)) == "rank 0: F0.0 I0.0 W0.0 F0.1 I0.1 W0.1"
+    assert filled(False, limit=1) is None
 
 
 def test_list_scheduling_says_where_ranks_wait_for_each_other() -> None:

@@ -27,6 +27,7 @@ from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.executor import Executor
 from threed.pipeline.stage import Frame, ParameterGatherer, Stage
 from threed.schedules.action import COMPUTE, Action, Kind
+from threed.schedules.all_forward_all_backward import gpipe
 from threed.schedules.plan import Plan
 from threed.schedules.window import Step
 
@@ -167,16 +168,12 @@ class LayerMajorExecutor(Executor):
 
 def check(plan: Plan) -> None:
     """Raises ValueError unless a plan can be run layer by layer."""
-    every = range(plan.microbatches)
-    wanted = [Action(kind, microbatch) for kind in (Kind.F, Kind.B) for microbatch in every]
-    for rank, actions in enumerate(plan.ranks):
-        found = [action for action in actions if action.kind in COMPUTE]
-        if plan.stages > 1 or found != wanted:
-            wrong = next(
-                (a for a, b in zip(found, wanted, strict=False) if a != b),
-                found[0] if found else "nothing",
-            )
-            raise ValueError(
-                f"plan {plan.name}: rank {rank}: {wrong}: layer by layer runs the plan of one stage that does all"
-                " forwards and then all backwards, in the order of micro-batches (gpipe)"
-            )
+    wanted = gpipe(1, plan.microbatches).ranks[0]
+    found = [action for action in plan.ranks[0] if action.kind in COMPUTE]
+    if plan.stages > 1 or tuple(found) != wanted:
+        first = found[0] if found else "nothing"
+        wrong = next((a for a, b in zip(found, wanted, strict=False) if a != b), first)
+        raise ValueError(
+            f"plan {plan.name}: rank 0: {wrong}: layer by layer runs the plan of one stage that does all"
+            " forwards and then all backwards, in the order of micro-batches (gpipe)"
+        )

@@ -30,7 +30,7 @@ from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.pipeline.trace import BufferSink, alone, fingerprint
+from threed.pipeline.trace import BufferSink, alike, alone, attach_sink, materialise
 from threed.planner.measured import LayerTimes
 from threed.sharding import attach, initial, spec_of
 
@@ -103,12 +103,7 @@ class Timer:
             for number, layer in enumerate(layers):
                 again = recomputed if number in recomputed.units else None
                 form = None if x is None else Form.of(x)
-                key = (
-                    fingerprint(layer, contract(layer).name, set()),
-                    form,
-                    again is None,
-                    layer is layers[-1],
-                )
+                key = alike(layer, layers, form, again is not None)
                 if key not in known:
                     known[key] = _Timed(layer, contract(layer).name or f"layer {number}", x, again)
                     self._time(known[key])
@@ -124,7 +119,8 @@ class Timer:
     def _time(self, timed: _Timed) -> None:
         """Times a copy of a layer, so that what it remembers of this is forgotten."""
         layer = copy.deepcopy(timed.layer)
-        sinks = self._materialise(timed.layer, layer)
+        params = materialise(timed.layer, layer, self._parameter, self.device)
+        sinks: list[_Sink] = [param.sink for param in params]  # type: ignore[attr-defined]
         self.prepare(layer)
         recomputed = alone(timed.recomputed, layer)
         stage = Stage([layer], AlwaysWhole(), recomputed=recomputed, scope=self._scope)
@@ -165,27 +161,11 @@ class Timer:
             [part.normal_(std=1e-3) for part in form.empty(self.device, gradients=True)]
         )
 
-    def _materialise(self, layer: nn.Module, timed: nn.Module) -> list[_Sink]:
-        """Gives the parameters of a layer's copy their initial values on the device, and sinks; its buffers move there.
-        Their records the layer has, for copies of parameters have none."""
-        made: dict[nn.Parameter, nn.Parameter] = {}
-        for own, module in zip(layer.modules(), timed.modules(), strict=True):
-            for name, param in own._parameters.items():
-                if param is not None and param not in made:
-                    made[param] = self._parameter(param)
-                module._parameters[name] = None if param is None else made[param]
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(self.device)
-        return [param.sink for param in made.values()]  # type: ignore[attr-defined]
-
     def _parameter(self, param: nn.Parameter) -> nn.Parameter:
+        """Returns a parameter with its initial values on the device, and a sink."""
         values = torch.zeros(param.numel(), dtype=self.dtype, device=self.device)
         for piece in spec_of(param).pieces:
             at = piece.offset
             values[at : at + piece.numel].copy_(initial(piece, self.seed).view(-1))
         new = attach(nn.Parameter(values.view(param.shape), param.requires_grad), spec_of(param))
-        sink = _Sink(torch.zeros_like(new, dtype=self.grad_dtype), self._scope)
-        new.sink = sink  # type: ignore[attr-defined]
-        if param.requires_grad:
-            new.register_post_accumulate_grad_hook(sink.take)
-        return new
+        return attach_sink(new, _Sink(torch.zeros_like(new, dtype=self.grad_dtype), self._scope))

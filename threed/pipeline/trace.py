@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -222,12 +222,7 @@ class Tracer:
         costs, form, recomputed = [], None, recomputed or Recomputed()
         for number, layer in enumerate(layers):
             again = number in recomputed.units
-            key = (
-                fingerprint(layer, contract(layer).name, set()),
-                form,
-                again,
-                layer is layers[-1],
-            )
+            key = alike(layer, layers, form, again)
             if key not in self._known:
                 try:
                     self._known[key] = self._run(layer, form, recomputed if again else None)
@@ -246,8 +241,11 @@ class Tracer:
     ) -> tuple[LayerCost, Form | None]:
         """Runs a copy of the layer, so that what it remembers of this is forgotten."""
         traced = copy.deepcopy(layer)
+        params = materialise(layer, traced, self._parameter, META)
         given = [
-            *self._weights(traced),
+            *params,
+            *(param.sink.target for param in params),  # type: ignore[attr-defined]
+            *traced.buffers(),
             *vars(self.micro).values(),
             *(self.micro.inputs or {}).values(),
         ]
@@ -269,25 +267,43 @@ class Tracer:
             self.traffic.clear()
             self.traffic.update(before)
 
-    def _weights(self, layer: nn.Module) -> Iterator[Tensor]:
-        """Returns a layer parameters and buffers on the meta device, as a stage has them."""
-        made: dict[int, nn.Parameter] = {}
-        for module in layer.modules():
-            for name, param in module._parameters.items():
-                if param is not None and id(param) not in made:
-                    new = nn.Parameter(
-                        torch.empty(param.shape, dtype=self.dtype, device=META), param.requires_grad
-                    )
-                    new.sink = BufferSink(torch.empty_like(new, dtype=self.grad_dtype))  # type: ignore[attr-defined]
-                    if param.requires_grad:
-                        new.register_post_accumulate_grad_hook(new.sink.take)  # type: ignore[attr-defined]
-                    made[id(param)] = new
-                module._parameters[name] = None if param is None else made[id(param)]
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(META)
-        for param in made.values():
-            yield from (param, param.sink.target)  # type: ignore[attr-defined]
-        yield from layer.buffers()
+    def _parameter(self, param: nn.Parameter) -> nn.Parameter:
+        """Returns a parameter on the meta device with a sink, as a stage has it."""
+        new = nn.Parameter(
+            torch.empty(param.shape, dtype=self.dtype, device=META), param.requires_grad
+        )
+        return attach_sink(new, BufferSink(torch.empty_like(new, dtype=self.grad_dtype)))
+
+
+def attach_sink(param: nn.Parameter, sink: BufferSink) -> nn.Parameter:
+    """Returns the parameter, whose gradients go to the sink from now on."""
+    param.sink = sink  # type: ignore[attr-defined]
+    if param.requires_grad:
+        param.register_post_accumulate_grad_hook(sink.take)
+    return param
+
+
+def materialise(
+    layer: nn.Module,
+    copied: nn.Module,
+    make: Callable[[nn.Parameter], nn.Parameter],
+    device: torch.device,
+) -> list[nn.Parameter]:
+    """Gives a copy of a layer parameters, and moves its buffers to a device; returns the parameters.
+
+    Args:
+        make: returns the parameter of the copy for one of the layer. Copied parameters have no
+            records, those of the layer have.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for own, module in zip(layer.modules(), copied.modules(), strict=True):
+        for name, param in own._parameters.items():
+            if param is not None and param not in made:
+                made[param] = make(param)
+            module._parameters[name] = None if param is None else made[param]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    return list(made.values())
 
 
 def alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
@@ -331,6 +347,16 @@ def _measure(
 
 def _any_alive(refs: Iterable[StorageWeakRef]) -> bool:
     return any(not ref.expired() for ref in refs)
+
+
+def alike(layer: nn.Module, layers: Sequence[nn.Module], form: Form | None, again: bool) -> Any:
+    """Returns what layers of a model have in common that cost the same; hashable.
+
+    Args:
+        form: of the layer's input.
+        again: whether the layer is recomputed.
+    """
+    return fingerprint(layer, contract(layer).name, set()), form, again, layer is layers[-1]
 
 
 def fingerprint(value: Any, name: str, around: set[int]) -> Any:

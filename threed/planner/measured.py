@@ -24,9 +24,8 @@ from typing import NamedTuple, TypeVar
 
 from threed.disk import in_units
 from threed.planner.partition import Held, balanced
-from threed.schedules.action import Kind
 from threed.schedules.plan import Plan
-from threed.schedules.simulation import Costs, Timeline, peak_activations, simulate
+from threed.schedules.simulation import Costs, Timeline, most_kept, peak_activations, simulate
 
 Ranges = tuple[range, ...]
 Planner = Callable[[Costs | None, float | None], Plan]
@@ -285,18 +284,6 @@ class _Search:
             return states[stop] - states[start] + live[stage] * (kept[stop] - kept[start]) + beside
 
         return held
-
-
-def most_kept(plan: Plan, rank: int, kept: Sequence[int]) -> int:
-    """The most that a rank keeps of micro-batches at once, of which each chunk keeps `kept`: `peak_activations`, in
-    any unit."""
-    now = most = kept[0] * plan.begun[rank] if plan.begun else 0
-    for action in plan.ranks[rank]:
-        now += kept[action.chunk] * (action.kind in (Kind.F, Kind.FB))
-        most = max(most, now)
-        last = action.parts[-1]
-        now -= kept[last.chunk] * (last.kind in (Kind.B, Kind.W))
-    return most
 
 
 def _neighbours(cut: Ranges) -> Iterator[Ranges]:

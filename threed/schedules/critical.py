@@ -192,15 +192,11 @@ class _Work:
         """The plan of these actions."""
         begin, time, above = times.begin, self.time, self.weights * self.count
         spans = [begin[line[-1]] + time[line[-1]] - begin[line[0]] for line in ranks]
-        idle = tuple(
-            span - sum(time[action] for action in line)
-            for span, line in zip(spans, ranks, strict=True)
-        )
         lines = [
             [a // self.count if a < above else -1 - (a - above) // self.count for a in line]
             for line in ranks
         ]
-        return Filled(times.makespan, max(spans), idle, tuple(map(tuple, lines)))
+        return Filled(times.makespan, max(spans), tuple(map(tuple, lines)))
 
 
 def _swaps(work: _Work, ranks: list[list[int]], times: _Times, limit: int) -> Iterator[_Swap]:

@@ -1,6 +1,6 @@
 """What a schedule with split backwards has to place, and how long it takes when forwards and backwards have an order.
 
-Use: `flow = Flow.of(placement, microbatches, costs)`, then `fill(flow, orders, limit, patience)` places the weight
+Use: `flow = Flow.of(placement, microbatches, costs)`, then `fill(flow, orders, limit, patient)` places the weight
 gradients and gives the makespan; `to_plan(name, flow, filled)` is the plan.
 
 Every micro-batch goes through *positions* 0 .. 2n-1: the forwards of the n stages of the model, then their backwards
@@ -19,8 +19,7 @@ from threed.schedules.simulation import Costs
 
 Placement = tuple[tuple[int, ...], ...]
 Orders = Sequence[Sequence[int]]
-"""For every rank the positions whose next micro-batch it takes, one after the other. W of position p is -1 - p; it need
-not be there, see `fill`."""
+"""For every rank the positions whose next micro-batch it takes, one after the other; without W."""
 
 
 def one_chunk(stages: int) -> Placement:
@@ -94,12 +93,11 @@ class Flow:
 class Filled:
     """Orders with their W, played out. ranks: per rank what it does, a position or, of a W, -1 - the position of its I.
 
-    span: the longest time from first start to last end of one rank. idle: per rank how long it waits in that time.
+    span: the longest time from first start to last end of one rank.
     """
 
     makespan: float
     span: float
-    idle: tuple[float, ...]
     ranks: tuple[tuple[int, ...], ...]
 
     def beats(self, other: Filled | None) -> bool:
@@ -119,27 +117,28 @@ class _Rank:
         self.at = 0  # in its order
         self.now = 0.0
         self.begin = 0.0
-        self.idle = 0.0
         self.held = 0  # activations of one chunk and one micro-batch
         self.waiting: list[int] = []  # positions whose W has not run, from `first` on
         self.first = 0
-        self.asked = 0  # W in its order so far
         self.out: list[int] = []
 
 
-def fill(flow: Flow, orders: Orders, limit: int, patience: float = 0.0) -> Filled | None:
+def fill(flow: Flow, orders: Orders, limit: int, patient: bool = False) -> Filled | None:
     """Places every W where the rank would wait or needs memory, in the order of their I.
 
-    Where orders have W of their own, then at the latest there. limit: the most activations of one chunk and one
-    micro-batch that a rank may hold, from F to the end of W. A W that is longer than the wait runs all the same, unless
-    the rank then has waited for no more than `patience` in all. Returns None where the orders cannot keep to the limit,
-    or where ranks wait for each other.
+    Args:
+        limit: the most activations of one chunk and one micro-batch that a rank may hold, from F to
+            the end of W.
+        patient: a W that is longer than a wait does not run in it.
+
+    Returns:
+        None if the orders cannot keep to the limit, or if ranks wait for each other.
     """
     made: list[list[float]] = [[] for _ in flow.rank]
     ranks = [_Rank(order) for order in orders]
     runnable = list(range(len(ranks)))
     while runnable:
-        _advance(flow, ranks[runnable[-1]], made, runnable, limit, patience)
+        _advance(flow, ranks[runnable[-1]], made, runnable, limit, patient)
     if any(rank.at < len(rank.order) for rank in ranks):
         return None
     for rank in ranks:
@@ -149,7 +148,6 @@ def fill(flow: Flow, orders: Orders, limit: int, patience: float = 0.0) -> Fille
     return Filled(
         max(rank.now for rank in ranks),
         max(rank.now - rank.begin for rank in ranks),
-        tuple(rank.idle for rank in ranks),
         tuple(tuple(rank.out) for rank in ranks),
     )
 
@@ -160,7 +158,7 @@ def _advance(
     made: list[list[float]],
     runnable: list[int],
     limit: int,
-    patience: float,
+    patient: bool,
 ) -> None:
     """Runs the rank at the end of `runnable` until its next action has no input yet; adds who can go on then."""
     runnable.pop()
@@ -168,14 +166,6 @@ def _advance(
     now, held, first = rank.now, rank.held, rank.first
     for at in range(rank.at, len(rank.order)):
         position = rank.order[at]
-        if position < 0:
-            rank.asked += 1
-            if first < min(rank.asked, len(waiting)):
-                now += weight[waiting[first]]
-                out.append(-1 - waiting[first])
-                first += 1
-                held -= 1
-            continue
         results, start = made[position], 0.0
         if position:
             if len(results) == len(made[position - 1]):
@@ -184,7 +174,7 @@ def _advance(
         full = position < forwards and held >= limit
         while first < len(waiting):
             wait, longer = start - now, weight[waiting[first]]
-            if not full and (wait <= 0 or (wait < longer and rank.idle + wait <= patience)):
+            if not full and (wait <= 0 or (wait < longer and patient)):
                 break
             now += longer
             out.append(-1 - waiting[first])
@@ -194,9 +184,7 @@ def _advance(
         if full:
             break
         if start > now:
-            if out:
-                rank.idle += start - now
-            else:
+            if not out:
                 rank.begin = start
             now = start
         now += flow.time[position]

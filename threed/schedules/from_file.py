@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import cast
 
 from threed.schedules.action import COMPUTE
-from threed.schedules.legality import check_actions
 from threed.schedules.plan import Plan
 from threed.schedules.rendezvous import validate
 from threed.schedules.torch_csv import from_csv
@@ -178,7 +177,7 @@ def _takes(fn: Function, count: int) -> bool:
 def _check(plan: object) -> None:
     if not isinstance(plan, Plan):
         raise ValueError(f"it gives {_kind(plan)}, not a threed.schedules.Plan")
-    check_actions(plan)
+    validate(plan)
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
             if action.kind not in COMPUTE:
@@ -188,7 +187,6 @@ def _check(plan: object) -> None:
                 )
     if plan.forward_only:
         raise ValueError(f"plan {plan.name} has no backward: nothing would be trained")
-    validate(plan)
 
 
 def _kind(value: object) -> str:

@@ -47,7 +47,7 @@ def legal(plan: Plan) -> None:
             f"plan {plan.name}: {len(plan.ranks)} lists of actions for {plan.stages} ranks"
         )
     _check_placement(plan)
-    check_actions(plan)
+    _check_actions(plan)
     check_open(plan)
     done = [_walk(plan, rank) for rank in range(plan.stages)]
     _check_complete(plan, done)
@@ -59,7 +59,7 @@ def legal(plan: Plan) -> None:
         _check_gathers(plan)
 
 
-def check_actions(plan: Plan) -> None:
+def _check_actions(plan: Plan) -> None:
     """Checks that ranks have actions, and these kinds and whole numbers. Raises ValueError naming rank and action."""
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
@@ -195,40 +195,25 @@ def _wrong_communication(plan: Plan, rank: int, action: Action) -> ValueError:
 
 
 def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
-    if plan.asynchronous:
-        return _check_asynchronous(plan, done)
+    """Checks what ranks have done at the end, as `_walk` returns it."""
     whole = _FORWARD if plan.forward_only else _DONE
-    count = plan.microbatches
-    if plan.ways == 1 and all(state.count(whole) == len(state) for state in map(list, done)):
+    count = plan.before + plan.microbatches
+    if plan.ways == 1 and not plan.left and all(set(state) == {whole} for state in done):
         return
-    way = [_way(plan, done, microbatch) for microbatch in range(count)]
+    way = [_way(plan, done, microbatch) for microbatch in range(-plan.before, plan.microbatches)]
     for rank, state in enumerate(done):
         for at, reached in enumerate(state):
-            chunk, microbatch = divmod(at, count)
-            if plan.way_of(chunk) == way[microbatch] and reached != whole:
+            chunk, number = divmod(at, count)
+            microbatch, left = number - plan.before, plan.is_left(rank, number - plan.before)
+            where = f"plan {plan.name}: rank {rank}: "
+            if plan.way_of(chunk) != way[number]:
+                if reached != _NOTHING:
+                    other = Action(Kind.F, microbatch, chunk)
+                    raise ValueError(f"{where}{other}: this micro-batch goes the other way")
+            elif reached != (_FORWARD if left else whole):
                 kind = Kind.F if reached == _NOTHING else Kind.W if reached == _INPUT else Kind.B
-                raise ValueError(
-                    f"plan {plan.name}: rank {rank}: {Action(kind, microbatch, chunk)} is missing"
-                )
-            if plan.way_of(chunk) != way[microbatch] and reached != _NOTHING:
-                other = Action(Kind.F, microbatch, chunk)
-                raise ValueError(
-                    f"plan {plan.name}: rank {rank}: {other}: this micro-batch goes the other way"
-                )
-
-
-def _check_asynchronous(plan: Plan, done: Sequence[Sequence[int]]) -> None:
-    for rank, state in enumerate(done):
-        for microbatch, reached in enumerate(state, -plan.before):
-            if reached != (_FORWARD if plan.is_left(rank, microbatch) else _DONE):
-                kind = Kind.F if reached == _NOTHING else Kind.W if reached == _INPUT else Kind.B
-                found = f"plan {plan.name}: rank {rank}: {Action(kind, microbatch)}"
-                left = plan.is_left(rank, microbatch)
-                raise ValueError(
-                    f"{found} is missing"
-                    if not left or kind is Kind.F
-                    else f"{found} is the next plan's"
-                )
+                wrong = "is the next plan's" if left and reached != _NOTHING else "is missing"
+                raise ValueError(f"{where}{Action(kind, microbatch, chunk)} {wrong}")
 
 
 def _way(plan: Plan, done: Sequence[Sequence[int]], microbatch: int) -> int:

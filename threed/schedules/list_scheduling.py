@@ -43,7 +43,7 @@ def list_orders(flow: Flow, priority: Priority, limit: int) -> list[list[int]] |
         now, rank = heapq.heappop(events)
         if now < ranks.free[rank]:
             continue
-        position, known = ranks.choose(rank, now)
+        position = ranks.choose(rank, now)
         if ranks.waiting[rank] and (position < 0 or (priority.eager and ranks.held[rank] >= limit)):
             ranks.weight(rank, now)
             heapq.heappush(events, (ranks.free[rank], rank))
@@ -52,8 +52,6 @@ def list_orders(flow: Flow, priority: Priority, limit: int) -> list[list[int]] |
             heapq.heappush(events, (end, rank))
             if position + 1 < len(flow.rank) and flow.rank[position + 1] != rank:
                 heapq.heappush(events, (end + flow.travel[position + 1], flow.rank[position + 1]))
-        elif known < inf:
-            heapq.heappush(events, (known, rank))
     complete = all(len(order) == 2 * flow.chunks * flow.microbatches for order in ranks.orders)
     return ranks.orders if complete else None
 
@@ -71,12 +69,12 @@ class _Ranks:
         self.waiting: list[list[int]] = [[] for _ in self.positions]
         self.orders: list[list[int]] = [[] for _ in self.positions]
 
-    def choose(self, rank: int, now: float) -> tuple[int, float]:
-        """The position to take, or -1 and when the next input comes that is on its way."""
+    def choose(self, rank: int, now: float) -> int:
+        """Returns the position to take, or -1 if none can run."""
         flow, made, begin, period = self.flow, self.made, self.priority.begin, self.priority.period
         full = self.held[rank] >= self.limit
         caps = self.priority.in_flight if made[self.positions[rank][-1]] else self.priority.at_first
-        chosen, lowest, known = -1, inf, inf
+        chosen, lowest = -1, inf
         for position in self.positions[rank]:
             number = len(made[position])
             if number == flow.microbatches:
@@ -85,15 +83,11 @@ class _Ranks:
                 continue
             if position:
                 before = made[position - 1]
-                if number == len(before):
-                    continue
-                ready = before[number] + flow.travel[position]
-                if ready > now:
-                    known = min(known, ready)
+                if number == len(before) or before[number] + flow.travel[position] > now:
                     continue
             if begin[position] + period * number < lowest:
                 chosen, lowest = position, begin[position] + period * number
-        return chosen, known
+        return chosen
 
     def run(self, rank: int, position: int, now: float) -> float:
         """Runs the next micro-batch of a position and returns when it ends."""

@@ -175,19 +175,28 @@ def _means(spans: Sequence[Span]) -> dict[tuple[tuple[Kind, int], ...], float]:
 
 
 def peak_activations(plan: Plan, rank: int) -> float:
-    """The most micro-batches, over all chunks of the rank, whose activations it holds at once.
+    """Returns the most micro-batches, over all chunks of the rank, whose activations it holds at once.
 
-    One rank's actions never overlap, so what is alive follows from their order alone. A pair holds both of its
-    micro-batches. In a bidirectional plan a micro-batch is on half of the chunks.
+    In a bidirectional plan a micro-batch is on half of the chunks.
+    """
+    return float(Fraction(most_kept(plan, rank, [1] * plan.chunks) * plan.ways, plan.chunks))
+
+
+def most_kept(plan: Plan, rank: int, kept: Sequence[int]) -> int:
+    """Returns the most that a rank holds of activations at once, if each chunk keeps `kept` of a micro-batch.
+
+    A rank's actions never overlap, so their order alone decides. A pair holds both of its micro-batches.
     """
     releasing = (Kind.F,) if plan.forward_only else (Kind.B, Kind.W)
-    alive = peak = plan.begun[rank] if plan.begun else 0
+    alive = peak = kept[0] * plan.begun[rank] if plan.begun else 0
     for action in plan.ranks[rank]:
-        alive += action.kind is Kind.F or action.kind is Kind.FB
-        if alive > peak:
-            peak = alive
-        alive -= (action.kind if action.beside is None else action.beside.kind) in releasing
-    return float(Fraction(peak * plan.ways, plan.chunks))
+        if action.kind is Kind.F or action.kind is Kind.FB:
+            alive += kept[action.chunk]
+            peak = max(peak, alive)
+        last = action.beside or action
+        if last.kind in releasing:
+            alive -= kept[last.chunk]
+    return peak
 
 
 def _messages(plan: Plan, rank: int) -> int:

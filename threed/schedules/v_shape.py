@@ -8,48 +8,51 @@ same number of activations. With F, I and W of one length ZB-V does not wait at 
 activations of 1F1B's first rank; V-Half holds about a half of these and waits about a half of what 1F1B does, V-Min a
 third and two thirds. Sources: Qi et al. 2024, arXiv 2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
 
-Phases: a pattern that repeats itself for every micro-batch, with the memory that a schedule may have; several orders
-that follow it (by list scheduling, and by running its beginning and its end as early as they may); of these the one
-that ends first, with W where ranks would wait or need memory.
+ZB-V has an order of its own. V-Half and V-Min begin with a pattern that repeats for every micro-batch within the memory
+limit. Of several orders that follow it (the pattern itself with its beginning and end as early as possible, and list
+scheduling) the one that ends first, with W where ranks would wait or need memory, is improved along its critical path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from itertools import accumulate, chain, cycle
 from math import inf
 from typing import NamedTuple
 
-from threed.schedules.flow import Filled, Flow, Orders, fill, to_plan, v_shape
+from threed.schedules.critical import shorten
+from threed.schedules.flow import Flow, Orders, fill, to_plan, v_shape
 from threed.schedules.list_scheduling import Priority, list_orders
 from threed.schedules.plan import Plan
 from threed.schedules.simulation import Costs
 
 PERIOD = 6  # two forwards, two I and two W for every micro-batch on every rank
 UNIT = Costs(2, 2, 2)  # every action of one chunk takes 1
-_EFFORT = 50_000  # actions to place while looking for the best of several orders
+_EFFORT = 100_000  # of `shorten`
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
     """Holds at most `stages` micro-batches on every rank."""
-    variants = [Variant(5, 3, eager=True), Variant(5, 9, eager=True)]
-    return _best("zb-v", stages, microbatches, stages, variants + list(spread(5)))
+    unit = Flow.of(v_shape(stages), microbatches, UNIT)
+    filled = fill(unit, phases(unit), 2 * stages)
+    assert filled is not None
+    return to_plan("zb-v", unit, filled)
 
 
 def v_half(stages: int, microbatches: int) -> Plan:
     """Holds at most (stages + 2) // 2 micro-batches on every rank."""
-    variants = [Variant(2, 3), Variant(2, 2), Variant(2, 3, balanced=True), Variant(2, tight=True)]
-    if stages % 2:  # what is best of many ranks comes first
-        variants[:3] = variants[1], variants[2], variants[0]
-    return _best("v-half", stages, microbatches, (stages + 2) // 2, variants + list(spread(2)))
+    return _best("v-half", stages, microbatches, (stages + 2) // 2, [Variant(2, tight=True)])
 
 
 def v_min(stages: int, microbatches: int) -> Plan:
     """Holds at most (stages + 4) // 3 micro-batches on every rank."""
-    variants = [Variant(1, tight=True), Variant(1, 4), Variant(1, 2)]
-    if stages % 3 == 2:
-        variants[:2] = variants[1::-1]
-    return _best("v-min", stages, microbatches, (stages + 4) // 3, variants + list(spread(1)))
+    variants = [
+        Variant(1, tight=True),
+        Variant(1, 4),
+        Variant(1, 2),
+        Variant(1, 2, more=1),
+        Variant(1, 2, more=1, balanced=True),
+    ]
+    return _best("v-min", stages, microbatches, (stages + 4) // 3, variants)
 
 
 class Variant(NamedTuple):
@@ -68,38 +71,13 @@ class Variant(NamedTuple):
     tight: bool = False
 
 
-def spread(hop: int) -> Iterator[Variant]:
-    """All variants of a pattern."""
-    yield Variant(hop, tight=True)
-    for eager in (False, True):
-        for balanced in (False, True):
-            for more in (0, 1):
-                for extra in (2, 3, 4):
-                    yield Variant(hop, extra, more, balanced, eager)
-
-
 def _best(name: str, stages: int, microbatches: int, limit: int, variants: list[Variant]) -> Plan:
-    unit = Flow.of(v_shape(stages), microbatches, UNIT)
-    own = [phases(unit)] if name == "zb-v" else []
-    others = (orders_of(unit, variant, 2 * limit) for variant in dict.fromkeys(variants))
-    return to_plan(name, unit, _first_to_end(unit, chain(own, others), 2 * limit))
-
-
-def _first_to_end(unit: Flow, candidates: Iterable[Orders | None], limit: int) -> Filled:
-    """Of as many candidates as the effort allows the one with the smallest makespan."""
-    best, placed = None, 0
-    for orders in candidates:
-        placed += 6 * unit.forwards * unit.microbatches
-        filled = None if orders is None else fill(unit, orders, limit)
-        if filled is not None and filled.beats(best):
-            best = filled
-        if best is not None and (placed >= _EFFORT or not any(best.idle)):
-            break
-    if best is None:
-        raise ValueError(
-            f"no order of {unit.microbatches} micro-batches on {unit.ranks} ranks keeps to {limit} chunks"
-        )
-    return best
+    """Returns the plan of the variant that ends first, improved along its critical path."""
+    unit, chunks = Flow.of(v_shape(stages), microbatches, UNIT), 2 * limit
+    orders = [orders_of(unit, variant, chunks) for variant in variants]
+    filled = [fill(unit, order, chunks) for order in orders if order is not None]
+    best = min((each for each in filled if each), key=lambda each: (each.makespan, each.span))
+    return to_plan(name, unit, shorten(unit, best, chunks, _EFFORT)[0])
 
 
 def orders_of(unit: Flow, variant: Variant, limit: int) -> Orders | None:

@@ -4,8 +4,8 @@ Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), li
 
 Phases: play out many orders of forwards and backwards, with W placed by `flow.fill`, until no plan can end earlier or
 EFFORT is spent; then improve the best few along their critical paths (`critical.shorten`). With one chunk per rank the
-orders are those of 1F1B with more forwards at the beginning, and of rounds that leave early forwards out (`rounds`).
-With two chunks they are those of ZB-V, V-Half, V-Min and similar patterns.
+orders are those of 1F1B with more forwards at the beginning, some of them with fewer in flight after every few
+backwards. With two chunks they are those of ZB-V, V-Half, V-Min and similar patterns.
 Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
 """
 
@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from math import ceil, floor, inf, isclose
+from math import ceil, floor, isclose
 
 from threed.schedules.critical import shorten
 from threed.schedules.flow import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
 from threed.schedules.one_forward_one_backward import one_f_one_b
 from threed.schedules.plan import Plan
-from threed.schedules.rounds import round_orders
 from threed.schedules.simulation import Costs, simulate
 from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
@@ -112,12 +111,12 @@ class _Search:
         """Whether nothing can end earlier than the best."""
         return self.found[0].makespan <= self.bound * (1 + 1e-9)
 
-    def attempt(self, orders: Orders | None, patience: float) -> Filled | None:
+    def attempt(self, orders: Orders | None, patient: bool) -> Filled | None:
         """Plays orders out; what came of it, if it could be played and there was reason to."""
         if orders is None or self.over:
             return None
         self.left -= 3 * self.flow.forwards * self.flow.microbatches
-        filled = fill(self.flow, orders, self.limit, patience)
+        filled = fill(self.flow, orders, self.limit, patient)
         if filled is not None:
             self.keep(filled)
         return filled
@@ -156,34 +155,41 @@ def _least(flow: Flow, rank: int) -> float:
 
 
 def _search_one(search: _Search) -> None:
-    """Tries 1F1B with many beginnings, then the best beginnings in rounds that leave forwards out.
+    """Tries 1F1B with many beginnings, then the best beginnings with forwards left out.
 
-    W fills short waits as well (patience 0) or only long ones (inf).
+    W fills short waits as well, or only long ones if ranks are patient.
     """
-    flow, limit = search.flow, search.limit
+    flow = search.flow
     played: list[tuple[float, tuple[int, ...]]] = []
-    for begin in dict.fromkeys(_beginnings(flow, limit)):
+    for begin in dict.fromkeys(_beginnings(flow, search.limit)):
         orders = _one_f_one_b_orders(flow, begin)
-        tried = [search.attempt(orders, patience) for patience in (0.0, inf)]
+        tried = [search.attempt(orders, patient) for patient in (False, True)]
         played += [(filled.makespan, begin) for filled in tried if filled]
-    best = dict.fromkeys(begin for _, begin in sorted(played)[:16])
-    for begin, eager in product(best, (True, False)):
-        if search.over:
-            return
-        # Making these orders takes twice as long as filling them.
-        search.left -= 6 * flow.ranks * flow.microbatches
-        orders = round_orders(flow, limit, begin, eager)
-        for patience in (0.0, inf):
-            search.attempt(orders, patience)
+    best = list(dict.fromkeys(begin for _, begin in sorted(played)))[:16]
+    for every, begin, patient in product((3, 2, 4), best, (False, True)):
+        search.attempt(_one_f_one_b_orders(flow, begin, every), patient)
 
 
-def _one_f_one_b_orders(flow: Flow, begin: tuple[int, ...]) -> list[list[int]]:
-    """Returns per rank the order of 1F1B with `begin[rank]` forwards before the first backward."""
+def _one_f_one_b_orders(
+    flow: Flow, begin: tuple[int, ...], every: int | None = None
+) -> list[list[int]]:
+    """Returns per rank the order of 1F1B with `begin[rank]` forwards before the first backward.
+
+    every: the first rank leaves one forward out after so many backwards. Each other rank does so once it has
+    only one forward less in flight than the rank before (skipping forwards: arXiv 2401.10241, section 3.1).
+    """
     orders = []
     for rank, ahead in enumerate(begin):
-        backward, ahead = 2 * flow.ranks - 1 - rank, min(ahead, flow.microbatches)
-        steady = [backward, rank] * (flow.microbatches - ahead)
-        orders.append([rank] * ahead + steady + [backward] * ahead)
+        order, forwards, backward = list[int](), 0, 2 * flow.ranks - 1 - rank
+        for number in range(flow.microbatches):
+            wanted = ahead
+            if every is not None:
+                fewer = min(ahead, begin[0] - rank - number // every)
+                wanted = max(flow.ranks - rank, fewer)
+            missing = min(flow.microbatches, number + wanted) - forwards
+            order += [rank] * missing + [backward]
+            forwards += max(0, missing)
+        orders.append(order)
     return orders
 
 
@@ -233,13 +239,8 @@ def _search_v(search: _Search, costs: Costs) -> None:
         if orders is None or known in seen:
             continue
         seen.add(known)
-        found = [search.attempt(orders, patience) for patience in (0.0, inf)]
-        idle = max((max(each.idle) for each in found if each), default=0.0)
-        for part in (0.75, 0.5, 0.25) if idle else ():
-            search.attempt(orders, part * idle)
-        equal = None if search.over else fill(unit, orders, search.limit)
-        for patience in (0.0, inf):  # with W where it is at equal times
-            search.attempt(equal.ranks if equal else None, patience)
+        for patient in (False, True):
+            search.attempt(orders, patient)
 
 
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
