@@ -25,6 +25,7 @@ SET: dict[str, str] = {
     "layers.recompute: module.recompute": LAYER,
     "models.wrapped: module.training": OTHER,
     "pipeline.trace: param.grad": OTHER,
+    "pipeline.trace: param.sink": PARAMETER,
     "reliability.recheck: memory.fill_uninitialized_memory": OTHER,
     "sharding: param.spec": PARAMETER,
     "testing.ranks: os.environ": OTHER,
