@@ -54,6 +54,6 @@ def _costs(
     own = options_of(model).costs
     if own is not None:
         return list(own(config.train.micro_batch))
-    flops = [cost.flops for cost in trace(model, layers, config, topology)]
+    flops = [cost.flops for cost in trace(model, layers, config, topology, backward=False)]
     everyone = collectives.exchange(flops, topology.axis("tp"))
     return [3.0 * sum(costs) for costs in zip(*everyone, strict=True)]

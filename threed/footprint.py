@@ -67,14 +67,16 @@ def trace(
     config: Config,
     topology: Topology,
     recomputed: Sequence[int] = (),
+    backward: bool = True,
 ) -> list[LayerCost]:
-    """The cost of every layer to this rank, `recomputed` those that compute something again.
+    """The cost of every layer to this rank, `recomputed` those that compute something again; without `backward` only
+    the FLOPs.
 
     A model whose layers need more than 'tokens' and 'labels' says by `example(micro_batch)` what else: a batch of so
     many rows. Raises TraceError naming a layer that cannot be run on the meta device.
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
-    tracer = Tracer(example(model, config), wide, grads, topology.traffic)
+    tracer = Tracer(example(model, config), wide, grads, topology.traffic, backward)
     costs = tracer.trace(
         layers, activation_checkpointing.on_paper(config, recomputed, model.slicing)
     )

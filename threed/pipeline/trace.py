@@ -203,13 +203,21 @@ class BufferSink:
 
 
 class Tracer:
-    """micro: a micro-batch on the meta device, as the layers will see it. dtype, grad_dtype: of parameters and
-    activations, and of gradients. traffic: what the model's axes count."""
+    """Finds what layers cost.
+
+    Args:
+        micro: A micro-batch on the meta device, as the layers will see it.
+        dtype, grad_dtype: Of parameters and activations, and of gradients.
+        traffic: What the model's axes count.
+        backward: Whether backwards are run; without them only `flops` are found.
+    """
 
     def __init__(
-        self, micro: MicroBatch, dtype: torch.dtype, grad_dtype: torch.dtype, traffic: Counter[str]
+        self, micro: MicroBatch, dtype: torch.dtype, grad_dtype: torch.dtype, traffic: Counter[str],
+        backward: bool = True,
     ) -> None:  # fmt: skip
         self.micro, self.dtype, self.grad_dtype, self.traffic = micro, dtype, grad_dtype, traffic
+        self.backward = backward
         self._known: dict[Any, tuple[LayerCost, Form | None]] = {}
 
     def trace(
@@ -256,7 +264,7 @@ class Tracer:
                 Watch(value for value in given if isinstance(value, Tensor)) as watch,
                 _Fused(),
             ):
-                cost, output = _measure(stage, form, self.micro, watch)
+                cost, output = _measure(stage, form, self.micro, watch, self.backward)
             sent = {
                 label: count - before[label]
                 for label, count in self.traffic.items()
@@ -316,9 +324,9 @@ def alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
 
 
 def _measure(
-    stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch
+    stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch, run_backward: bool
 ) -> tuple[LayerCost, Form | None]:
-    """One forward and one backward."""
+    """One forward and, unless only FLOPs are wanted, one backward."""
     x = None if form is None else form.value(form.empty(META, gradients=False))
     watch.look_at(tensors(x))
     size, came = watch.begin(), [StorageWeakRef(part.untyped_storage()) for part in tensors(x)]
@@ -329,6 +337,8 @@ def _measure(
     }
     nbytes = sum(part.untyped_storage().nbytes() for part in tensors(y))
     last = y.dim() == 0 if isinstance(y, Tensor) else False
+    if not run_backward:
+        return LayerCost(flops), None if last else output
     del x, y
     keeps_input, keeps_output = _any_alive(came), _any_alive(made.values())
     kept = watch.begin() - size * keeps_input - nbytes * keeps_output
