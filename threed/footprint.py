@@ -31,7 +31,7 @@ from threed.layers.contract import contract
 from threed.models import Model, Wrapped, options_of
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import recomputed_layers
-from threed.pipeline.trace import META, LayerCost, Pass, TraceError, Tracer, Watch
+from threed.pipeline.trace import META, LayerCost, Pass, TraceError, Tracer, Watch, stated_flops
 from threed.pipeline.transport import SlicedLinks, links
 from threed.planner.gathering import Gathering, gathering
 from threed.planner.grid import AXES
@@ -82,6 +82,16 @@ def trace(
         for number in recomputed:
             costs[number] = _moved(costs[number], config, default_device().type)
     return costs
+
+
+def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topology) -> list[int]:
+    """The forward FLOPs of every layer on this rank: as layers state them, or else by tracing them."""
+    stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
+    return (
+        [cost.flops for cost in trace(model, layers, config, topology)]
+        if stated is None
+        else stated
+    )
 
 
 def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:

@@ -74,6 +74,22 @@ class Pass:
         self.kept += layers[-1].output * kept_before
 
 
+def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int] | None:
+    """The forward FLOPs of layers that are made of `threed.layers` alone, which state them; None where one is not."""
+    found: list[int] = []
+    for layer in layers:
+        found.append(0)
+        for module in layer.modules():
+            if not type(module).__module__.startswith("threed.layers."):
+                return None
+            states: Any = getattr(module, "flops", None)
+            flops: int | None = 0 if states is None else states(tokens, seq)
+            if flops is None:
+                return None
+            found[-1] += flops
+    return found
+
+
 @functools.cache
 def _formula(operation: Any) -> Callable[..., int] | None:
     """Returns torch's count of an operation's FLOPs, which has `addmm` but not `addmm_`; for attention our own."""
