@@ -30,7 +30,7 @@ from threed.layers import Block, MicroBatch, Slicing
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.boundary import like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.pipeline.trace import META, LayerCost, TraceError, Tracer
+from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, stated_flops
 from threed.planner import Grid
 from threed.precision import DTYPES
 from threed.resolution import resolve
@@ -212,7 +212,7 @@ def test_what_is_computed_again_is_not_kept(
 @pytest.mark.parametrize("tile", [1, 2])
 @pytest.mark.parametrize(("t", "cut"), [(1, False), (4, False), (4, True)])
 @pytest.mark.parametrize("name", MODELS)
-def test_flops_are_those_of_the_formulas(name: str, t: int, cut: bool, tile: int) -> None:
+def test_layers_state_the_flops_that_are_traced(name: str, t: int, cut: bool, tile: int) -> None:
     """On every tensor rank, whole or tiled."""
     config = config_of(MODELS[name], tp=t, cut=cut)
     for rank in {0, t - 1}:
@@ -222,7 +222,21 @@ def test_flops_are_those_of_the_formulas(name: str, t: int, cut: bool, tile: int
         wanted = [
             cost.flops_forward for cost in formulas.transformer_costs(dims_of(config, rank), 2)
         ]
+        assert stated_flops(layers, ROWS * config.model.seq, config.model.seq) == wanted
         assert [cost.flops for cost in trace(model, layers, config, topology, [])] == wanted
+
+
+@pytest.mark.parametrize("name", USERS_MODELS)
+def test_layers_by_others_state_what_is_traced_or_nothing(name: str) -> None:
+    config, data = users_cases.config_of(users_cases.Case(name)), users_cases.batch(name, 0)
+    layers, seq = USERS_MODELS[name](config.model, Slicing()).layers(), config.model.seq
+    stated = stated_flops(layers, users_cases.ROWS * seq, seq)
+    if stated is not None:
+        micro = MicroBatch(
+            data["tokens"], data["labels"], torch.arange(users_cases.ROWS), torch.ones(())
+        )
+        costs = Tracer(on_meta(micro), torch.float64, torch.float64, Counter()).trace(layers)
+        assert stated == [cost.flops for cost in costs]
 
 
 # -------------------------------------------------------------------------------------------------- published figures
@@ -390,12 +404,16 @@ def test_users_layers_keep_and_compute_what_was_traced(name: str) -> None:
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "phi3", "gemma2", "gemma3"])
-def test_families_keep_and_compute_what_was_traced(name: str, dtype: str) -> None:
+def test_families_keep_and_compute_what_was_traced_and_stated(name: str, dtype: str) -> None:
     config = configs.config_of(configs.Case(model=name, dtype=dtype))
     layers, data = models.build(config.model, Slicing()).layers(), configs.batch(0, ROWS)
     weight = torch.ones((), dtype=torch.float64)
     micro = MicroBatch(data["tokens"], data["labels"], torch.arange(ROWS), weight)
-    check_on_the_cpu(layers, micro, DTYPES[dtype])
+    stated, wide = stated_flops(layers, ROWS * configs.SEQ, configs.SEQ), DTYPES[dtype]
+    assert stated == [
+        cost.flops for cost in Tracer(on_meta(micro), wide, wide, Counter()).trace(layers)
+    ]
+    check_on_the_cpu(layers, micro, wide)
 
 
 class Plain(nn.Module):

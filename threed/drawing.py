@@ -9,7 +9,7 @@ from torch import nn
 from threed import collectives
 from threed.blueprint import Blueprint, Pipeline
 from threed.config import Config, ConfigError
-from threed.footprint import decide_order, trace
+from threed.footprint import decide_order, flops
 from threed.layer_times import cut_by_times
 from threed.models import Model, Wrapped, options_of
 from threed.models.check import check
@@ -54,6 +54,5 @@ def _costs(
     own = options_of(model).costs
     if own is not None:
         return list(own(config.train.micro_batch))
-    flops = [cost.flops for cost in trace(model, layers, config, topology, backward=False)]
-    everyone = collectives.exchange(flops, topology.axis("tp"))
+    everyone = collectives.exchange(flops(model, layers, config, topology), topology.axis("tp"))
     return [3.0 * sum(costs) for costs in zip(*everyone, strict=True)]

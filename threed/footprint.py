@@ -31,7 +31,7 @@ from threed.layers.contract import contract
 from threed.models import Model, Wrapped, options_of
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import recomputed_layers
-from threed.pipeline.trace import META, LayerCost, Pass, TraceError, Tracer, Watch
+from threed.pipeline.trace import META, LayerCost, Pass, TraceError, Tracer, Watch, stated_flops
 from threed.pipeline.transport import SlicedLinks, links
 from threed.planner.gathering import Gathering, gathering
 from threed.planner.grid import AXES
@@ -67,16 +67,14 @@ def trace(
     config: Config,
     topology: Topology,
     recomputed: Sequence[int] = (),
-    backward: bool = True,
 ) -> list[LayerCost]:
-    """The cost of every layer to this rank, `recomputed` those that compute something again; without `backward` only
-    the FLOPs.
+    """The cost of every layer to this rank, `recomputed` those that compute something again.
 
     A model whose layers need more than 'tokens' and 'labels' says by `example(micro_batch)` what else: a batch of so
     many rows. Raises TraceError naming a layer that cannot be run on the meta device.
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
-    tracer = Tracer(example(model, config), wide, grads, topology.traffic, backward)
+    tracer = Tracer(example(model, config), wide, grads, topology.traffic)
     costs = tracer.trace(
         layers, activation_checkpointing.on_paper(config, recomputed, model.slicing)
     )
@@ -84,6 +82,16 @@ def trace(
         for number in recomputed:
             costs[number] = _moved(costs[number], config, default_device().type)
     return costs
+
+
+def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topology) -> list[int]:
+    """The forward FLOPs of every layer on this rank: as layers state them, or else by tracing them."""
+    stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
+    return (
+        [cost.flops for cost in trace(model, layers, config, topology)]
+        if stated is None
+        else stated
+    )
 
 
 def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:

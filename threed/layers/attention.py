@@ -81,6 +81,12 @@ class Attention(nn.Module):
             f"{name}.out", heads * d, hidden, slicing, std=out_std, bias=bias, multiple=d
         )
 
+    def flops(self, tokens: int, seq: int) -> int | None:
+        """FLOPs of a forward beside its linear layers', over the whole square of positions; None of a core that does
+        not say (`flops(tokens, seq, heads, size)`)."""
+        states = None if isinstance(self.core, nn.Module) else getattr(self.core, "flops", None)
+        return None if states is None else states(tokens, seq, self.heads, self.d)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.recompute.run("attention", self.heads_attend, *self._project(x)))
 

@@ -30,7 +30,8 @@ class PipelineLayer(nn.Module, Contract):
     defaults.
 
     The first layer gets x = None, and the last returns the weighted loss of the micro-batch, or logits if the
-    micro-batch has no labels. Parts of a layer may have a tuple `data_flags` of `slicing.Flag`s.
+    micro-batch has no labels. Parts of a layer may have a method `flops(tokens, seq)`, the floating-point operations of
+    their forward (None: unknown), and a tuple `data_flags` of `slicing.Flag`s.
     """
 
 

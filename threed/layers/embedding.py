@@ -67,6 +67,10 @@ class VocabEmbedding(nn.Module):
         self.weight = vocab_table(f"{name}.weight", vocab, hidden, slicing, std)
         self.data_flags = (Flag(f"token ids beyond the {vocab} of {name}"),)
 
+    def flops(self, tokens: int, seq: int) -> int:
+        """None that count."""
+        return 0
+
     def forward(self, tokens: Tensor) -> Tensor:
         ids, held = self._find(tokens)
         return self.slicing.reduce(_LookUp.apply(self.weight, ids, held))
@@ -94,6 +98,10 @@ class PositionEmbedding(nn.Module):
             f"{name}.weight", (length, hidden), (0, 0), (length, hidden), init=Init(std=std)
         )
         self.weight = parameter(slicing.shared(piece, decay=True), (length, hidden))
+
+    def flops(self, tokens: int, seq: int) -> int:
+        """None that count."""
+        return 0
 
     def forward(self, x: Tensor) -> Tensor:
         positions = self.slicing.positions_of(x)

@@ -205,6 +205,10 @@ class Product(nn.Module):
     axis, gather, matmul = LOCAL, False, NATIVE
     traced: Traced | None = None
 
+    def flops(self, tokens: int, seq: int) -> int:
+        """Returns the FLOPs of a forward."""
+        return 2 * tokens * sum(weight.numel() for weight in tiled.tiles_of(self))
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies x by the layer's weight and adds the bias."""
         if self.traced is not None and torch.compiler.is_compiling():

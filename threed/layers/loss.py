@@ -115,6 +115,10 @@ class LanguageModelHead(PipelineLayer):
         self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 
+    def flops(self, tokens: int, seq: int) -> int:
+        """FLOPs of a forward."""
+        return 2 * tokens * self.columns * self.weight.shape[1]
+
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         slicing = self.slicing
         terms = Terms((self.weight,), None, slicing.tp, slicing.sequence_parallel, self.matmul)

@@ -96,6 +96,10 @@ class Causal:
         mask = _mask((length, length), 0, window, q) if window else None
         return attend(q, k, v, mask, self.scale)
 
+    def flops(self, tokens: int, seq: int, heads: int, size: int) -> int:
+        """Returns the FLOPs of a forward, over the full square of positions."""
+        return 4 * tokens * seq * heads * size
+
 
 class _InParts(torch.autograd.Function):
     """Causal attention of some queries at a time. Saves its inputs, its output, and a number per query and head."""

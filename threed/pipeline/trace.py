@@ -74,6 +74,22 @@ class Pass:
         self.kept += layers[-1].output * kept_before
 
 
+def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int] | None:
+    """The forward FLOPs of layers that are made of `threed.layers` alone, which state them; None where one is not."""
+    found: list[int] = []
+    for layer in layers:
+        found.append(0)
+        for module in layer.modules():
+            if not type(module).__module__.startswith("threed.layers."):
+                return None
+            states: Any = getattr(module, "flops", None)
+            flops: int | None = 0 if states is None else states(tokens, seq)
+            if flops is None:
+                return None
+            found[-1] += flops
+    return found
+
+
 @functools.cache
 def _formula(operation: Any) -> Callable[..., int] | None:
     """Returns torch's count of an operation's FLOPs, which has `addmm` but not `addmm_`; for attention our own."""
@@ -209,15 +225,12 @@ class Tracer:
         micro: A micro-batch on the meta device, as the layers will see it.
         dtype, grad_dtype: Of parameters and activations, and of gradients.
         traffic: What the model's axes count.
-        backward: Whether backwards are run; without them only `flops` are found.
     """
 
     def __init__(
-        self, micro: MicroBatch, dtype: torch.dtype, grad_dtype: torch.dtype, traffic: Counter[str],
-        backward: bool = True,
+        self, micro: MicroBatch, dtype: torch.dtype, grad_dtype: torch.dtype, traffic: Counter[str]
     ) -> None:  # fmt: skip
         self.micro, self.dtype, self.grad_dtype, self.traffic = micro, dtype, grad_dtype, traffic
-        self.backward = backward
         self._known: dict[Any, tuple[LayerCost, Form | None]] = {}
 
     def trace(
@@ -264,7 +277,7 @@ class Tracer:
                 Watch(value for value in given if isinstance(value, Tensor)) as watch,
                 _Fused(),
             ):
-                cost, output = _measure(stage, form, self.micro, watch, self.backward)
+                cost, output = _measure(stage, form, self.micro, watch)
             sent = {
                 label: count - before[label]
                 for label, count in self.traffic.items()
@@ -324,9 +337,9 @@ def alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
 
 
 def _measure(
-    stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch, run_backward: bool
+    stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch
 ) -> tuple[LayerCost, Form | None]:
-    """One forward and, unless only FLOPs are wanted, one backward."""
+    """One forward and one backward."""
     x = None if form is None else form.value(form.empty(META, gradients=False))
     watch.look_at(tensors(x))
     size, came = watch.begin(), [StorageWeakRef(part.untyped_storage()) for part in tensors(x)]
@@ -337,8 +350,6 @@ def _measure(
     }
     nbytes = sum(part.untyped_storage().nbytes() for part in tensors(y))
     last = y.dim() == 0 if isinstance(y, Tensor) else False
-    if not run_backward:
-        return LayerCost(flops), None if last else output
     del x, y
     keeps_input, keeps_output = _any_alive(came), _any_alive(made.values())
     kept = watch.begin() - size * keeps_input - nbytes * keeps_output
