@@ -15,17 +15,19 @@ import pytest
 import torch
 
 from tests.accelerator.pretend import pretending
-from tests.configs import Case, config_of, engine_of
+from tests.configs import Case, config_of, engine_of, topology_of
 from tests.harness import run_ranks
 from tests.runs import open_text, run
 from tests.test_optimistic import engine_that_draws
 from tests.test_step import POISONS, data, same, state, with_
+from tests.users_models import Alternating
 from threed import collectives
 from threed.arguments import load
 from threed.checkpoint.files import CheckpointError
 from threed.checks import find_problems
 from threed.config import ConfigError
 from threed.engine import Engine
+from threed.layers import Slicing
 from threed.metrics import BadStepsError
 from threed.monitor import metrics as records
 from threed.precision import LossScale
@@ -513,6 +515,18 @@ def test_a_bit_that_flips_in_a_copy_is_found_and_its_rank_named(world: int) -> N
     """Of parameters, masters and moments; copies on data ranks, in HSDP's groups, on tensor ranks, on tied stages."""
     for wrong in run_ranks(world, compared_after_flips, FLIPS[world]):
         assert not wrong, "\n".join(wrong)
+
+
+def compared_with_ties_in_turn() -> None:
+    """Two blocks in turn over two stages, which complete their buckets, and update them, in different orders."""
+    config = config_of(Case(pp=2, zero=2, bucket_mib=0.002))
+    engine = Engine(Alternating(config.model, Slicing(seed=1)), topology_of(2, 1), config)
+    engine.step(data(engine, 0))
+    engine.compare_replicas()
+
+
+def test_stages_compare_the_same_copies_whatever_the_order_of_their_updates() -> None:
+    run_ranks(2, compared_with_ties_in_turn)
 
 
 def flipped_on_the_way(folder: Path) -> str:

@@ -98,15 +98,14 @@ def compared(optimizer: Optimizer) -> tuple[int, int]:
 
 def _held(optimizer: Optimizer) -> Iterator[Copied]:
     """Yields what this rank holds, group by group, in an order that all ranks of an axis share."""
-    states: dict[Group, list[State]] = {}
-    for state in (*optimizer.states, *optimizer.frozen):
-        states.setdefault(state.bucket.group, []).append(state)
+    # The optimizer's states are in the order of updates, which pipeline stages do not share.
+    states = {state.bucket: state for state in (*optimizer.states, *optimizer.frozen)}
     for group in optimizer.layout.groups:
         if not group.sliced:
             yield _whole(group, PARAMETERS, group.params)
             if group.previous is not group.params:
                 yield _whole(group, BEFORE, group.previous)
-        yield from _slices(group, states.get(group, []))
+        yield from _slices(group, [states[bucket] for bucket in group.buckets if bucket in states])
 
 
 def _whole(group: Group, part: str, buffer: Tensor) -> Copied:
