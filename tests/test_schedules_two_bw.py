@@ -122,10 +122,18 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
         ),
         ("--parallel.optimistic-step true", "use --parallel.optimistic-step auto or false"),
         ("--precision.dtype fp16", "use --precision.dtype bf16"),
-        ("--parallel.chunks 2", "2bw: chunks is 2; this schedule has 1: leave it out"),
+        ("--parallel.chunks 2", "--parallel.chunks 2 with --parallel.schedule 2bw: chunks is 2"),
+        ("--parallel.chunks 2", "use --parallel.chunks 1, or leave it out"),
         (
             "--train.global-batch 8 --train.micro-batch 4",
-            "2bw: 2 micro-batches; 4 stages need at least 4",
+            (
+                "--parallel.schedule 2bw: 2 micro-batches; 4 stages need at least 4; "
+                "use --train.global-batch 16 or --train.micro-batch 2, or another --parallel.schedule"
+            ),
+        ),
+        (
+            "--train.global-batch 3 --train.micro-batch 1",
+            "; use --train.global-batch 4, or another",
         ),
     ],
 )
