@@ -68,7 +68,7 @@ class World:
         layers = model.layers()
         flops = [1.0] * len(layers)
         pipeline = Pipeline.of(
-            layers, topology, self.config, lambda _: flops, lambda *_: pytest.fail("measured")
+            layers, topology, self.config, lambda: flops, lambda _: pytest.fail("measured")
         )
         return Blueprint.draw(model, layers, topology, self.config, pipeline)
 

@@ -246,6 +246,10 @@ import threed.config, threed.checks, threed.arguments"""
         ("--model.dropout 1", ["less than 1"]),
         ("--train.steps", ["--train.steps: its value is missing", "--train.steps N"]),
         ("--precision.dtype --dry-run", ["its value is missing", "fp32|bf16"]),
+        ("--data.path -x", ["--data.path -x", "begins with a hyphen", "write --data.path=-x"]),
+        ("--optim.groups -b*:lr=1", ["write --optim.groups='-b*:lr=1'"]),
+        ("--parallel.partition -1,2", ["write --parallel.partition=-1,2"]),
+        ("-x --optim.lr 1", ["-x: not a flag"]),
         ("--tp", ["no such flag", "did you mean --parallel.tp?"]),
         ("tiny", ["tiny: not a flag"]),
         ("--preset tinny", ["no such preset", "llama-tiny", "tiny"]),
@@ -340,7 +344,11 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
             4,
             ["--model.layers 3 < --parallel.pp 4", "at most 3"],
         ),
-        ("--parallel.chunks 2", 1, ["1f1b: chunks is 2; this schedule has 1: leave it out"]),
+        (
+            "--parallel.chunks 2",
+            1,
+            ["--parallel.chunks 2 with --parallel.schedule 1f1b", "use --parallel.chunks 1, or"],
+        ),
         ("--parallel.pp 2 --parallel.partition 3,3,2", 2, ["for 3 stages", "give 2 numbers"]),
         ("--parallel.pp 2 --parallel.partition 3,3", 2, ["makes 6 layers", "8 are needed"]),
         (
@@ -361,7 +369,7 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         (
             "--parallel.pp 3 --parallel.schedule chimera",
             3,
-            ["--parallel.schedule chimera: 3 stages", "use 4"],
+            ["--parallel.schedule chimera: 3 stages", "use --parallel.pp 4"],
         ),
         (
             "--parallel.pp 2 --parallel.schedule dualpipe --train.global-batch 4",

@@ -240,24 +240,30 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(where: str) -> None:
 # -------------------------------------------------------------------------------------------------- refused, and chosen
 
 
-REFUSED: list[tuple[dict[str, dict[str, object]], str]] = [
-    ({"zero": {"stage": 1}}, "--zero.order layer with --zero.stage 1: parameters stay whole"),
+REFUSED: list[tuple[dict[str, dict[str, object]], str, str]] = [
+    (
+        {"zero": {"stage": 1}},
+        "--zero.order layer with --zero.stage 1: parameters stay whole",
+        "--zero.stage 2 or 3",
+    ),
     (
         {"parallel": {"pp": 2}},
         "--zero.order layer with --parallel.pp 2: a stage would have to wait",
+        "--parallel.pp 1",
     ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED)
+@pytest.mark.parametrize(("changes", "message", "fix"), REFUSED)
 def test_what_it_cannot_do_is_refused_by_name(
-    changes: dict[str, dict[str, object]], message: str
+    changes: dict[str, dict[str, object]], message: str, fix: str
 ) -> None:
     groups: dict[str, dict[str, object]] = {"zero": {"stage": 3, "order": "layer"}}
     groups |= {name: groups.get(name, {}) | values for name, values in changes.items()}
     (problem,) = find_problems(Config.model_validate(groups), 2)
     assert problem.startswith(message)
     assert problem.count("; use --") == 1
+    assert problem.endswith(f"; use {fix}, or --zero.order micro")
 
 
 def wrapped(order: str) -> str:

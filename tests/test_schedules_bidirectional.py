@@ -261,14 +261,44 @@ def test_any_size_and_any_costs_play_out_and_lower(
 @pytest.mark.parametrize(
     ("name", "stages", "microbatches", "message"),
     [
-        ("chimera", 3, 6, r"schedule chimera: 3 stages; .* must be even: use 4"),
-        ("chimera", 4, 7, r"schedule chimera: 7 micro-batches; .* must be even: use 8"),
-        ("dualpipe", 1, 4, r"schedule dualpipe: 1 stages; .* must be even: use 2"),
-        ("dualpipe", 4, 9, r"schedule dualpipe: 9 micro-batches; .* must be even: use 10"),
-        ("dualpipe", 4, 1, r"schedule dualpipe: 1 micro-batches; 4 stages need at least 8"),
-        ("dualpipe", 4, 6, r"schedule dualpipe: 6 micro-batches; 4 stages need at least 8"),
-        ("dualpipev", 3, 5, r"schedule dualpipev: 5 micro-batches; 3 stages need at least 6"),
-        ("dualpipev", 1, 1, r"schedule dualpipev: 1 micro-batches; 1 stages need at least 2"),
+        ("chimera", 3, 6, r"schedule chimera: 3 stages; .* must be even: use 4 stages"),
+        (
+            "chimera",
+            4,
+            7,
+            r"schedule chimera: 7 micro-batches; .* must be even: use 8 micro-batches",
+        ),
+        ("dualpipe", 1, 4, r"schedule dualpipe: 1 stages; .* must be even: use 2 stages"),
+        (
+            "dualpipe",
+            4,
+            9,
+            r"schedule dualpipe: 9 micro-batches; .* must be even: use 10 micro-batches",
+        ),
+        (
+            "dualpipe",
+            4,
+            1,
+            r"schedule dualpipe: 1 micro-batches; 4 stages need at least 8: use 8 micro-batches",
+        ),
+        (
+            "dualpipe",
+            4,
+            6,
+            r"schedule dualpipe: 6 micro-batches; 4 stages need at least 8: use 8 micro-batches",
+        ),
+        (
+            "dualpipev",
+            3,
+            5,
+            r"schedule dualpipev: 5 micro-batches; 3 stages need at least 6: use 6 micro-batches",
+        ),
+        (
+            "dualpipev",
+            1,
+            1,
+            r"schedule dualpipev: 1 micro-batches; 1 stages need at least 2: use 2 micro-batches",
+        ),
     ],
 )
 def test_sizes_that_a_schedule_cannot_have_are_refused(

@@ -377,23 +377,31 @@ def test_wrong_files_are_among_all_problems_of_a_run(mine: str, tmp_path: Path) 
         ("nothing.py:f", "--parallel.schedule nothing.py: no such file"),
         (f"{mine}:gone", "there is no function 'gone' in it; its functions are fails"),
         (f"{mine}:fails", "ZeroDivisionError at line"),
-        (f"{mine}:rounds --parallel.chunks 3", "chunks is 3; this schedule has 2"),
+        (f"{mine}:rounds --parallel.chunks 3", "this schedule has 2; use --parallel.chunks 2, or"),
         (f"{tmp_path}/gone.csv", "gone.csv: No such file"),
         (
             f"{tmp_path}/plan.csv",
-            "plan.csv: a plan for 4 stages and 8 micro-batches, and needed is one for 2 and 4",
+            (
+                "plan.csv: a plan for 4 stages and 8 micro-batches, and needed is one for 2 and 4; "
+                "use --parallel.pp 4 and --train.global-batch 8 × --train.micro-batch × dp, or another"
+            ),
         ),
     ):
         text = problems(f"{batch} --parallel.schedule {schedule} --model.heads 7")
         assert message in text
         assert "--model.hidden 256 is not divisible by --model.heads 7" in text
     text = problems(f"--parallel.pp 2 --parallel.schedule {mine}:rounds --parallel.chunks 3")
-    assert f"--parallel.schedule {mine}:rounds: chunks is 3" in text  # `schedule` is said once
+    given = f"--parallel.chunks 3 with --parallel.schedule {mine}:rounds"
+    assert f"{given}: chunks is 3" in text  # `schedule` is said once
     text = problems("--parallel.pp 3 --train.global-batch 48 --parallel.schedule chimera")
     assert "--parallel.schedule chimera: 3 stages" in text
+    assert "; use --parallel.pp 4, or another --parallel.schedule" in text
+    plan = f"--parallel.schedule {tmp_path}/plan.csv --parallel.pp 4"
+    text = problems(f"{plan} --train.global-batch 8 --train.micro-batch 2", world=4)
+    assert "; use --train.global-batch 16 or --train.micro-batch 1, or another" in text
     # dp cannot be known
     text = problems(f"--parallel.pp 3 --parallel.schedule {tmp_path}/plan.csv", world=2)
-    assert "a plan for 4 stages and 8 micro-batches, and needed is one for 3 and 8" in text
+    assert "use --parallel.pp 4 and --train.global-batch 8 × --train.micro-batch × dp" in text
     assert "must be 1f1b, gpipe, " in problems("--parallel.schedule mine.txt")
 
 

@@ -122,10 +122,18 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
         ),
         ("--parallel.optimistic-step true", "use --parallel.optimistic-step auto or false"),
         ("--precision.dtype fp16", "use --precision.dtype bf16"),
-        ("--parallel.chunks 2", "2bw: chunks is 2; this schedule has 1: leave it out"),
+        ("--parallel.chunks 2", "--parallel.chunks 2 with --parallel.schedule 2bw: chunks is 2"),
+        ("--parallel.chunks 2", "use --parallel.chunks 1, or leave it out"),
         (
             "--train.global-batch 8 --train.micro-batch 4",
-            "2bw: 2 micro-batches; 4 stages need at least 4",
+            (
+                "--parallel.schedule 2bw: 2 micro-batches; 4 stages need at least 4; "
+                "use --train.global-batch 16 or --train.micro-batch 2, or another --parallel.schedule"
+            ),
+        ),
+        (
+            "--train.global-batch 3 --train.micro-batch 1",
+            "; use --train.global-batch 4, or another",
         ),
     ],
 )
@@ -158,9 +166,8 @@ def test_it_is_for_models_of_layers() -> None:
 
 def wrap() -> None:
     config = with_(config_of(Case()), parallel={"schedule": "2bw"})
-    with pytest.raises(
-        ConfigError, match=r"2bw with a wrapped module: build it from threed\.layers"
-    ):
+    fix = "use --parallel.schedule 1f1b or gpipe, or build it from threed.layers"
+    with pytest.raises(ConfigError, match=f"2bw with a wrapped module: .*{re.escape(fix)}"):
         Engine(nn.Linear(2, 2), topology_of(1, 1), config)
 
 

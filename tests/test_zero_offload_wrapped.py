@@ -11,6 +11,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -242,26 +243,20 @@ def test_it_is_what_plain_pytorch_computes(world: int) -> None:
 # ------------------------------------------------------------------------------------------------------ a slow drive
 
 
-class SlowDrive(io.Threads):
-    """Transfers take their time, and what is read is not a number until they are done."""
-
-    def submit(
-        self, write: bool, fd: int, address: int, nbytes: int, offset: int, block: int
-    ) -> int:
-        if not write:
-            ctypes.memset(address, 0xFF, nbytes)
-        return super().submit(write, fd, address, nbytes, offset, block)
-
-
 def train_slowly(cases: Sequence[Case]) -> list[Result]:
-    whole = io._move
+    """Transfers take their time, and what is read is not a number until they are done."""
+    submit, move = io.Disk._submit, io._move
 
-    def late(*arguments: Any) -> int:
+    def spoiled(disk: io.Disk, write: bool, offset: int, tensor: Tensor) -> list[Future[None]]:
+        if not write:
+            ctypes.memset(tensor.data_ptr(), 0xFF, tensor.nbytes)
+        return submit(disk, write, offset, tensor)
+
+    def late(*arguments: Any) -> None:
         time.sleep(0.002)
-        return whole(*arguments)
+        move(*arguments)
 
-    io._move = late
-    io._engine = lambda backend, fd, direct: SlowDrive()
+    io.Disk._submit, io._move = spoiled, late  # type: ignore[method-assign]
     return train_all(cases)
 
 

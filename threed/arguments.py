@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import itertools
 import json
+import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -147,6 +149,8 @@ class _Draft:
         _add_flags(parser, DEFAULTS, nargs="?")
         named = [_hyphenated(token) if token.startswith("--") else token for token in argv]
         found, rest = parser.parse_known_args(named)
+        given = vars(found)
+        self._describe_missing(given, named, rest)
         before = ""
         for token in rest:
             name, equals, _ = token.removeprefix("--").partition("=")
@@ -155,11 +159,6 @@ class _Draft:
             elif not before.startswith("--"):  # else it is the value of an unknown flag
                 self.problems.append(f"{token}: not a flag; write --group.key value")
             before = "" if equals else token
-        given = vars(found)
-        for name in [name for name, value in given.items() if isinstance(value, _Missing)]:
-            flag, form = f"--{key_name(name)}", given.pop(name)
-            self.suspects.add(flag)
-            self.problems.append(f"{flag}: its value is missing; write {flag} {form}")
         return given
 
     def say_flags(self, given: Mapping[str, Any]) -> None:
@@ -280,6 +279,19 @@ class _Draft:
         given = value if isinstance(value, str) else _toml_value(value)
         where = _in(self.sources[group, rest[0]])
         self.problems.append(f"{flag} {given}{where}: {reason(detail)}")
+
+    def _describe_missing(self, given: dict[str, Any], named: list[str], rest: list[str]) -> None:
+        """Takes flags without a value out of `given`, and values that argparse took for flags out of `rest`."""
+        following = dict(itertools.pairwise([*named, ""]))
+        for name in [name for name, value in given.items() if isinstance(value, _Missing)]:
+            flag, form = f"--{key_name(name)}", given.pop(name)
+            problem, token = f"{flag}: its value is missing; write {flag} {form}", following[flag]
+            if token in rest and not token.startswith("--"):
+                rest.remove(token)
+                why = "a value that begins with a hyphen needs an equals sign"
+                problem = f"{flag} {token}: {why}; write {flag}={shlex.quote(token)}"
+            self.suspects.add(flag)
+            self.problems.append(problem)
 
     def _describe_unknown(self, name: str, source: str = FLAG) -> None:
         close = _close_flags(name)

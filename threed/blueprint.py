@@ -27,6 +27,7 @@ from threed.pipeline.activation_checkpointing import (
     build,
     recomputed_layers,
     sliced_over,
+    whole_again,
     with_recompute,
 )
 from threed.pipeline.layer_major import LayerMajorStage
@@ -61,18 +62,18 @@ class Pipeline:
     @classmethod
     def of(
         cls, layers: list[nn.Module], topology: Topology, config: Config,
-        costs: Callable[[list[nn.Module]], Sequence[float]], divide: Callable[[Plan, list[nn.Module]], Division],
+        costs: Callable[[], Sequence[float]], divide: Callable[[Plan], Division],
     ) -> Pipeline:  # fmt: skip
         """Cuts the model and plans a step. Collective where the topology has groups.
 
-        layers: the model's. costs: gives theirs, where stages are balanced by them. divide: cuts by measured times.
+        layers: the model's. costs: returns theirs, where stages are balanced by them. divide: cuts by measured times.
         Raises ConfigError, or ValueError, for what cannot be cut or planned, or where ranks have different plans.
         """
         p, name, plan = config.parallel, schedule_of(config), step_plan(config, topology.dp)
         if p.schedule not in get_args(schedules.ScheduleName):
             _agree(plan, topology)
         if p.partition == "measured" and p.pp > 1:
-            found = divide(plan, layers)
+            found = divide(plan)
             made = cls(
                 name, found.plan, Cut.of(found.ranges, plan), found.costs, found.limit, found
             )
@@ -101,11 +102,10 @@ def _cut_by_cost(
     plan: Plan,
     layers: list[nn.Module],
     config: Config,
-    costs: Callable[[list[nn.Module]], Sequence[float]],
+    costs: Callable[[], Sequence[float]],
 ) -> Pipeline:
     """Cut by layers' costs, which are then the times that a schedule plans by; or by counts, with equal times."""
-    p, flops = config.parallel, functools.cache(lambda: tuple(costs(layers)))
-    again = recomputed_layers(config, layers) if config.recompute.mode == "full" else ()
+    p, flops, again = config.parallel, functools.cache(costs), whole_again(config, layers)
     ranges = partition(
         p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again)
     )
@@ -153,19 +153,14 @@ class Blueprint:
         if pipeline.plan.pairs and is_accelerator(topology.device):
             axes.add("tp" + SECOND)
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
-        held = [
-            (n, chunk)
-            for chunk, part in enumerate(cut.chunks(topology.axis("pp").index))
-            for n in part
-        ]
-        units: Sequence[HasModules] = wrapped.units if wrapped else [layers[n] for n, _ in held]
-        chunks = None if wrapped else [chunk for _, chunk in held]
+        parts = cut.chunks(topology.axis("pp").index)
+        held: Sequence[HasModules] = [layers[n] for part in parts for n in part]
+        units = wrapped.units if wrapped else held
+        chunks = None if wrapped else [number for number, part in enumerate(parts) for _ in part]
         if wrapped and pipeline.plan.asynchronous:
-            raise ConfigError(
-                [
-                    f"--parallel.schedule {pipeline.schedule} with a wrapped module: build it from threed.layers"
-                ]
-            )
+            given = f"--parallel.schedule {pipeline.schedule} with a wrapped module"
+            fix = "use --parallel.schedule 1f1b or gpipe, or build it from threed.layers"
+            raise ConfigError([f"{given}: its steps overlap, which needs layers; {fix}"])
         if wrapped and (problems := find_problems(wrapped.module, topology.dp)):
             raise ConfigError(problems)
         laid_out = layout.build(

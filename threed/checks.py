@@ -258,19 +258,20 @@ def _check_heads(config: Config) -> Iterator[str]:
         usable = _listed(_divisors(model.heads))
         yield f"--model.kv-heads {kv_heads} does not divide --model.heads {model.heads}: use {usable}"
     elif model.heads % tp:
-        yield f"--model.heads {model.heads} is not divisible by --parallel.tp {tp}: use tp {_listed(fits)}"
+        yield f"--model.heads {model.heads} is not divisible by --parallel.tp {tp}: use --parallel.tp {_listed(fits)}"
     elif tp not in fits:
         rule = "one must be a multiple of the other"
-        yield f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: {rule}; use tp {_listed(fits)}"
+        yield f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: {rule}; use --parallel.tp {_listed(fits)}"
     if model.head_dim is None and model.hidden % model.heads:
         given, near = f"--model.hidden {model.hidden}", _around(model.hidden, model.heads)
-        yield f"{given} is not divisible by --model.heads {model.heads}: use hidden {near}, or give --model.head-dim"
+        yield f"{given} is not divisible by --model.heads {model.heads}: use --model.hidden {near}, or give --model.head-dim"
 
 
 def _check_layers(config: Config) -> Iterator[str]:
     layers, pp, counts = config.model.layers, config.parallel.pp, config.parallel.partition
     if layers < pp:
-        yield f"--model.layers {layers} < --parallel.pp {pp}: a stage needs at least one layer; pp is at most {layers}"
+        fix = f"use --parallel.pp of at most {layers}"
+        yield f"--model.layers {layers} < --parallel.pp {pp}: a stage needs at least one layer; {fix}"
     if not isinstance(counts, tuple):
         return
     given = f"--parallel.partition {written(counts)}"
@@ -298,7 +299,7 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
             plan = schedules.build(name, p.pp, count, p.chunks)
             yield from _check_stages(config, plan.total_stages)
     except ValueError as error:
-        yield schedule_problem(error)
+        yield schedule_problem(error, config, dp)
 
 
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
@@ -342,7 +343,7 @@ def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
 def _check_run(config: Config) -> Iterator[str]:
     if config.run.replicate == "neighbour" and config.checkpoint.memory_every == 0:
         given = "--run.replicate neighbour with --checkpoint.memory-every 0"
-        yield f"{given}: there is nothing to copy; leave one of them out"
+        yield f"{given}: there is nothing to copy; use --checkpoint.memory-every 1, or --run.replicate none"
     optim, steps, stop = config.optim, config.train.steps, config.train.stop_after
     if stop is not None and stop > steps:
         yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
@@ -371,7 +372,7 @@ def _check_pairs(model: ModelConfig, record: Architecture) -> Iterator[str]:
         yield f"heads of size {turned}: rotary positions turn pairs; use --model.head-dim {turned + 1}"
     else:
         given = f"--model.partial-rotary-factor {share:g} turns {turned} numbers of a head"
-        yield f"{given}: rotary positions turn pairs; use another share"
+        yield f"{given}: rotary positions turn pairs; use another --model.partial-rotary-factor"
 
 
 def _check_keys(model: ModelConfig, record: Architecture) -> Iterator[str]:

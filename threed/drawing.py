@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
@@ -35,12 +36,9 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
     if not wrapped:
         check(layers, model.slicing, topology)
     config = decide_order(config, model, layers, topology)
-
-    def costs(some: list[nn.Module]) -> Sequence[float]:
-        return _costs(model, some, topology, config)
-
-    by_times = cut_by_times(model, config, topology, costs)
-    pipeline = Pipeline.of(layers, topology, config, costs, by_times)
+    costs = partial(_costs, model, layers, topology, config)
+    divide = partial(cut_by_times, model, layers, config, topology, costs)
+    pipeline = Pipeline.of(layers, topology, config, costs, divide)
     blueprint = Blueprint.draw(model, layers, topology, config, pipeline)
     if not any(collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))):
         raise ValueError("the model has no parameter to train: all have requires_grad off")

@@ -22,7 +22,7 @@ from threed.layer_times import fullest, held_by, layer_times
 from threed.layers import Slicing
 from threed.models import Model, options_of
 from threed.monitor.meter import peak_tflops
-from threed.pipeline.activation_checkpointing import recomputed_layers
+from threed.pipeline.activation_checkpointing import recomputed_layers, whole_again
 from threed.pipeline.trace import LayerCost
 from threed.planner.grid import AXES, Grid
 from threed.planner.measured import Division, LayerBytes, stage_costs, times_by_flops
@@ -306,16 +306,12 @@ class _Column:
     def pipeline(self, flops: Sequence[float], division: Division | None) -> Pipeline:
         """The stages and the plan, which are those of all columns. division: the cut, if that is by measured times."""
         return Pipeline.of(
-            self.layers, self.topology, self.config, lambda _: flops, lambda *_: cast(Division, division)
+            self.layers, self.topology, self.config, lambda: flops, lambda _: cast(Division, division)
         )  # fmt: skip
 
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
         """Returns the times of stages, proportional to their FLOPs."""
-        again = (
-            recomputed_layers(self.config, self.layers)
-            if self.config.recompute.mode == "full"
-            else ()
-        )
+        again = whole_again(self.config, self.layers)
         return stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
 
     def blueprint(self, stage: int, pipeline: Pipeline) -> Blueprint:

@@ -92,30 +92,26 @@ def _measure(
 
 def cut_by_times(
     model: Model,
+    layers: list[nn.Module],
     config: Config,
     topology: Topology,
-    costs: Callable[[list[nn.Module]], Sequence[float]],
-) -> Callable[[Plan, list[nn.Module]], Division]:
-    """Returns what an engine cuts its model by: a function of the plan and the model's layers. That is collective.
+    costs: Callable[[], Sequence[float]],
+    plan: Plan,
+) -> Division:
+    """Cuts a model by times measured here. Collective.
 
-    costs: gives FLOPs of layers, to compare with; the comparison is left out where layers cannot be traced.
+    Args:
+        costs: returns FLOPs of the layers, to compare with; without them if layers cannot be traced.
     """
 
-    def held(plan: Plan, layers: list[nn.Module]) -> list[LayerBytes]:
+    def held() -> list[LayerBytes]:
         mine = held_by(model, layers, config, topology, topology.device, plan.ways)
-        everyone = collectives.exchange(mine, topology.axis("tp"))
-        return fullest([[LayerBytes(*layer) for layer in rank] for rank in everyone])
+        return fullest(collectives.exchange(mine, topology.axis("tp")))
 
-    def cut(plan: Plan, layers: list[nn.Module]) -> Division:
-        times = layer_times(model, layers, config, topology)
-        flops = None
-        with contextlib.suppress(TraceError):
-            flops = costs(layers)
-        return division(
-            plan, layers, times, flops, lambda: held(plan, layers), config, topology.device
-        )
-
-    return cut
+    times, flops = layer_times(model, layers, config, topology), None
+    with contextlib.suppress(TraceError):
+        flops = costs()
+    return division(plan, layers, times, flops, held, config, topology.device)
 
 
 def division(
@@ -163,8 +159,7 @@ def _cutter(
 
     others = {"uniform": (uniform(len(layers), stages), plan)}
     if flops is not None:
-        full = config.recompute.mode == "full"
-        again = activation_checkpointing.recomputed_layers(config, layers) if full else ()
+        again = activation_checkpointing.whole_again(config, layers)
         cut = balanced(activation_checkpointing.with_recompute(flops, again), stages)
         costs = stage_costs(times_by_flops(flops, again), cut)
         others["balanced"] = cut, planner(costs, None)
@@ -220,17 +215,14 @@ def layer_bytes(
 def _state_bytes(config: Config, shards: int, device: torch.device, ways: int) -> float:
     """Bytes of a trained parameter's states on the device."""
     zero, width = config.zero, dtype(config.precision.dtype).itemsize
+    grad, slices = (
+        dtype(config.precision.grad_dtype or "fp32").itemsize,
+        shards if zero.stage else 1,
+    )
     away = ("nvme", "cpu") if is_accelerator(device) else ("nvme",)
     params = 0 if zero.offload_params in away else width / (shards if zero.stage == 3 else 1)
-    grads = dtype(config.precision.grad_dtype or "fp32").itemsize / (
-        shards if zero.stage >= 2 else 1
-    )
-    optimizer = optimizer_bytes(width, len(state_names(config.optim))) / (
-        shards if zero.stage else 1
-    )
+    grads = grad / (shards if zero.stage >= 2 else 1)
+    optimizer = optimizer_bytes(width, len(state_names(config.optim))) / slices
     once = ways if zero.offload_optimizer == zero.offload_params == "none" else 1
     kept = params + grads + (0 if zero.offload_optimizer in away else optimizer / once)
-    again = width + dtype(config.precision.grad_dtype or "fp32").itemsize / (
-        shards if zero.stage else 1
-    )
-    return kept + again * is_asynchronous(config.parallel.schedule)
+    return kept + (width + grad / slices) * is_asynchronous(config.parallel.schedule)

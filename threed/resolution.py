@@ -86,14 +86,37 @@ def _resolve_parallel(config: Config, world_size: int | None) -> BaseModel:
     try:
         chunks = p.chunks or schedules.own_chunks(schedule, *sizes)
     except ValueError as error:
-        raise ConfigError([schedule_problem(error)]) from error
+        raise ConfigError([schedule_problem(error, config, dp)]) from error
     derived = {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}
     return _fill(p, derived).model_copy(update={"schedule": schedule})
 
 
-def schedule_problem(error: ValueError) -> str:
-    """What a schedule refuses, as a problem of the key; some of it begins with `schedule NAME` already."""
-    return f"--parallel.schedule {str(error).removeprefix('schedule ')}"
+def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -> str:
+    """Returns what a schedule refuses, with the flags that change it."""
+    if not isinstance(error, schedules.SizesError):
+        return f"--parallel.schedule {str(error).removeprefix('schedule ')}"
+    p, needs = config.parallel, error.needs
+    given = f"--parallel.schedule {error.problem.removeprefix('schedule ')}"
+    if "chunks" in needs:
+        fix = f"use --parallel.chunks {needs['chunks']}, or leave it out"
+        return f"--parallel.chunks {p.chunks} with {given}; {fix}"
+    fixes = []
+    if needs.get("stages", p.pp) != p.pp:
+        fixes.append(f"--parallel.pp {needs['stages']}")
+        dp = None  # it is another one then
+    if "microbatches" in needs:
+        fixes.append(_batch_of(config, needs["microbatches"], dp))
+    return f"{given}; use {' and '.join(fixes)}, or another --parallel.schedule"
+
+
+def _batch_of(config: Config, microbatches: int, dp: int | None) -> str:
+    """Returns the flags for so many micro-batches."""
+    train = config.train
+    if dp is None:
+        return f"--train.global-batch {microbatches} × --train.micro-batch × dp"
+    rows, rest = divmod(train.global_batch, microbatches * dp)
+    smaller = f" or --train.micro-batch {rows}" if rows and not rest else ""
+    return f"--train.global-batch {microbatches * train.micro_batch * dp}{smaller}"
 
 
 def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:

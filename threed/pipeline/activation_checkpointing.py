@@ -266,6 +266,11 @@ def recomputed_layers(config: Config, layers: Sequence[nn.Module]) -> list[int]:
     return [] if config.recompute.mode == "none" else choose(layers, config.recompute.every)
 
 
+def whole_again(config: Config, layers: Sequence[nn.Module]) -> list[int]:
+    """Returns the numbers of the layers that are computed again as a whole."""
+    return recomputed_layers(config, layers) if config.recompute.mode == "full" else []
+
+
 def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[float]:
     """Returns FLOPs of layers, forward and backward; those in `again` run their forward, a third of it, twice."""
     return [cost + cost / 3 if number in again else cost for number, cost in enumerate(costs)]

@@ -28,7 +28,7 @@ from threed.schedules.from_file import absolute, names_file, read_csv
 from threed.schedules.legality import legal
 from threed.schedules.lowering import lower
 from threed.schedules.one_forward_one_backward import interleaved, one_f_one_b
-from threed.schedules.plan import Plan
+from threed.schedules.plan import Plan, SizesError
 from threed.schedules.rendezvous import check_rendezvous, validate
 from threed.schedules.simulation import (
     Costs,
@@ -46,7 +46,7 @@ from threed.schedules.zero_bubble import zb_h1, zb_h2
 from threed.schedules.zero_bubble_search import planned, zb_auto
 
 __all__ = [
-    "Action", "Costs", "Kind", "Plan", "ScheduleName", "Timeline", "absolute", "available", "build", "check_name",
+    "Action", "Costs", "Kind", "Plan", "ScheduleName", "SizesError", "Timeline", "absolute", "available", "build", "check_name",
     "check_rendezvous", "chimera", "chunks_are_free", "closest", "drain", "draw", "dualpipe", "dualpipev", "first",
     "forward_only", "from_csv", "gpipe", "idle_shares", "interleaved", "is_asynchronous", "legal", "lower",
     "names_file", "one_f_one_b", "own_chunks", "peak_activations", "plans_by_times", "read_csv", "register", "replay",
@@ -171,18 +171,17 @@ def build(
     `name` is one of `available()`, or FILE.py:function or FILE.csv. `stages` is the number of pipeline ranks; `chunks`
     the stages of the model that each holds (default: the schedule's own). costs, limit: of a schedule that
     `plans_by_times`, the times of the stages, and the most micro-batches over all its chunks that a rank may hold where
-    the schedule would take more. Raises ValueError for a name that is not available, and for what the schedule cannot
-    have.
+    the schedule would take more. Raises SizesError for sizes that the schedule has no plan
+    for, and ValueError for a name that is not available and a plan that is not legal.
     """
     entry = _entry(name)
     if min(stages, microbatches) < 1:
         raise ValueError(
             f"schedule {name}: {stages} stages and {microbatches} micro-batches: both must be at least 1"
         )
-    if chunks is not None and chunks != (entry.chunks or chunks):
-        raise ValueError(
-            f"schedule {name}: chunks is {chunks}; this schedule has {entry.chunks}: leave it out"
-        )
+    if entry.chunks is not None and chunks not in (None, entry.chunks):
+        problem = f"schedule {name}: chunks is {chunks}; this schedule has {entry.chunks}"
+        raise SizesError(problem, chunks=entry.chunks)
     if (costs, limit) != (None, None) and not entry.by_times:
         raise ValueError(f"schedule {name}: it does not plan by times: leave costs and limit out")
     chosen = () if chunks is None or entry.chunks is not None else (chunks,)

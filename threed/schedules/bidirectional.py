@@ -39,13 +39,13 @@ from __future__ import annotations
 from collections import deque
 
 from threed.schedules.action import Action, Kind, together
-from threed.schedules.plan import Plan
+from threed.schedules.plan import Plan, SizesError
 
 
 def chimera(stages: int, microbatches: int) -> Plan:
     """Both ways in their slots, in the order of the slots; a last unit that is not full leaves some empty.
 
-    Raises ValueError where stages or micro-batches are odd.
+    Raises SizesError where stages or micro-batches are odd.
     """
     placement = both_ways("chimera", stages, microbatches)
     ranks = []
@@ -64,29 +64,23 @@ def both_ways(
 ) -> tuple[tuple[int, int], ...]:
     """The placement of a bidirectional plan: rank r holds stage r, and that of the opposite rank for the other way.
 
-    Raises ValueError where stages or micro-batches are odd, or the latter fewer than `least`.
+    Raises SizesError where stages or micro-batches are odd, or the latter fewer than `least`.
     """
-    check_even(name, stages, "stages")
+    both = "it goes both ways, so their number must be even"
+    if stages % 2:
+        raise SizesError(f"schedule {name}: {stages} stages; {both}", stages=stages + 1)
     check_enough(name, stages, microbatches, least)
-    check_even(name, microbatches, "micro-batches")
+    if microbatches % 2:
+        problem = f"schedule {name}: {microbatches} micro-batches; {both}"
+        raise SizesError(problem, microbatches=microbatches + 1)
     return tuple((rank, stages - 1 - rank) for rank in range(stages))
 
 
 def check_enough(name: str, stages: int, microbatches: int, least: int) -> None:
-    """Raises ValueError for fewer micro-batches than `least`."""
+    """Raises SizesError for fewer micro-batches than `least`."""
     if microbatches < least:
-        raise ValueError(
-            f"schedule {name}: {microbatches} micro-batches; {stages} stages need at least {least}: use more, or "
-            "another schedule"
-        )
-
-
-def check_even(name: str, count: int, what: str) -> None:
-    """Raises ValueError for an odd number of what goes both ways."""
-    if count % 2:
-        raise ValueError(
-            f"schedule {name}: {count} {what}; it goes both ways, so their number must be even: use {count + 1}"
-        )
+        problem = f"{microbatches} micro-batches; {stages} stages need at least {least}"
+        raise SizesError(f"schedule {name}: {problem}", microbatches=least)
 
 
 def _slots(way: int, rank: int, stages: int, microbatches: int) -> list[tuple[int, Action]]:
@@ -106,7 +100,7 @@ def _slots(way: int, rank: int, stages: int, microbatches: int) -> list[tuple[in
 def dualpipe(stages: int, microbatches: int) -> Plan:
     """Both directions at once, half of the micro-batches each.
 
-    Raises ValueError where stages or micro-batches are odd, or with fewer than 2 stages micro-batches.
+    Raises SizesError where stages or micro-batches are odd, or with fewer than 2 stages micro-batches.
     """
     placement = both_ways("dualpipe", stages, microbatches, least=2 * stages)
     half = microbatches // 2
@@ -121,7 +115,7 @@ def dualpipe(stages: int, microbatches: int) -> Plan:
 def dualpipev(stages: int, microbatches: int) -> Plan:
     """All micro-batches down and up a V of twice as many stages.
 
-    Raises ValueError with fewer than 2 stages micro-batches.
+    Raises SizesError with fewer than 2 stages micro-batches.
     """
     check_enough("dualpipev", stages, microbatches, 2 * stages)
     placement = tuple((rank, 2 * stages - 1 - rank) for rank in range(stages))

@@ -15,19 +15,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from threed.schedules.action import Action, Kind
+from threed.schedules.bidirectional import check_enough
 from threed.schedules.plan import Plan
 
 
 def two_bw(stages: int, microbatches: int) -> Plan:
     """Stage s runs a forward and the backward of (stages - s - 1) micro-batches before, in turn.
 
-    Raises ValueError for fewer micro-batches than stages: a third version of the weights would be in use.
+    Raises SizesError for fewer micro-batches than stages: a third version of the weights would be in use.
     """
-    if microbatches < stages:
-        raise ValueError(
-            f"schedule 2bw: {microbatches} micro-batches; {stages} stages need at least {stages}: use more, or another"
-            " schedule"
-        )
+    check_enough("2bw", stages, microbatches, stages)
     behind = tuple(stages - stage - 1 for stage in range(stages))
     ranks = (
         tuple(

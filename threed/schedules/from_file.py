@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import cast
 
 from threed.schedules.action import COMPUTE
-from threed.schedules.plan import Plan
+from threed.schedules.plan import Plan, SizesError
 from threed.schedules.rendezvous import validate
 from threed.schedules.torch_csv import from_csv
 
@@ -122,13 +122,11 @@ def plan_of(
     plan = read_csv(name) if fn is None else _call(name, fn, stages, microbatches, chunks)
     if (plan.stages, plan.microbatches) != (stages, microbatches):
         found = f"{plan.stages} stages and {plan.microbatches} micro-batches"
-        raise ValueError(
-            f"{name}: a plan for {found}, and needed is one for {stages} and {microbatches}"
-        )
+        problem = f"{name}: a plan for {found}, and needed is one for {stages} and {microbatches}"
+        raise SizesError(problem, stages=plan.stages, microbatches=plan.microbatches)
     if chunks not in (None, plan.chunks):
-        raise ValueError(
-            f"{name}: a plan of {plan.chunks} chunks, not {chunks}; leave that number out"
-        )
+        problem = f"{name}: a plan of {plan.chunks} chunks, not {chunks}"
+        raise SizesError(problem, chunks=plan.chunks)
     return plan
 
 

@@ -20,6 +20,20 @@ _PRODUCER = {Kind.F: -1, Kind.RECV_F: -1, Kind.B: 1, Kind.I: 1, Kind.RECV_B: 1}
 Place = tuple[int, int]  # (rank, chunk)
 
 
+class SizesError(ValueError):
+    """A schedule has no plan for these sizes.
+
+    Attributes:
+        problem: what is wrong.
+        needs: sizes that there is a plan for, by `stages`, `microbatches` and `chunks`.
+    """
+
+    def __init__(self, problem: str, **needs: int) -> None:
+        fix = " and ".join(f"{n} {name}" for name, n in needs.items())
+        super().__init__(f"{problem}: use {fix}".replace("microbatches", "micro-batches"))
+        self.problem, self.needs = problem, needs
+
+
 @dataclass(frozen=True)
 class Plan:
     """What every pipeline rank does in one step, in order.

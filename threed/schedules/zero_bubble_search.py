@@ -19,7 +19,7 @@ from math import ceil, floor, isclose
 from threed.schedules.critical import shorten
 from threed.schedules.flow import Filled, Flow, Orders, fill, one_chunk, to_plan, v_shape
 from threed.schedules.one_forward_one_backward import one_f_one_b
-from threed.schedules.plan import Plan
+from threed.schedules.plan import Plan, SizesError
 from threed.schedules.simulation import Costs, simulate
 from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
@@ -44,9 +44,8 @@ def zb_auto(
     that do not fit.
     """
     if chunks not in (1, 2):
-        raise ValueError(
-            f"schedule zb-auto: chunks is {chunks}; it plans 1, or 2 in the shape of a V"
-        )
+        problem = f"schedule zb-auto: chunks is {chunks}; it plans 1, or 2 in the shape of a V"
+        raise SizesError(problem, chunks=2)
     limit = _own_limit(stages, chunks) if limit is None else limit
     if not limit >= 1:
         raise ValueError(f"schedule zb-auto: limit is {limit}; a rank holds at least 1 micro-batch")
