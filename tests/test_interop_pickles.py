@@ -258,12 +258,20 @@ BOMBS: dict[str, tuple[bytes, str]] = {
         + b"u" + b"h\x00h\x01\x85R" * MANY + b"l.",
         "more in it|format of Python 2",
     ),
+    "copies of arguments of a known function": (
+        b"ccollections\nOrderedDict\nq\x00(" + b"N" * MANY + b"tq\x010(" + b"h\x00h\x01R" * MANY + b"l.",
+        "more arguments than any checkpoint",
+    ),
     "copies of bytes": (
         b"(\x8d" + struct.pack("<Q", 10**7) + b"x" * 10**7 + b"q\x00" + b"c_codecs\nencode\nq\x01"
         + b"h\x01h\x00\x85R" * 1000 + b"l.",
         "more in it than any checkpoint",
     ),
     "long names": (b"ca" + b"a" * 10**6 + b"\nb\n.", "a longer name than any checkpoint"),
+    "many long names": (
+        b"(\x8c\xffm" + b"m" * 254 + b"q\x00" + b"".join(b"h\x00\x8c\x05%05d\x93" % n for n in range(MANY)) + b"l.",
+        "more names than any checkpoint",
+    ),
     "a long integer": (b"\x8b" + struct.pack("<i", 10**6) + b"\x01" * 10**6 + b".", "an integer of more"),
     "named arguments": (THING + b")}\x92.", "the opcode NEWOBJ_EX, which no checkpoint needs"),
 }  # fmt: skip
@@ -291,6 +299,15 @@ def test_names_and_indexes_are_data(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"(" + b"".join(names) + b"lr\xff\xff\xff\x7f.")
     found = read_bare(tmp_path / "x")
     assert [thing.name for thing in found] == [f"a.b{n}" for n in range(20_000)]
+
+
+def test_a_name_is_kept_once(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(
+        b"(\x8c\xff" + b"m" * 255 + b"q\x00\x8c\x01cq\x01" + b"h\x00h\x01\x93" * MANY + b"l."
+    )
+    found = [one for one in read_bare(tmp_path / "x") if isinstance(one, Thing)]
+    assert len(found) == MANY
+    assert len({id(thing.name) for thing in found}) == 1
 
 
 def test_limits_are_for_all_files_of_a_reader(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ A pickle is a program for a stack machine. It is harmless here for three reasons
 
 - `find_class` imports nothing. A name is a `Thing`, and so is what a call of it returns, except for the functions in
   `KNOWN`, which rebuild tensors and containers. Names of the standard library that no checkpoint needs are refused.
-- No opcode calls an object, copies its arguments, or hashes nested tuples. Memory is therefore in proportion to the
-  number of opcodes.
+- No opcode calls an object, copies more than a few arguments, or hashes nested tuples, and a name is kept once. Memory
+  is therefore in proportion to the number of opcodes.
 - These are counted before the pickle is loaded, and values afterwards, with limits for all files of one reader.
 """
 
@@ -41,8 +41,11 @@ MOST_BYTES = 2**28  # of the pickles that one reader reads
 MOST_OBJECTS = 12_000_000  # opcodes and values that one reader reads
 MOST_DEPTH = 40  # of values
 MOST_BITS = 1024  # of an integer
-MOST_DIMENSIONS = 16  # of a tensor; also items of a tuple that is a key
+MOST_DIMENSIONS = (
+    16  # of a tensor; also items of a tuple that is a key, and arguments of a function in `KNOWN`
+)
 MOST_NAME = 1000  # characters of a name
+MOST_NAMES = 2**22  # characters of all names in a file
 MOST_DIRECTORY = 2**24  # bytes of the directory of a zip file
 MOST_EXPANDED = 2**20  # elements of a tensor that has fewer values in its file
 
@@ -96,7 +99,11 @@ def _called(function: Any, args: Any) -> Any:
     if not isinstance(function, Thing) or type(args) is not tuple:
         raise ValueError("it calls what is no function")
     known = KNOWN.get(function.name)
-    return Thing(function.name, args) if known is None else known(*args)
+    if known is None:
+        return Thing(function.name, args)
+    if len(args) > MOST_DIMENSIONS:  # Python copies them
+        raise ValueError("it calls a function with more arguments than any checkpoint")
+    return known(*args)
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:
@@ -162,6 +169,8 @@ class _Unpickler(PURE):
     def __init__(self, data: bytes, archive: _Archive | None) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._archive = archive
+        self._names: dict[str, str] = {}
+        self._room = MOST_NAMES
 
     def find_class(self, module: str, name: str) -> Thing:
         """Returns a name. Raises ValueError if no checkpoint needs it."""
@@ -173,7 +182,12 @@ class _Unpickler(PURE):
         if top in sys.stdlib_module_names and full not in KNOWN and not {full, top} & HARMLESS:
             why = "which no checkpoint needs: it may be made to do harm"
             raise ValueError(f"it names {full}, {why}")
-        return Thing(full)
+        if full not in self._names:
+            self._room -= len(full)
+            if self._room < 0:
+                raise ValueError("it has more names than any checkpoint")
+            self._names[full] = full
+        return Thing(self._names[full])
 
     def persistent_load(self, pid: Any) -> FileTensor:
         """Returns the storage that a persistent id refers to, as a tensor of one dimension."""
