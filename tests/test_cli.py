@@ -49,6 +49,12 @@ def test_schedule_prints_the_facts_of_a_plan_as_json_and_draws_it(
     assert picture.read_text().startswith("<svg")
 
 
+def test_a_flag_is_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--chunk", "2"])
+    assert "unrecognized arguments: --chunk 2" in capsys.readouterr().err
+
+
 def test_a_schedule_that_is_not_there_is_refused_by_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -161,6 +161,10 @@ def test_of_a_repeated_key_the_last_wins() -> None:
     assert read("--parallel.tp zero --parallel.tp 4").parallel.tp == 4
 
 
+def test_a_value_with_a_space_stays_as_it_is() -> None:
+    assert load(["--run.name", "--a_b c"])[0].run.name == "--a_b c"
+
+
 def test_forms_of_values() -> None:
     line = (
         "--parallel.sequence False --parallel.partition 3,2,2 --optim.betas 0.8,0.9 --optim.lr=3e-4"

@@ -312,7 +312,8 @@ class _Parser(argparse.ArgumentParser):
 
 def _hyphenated(token: str) -> str:
     name, equals, value = token.partition("=")
-    return f"{key_name(name)}{equals}{value}"
+    # argparse takes a token with a space in its name for a value
+    return token if " " in name else f"{key_name(name)}{equals}{value}"
 
 
 def _add_flags(

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     tools = parser.add_subparsers(required=True, metavar="TOOL")
 
     def tool(name: str, text: str, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        made = tools.add_parser(name, help=text, description=text, allow_abbrev=run is not None)
+        made = tools.add_parser(name, help=text, description=text, allow_abbrev=False)
         made.set_defaults(run=run)
         return made.add_argument
 
