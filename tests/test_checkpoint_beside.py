@@ -449,6 +449,28 @@ def failing_in_place(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def update_before_flush(folder: Path) -> bool:
+    """Returns whether an update ends while the file of a save is still flushed to the disk."""
+    updated = threading.Event()
+    found: list[bool] = []
+
+    def flush(_: Any) -> None:
+        found.append(updated.wait(20))
+
+    with in_place():
+        engine = engine_of(config_of(Case(dtype="fp32", layers=2)))
+    with mock.patch("threed.checkpoint.files._flush", flush):
+        save = engine.start_save(folder / "step")
+        train(engine, 1)
+        updated.set()
+        save.wait()
+    return all(found)
+
+
+def test_no_update_waits_for_a_flush(tmp_path: Path) -> None:
+    assert run_ranks(1, update_before_flush, tmp_path) == [True]
+
+
 def test_saves_that_fail_let_updates_go_on(tmp_path: Path) -> None:
     assert run_ranks(1, failing_in_place, tmp_path) == [["step"]]
 

@@ -256,7 +256,9 @@ class Save:
         stream, files = iter(values), []
         for file in self.files:
             self._file = self.building / file.name
-            some = islice(stream, len(file.records))
+            # the last one ends the stream before its flush, so that updates may change the last state
+            last = file is self.files[-1]
+            some = stream if last else islice(stream, len(file.records))
             files.append(file.write(self.building, some, **how))
         if next(stream, None) is not None:
             raise ValueError("more tensors than announced")

@@ -299,7 +299,10 @@ class SavedFile:
 
     def _checked(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yields the values of `records`; NotFiniteError if those of a trained tensor are not finite."""
-        for record, tensor in zip(self.records, values, strict=False):
+        left = iter(self.records)
+        for tensor in values:  # to their end
+            if (record := next(left, None)) is None:
+                raise ValueError("more tensors than announced")
             if record.state.bucket.group.key.trainable and not is_finite(tensor):
                 what = "has values that are not finite (NaN or infinite), and is not saved"
                 raise NotFiniteError(f"{record.part} of {record.piece.name} {what}")
