@@ -146,6 +146,31 @@ def test_ranks_that_gather_different_blocks_are_told() -> None:
     run_ranks(2, check_routes)
 
 
+def check_own_routes() -> None:
+    torch.manual_seed(0)
+    zero = {"stage": 3, "shard_size": 1, "resident": 0, "offload_params": "cpu"}
+    train = {"global_batch": ROWS, "micro_batch": ROWS // 2, "grad_clip": 0.0}
+    config = Config.model_validate({"zero": zero, "train": train, "precision": {"dtype": "fp64"}})
+    module, plain = Net().double(), Net().double()
+    plain.load_state_dict(module.state_dict())
+    engine = Engine(module, Topology(), config)
+    routes = [0, 1, 2, 3], [3, 1, 2, 0]
+    module.pick = lambda: routes[engine.topology.rank]
+    losses = []
+    for rank, part in enumerate(zip(*(value.chunk(2) for value in whole_batch(0)), strict=True)):
+        plain.pick = lambda rank=rank: routes[rank]
+        losses.append(plain(*part))
+    torch.stack(losses).mean().backward()
+    want = sum(float(p.grad.square().sum()) for p in plain.parameters() if p.grad is not None)
+    assert engine.step(data(0)).grad_norm == pytest.approx(want**0.5, rel=1e-12)
+    engine.compare_replicas()
+
+
+def test_ranks_that_gather_alone_have_orders_of_their_own() -> None:
+    """Parameters on the host that no rank shares: there is no gather that ranks have to begin in one order."""
+    run_ranks(2, check_own_routes)
+
+
 def check_seeds(stage: int) -> None:
     engine, _ = made(stage, seed=engine_seed())
     losses, weights = trained(engine, range(2))

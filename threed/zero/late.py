@@ -70,9 +70,11 @@ class LateGradients:
             if any(slot in self._gradients for slot in bucket.slots())
         ]
         order = 0 if self.gatherer is None else self.gatherer.order
+        shards = {bucket.group.shard for bucket in buckets}  # other axes have no gathers
         for axis in dict.fromkeys(chain.from_iterable(self._axes)):
             answers = collectives.exchange([order, own], axis)
-            check_gathers([order for order, _ in answers])
+            if axis in shards:
+                check_gathers([order for order, _ in answers])
             late |= {n for _, numbers in answers for n in numbers if axis in self._axes[n]}
         return sorted(late)
 
