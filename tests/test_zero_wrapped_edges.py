@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +145,42 @@ def check_routes() -> None:
 def test_ranks_that_gather_different_blocks_are_told() -> None:
     """The blocks are of one size: the gathers meet, and each rank has a mixture."""
     run_ranks(2, check_routes)
+
+
+class Counting(Net):
+    """A net with a buffer that changes: ranks compare such buffers at the end of the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x, y)
+
+
+def check_resumed_routes(stage: int, folder: Path) -> None:
+    def loop(engine: Engine) -> None:
+        engine.begin(1)
+        engine.backward(engine.module(**data(0)))
+        engine.update()
+
+    engine, _ = made(stage, Counting)
+    loop(engine)
+    engine.save(folder)
+    engine, module = made(stage, Counting)
+    engine.load(folder)
+    module.pick = lambda: [[0, 1, 2, 3], [0, 2]][engine.topology.rank]
+    loop(engine)
+    engine.compare_replicas()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_first_custom_step_after_a_load_may_have_routes_of_its_own(
+    stage: int, tmp_path: Path
+) -> None:
+    """One rank has sent all its buckets by the end of the backward, the other one has not."""
+    run_ranks(2, check_resumed_routes, stage, tmp_path / "saved", timeout=60)
 
 
 def check_own_routes() -> None:

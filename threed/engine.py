@@ -441,6 +441,8 @@ class ModuleEngine(Engine):
     def update(self, tokens: int = 0) -> StepMetrics:
         """Ends a step: sums gradients over ranks, and updates. tokens: for the metrics. Collective."""
         self._check_begun()
+        # Ranks have launched different buckets so far; collectives of buffers come next.
+        self.reducer.all_passes_ended()
         return self._end_step(self._loss, tokens)
 
     def _check_begun(self) -> None:
