@@ -42,6 +42,7 @@ from threed.zero.records import WEIGHT
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATES_FILE = re.compile(
+    r"(?!(?:bf16_|fp16_).*_model_|(?:bf16_|fp16_|)mp_rank_\d+_optim_)"
     r"(bf16_|fp16_|)(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
 )
 UNIVERSAL_FILES = {"fp32.pt": WEIGHT, "exp_avg.pt": MOMENTS[0], "exp_avg_sq.pt": MOMENTS[1]}
