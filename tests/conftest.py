@@ -13,6 +13,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Inductor takes the instructions that the processor has, and does not compile a program of each to try them.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # No deadline: machines that share cores stall. Repeatable in CI, where nobody can look at a failing example.
 # test modules that need it skip themselves, see TOOLS
@@ -76,14 +78,23 @@ LONGEST = (
     "test_zero_wrapped_edges", "test_vocabulary_padding", "test_checkpoint_native",
     "test_partition_measured",
 )  # fmt: skip
+# Those that come next; which of their tests are slow they say themselves.
+NEXT = (
+    "test_checkpoint_beside", "test_bad_numbers", "test_faults_machines", "test_checkpoint_matrix",
+    "test_faults_disks", "test_interop_pickles", "test_run_folder", "test_two_bw", "test_zero_early",
+    "test_interop_hf_import", "test_checkpoint_load", "test_bad_data", "test_packages", "test_launcher",
+    "test_late_saves", "test_models_families", "test_collectives", "test_zero_pairs", "test_wrapped_neighbours",
+    "test_planner_memory", "test_ops_adam", "test_native_build", "test_validation", "test_schedules_files",
+    "test_zero_offload_faults", "test_interop_hf", "test_schedules_by_times", "test_topology",
+)  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST)}
+    places = {name: place for place, name in enumerate((*LONGEST, *NEXT))}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
-        if item.path.stem in places:
+        if item.path.stem in LONGEST:
             item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
@@ -102,7 +113,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def truth() -> dict[tuple[str, ...], list[tuple[int, float]]]:
     """The losses of runs that nothing happened to, by the flags of their topology, once `fault_runs` has asked."""
     return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -67,9 +68,9 @@ class Space(Generic[Case]):
         """Very few cases, in which every setting has every value once, and every shape occurs."""
         return replace(self, together=1).covering(seed)
 
-    def covering(self, seed: int, count: int = 12, sample: int = 60) -> list[Case]:
+    def covering(self, seed: int, count: int = 12, sample: int = 400) -> list[Case]:
         """Few and cheap cases that cover every pair that any case does: greedily, of a random sample, the one with most
-        new pairs for the root of its cost."""
+        new pairs for its cost to the power of 0.8; without those of which others cover all pairs."""
         draw = random.Random(seed)
         found = self.attained(draw, count)
         missing, chosen = set(found), list[Case]()
@@ -77,7 +78,17 @@ class Space(Generic[Case]):
             able = found[min(missing, key=repr)]
             some = draw.sample(able, min(len(able), sample))
             chosen.append(
-                max(some, key=lambda case: len(self.pairs(case) & missing) / self.cost(case) ** 0.5)
+                max(some, key=lambda case: len(self.pairs(case) & missing) / self.cost(case) ** 0.8)
             )
             missing -= self.pairs(chosen[-1])
-        return chosen
+        return self._needed(chosen)
+
+    def _needed(self, cases: list[Case]) -> list[Case]:
+        """Cases without those whose pairs others cover, the dearest of which go first."""
+        times = Counter(pair for case in cases for pair in self.pairs(case))
+        needed = list(cases)
+        for case in sorted(cases, key=self.cost, reverse=True):
+            if all(times[pair] > 1 for pair in self.pairs(case)):
+                needed.remove(case)
+                times -= Counter(self.pairs(case))
+        return needed

@@ -91,6 +91,7 @@ def params(cases: Sequence[Any]) -> list[Any]:
 
 
 def environment(folder: Path, fault: str = "") -> dict[str, str]:
+    """What a run knows; figures take seconds, and only faults after the last step are about them."""
     kept = {
         key: value
         for key, value in os.environ.items()
@@ -101,6 +102,8 @@ def environment(folder: Path, fault: str = "") -> dict[str, str]:
         "THREED_CACHE": str(folder.parent / "cache"),
         "PYTHONPATH": str(ROOT),
     }
+    if "at=end" not in fault:
+        kept["FAULT_NO_FIGURES"] = "1"
     return kept | ({"FAULT": fault} if fault else {})
 
 

@@ -7,7 +7,7 @@ or to its launcher after "launcher-"; or a key of ACTIONS; or "hold-" and the na
 waits. It happens once, in the first attempt of a job, and in the
 others too with `always=yes`; with `each=yes` in every step from that one on. When is written into `fired-RANK`. At the
 places of a save `step` is the checkpoint's. Several faults are parted by semicolons. CLOCK="1:7200" has the clock of
-rank 1 two hours ahead.
+rank 1 two hours ahead. VISIBLE_S is how long ranks wait for a file of another machine.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from threed.interop.huggingface import export
 from threed.monitor import MetricsFile
 from threed.native import build
 from threed.pipeline.executor import Executor
+from threed.reliability import ownership
 from threed.trainer import Loop
 from threed.training import final_report
 from threed.zero.optimizer import Optimizer
@@ -239,6 +240,7 @@ def plant_fault(fault: str) -> None:
 if __name__ == "__main__":
     if "FAULT_NO_FIGURES" in os.environ:  # seconds of matplotlib
         final_report.draw = lambda *about: []
+    ownership.VISIBLE_S = float(os.environ.get("VISIBLE_S", ownership.VISIBLE_S))
     clock_of, _, ahead = os.environ.get("CLOCK", "").partition(":")
     if ahead and clock_of == os.environ.get("RANK", "0"):
         set_clock(float(ahead))

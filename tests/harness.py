@@ -24,7 +24,9 @@ from threed.testing.ranks import _context, preload
 from threed.testing.ranks import run_ranks as run_ranks
 
 # torch.testing.assert_close needs DTensor where there is a process group: a second of work.
-preload("tests.configs", "pytest", "hypothesis", "torch.distributed.tensor")
+preload(
+    "tests.configs", "pytest", "hypothesis", "torch.distributed.tensor", "threed.trainer", "einops", "tests.warm"
+)  # fmt: skip
 
 
 def run_script(

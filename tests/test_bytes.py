@@ -78,7 +78,7 @@ QWEN = (("arch", "llama"), ("kv_heads", 1), ("ffn", 70), ("qk_norm", True), ("ti
 UNTIED = (("tied", False),)
 WIDE = (("hidden", 128), ("layers", 2))
 # Sizes that are multiples of 32: no padding, and the planner can be exact.
-BASE = {"layers": 5, "hidden": 64, "heads": 4, "seq": 16, "vocab": 53}
+BASE = {"layers": 3, "hidden": 64, "heads": 4, "seq": 16, "vocab": 53}
 
 
 def config_of(case: Case) -> Config:
@@ -420,7 +420,7 @@ def test_sequence_parallelism_moves_the_same_bytes(ranks: int) -> None:
     """All-gather and reduce-scatter are halves of the all-reduce (2205.05198); partial gradients come on top."""
     whole = run_ranks(ranks, measure, Case(tp=ranks))[0]
     parts = run_ranks(ranks, measure, Case(tp=ranks, sequence=True))[0]
-    norms = 2 * 5 * 2 * 64 + 2 * 64 + 2 * 5 * 64 + 16 * 64  # LayerNorms, row biases, positions
+    norms = 2 * 3 * 2 * 64 + 2 * 64 + 2 * 3 * 64 + 16 * 64  # LayerNorms, row biases, positions
     assert parts.counted["tp"] - whole.counted["tp"] == 4 * 2 * norms * (ranks - 1) // ranks
 
 

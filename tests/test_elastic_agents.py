@@ -102,7 +102,7 @@ class Agents:
         ]  # fmt: skip
         (self.folder / f"memory-{name}").mkdir(exist_ok=True)
         held = ("step=7 at=step do=hold-lost", "step=10 at=step do=hold-come")
-        about = quick(self.folder, ";".join(f"rank=all always=yes {fault}" for fault in held))
+        about = environment(self.folder, ";".join(f"rank=all always=yes {fault}" for fault in held))
         about |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         about |= {node_memory.FOLDER: str(self.folder / f"memory-{name}")}
         with (self.folder / f"{name}.log").open("w") as log:
@@ -222,13 +222,13 @@ def played(story: Story, folder: Path, undisturbed: dict[Any, Any]) -> dict[str,
     key = (flags, len(story.begin) * story.ranks if story.exact else story.ranks)
     if key not in undisturbed:
         straight = prepare(folder / "straight")
-        done = run_script(key[1], [SCRIPT, *FLAGS, *flags], straight, quick(straight))
+        done = run_script(key[1], [SCRIPT, *FLAGS, *flags], straight, environment(straight))
         assert done.returncode == 0, done.stdout + done.stderr
         undisturbed[key] = losses(straight)
     seen = tell(story, folder / "run")
     if story.code:  # the same command, once more
         done = run_script(
-            story.ranks, [SCRIPT, *FLAGS, *story.flags], folder / "run", quick(folder / "run")
+            story.ranks, [SCRIPT, *FLAGS, *story.flags], folder / "run", environment(folder / "run")
         )
         assert done.returncode == 0, done.stdout + done.stderr
     got = losses(folder / "run")
@@ -238,10 +238,6 @@ def played(story: Story, folder: Path, undisturbed: dict[Any, Any]) -> dict[str,
         [loss for _, loss in undisturbed[key]], abs=tolerance, rel=0
     )
     return seen
-
-
-def quick(folder: Path, fault: str = "") -> dict[str, str]:
-    return environment(folder, fault) | {"FAULT_NO_FIGURES": "1"}
 
 
 @pytest.mark.parametrize("story", params(STORIES))

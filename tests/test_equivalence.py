@@ -144,19 +144,22 @@ def run_all(cases: Sequence[Case], work: Work = trained) -> None:
     assert not wrong, f"{len(wrong)} differences in {len(cases)} cases:\n" + "\n\n".join(wrong[:20])
 
 
+CHEAPEST = 1  # of the first seeds
+
+
 def test_a_covering_set_of_configurations_equals_one_process() -> None:
-    run_all(SPACE.covering(0))
+    run_all(SPACE.covering(CHEAPEST))
 
 
 @pytest.mark.grid
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("seed", range(2, 10))
 def test_another_covering_set_of_configurations_equals_one_process(seed: int) -> None:
     run_all(SPACE.covering(seed))
 
 
 def test_the_covering_set_covers_what_any_case_does() -> None:
-    cases = SPACE.covering(0)
+    cases = SPACE.covering(CHEAPEST)
     assert set().union(*map(SPACE.pairs, cases)) == set(SPACE.attained(random.Random(99), 24))
     assert {(case.pp, case.dp, case.tp) for case in cases} == set(SHAPES)
     assert all(

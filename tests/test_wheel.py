@@ -151,12 +151,12 @@ def test_an_installed_package_plans_and_trains_by_preset(python: str, folder: Pa
     )
     assert plan.returncode == 0, plan.stderr
     assert "rank 7" in plan.stdout
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    words = f"-m threed train gpt --preset tiny --parallel.tp 2 --parallel.pp 2 {QUICK} {LESS}"
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = f"-m threed train gpt --preset tiny --parallel.pp 2 {QUICK} {LESS}"
     done = run([*launcher, *words.split()], folder, THREED_CACHE=str(folder / "cache"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step     2/2 |" in done.stdout
-    again = f"resume     torchrun --standalone --nproc-per-node 4 {words}"
+    again = f"resume     torchrun --standalone --nproc-per-node 2 {words}"
     assert again in done.stdout.splitlines()
     assert (folder / "runs" / "tiny" / "checkpoints" / "step-2" / "manifest.json").is_file()
 
