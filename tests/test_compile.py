@@ -151,6 +151,11 @@ def test_every_number_is_the_same_in_the_other_offloaded_cases() -> None:
     compare_in_worlds([OFFLOADED[1], OFFLOADED[2]], compare)
 
 
+def test_every_number_is_the_same_with_two_versions_of_the_weights() -> None:
+    """Passes read the older version while the newest is being gathered."""
+    compare_in_worlds([Case(dp=2, zero=1, schedule="2bw", microbatches=3)], compare)
+
+
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
 def test_every_number_is_the_same_in_a_covering_set() -> None:

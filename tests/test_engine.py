@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from tests.configs import Case, batch, config_of, engine_of, topology_of
 from tests.harness import run_ranks
+from tests.test_step import with_
+from tests.users_models import MODELS as USERS
 from threed.config import Config, ConfigError
 from threed.engine import Engine, LayeredEngine, ModuleEngine
+from threed.layers import Slicing
 from threed.metrics import BadStepsError
 from threed.models import Wrapped
 from threed.topology import Topology
@@ -33,6 +36,41 @@ def test_a_feature_that_is_not_there_is_refused_by_name(
     config = config.model_copy(update={group: getattr(config, group).model_copy(update=changes)})
     with pytest.raises(ConfigError, match=named):
         engine_of(config)
+
+
+FEWER = "use a smaller --parallel.pp"
+TOO_FEW: list[tuple[int, dict[str, object], str, str]] = [
+    (6, {"partition": "uniform"}, "", FEWER),
+    (
+        3,
+        {"schedule": "v-min", "chunks": 2},
+        " × 2 chunks of --parallel.schedule v-min",
+        f"{FEWER}, another --parallel.schedule",
+    ),
+    (
+        2,
+        {"schedule": "interleaved", "chunks": 3},
+        " × 3 chunks of --parallel.schedule interleaved",
+        f"{FEWER}, fewer --parallel.chunks, another --parallel.schedule",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pp", "changes", "chunks", "fix"), TOO_FEW)
+def test_too_few_layers_of_a_users_model_are_refused_with_the_flags_to_change(
+    pp: int, changes: dict[str, object], chunks: str, fix: str
+) -> None:
+    given = f"5 layers, embedding and head included, cannot fill the 6 stages of --parallel.pp {pp}"
+    problem = f"{given}{chunks}: {fix}, or a model of 6 layers or more"
+    run_ranks(pp, refuse_albert, pp, changes, problem)
+
+
+def refuse_albert(pp: int, changes: dict[str, object], problem: str) -> None:
+    """Checks, on every rank, the refusal of a model of 5 layers."""
+    config = with_(config_of(Case(pp=pp, layers=6, microbatches=pp)), parallel=changes)
+    with pytest.raises(ConfigError) as found:
+        Engine(USERS["albert"](config.model, Slicing()), topology_of(pp, 1), config)
+    assert found.value.problems == [problem]
 
 
 class Named(nn.Module):

@@ -70,6 +70,7 @@ class Pipeline:
         Raises ConfigError, or ValueError, for what cannot be cut or planned, or where ranks have different plans.
         """
         p, name, plan = config.parallel, schedule_of(config), step_plan(config, topology.dp)
+        _check_stages(len(layers), name, plan)
         if p.schedule not in get_args(schedules.ScheduleName):
             _agree(plan, topology)
         if p.partition == "measured" and p.pp > 1:
@@ -90,6 +91,22 @@ class Pipeline:
             return plan
         times = (self.costs, self.limit) if schedules.plans_by_times(self.schedule) else ()
         return schedules.build(self.schedule, plan.stages, microbatches, plan.chunks, *times)
+
+
+def _check_stages(layers: int, schedule: str, plan: Plan) -> None:
+    """Raises ConfigError if the model has fewer layers than a plan has stages."""
+    stages, pp = plan.total_stages, plan.stages
+    if layers >= stages:
+        return
+    given = f"{layers} layers, embedding and head included, cannot fill the {stages} stages"
+    fixes = ["a smaller --parallel.pp"] if pp > 1 else []
+    chunks = ""
+    if stages != pp:
+        chunks = f" × {stages // pp} chunks of --parallel.schedule {schedule}"
+        fixes += ["fewer --parallel.chunks"] if schedules.chunks_are_free(schedule) else []
+        fixes.append("another --parallel.schedule")
+    fix = f"use {', '.join(fixes)}, or a model of {stages} layers or more"
+    raise ConfigError([f"{given} of --parallel.pp {pp}{chunks}: {fix}"])
 
 
 def _agree(plan: Plan, topology: Topology) -> None:

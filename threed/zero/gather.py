@@ -179,8 +179,7 @@ class Gatherer:
             self._published[bucket] = collectives.start_all_gather(
                 bucket.own, group.gather, out=window
             )
-            for slot in bucket.slots():
-                self.accesses[slot].guard(True)
+            self._guard(bucket)
             if self.wrapped and compiles():  # what is in flight cannot be traced
                 self._wait_for((bucket,))
 
@@ -190,8 +189,16 @@ class Gatherer:
             self._wait_for(self._buckets_of_slot.get(slot, ()))
 
     def show(self, newest: bool) -> None:
-        """Sets which version of the parameters passes read; only the newest has gathers to wait for."""
-        self._shows_newest = newest
+        """Sets which version of the parameters passes read. Only the newest has gathers to wait for: parameters that
+        show the version before are not guarded."""
+        if newest != self._shows_newest:
+            self._shows_newest = newest
+            for bucket in self._published:
+                self._guard(bucket)
+
+    def _guard(self, bucket: Bucket) -> None:
+        for slot in bucket.slots():
+            self.accesses[slot].guard(self._shows_newest)
 
     def settle(self) -> None:
         """Waits until all parameters that stay whole are gathered."""

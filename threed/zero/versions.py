@@ -46,6 +46,7 @@ class Versions:
         for group in self._groups:
             group.turn()
         self._newest = 1 - self._newest
+        self.gatherer.show(self._shown == self._newest)
         for bucket, storage in self._before.items():
             assert isinstance(bucket.storage, InMemory)
             storage.exchange(bucket.storage)
@@ -53,12 +54,13 @@ class Versions:
 
     def show(self, newest: bool) -> None:
         """Points the layers' parameters at a version. Only passes on the newest wait for its gathers."""
-        self.gatherer.show(newest)
         which = self._newest if newest else 1 - self._newest
         if which != self._shown:
             self._shown = which
+            self.gatherer.show(newest=False)  # setting the data of a guarded parameter waits for it
             for param, views in self._views:
                 param.data = views[which]
+        self.gatherer.show(newest)
 
     def restore(self, whole: bool) -> None:
         """Makes both versions whole after their slices were set; or the older one equal to the newest. Collective."""
