@@ -49,6 +49,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _add_schedule_flags(add: Callable[..., Any]) -> None:
+    add("name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv")
+    add("--stages", type=int, help="pipeline ranks; of FILE.csv as many as it has rows")
+    add("--microbatches", type=int, help="micro-batches of a step; of FILE.csv its own")
+    add("--chunks", type=int, help="model chunks on a rank")
+    for name in ("forward", "backward-input", "backward-weight"):
+        add(f"--{name}", type=float, default=1.0, help="its time for one micro-batch (default 1)")
+    add("--send", type=float, default=0.0, help="latency of a message (default 0)")
+    text = "time of a forward run together with a backward (default the sum)"
+    add("--overlapped", type=float, help=text)
+    add("--svg", type=Path, help="draw the timeline into this file")
+    add("--csv", type=Path, help="write the plan as torch.distributed.pipelining reads it")
+    add("--json", action="store_true", help="print JSON")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="threed", description="Training, and the tools beside it."
@@ -64,19 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     tool("train", f"[{named}] --preset tiny …: trains; `threed train --help` lists every key")
     tool("plan", "what a run would take; takes the flags of training and --world-size N")
 
-    add = tool("schedule", "plays a pipeline schedule out, and draws it", _schedule)
-    add("name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv")
-    add("--stages", type=int, help="pipeline ranks; of FILE.csv as many as it has rows")
-    add("--microbatches", type=int, help="micro-batches of a step; of FILE.csv its own")
-    add("--chunks", type=int, help="model chunks on a rank")
-    for name in ("forward", "backward-input", "backward-weight"):
-        add(f"--{name}", type=float, default=1.0, help="its time for one micro-batch (default 1)")
-    add("--send", type=float, default=0.0, help="latency of a message (default 0)")
-    text = "time of a forward run together with a backward (default the sum)"
-    add("--overlapped", type=float, help=text)
-    add("--svg", type=Path, help="draw the timeline into this file")
-    add("--csv", type=Path, help="write the plan as torch.distributed.pipelining reads it")
-    add("--json", action="store_true", help="print JSON")
+    text = "plays a pipeline schedule out, and draws it"
+    _add_schedule_flags(tool("schedule", text, _schedule))
 
     text = "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx"
     add = tool("tokenize", text, _tokenize)
@@ -98,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "bytes, a folder, a tokenizer.json, or none; default: the folder's, or the run's"
     add("--tokenizer", help=text)
     add("--dtype", choices=["fp32", "bf16", "fp16"], help="format of the weights")
-    text = "read checkpoints of DeepSpeed and Megatron, which are pickles, in a process that is cut off"
+    text = "read checkpoints of DeepSpeed and Megatron, which are pickles, without running what they name"
     add("--allow-pickle", action="store_true", help=text)
     text = "config.json of DeepSpeed's model; default: the one in SRC or above it"
     add("--config", type=Path, help=text)

@@ -333,6 +333,11 @@ class Save:
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
 
 
+def _numbered(sections: Iterable[Held]) -> list[tuple[Held, int]]:
+    """Returns the sections of which this rank writes a number, with that number."""
+    return [(h, number) for h in sections if (number := h.number) is not None]
+
+
 class Saver:
     """Begins saves, one at a time.
 
@@ -380,7 +385,7 @@ class Saver:
         return self._has_room
 
     def _records(self) -> Iterable[Record]:
-        return chain.from_iterable(h.extents(number) for h, number in self._numbers())
+        return chain.from_iterable(h.extents(number) for h, number in _numbered(self._held()))
 
     def make_room(self) -> None:
         """Allocates the memory for copies, which a save would do while an update waits."""
@@ -411,12 +416,13 @@ class Saver:
         """
         everyone = self.topology.axis("world")
         self.optimizer.wait()
-        file = SavedFile(file_of(everyone.index), self._numbers(), *extras.copied())
+        sections = self._held()
+        file = SavedFile(file_of(everyone.index), _numbered(sections), *extras.copied())
         sizes = collectives.exchange(file.nbytes, everyone)
         problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
         problem, token = collectives.exchange([problem, token], everyone)[0]
         limit = _share(self.config.checkpoint.write_limit_mib, sizes, everyone.index)
-        described = [h for h in self._held() if h.portion == h.copy == 0]
+        described = [h for h in sections if h.portion == h.copy == 0]
         save = Save(
             path, everyone, token, [file] if file.held or file.tensors else [], described, self.head(state), problem,
             limit, hurries, before_publishing,
@@ -442,10 +448,6 @@ class Saver:
 
     def _held(self) -> list[Held]:
         return held(self.optimizer.layout, states(self.optimizer))
-
-    def _numbers(self) -> list[tuple[Held, int]]:
-        """Returns what this rank writes."""
-        return [(h, number) for h in self._held() if (number := h.number) is not None]
 
     def start(
         self, path: Path, state: Mapping[str, Any], extras: Extras, *, now: bool = False,
