@@ -26,14 +26,14 @@ import torch.distributed as dist
 
 from tests.harness import free_port, run_ranks
 from tests.runs import open_text, run
-from threed import collectives
+from threed import collectives, launcher
 from threed.checkpoint import node_memory, sections
 from threed.checkpoint.files import CheckpointError, RunFolderError
 from threed.checks import check_sizes, find_problems
 from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
-from threed.monitor import metrics, process
+from threed.monitor import metrics
 from threed.monitor.process import process_space
 from threed.reliability import elastic
 from threed.resolution import resolve
@@ -409,11 +409,11 @@ def test_every_size_of_an_elastic_job_is_looked_at(keys: Keys, ranks: int, said:
 
 def test_how_many_machines_torchrun_was_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NNODES", "1:4")
-    assert process.machines_asked() is None  # no torchrun
+    assert launcher.machines_asked() is None  # no torchrun
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    assert process.machines_asked() == (1, 4)
+    assert launcher.machines_asked() == (1, 4)
     monkeypatch.setenv("PET_NNODES", "2")
-    assert process.machines_asked() is None
+    assert launcher.machines_asked() is None
 
 
 def test_the_forecast_counts_copies() -> None:

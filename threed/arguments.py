@@ -356,26 +356,18 @@ def _add_flags(
 
 
 def format_problems(problems: list[str]) -> str:
-    """The report to print: a count, then each problem with its fix."""
-    head = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return "\n".join(
-        [
-            f"threed: {head} in the configuration; nothing was started",
-            *(f"  - {text}" for text in problems),
-        ]
-    )
+    """Returns the report to print: the number of problems, then each with its fix."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    head = f"threed: {count} in the configuration; nothing was started"
+    return "\n  - ".join([head, *problems])
 
 
 def to_toml(config: Config) -> str:
-    """All keys as TOML; `load` reads it back to an equal Config."""
+    """Returns all keys as TOML; `load` reads it back to an equal Config."""
     lines: list[str] = []
-    for group in GROUPS:
-        values = getattr(config, group)
+    for group, values in config:
         lines += [f"[{key_name(group)}]"]
-        lines += [
-            f"{key_name(name)} = {_toml_value(getattr(values, name))}"
-            for name in GROUPS[group].model_fields
-        ]
+        lines += [f"{key_name(name)} = {_toml_value(value)}" for name, value in values]
         lines += [""]
     return "\n".join(lines)
 

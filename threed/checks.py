@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from threed import architectures, schedules
-from threed.architectures import Architecture
 from threed.config import Config, ConfigError, ModelConfig, RecomputeConfig, key_name, python_name
 from threed.resolution import derive_dp, schedule_problem
 from threed.schema import written
@@ -291,12 +290,8 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
         yield f"{given}: a plan has at most {MOST_MICROBATCHES}; use a larger --train.micro-batch"
         return
     try:
-        if not known and name.endswith(".csv"):  # all but its micro-batches
-            count, known = schedules.read_csv(name).microbatches, True
-        if not known and schedules.names_file(name):
-            schedules.check_name(name)
-        else:
-            plan = schedules.build(name, p.pp, count, p.chunks)
+        sizes = (name, p.pp, count, p.chunks)
+        if plan := schedules.build(*sizes) if known else schedules.build_some(name, p.pp, p.chunks):
             yield from _check_stages(config, plan.total_stages)
     except ValueError as error:
         yield schedule_problem(error, config, dp)
@@ -356,17 +351,16 @@ def _check_run(config: Config) -> Iterator[str]:
 
 def find_model_problems(model: ModelConfig) -> Iterator[str]:
     """Yields keys of a model that its architecture does not have, and sizes that do not fit; resolved or not."""
-    record = architectures.find(model.arch)
-    yield from _check_pairs(model, record)
-    yield from _check_keys(model, record)
+    yield from _check_pairs(model)
+    yield from _check_keys(model)
     yield from _check_positions(model)
 
 
-def _check_pairs(model: ModelConfig, record: Architecture) -> Iterator[str]:
+def _check_pairs(model: ModelConfig) -> Iterator[str]:
     share = model.partial_rotary_factor
     turned = int((model.head_dim or model.hidden // model.heads) * share)
     known = model.head_dim or model.hidden % model.heads == 0
-    if record.learned_positions or not known or turned % 2 == 0:
+    if model.record.learned_positions or not known or turned % 2 == 0:
         return
     if share == 1.0:
         yield f"heads of size {turned}: rotary positions turn pairs; use --model.head-dim {turned + 1}"
@@ -375,9 +369,9 @@ def _check_pairs(model: ModelConfig, record: Architecture) -> Iterator[str]:
         yield f"{given}: rotary positions turn pairs; use another --model.partial-rotary-factor"
 
 
-def _check_keys(model: ModelConfig, record: Architecture) -> Iterator[str]:
-    """Keys that were said and that the architecture does not have."""
-    records = architectures.REGISTERED.values()
+def _check_keys(model: ModelConfig) -> Iterator[str]:
+    """Yields keys that were given and that the architecture does not have."""
+    record, records = model.record, architectures.REGISTERED.values()
     for key in sorted(frozenset[str]().union(*(other.takes for other in records)) - record.takes):
         value, own = getattr(model, key), record.resolved(dict(model) | {key: None}).get(key)
         if value not in (ModelConfig.model_fields[key].default, own):
@@ -398,14 +392,9 @@ def _check_positions(model: ModelConfig) -> Iterator[str]:
             yield f"{given}: a head turns {pairs} pairs; give {pairs} numbers"
 
 
-def export_limits(model: ModelConfig) -> Iterator[str]:
-    """What of a model, resolved or not, the Hugging Face layout of its architecture cannot express."""
-    keys = dict(model)
-    yield from architectures.layout_of(keys).limits(keys)
-
-
 def _check_export(config: Config) -> Iterator[str]:
-    for limit in export_limits(config.model) if config.checkpoint.export_hf else ():
+    model, export = config.model, config.checkpoint.export_hf
+    for limit in model.layout.limits(dict(model)) if export else ():
         yield f"{limit}: the Hugging Face layout cannot express that; drop it, or use --checkpoint.export-hf false"
 
 

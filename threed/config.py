@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from threed import architectures
 from threed.parse import plain
 from threed.schema import BaseModel, ConfigDict, Field, model_validator
 from threed.schema import key_name as key_name
@@ -229,6 +230,26 @@ class ModelConfig(_Group):
     """bound on logits, by tanh; 0: none; none: 30 for gemma2, else no bound"""
     query_pre_attn_scalar: Positive | None = None
     """attention scores are divided by its root; none: the size of a head"""
+
+    @property
+    def record(self) -> architectures.Architecture:
+        """The record of its architecture."""
+        return architectures.REGISTERED[self.arch]
+
+    @property
+    def layout(self) -> architectures.Architecture:
+        """The record of its Hugging Face layout: Qwen3's for a Llama with `qk_norm`."""
+        name = "qwen3" if self.arch == "llama" and self.qk_norm else self.arch
+        return architectures.REGISTERED[name]
+
+    def spelt_as(self, model: ModelConfig) -> ModelConfig:
+        """Returns this model in the terms of another, which may have the same layers and weights.
+
+        A Qwen3 without windows becomes a Llama with `qk_norm`, if the other model is one.
+        """
+        windows = self.window is not None or self.layer_pattern is not None
+        same = (self.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)
+        return self.model_copy(update={"arch": "llama", "qk_norm": True}) if same else self
 
 
 class TrainConfig(_Group):

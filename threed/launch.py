@@ -34,11 +34,10 @@ from threed.disk import is_unwritable, why
 from threed.forecast import Forecast, checkpoint_bytes
 from threed.interop import pretrained
 from threed.interop.huggingface.folder import is_hf_folder
-from threed.launcher import LauncherError, without_srun, world_size
+from threed.launcher import LauncherError, join, without_srun
 from threed.loading import build_engine
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
-from threed.monitor import process
 from threed.reliability import recheck
 from threed.reliability.failure import LostContact, wait_for_first_rank, write_error_file
 from threed.reliability.preemption import PREEMPTED, Preempted
@@ -70,7 +69,6 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
         prog: what follows `torchrun` in the command line that starts this program.
         arch: the architecture if neither file nor flag names one.
     """
-    process.die_with_parent()
     try:
         return _run(argv, arch, prog)
     except KeyboardInterrupt as interrupt:
@@ -85,19 +83,17 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
 
 def _run(argv: list[str], arch: str | None, prog: str) -> int:
     try:
-        world = world_size()
+        ranks = join()
         config, options = load(
-            argv, defaults={"model": {"arch": arch}} if arch else {}, world_size=world,
-            local_world=_local_world(), machines=process.machines_asked(), more=_data_problems,
+            argv, defaults={"model": {"arch": arch}} if arch else {}, world_size=ranks.world,
+            local_world=ranks.local_world, machines=ranks.machines, more=_data_problems,
             begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # for all ranks of the machine
         )  # fmt: skip
         if options.help:
             return _say(help_text(config, prog))
         _check_arch(config, options, arch, prog)
-        world = options.world_size or world
+        world = options.world_size or ranks.world
         data = _open(config)
-        if problems := list(check_vocab(config, data.tokenizer.text_vocab_size)):
-            raise ConfigError(problems)
         config = resolve(config, data.vocab, world)
         forecast = _forecast(config, world, options.dry_run)
     except LauncherError as error:
@@ -105,6 +101,7 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
     except ConfigError as error:
         return refuse(format_problems(error.problems))
     problems = _problems_here(config, forecast, data, options.dry_run)
+    problems += _device_problems(ranks.local_world or 1)
     # of a run on another machine, perhaps: the problems of this one are only reported
     if options.dry_run:
         text = [] if forecast is None else [forecast.text()]
@@ -207,20 +204,17 @@ def _check_arch(config: Config, options: Options, arch: str | None, prog: str) -
 
 
 def _data_problems(config: Config) -> list[str]:
+    """Returns the problems of the data that are found without reading them in full."""
     d = config.data
     return find_data_problems(
-        d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens
-    )
+        d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens,
+        fits=lambda tokenizer: check_vocab(config, tokenizer.text_vocab_size),
+    )  # fmt: skip
 
 
 def _local_rank() -> int:
     """This process among those of its machine, as the launcher says."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def _local_world() -> int | None:
-    """Returns the number of ranks on this machine, if the launcher tells it."""
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None
 
 
 def _say(text: str) -> int:
@@ -258,9 +252,13 @@ def _open(config: Config) -> Data:
 
 
 def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
-    """What a run takes: local rank 0 finds it out, and refuses what cannot be cut; the others are ended with it.
+    """Returns the memory and time of a run on local rank 0, else None.
 
-    alone: there are no other ranks, and layers may be timed; before a run they are not.
+    Args:
+        alone: there are no other ranks, so layers may be timed.
+
+    Raises:
+        ConfigError: the model cannot be partitioned. The launcher then ends the other ranks, too.
     """
     if _local_rank() > 0:
         return None
@@ -277,25 +275,20 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
 def _problems_here(
     config: Config, forecast: Forecast | None, data: Data, dry_run: bool
 ) -> list[str]:
-    """Returns the problems of a run with this machine's disk, drive and devices, and with a checkpoint to resume.
+    """Returns the problems of a run with this machine's disk and drive, and with a checkpoint to resume.
 
-    dry_run: the run may be planned for another machine, so free space and the drive of this one are not checked.
+    Args:
+        dry_run: the run may be planned for another machine: free space and drive are not checked.
     """
-    folder = Path(config.run.dir or "runs")
-    problems = [
-        *(_folder_problems(folder) or _resume_problems(folder, config, data)),
-        *_device_problems(config),
-    ]
-    if not dry_run:
-        problems += [*_space_problems(folder, forecast), *_drive_problems(config.zero.nvme_path)]
+    folder, drive = Path(config.run.dir or "runs"), config.zero.nvme_path
+    if not (problems := _folder_problems(folder)):
+        problems = _resume_problems(folder, config, data)
+        if forecast is not None and not dry_run:
+            problems += _space_problems(folder, forecast)
+    # the space of offloaded state is checked when it is reserved
+    if drive is not None and not dry_run and (reason := _obstacle(Path(drive))):
+        problems += [f"--zero.nvme-path {drive}: {reason}; name a folder on the drive"]
     return problems
-
-
-def _drive_problems(folder: str | None) -> list[str]:
-    """Returns a problem if the folder of offloaded state cannot be used; its space is checked when it is reserved."""
-    if folder is None or not (reason := _obstacle(Path(folder))):
-        return []
-    return [f"--zero.nvme-path {folder}: {reason}; name a folder on the drive"]
 
 
 def _existing(folder: Path) -> Path:
@@ -329,9 +322,7 @@ def _folder_problems(folder: Path) -> list[str]:
     return []
 
 
-def _space_problems(folder: Path, forecast: Forecast | None) -> list[str]:
-    if forecast is None or _folder_problems(folder):
-        return []
+def _space_problems(folder: Path, forecast: Forecast) -> list[str]:
     nbytes = checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype)
     try:
         check_space(_existing(folder / "checkpoints"), nbytes)
@@ -361,8 +352,8 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
     return []
 
 
-def _device_problems(config: Config) -> list[str]:
-    local_world, count = _local_world() or 1, device.count()
+def _device_problems(local_world: int) -> list[str]:
+    count = device.count()
     # srun may make only its own GPU visible to each task
     own = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     if 0 < count < local_world and not own:

@@ -1,5 +1,6 @@
-"""Sets torchrun's environment variables for processes that srun or mpirun started.
+"""Reads what torchrun, srun or mpirun tells its processes, and sets torchrun's environment variables.
 
+    ranks = join()           # first thing in every rank: the ranks of the job; none outlives its launcher
     adopt()                  # sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     world = world_size()     # the same, and returns the number of ranks
 
@@ -10,14 +11,21 @@ several tasks: a process that is started there without srun is a world of one, a
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
+import signal
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 
 Variables = Mapping[str, str]
 TORCHRUN = "start the processes with torchrun instead: torchrun --nnodes N --nproc-per-node M ... (docs/surviving.md)"
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class LauncherError(ValueError):
@@ -53,6 +61,49 @@ MPI = (
     ),
 )  # fmt: skip
 SLURM = Launcher("srun", ("", "", "", ""), "--export=ALL,{}", ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a job.
+
+    Attributes:
+        world: the number of ranks.
+        local_world: the number of ranks on this machine; None if the launcher does not set it.
+        machines: the least and the most machines of a job whose number of machines may change.
+    """
+
+    world: int
+    local_world: int | None
+    machines: tuple[int, int] | None
+
+
+def join() -> Ranks:
+    """Returns the ranks that a launcher has started (see `adopt`); this process ends with it."""
+    die_with_parent()
+    world, local = world_size(), os.environ.get("LOCAL_WORLD_SIZE")
+    return Ranks(world, None if local is None else int(local), machines_asked())
+
+
+def die_with_parent() -> bool:
+    """Asks the kernel to kill this process when its parent dies; returns False off Linux.
+
+    The signal is SIGKILL: a rank without a launcher usually waits in a collective, in C++, where no
+    Python handler runs. Checkpoints appear by one rename, so the last complete one remains.
+
+    If the parent died before the request, its pid has changed, and this process ends at once. The
+    parent is the *thread* that forked, so launchers must fork from a thread that lives on (prctl(2),
+    PR_SET_PDEATHSIG).
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    expected = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
+        return False
+    if os.getppid() != expected:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
 
 
 def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -119,6 +170,22 @@ def world_size() -> int:
     """Returns the number of ranks that torchrun, srun or mpirun has started; see `adopt`."""
     adopt()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def machines_asked() -> tuple[int, int] | None:
+    """Returns the least and the most machines of torchrun's `--nnodes MIN:MAX`, or of PET_NNODES.
+
+    None if that is one number, or unknown.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    asked = os.environ.get("PET_NNODES", "")
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+        if found := re.search(r"\0--?nnodes[=\0]([^\0]*)", command):
+            asked = found[1]
+    limits = re.fullmatch(r"(\d+):(\d+)", asked)
+    return None if limits is None else (int(limits[1]), int(limits[2]))
 
 
 def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from threed import architectures, schedules
+from threed import schedules
 from threed.config import Config, ConfigError, DType, ModelConfig
 from threed.schema import BaseModel
 
@@ -121,16 +121,7 @@ def _batch_of(config: Config, microbatches: int, dp: int | None) -> str:
 
 def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
     """Returns a model with the values that its keys have by default; the vocabulary stays open without one."""
-    derived = architectures.find(model.arch).resolved(dict(model))
+    derived = model.record.resolved(dict(model))
     if model.vocab is None and vocab is not None:
         derived["vocab"] = vocab
     return model.model_copy(update=derived)
-
-
-def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Returns the saved model in the run's terms: a Qwen3 as a Llama with `qk_norm`, which has the same layers and
-    weights, if `model` is such a Llama and the Qwen3 has no windows. Other saved models are returned unchanged."""
-    llama = saved.model_copy(update={"arch": "llama", "qk_norm": True})
-    windows = saved.window is not None or saved.layer_pattern is not None
-    same = (saved.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)
-    return llama if same else saved

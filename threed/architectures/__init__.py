@@ -1,6 +1,6 @@
 """The architectures that there are: a file of data each, and a line here.
 
-    record = find("llama")             by the name of `--model.arch`
+    record = REGISTERED["llama"]       by the name of `--model.arch`
     record = of_type("gemma3_text")    by the model_type of a Hugging Face configuration
 
 A record (`record.Architecture`) says what a decoder is made of, what its keys mean where nobody says anything, and how
@@ -20,19 +20,10 @@ from threed.architectures import gemma2 as gemma2
 from threed.architectures import gemma3 as gemma3
 # isort: on
 
-from threed.architectures.record import REGISTERED, Architecture, Keys
+from threed.architectures.record import REGISTERED as REGISTERED
+from threed.architectures.record import Architecture as Architecture
 
 NAMES = tuple(REGISTERED)
-
-
-def find(name: str) -> Architecture:
-    """The architecture of that name; KeyError where there is none."""
-    return REGISTERED[name]
-
-
-def layout_of(keys: Keys) -> Architecture:
-    """The architecture whose Hugging Face layout a model has: its own, but Qwen3's of a Llama with `qk_norm`."""
-    return REGISTERED["qwen3" if keys["arch"] == "llama" and keys["qk_norm"] else keys["arch"]]
 
 
 def of_type(model_type: object) -> Architecture:

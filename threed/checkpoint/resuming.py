@@ -17,13 +17,12 @@ from typing import Any, Literal
 
 import torch
 
-from threed import architectures
 from threed.arguments import GROUPS
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import parts_of
 from threed.config import Config, ModelConfig, OptimConfig, key_name, python_name
 from threed.data import Data
-from threed.resolution import resolve_model, spelt_as
+from threed.resolution import resolve_model
 from threed.schema import written
 from threed.zero.records import PREVIOUS, WEIGHT
 from threed.zero.setup import learning_rate, state_names
@@ -234,13 +233,13 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
     # defaults of keys that did not exist then; unchanged if a later version wrote it
     with suppress(ValueError):
         resolved = resolve_model(ModelConfig.model_validate(saved))
-        saved = spelt_as(resolved, config.model).model_dump(mode="json")
+        saved = resolved.spelt_as(config.model).model_dump(mode="json")
     fixed = {
         python_name(key[6:])
         for key, rule in BY_KEY.items()
         if rule.group == "model" and rule.change == "refused"
     }
-    learned = architectures.find(config.model.arch).learned_positions
+    learned = config.model.record.learned_positions
     fixed |= {"positions"} if learned or config.model.rope_scaling is not None else set()
     found = []
     for key in [key for key in wanted if key in fixed and saved.get(key) != wanted[key]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -121,14 +121,19 @@ def find_problems(
     *,
     bos: Bos = "auto",
     special_tokens: Spelt = "text",
+    fits: Callable[[Tokenizer], Iterable[str]] = lambda tokenizer: (),
 ) -> list[str]:
-    """Checks what can be checked without reading the data through: a line for each problem, with its fix."""
+    """Returns the problems that are found without reading the data in full, each with its fix.
+
+    Args:
+        fits: returns further problems of the tokenizer.
+    """
+    problems: list[str] = []
     checks: list[Callable[[], object]] = [
         lambda: _check_split(split),
-        lambda: load_tokenizer(tokenizer, bos, special_tokens),
+        lambda: problems.extend(fits(load_tokenizer(tokenizer, bos, special_tokens))),
         lambda: _check_path(path),
     ]
-    problems = []
     for check in checks:
         try:
             check()

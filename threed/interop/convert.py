@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from threed import architectures
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.data.tokenizer import Tokenizer, TokenizerJson, load_tokenizer
@@ -107,7 +106,7 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
         raise CheckpointError("; ".join(problems))
     tokenizer = _tokenizer(spec) if spec else None
     more, files = folder_record.written(record, tokenizer)
-    hf_class = architectures.layout_of(dict(folder.model)).hf_class
+    hf_class = folder.model.layout.hf_class
     config = {**folder.config, "architectures": [hf_class], **more}
     return write_folder(dst, folder.table, folder, config, dtype, tokenizer if spec else own, files)
 

@@ -2,33 +2,36 @@
 
     load(argv, begin=find)
 
-The model is the folder's: its keys override those of a preset or file, and a flag with another value is refused. Only
-the sequence's length and the dropout are the run's own. The run uses the folder's tokenizer unless `--data.tokenizer`
-names another, which is required if the folder has none.
+The folder determines the model: it overrides the keys of a preset or file, and a flag with another
+value is refused. Only `seq` and `dropout` are the run's own. The run uses the folder's tokenizer
+unless `--data.tokenizer` names another, which is required if the folder has none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, plain
+from threed.checkpoint.manifest import MANIFEST, read_manifest
 from threed.config import Config, ConfigError, ModelConfig
-from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
-from threed.resolution import resolve_model, spelt_as
 
 SEQ = 256  # default sequence length, if the model has as many positions
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
 
 
 def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
-    """Returns the values that the folder `checkpoint.resume` gives, by group and key; none if no run begins from it.
+    """Returns the values that the folder `checkpoint.resume` gives, by group and key.
+
+    Empty if no run begins from it: it is no such folder, or a checkpoint with steps, whose run
+    states its own model.
 
     Args:
-        check: check all of its tensors, too.
+        check: also check all tensors.
 
     Raises:
         ConfigError: the folder cannot be used.
@@ -36,15 +39,18 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
     path = Path(config.checkpoint.resume)
     if config.checkpoint.resume in ("auto", "none"):
         return {}
+    values: dict[str, dict[str, Any]] = {}
     try:
-        opened = _open(path, check, "tokenizer" in config.data.model_fields_set)
+        if (saved := _open(path)) is None:
+            return {}
+        if check and (problems := list(saved.problems())):
+            raise CheckpointError("; ".join(problems))
+        if "tokenizer" not in config.data.model_fields_set:
+            values["data"] = {"tokenizer": saved.tokenizer(FIX)}
     except (CheckpointError, OSError) as error:
         raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
-    if opened is None:
-        return {}
-    model, tokenizer = resolve_model(spelt_as(opened[0], config.model)), opened[1]
-    values = {"model": {**dict(model), "seq": default_seq(model)}}
-    return values | ({} if tokenizer is None else {"data": {"tokenizer": tokenizer}})
+    model = saved.model.spelt_as(config.model)
+    return {} if saved.steps else {**values, "model": {**dict(model), "seq": default_seq(model)}}
 
 
 def default_seq(model: ModelConfig) -> int:
@@ -52,36 +58,47 @@ def default_seq(model: ModelConfig) -> int:
     return min(SEQ, model.positions or model.seq)
 
 
-def _open(path: Path, check: bool, named: bool) -> tuple[ModelConfig, str | None] | None:
-    """Returns the model of a Hugging Face folder, or of a native checkpoint without any step, and its tokenizer if it
-    has one. None for another thing: a run that goes on says itself what its model is, and is told where that differs.
-    named: the run names a tokenizer.
+@dataclass(frozen=True)
+class NativeFolder:
+    """A native checkpoint that a run begins from. Its tensors are checked when they are loaded."""
+
+    manifest: Mapping[str, Any]
+    model: ModelConfig
+    steps: int
+
+    def problems(self) -> Iterable[str]:
+        """Returns nothing; see `HFFolder.problems`."""
+        return ()
+
+    def tokenizer(self, fix: str) -> str:
+        """Returns its tokenizer, as `--data.tokenizer`.
+
+        Raises:
+            CheckpointError: it is unknown or has changed; the message ends with `fix`.
+        """
+        spec = str(self.manifest["config"]["data"]["tokenizer"])
+        if spec == "none":
+            raise CheckpointError(f"the checkpoint does not name the tokenizer of its model: {fix}")
+        # A checkpoint from elsewhere may name any path. A resumed run compares tokenizers itself.
+        if spec != "bytes" and not self.steps and saved_files(spec, self.manifest) is None:
+            what = f"its tokenizer, {plain(spec)}, is not here or has other files now"
+            raise CheckpointError(f"{what}: {fix}")
+        return spec
+
+
+def _open(path: Path) -> HFFolder | NativeFolder | None:
+    """Opens a folder to begin from; None for other paths, or if a checkpoint's model is invalid.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
     """
     if is_hf_folder(path):
-        folder = HFFolder(path)
-        if problems := list(folder.problems()) if check else []:
-            raise CheckpointError("; ".join(problems))
-        files = folder_files(path)
-        if named:
-            return folder.model, None
-        if not files.vocabulary:
-            raise CheckpointError(f"the folder has no tokenizer ({VOCABULARY_NAMES}): {FIX}")
-        return folder.model, str(path.absolute())
-    if not (path / native.MANIFEST).is_file():
+        return HFFolder(path)
+    if not (path / MANIFEST).is_file():
         return None
-    manifest = native.read_manifest(path)
-    name = str(manifest["config"]["data"]["tokenizer"])
-    if name == "none" and not named:
-        raise CheckpointError(f"the checkpoint does not name the tokenizer of its model: {FIX}")
-    if manifest["state"]["steps"]:
-        return None
+    manifest = read_manifest(path)
     try:
         model = ModelConfig.model_validate(manifest["config"]["model"])
     except ValueError:
         return None
-    if named or name == "bytes":
-        return model, None
-    if saved_files(name, manifest) is None:  # a checkpoint from elsewhere may name any path
-        what = f"its tokenizer, {plain(name)}, is not here or has other files now"
-        raise CheckpointError(f"{what}: {FIX}")
-    return model, name
+    return NativeFolder(manifest, model, manifest["state"]["steps"])

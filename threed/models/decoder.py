@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed import architectures
 from threed.config import ModelConfig
 from threed.layers import (
     MLP,
@@ -44,7 +43,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, slicing: Slicing) -> None:
         self.config, self.slicing = resolve_model(config), slicing
-        self.record, self.hidden = architectures.find(config.arch), config.hidden
+        self.record, self.hidden = config.record, config.hidden
 
     def layers(self) -> list[nn.Module]:
         """The pipeline layers, in order."""

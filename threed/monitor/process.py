@@ -1,47 +1,18 @@
-"""What the operating system knows about this process: its parent and when that started, and its peak memory.
+"""What the operating system knows about processes: state, parent, time of start, peak memory.
 
-    die_with_parent()                    # first thing in every rank: no rank outlives a killed launcher
-
-Linux tells all of it through prctl and /proc. Elsewhere each function says so in its return value; none raises.
+Linux has it in /proc. Off Linux each function returns a documented fallback; none raises.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import platform
-import re
 import resource
-import signal
 import sys
 import time
 from pathlib import Path
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def die_with_parent() -> bool:
-    """Asks the kernel to kill this process when its parent dies; returns whether that is arranged (False off Linux).
-
-    The signal is SIGKILL. A rank whose launcher is gone usually sits in a collective, inside C++, where Python never
-    gets to run a SIGTERM handler; and the handler would try to save together with ranks that are dying too. Checkpoints
-    appear by one rename, so a kill at any moment leaves the last whole one.
-
-    The parent may have died before the request was in place; its pid then is no longer our parent's, and this process
-    ends at once. The kernel counts the *thread* that forked as the parent, so launchers must fork from a thread that lives on
-    (prctl(2), PR_SET_PDEATHSIG).
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    expected = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0) != 0:
-        return False
-    if os.getppid() != expected:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return True
 
 
 def since_launch() -> float:
@@ -60,22 +31,6 @@ def _launched() -> float:
 
 def _uptime() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def machines_asked() -> tuple[int, int] | None:
-    """Returns the least and the most machines of torchrun's `--nnodes MIN:MAX`, or of PET_NNODES.
-
-    None if that is one number, or unknown.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    asked = os.environ.get("PET_NNODES", "")
-    with contextlib.suppress(OSError):
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_text()
-        if found := re.search(r"\0--?nnodes[=\0]([^\0]*)", command):
-            asked = found[1]
-    limits = re.fullmatch(r"(\d+):(\d+)", asked)
-    return None if limits is None else (int(limits[1]), int(limits[2]))
 
 
 def peak_rss_bytes() -> int:

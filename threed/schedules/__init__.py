@@ -16,6 +16,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from threed.schedules import draw, from_file
@@ -24,7 +25,7 @@ from threed.schedules.all_forward_all_backward import forward_only, gpipe
 from threed.schedules.bidirectional import chimera, dualpipe, dualpipev
 from threed.schedules.double_buffered import drain, first, two_bw
 from threed.schedules.draw import stack, svg
-from threed.schedules.from_file import absolute, names_file, read_csv
+from threed.schedules.from_file import read_csv
 from threed.schedules.legality import legal
 from threed.schedules.lowering import lower
 from threed.schedules.one_forward_one_backward import interleaved, one_f_one_b
@@ -46,7 +47,7 @@ from threed.schedules.zero_bubble import zb_h1, zb_h2
 from threed.schedules.zero_bubble_search import planned, zb_auto
 
 __all__ = [
-    "Action", "Costs", "Kind", "Plan", "ScheduleName", "SizesError", "Timeline", "absolute", "available", "build", "check_name",
+    "Action", "Costs", "Kind", "Plan", "ScheduleName", "SizesError", "Timeline", "absolute", "available", "build",
     "check_rendezvous", "chimera", "chunks_are_free", "closest", "drain", "draw", "dualpipe", "dualpipev", "first",
     "forward_only", "from_csv", "gpipe", "idle_shares", "interleaved", "is_asynchronous", "legal", "lower",
     "names_file", "one_f_one_b", "own_chunks", "peak_activations", "plans_by_times", "read_csv", "register", "replay",
@@ -92,6 +93,16 @@ _SCHEDULES = {
 def available() -> tuple[str, ...]:
     """The names that `build` knows, registered ones included."""
     return tuple(_SCHEDULES)
+
+
+def names_file(name: str) -> bool:
+    """Returns whether a name has the form FILE.py:FUNCTION or FILE.csv; the file may not exist."""
+    return name.endswith((".csv", ".py")) or ".py:" in name
+
+
+def absolute(name: str) -> str:
+    """Returns the name of the same schedule for a process in another folder."""
+    return str(Path(name).absolute()) if names_file(name) else name
 
 
 def own_chunks(name: str, stages: int | None = None, microbatches: int | None = None) -> int | None:
@@ -195,9 +206,15 @@ def build(
     return plan
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError for a name that `build` knows nothing of, such as that of a file without this function."""
+def build_some(name: str, stages: int, chunks: int | None = None) -> Plan | None:
+    """Returns a plan to check what does not depend on the number of micro-batches, as `build`.
+
+    A CSV file has its own number. A function in a file is only looked up: None.
+    """
+    if name.endswith(".csv"):
+        return build(name, stages, read_csv(name).microbatches, chunks)
     _entry(name)
+    return None if names_file(name) else build(name, stages, 2 * stages, chunks)
 
 
 def _entry(name: str) -> _Entry:

@@ -27,16 +27,6 @@ from threed.schedules.torch_csv import from_csv
 Function = Callable[..., Plan]
 
 
-def names_file(name: str) -> bool:
-    """Whether this is written as FILE.py:NAME or FILE.csv; the file may not be there."""
-    return name.endswith((".csv", ".py")) or ".py:" in name
-
-
-def absolute(name: str) -> str:
-    """The same schedule for a process in another folder; other names as they are."""
-    return str(Path(name).absolute()) if names_file(name) else name
-
-
 def read_csv(file: str) -> Plan:
     """The plan that a CSV file holds. Raises ValueError for one that is not there, or holds none."""
     path = Path(file)

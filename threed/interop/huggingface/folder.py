@@ -21,10 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from threed import architectures
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import LazyTensor, Shape, read_slabs
 from threed.checkpoint.manifest import MANIFEST
+from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
 from threed.interop.huggingface.layouts import (
     Entry,
     entries,
@@ -82,7 +82,7 @@ class HFTensors(ABC):
         self.shapes = our_shapes(self.table)
         self.parts: dict[str, Sequence[str]] = dict.fromkeys(self.shapes, (WEIGHT,))
         self._entries = {name: entry for entry in self.table for name, _ in entry.ours}
-        self._record = architectures.layout_of(dict(self.model))
+        self._record = self.model.layout
         self._bare = not any(name.startswith(self._record.prefix) for name in names)
         self._stands_for: dict[str, str] = {}
         embedding = self._spelt(self._record.rules[0].hf)
@@ -179,10 +179,26 @@ class _Mapped:
 
 
 class HFFolder(HFTensors):
-    """A folder of safetensors with its configuration."""
+    """A folder of safetensors with its configuration.
+
+    Attributes:
+        steps: of its training, which the folder does not have.
+    """
+
+    steps = 0
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, path / CONFIG)
+
+    def tokenizer(self, fix: str) -> str:
+        """Returns the folder, as `--data.tokenizer`.
+
+        Raises:
+            CheckpointError: it has no tokenizer; the message ends with `fix`.
+        """
+        if not folder_files(self.path).vocabulary:
+            raise CheckpointError(f"the folder has no tokenizer ({VOCABULARY_NAMES}): {fix}")
+        return str(self.path.absolute())
 
     def _open_all(self) -> set[str]:
         self._places = _places(self.path)

@@ -34,7 +34,7 @@ from threed.checkpoint.lazy_tensors import (
     read_all,
     rows,
 )
-from threed.checks import export_limits, find_model_problems
+from threed.checks import find_model_problems
 from threed.config import ModelConfig
 from threed.parse import plain
 from threed.resolution import resolve_model
@@ -90,9 +90,8 @@ class Entry:
 def entries(model: ModelConfig) -> list[Entry]:
     """Returns all tensors of a model's Hugging Face layout, block by block; CheckpointError if it has no layout."""
     model = resolve_model(model)
-    keys = dict(model)
-    record = architectures.layout_of(keys)
-    if limits := list(export_limits(model)):
+    keys, record = dict(model), model.layout
+    if limits := list(record.limits(keys)):
         raise CheckpointError(
             f"the Hugging Face layout of {record.title} cannot express {'; nor '.join(limits)}"
         )
@@ -182,7 +181,7 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
     try:
         record = architectures.of_type(config.get("model_type"))
         model = resolve_model(_validated(record, spelling.read(record, config)))
-        if limits := list(export_limits(model)):
+        if limits := list(model.layout.limits(dict(model))):
             raise ValueError(f"no {record.model_type} has {'; nor '.join(limits)}")
         if problems := list(find_model_problems(model)):
             raise ValueError("; ".join(problems))
@@ -210,5 +209,5 @@ def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
     """Returns the Hugging Face configuration of a model, without ids of tokens and dtype."""
-    keys = dict(resolve_model(model))
-    return spelling.write(architectures.layout_of(keys), keys)
+    model = resolve_model(model)
+    return spelling.write(model.layout, dict(model))
