@@ -237,3 +237,16 @@ def test_a_drive_that_fails_is_one_line(
     with mock.patch.object(launch, "_train", side_effect=error):
         assert launch.main(flags, prog="pretrain/gpt.py", arch="gpt") == 2
     assert capsys.readouterr().err == f"threed: {error}\n"
+
+
+def test_problems_of_keys_data_and_vocabulary_come_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any corpus is tokenized."""
+    flags = ["--preset", "tiny", "--model.vocab", "100", "--train.global-batch", "7"]
+    flags += ["--data.path", str(tmp_path / "nowhere")]
+    assert launch.main(flags, prog="pretrain/gpt.py", arch="gpt") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("threed: 3 problems in the configuration")
+    for part in ("use --model.vocab 257", "--train.global-batch 7 is not", "nowhere"):
+        assert part in said

@@ -38,7 +38,6 @@ PRESETS = Path(__file__).with_name("presets")
 PROGRAM, FLAG = "the program's defaults", ""  # sources of values, besides files
 _OWN = ("seq", "dropout", "tokenizer")  # keys of a run, also if it begins from a folder
 Groups = Mapping[str, Mapping[str, Any]]
-Begin = Callable[[Config], Groups]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def load(
     *,
     defaults: Groups | None = None,
     presets: Path = PRESETS,
-    begin: Begin | None = None,
+    begin: Callable[[Config], Groups] = lambda config: {},
     world_size: int | None = None,
     local_world: int | None = None,
     machines: tuple[int, int] | None = None,
@@ -73,17 +72,17 @@ def load(
     Args:
         defaults: the program's own values, {group: {key: value}}.
         presets: the folder of the named TOML files, by default the package's.
-        begin: returns the values of the folder that a configuration begins from, with a model if there is a folder.
-            They override those of a preset or file, but not the length of sequences, the dropout and the tokenizer. A
-            flag that gives another model is a problem. May raise ConfigError.
-        world_size: the number of ranks if there is no `--world-size`. By default combinations of
-            keys are not checked.
+        begin: returns the values of the folder that a configuration begins from, with a model, or
+            nothing. They override a preset or file, except `seq`, `dropout` and `tokenizer`. A flag
+            that gives another model is a problem. May raise ConfigError.
+        world_size: the number of ranks without `--world-size`. By default combinations of keys are
+            not checked.
         local_world: the number of ranks on this machine.
         machines: the least and the most machines of a job whose number of machines may change.
-        more: returns further problems of a configuration whose values are all valid.
+        more: returns further problems of a configuration with valid values.
 
     Returns:
-        The configuration, and what is asked of the program. With `--help` nothing but the defaults is read.
+        The configuration, and the options of the program. With `--help` only the defaults are read.
 
     Raises:
         ConfigError: with every problem of keys and of their combinations.
@@ -99,9 +98,8 @@ def load(
     draft.say_flags(given)
     draft.fit_warmup({PROGRAM, *([str(source)] if "preset" in given else [])})
     asked, config = draft.world_size(given), draft.validate()
-    found = begin(config) if begin and not draft.problems else {}
-    if found:
-        config = draft.begin(found, config)
+    found = {} if draft.problems else begin(config)
+    config = draft.begin(found, config)
     flags = frozenset(given)
     options = Options("dry_run" in flags, asked, False, flags, "model" in found)
     problems = list(draft.problems)
