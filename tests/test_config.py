@@ -260,6 +260,10 @@ import threed.config, threed.checks, threed.arguments"""
         ("--preset tiny --config x.toml", ["give one"]),
         ("--config nowhere.toml", ["no such file", "--preset"]),
         ("--world-size none", ["--world-size none", "whole number"]),
+        ("--preset=", ["--preset : no such preset"]),
+        ("--config=", ["--config : no such file"]),
+        ("--dry-run=false", ["--dry-run=false: it takes no value", "leave it out"]),
+        ("--help=false", ["--help=false: it takes no value"]),
     ],
 )
 def test_a_bad_flag_is_refused_with_its_fix(line: str, parts: list[str]) -> None:
@@ -303,6 +307,13 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
     report = format_problems(found)
     assert report.startswith("threed: 5 problems")
     assert report.count("\n  - ") == 5
+    found = problems("--dry-run=false --help=no --model.hidden x --optim.lrr 1")
+    assert [text.split(":")[0] for text in found] == [
+        "--help=no",
+        "--dry-run=false",
+        "--optim.lrr",
+        "--model.hidden x",
+    ]
     # heads was misspelt and tp is no number: what follows from their defaults is nobody's mistake
     assert len(problems("--model.headz 6 --model.seq 96 --parallel.tp 3", world_size=3)) == 1
     assert len(problems("--parallel.tp x --parallel.dp 2", world_size=8)) == 1

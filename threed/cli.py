@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from threed import architectures, schedules
+from threed.monitor import process
 from threed.packages import MissingPackageError
 
 
@@ -35,18 +36,29 @@ def main(argv: list[str] | None = None) -> int:
         _parser().print_help(sys.stderr)
         return 2
     try:
-        if argv[0] in ("train", "plan"):
-            return _train(*argv)
-        arguments, flags = _parser().parse_known_args(argv)
-        if argv[0] == "verify":
-            return _verify(arguments, flags)
-        if flags:
-            _parser().error(f"unrecognized arguments: {' '.join(flags)}")
-        arguments.run(arguments)
+        with process.ends_with_its_pipe():
+            if argv[0] in ("train", "plan"):
+                return _train(*argv)
+            if argv[0] == "verify":
+                return _verify(*_parser().parse_known_args(_joined(argv)))
+            arguments = _parser().parse_args(argv)
+            arguments.run(arguments)
     except (ValueError, OSError, RuntimeError, MissingPackageError) as error:
         print(f"threed {argv[0]}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _joined(words: list[str]) -> list[str]:
+    """Returns words with flags of training as `--flag=value`: argparse does not know that they take a value."""
+    own, joined = ("--topologies", "--timeout", "--json", "--help", "--dry-run"), list[str]()
+    for word in words:
+        flag = joined[-1] if joined else ""
+        if flag.startswith("--") and "=" not in flag and flag not in own and word[:1] != "-":
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _add_schedule_flags(add: Callable[..., Any]) -> None:
