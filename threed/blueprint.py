@@ -198,21 +198,6 @@ class Blueprint:
             self.pipeline, microbatches, training, self.config.zero.stage == 3, validates, part
         )
 
-    @property
-    def plan(self) -> Plan:
-        """A step's compute actions, of every pipeline rank."""
-        return self.pipeline.plan
-
-    @property
-    def cut(self) -> Cut:
-        """Which layers are whose."""
-        return self.pipeline.cut
-
-    @property
-    def division(self) -> Division | None:
-        """The cut, where it is by measured times."""
-        return self.pipeline.division
-
     def stages(self, gatherer: ParameterGatherer, reducer: Reducer) -> list[Stage]:
         """Returns this rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself.
 
@@ -240,7 +225,7 @@ class Blueprint:
     @property
     def chunks(self) -> tuple[range, ...]:
         """The layers of this rank, by their numbers in the model, chunk by chunk."""
-        return self.cut.chunks(self.topology.axis("pp").index)
+        return self.pipeline.cut.chunks(self.topology.axis("pp").index)
 
     @property
     def held(self) -> list[int]:
@@ -278,7 +263,7 @@ class Blueprint:
     @functools.cached_property  # every step asks, and a plan is long to hash
     def optimistic(self) -> bool:
         """Whether updates begin before the gradient norm is known, and are validated in the next step."""
-        return setup.is_optimistic(self.config, self.plan)
+        return setup.is_optimistic(self.config, self.pipeline.plan)
 
     @property
     def layer_major(self) -> bool:
@@ -288,7 +273,9 @@ class Blueprint:
     @property
     def live(self) -> int:
         """Micro-batches whose activations this rank holds at the worst moment."""
-        return math.ceil(schedules.peak_activations(self.plan, self.topology.axis("pp").index))
+        return math.ceil(
+            schedules.peak_activations(self.pipeline.plan, self.topology.axis("pp").index)
+        )
 
 
 @functools.lru_cache(maxsize=32)
