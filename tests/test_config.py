@@ -365,6 +365,8 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
             ["--parallel.chunks 2 with --parallel.schedule 1f1b", "use --parallel.chunks 1, or"],
         ),
         ("--parallel.pp 2 --parallel.partition 3,3,2", 2, ["for 3 stages", "give 2 numbers"]),
+        ("--optim.momentum 0.5", 1, ["0.5 with --optim.name adamw", "use the default 0.9"]),
+        ("--optim.name lion --optim.eps 1e-6", 1, ["--optim.eps 1e-06", "does not use it"]),
         ("--parallel.pp 2 --parallel.partition 3,3", 2, ["makes 6 layers", "8 are needed"]),
         (
             "--parallel.pp 2 --parallel.schedule zb-v --parallel.partition 4,4",
@@ -525,6 +527,7 @@ def test_an_impossible_combination_is_refused_with_its_fix(
         ("--precision.dtype fp16 --precision.reduce-dtype bf16", 1),
         ("--optim.name sgd --optim.momentum 0", 1),
         ("--optim.name lion --optim.betas 0.9,0.99", 1),
+        ("--optim.momentum 0.5 --optim.groups *.bias:name=sgd", 1),
     ],
 )
 def test_what_works_is_not_refused(line: str, world: int) -> None:

@@ -20,6 +20,7 @@ from threed.config import (
     Config,
     ConfigError,
     ModelConfig,
+    OptimConfig,
     ParallelConfig,
     RecomputeConfig,
     key_name,
@@ -207,7 +208,14 @@ def find_problems(
         if local_world not in (None, world_size):
             how = f"--nnodes × {how}, now {local_world} on this machine"
         problems.append(f"{error} (torchrun {how})")
-    for check in (_check_heads, _check_layers, _check_sequence, _check_run, _check_export):
+    for check in (
+        _check_heads,
+        _check_layers,
+        _check_sequence,
+        _check_optimizer,
+        _check_run,
+        _check_export,
+    ):
         problems += check(config)
     problems += find_model_problems(config.model)
     for check_ranks in (_check_schedule, _check_batch, _check_shard_size, _check_replicas):
@@ -341,6 +349,16 @@ def _check_sequence(config: Config) -> Iterator[str]:
     if config.parallel.sequence is not False and seq % tp:
         off = "turn sequence parallelism off with --parallel.sequence false"
         yield f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, or {off}"
+
+
+def _check_optimizer(config: Config) -> Iterator[str]:
+    optim, default = config.optim, OptimConfig()
+    names = {optim.name, *(group.name for group in optim.groups)}
+    for key, users in (("momentum", {"sgd"}), ("betas", {"adamw", "lion"}), ("eps", {"adamw"})):
+        value, own = getattr(optim, key), getattr(default, key)
+        if value != own and names.isdisjoint(users):
+            given = f"--optim.{key} {written(value)} with --optim.name {optim.name}"
+            yield f"{given}, which does not use it: leave it out, or use the default {written(own)}"
 
 
 def _check_batch(config: Config, dp: int | None) -> Iterator[str]:

@@ -290,13 +290,13 @@ def _checkpoint_facts(path: Path) -> str:
     if damaged:
         raise CheckpointError("\n".join(damaged))
     reader = Reader(path, manifest)
-    state, model = manifest["state"], manifest["config"]["model"]
+    state, model, axes = manifest["state"], manifest["config"]["model"], manifest["topology"]
     size = sum(entry["size"] for entry in manifest["files"])
     buffers = sorted(reader.buffers.items())
     lines = [
         f"{path}: {len(manifest['files'])} files, {size:,} bytes, every hash verified",
         f"after step {state['steps']} and {state['consumed']} samples",
-        f"model {model['arch']}, saved on {manifest['topology']}",
+        f"model {model['arch']}, saved on {' × '.join(f'{a} {n}' for a, n in axes.items() if n > 1) or 'one rank'}",
         *(f"{name:<44} {list(shape)}" for name, shape in sorted(reader.shapes.items())),
         *(f"{name:<44} {list(shape)} buffer, {dtype}" for name, (_, dtype, shape) in buffers),
     ]
