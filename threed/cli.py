@@ -77,9 +77,8 @@ def _add_schedule_flags(add: Callable[..., Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="threed", description="Training, and the tools beside it."
-    )
+    text = "Training, and the tools beside it."
+    parser = argparse.ArgumentParser(prog="threed", description=text)
     tools = parser.add_subparsers(required=True, metavar="TOOL")
 
     def tool(name: str, text: str, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -202,9 +201,8 @@ def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
 def _tokenize(a: argparse.Namespace) -> None:
     from threed.data import load_tokenizer, tokenize_to_megatron
 
-    tokenizer = load_tokenizer(
-        a.tokenizer, {"true": True, "false": False}.get(a.bos, "auto"), a.special_tokens
-    )
+    bos: Any = {"true": True, "false": False}.get(a.bos, "auto")
+    tokenizer = load_tokenizer(a.tokenizer, bos, a.special_tokens)
     made = tokenize_to_megatron(a.src, a.dst, tokenizer)
     files = ", ".join(map(str, made.files))
     print(f"{made.documents:,} documents, {made.tokens:,} tokens: {files}")
@@ -243,16 +241,14 @@ def _machine_facts(drive: str) -> str:
     packages = "threed torch numpy safetensors pydantic tokenizers wandb transformers matplotlib"
     for name in packages.split():
         lines.append(f"{name:<12} {provenance.version(name)}")
-    devices = [str(device.name(torch.device("cuda", i))) for i in range(device.count())]
-    lines.append(
-        f"devices      {', '.join(devices) or f'CPU, {torch.get_num_threads()} threads in this process'}"
-    )
+    gpus = [torch.device("cuda", i) for i in range(device.count())]
+    cpu = f"CPU, {torch.get_num_threads()} threads in this process"
+    lines.append(f"devices      {', '.join(str(device.name(gpu)) for gpu in gpus) or cpu}")
     lines.append(f"backends     {', '.join(backends()) or 'none'}")
     for name, found in native.status().items():
         found = found.replace("\n", "\n" + " " * 13)
         lines.append(f"{f'kernels {name}':<12} {found}")
     if native.library("cuda") is not None:
-        gpus = [torch.device("cuda", i) for i in range(device.count())]
         lines += [f"{'':<12} {launch.problem(gpu) or f'they run on {gpu}'}" for gpu in gpus]
     return "\n".join([*lines, f"drive        {_drive_facts(drive)}"])
 
