@@ -231,7 +231,7 @@ class PP2(ThreeD):
         Every step's plan is played out with the times that its own actions took; medians over the steps. An update
         takes what it takes the rank that comes last to it, the others wait.
         """
-        plan, seconds, bubbles = self.trainer.blueprint.plan, [], []
+        plan, seconds, bubbles = self.trainer.blueprint.pipeline.plan, [], []
         mine = [
             ([(str(a), begin, end) for a, begin, end in spans], update)
             for spans, update in self.recorded

@@ -146,12 +146,13 @@ def work(args: argparse.Namespace) -> dict[str, Any] | None:
         raise RuntimeError(
             "disturbed: other processes use the cores; wait, or raise --quiet or --patience"
         )
-    division = engines["measured"].trainer.blueprint.division
+    division = engines["measured"].trainer.blueprint.pipeline.division
     if dist.get_rank() > 0 or division is None:
         return None
     summaries = {cut: summary(cut, rounds, division.gains) for cut in CUTS}
     counts = {
-        cut: [len(part) for part in engines[cut].trainer.blueprint.cut.ranges] for cut in CUTS
+        cut: [len(part) for part in engines[cut].trainer.blueprint.pipeline.cut.ranges]
+        for cut in CUTS
     }
     machine = {
         "processor": processor(topology.device),

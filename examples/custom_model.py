@@ -15,7 +15,7 @@ import sys
 from torch import Tensor, nn
 
 import threed
-from threed import collectives, layers
+from threed import collectives, launch, layers
 from threed.arguments import format_problems
 from threed.config import Config, ConfigError, ModelConfig
 from threed.data import Data, open_data
@@ -75,7 +75,7 @@ def configure() -> tuple[Config, Data]:
             sys.argv[1:], prog=sys.argv[0], about=about, defaults=DEFAULTS, world_size=world
         )
     except ConfigError as error:
-        sys.exit(format_problems(error.problems))
+        sys.exit(launch.refuse(format_problems(error.problems)))
     d = config.data
     spelling = {"bos": d.bos, "special_tokens": d.special_tokens}
     data = open_data(d.path, d.tokenizer, d.split, config.model.seq, config.train.seed, **spelling)

@@ -15,7 +15,7 @@ import sys
 import torch
 
 import threed
-from threed import collectives
+from threed import collectives, launch
 from threed.arguments import format_problems
 from threed.config import ConfigError, ModelConfig
 from threed.data import open_data
@@ -87,6 +87,6 @@ if __name__ == "__main__":
     try:
         main()
     except ConfigError as error:
-        sys.exit(format_problems(error.problems))
+        sys.exit(launch.refuse(format_problems(error.problems)))
     except SwapError as error:  # of the drive
         sys.exit(str(error))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -53,6 +56,27 @@ def test_a_flag_is_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["schedule", "1f1b", "--stages", "4", "--microbatches", "8", "--chunk", "2"])
     assert "unrecognized arguments: --chunk 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("train --help", -signal.SIGPIPE),
+        ("schedule 1f1b --stages 2 --microbatches 2", -signal.SIGPIPE),
+        ("schedule --help", 0),  # argparse drops the error
+    ],
+)
+def test_a_closed_pipe_ends_a_tool_quietly(line: str, code: int) -> None:
+    """As `| head -1` does."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "threed", *line.split()],
+        stdout=write, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    os.close(write)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_a_schedule_that_is_not_there_is_refused_by_name(
@@ -201,6 +225,9 @@ def test_inspect_verifies_and_convert_exports_a_checkpoint(
     assert main(["inspect", str(saved)]) == 0
     out = capsys.readouterr().out
     assert "every hash verified" in out
+    assert "model llama, saved on one rank" in out
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no checkpoint: it does not exist" in capsys.readouterr().err
     assert "blocks.2.mlp.gate.weight" in out
     assert main(["convert", str(saved), str(tmp_path / "hf"), "--tokenizer", "none"]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [

@@ -260,6 +260,10 @@ import threed.config, threed.checks, threed.arguments"""
         ("--preset tiny --config x.toml", ["give one"]),
         ("--config nowhere.toml", ["no such file", "--preset"]),
         ("--world-size none", ["--world-size none", "whole number"]),
+        ("--preset=", ["--preset : no such preset"]),
+        ("--config=", ["--config : no such file"]),
+        ("--dry-run=false", ["--dry-run=false: it takes no value", "leave it out"]),
+        ("--help=false", ["--help=false: it takes no value"]),
     ],
 )
 def test_a_bad_flag_is_refused_with_its_fix(line: str, parts: list[str]) -> None:
@@ -303,6 +307,13 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
     report = format_problems(found)
     assert report.startswith("threed: 5 problems")
     assert report.count("\n  - ") == 5
+    found = problems("--dry-run=false --help=no --model.hidden x --optim.lrr 1")
+    assert [text.split(":")[0] for text in found] == [
+        "--help=no",
+        "--dry-run=false",
+        "--optim.lrr",
+        "--model.hidden x",
+    ]
     # heads was misspelt and tp is no number: what follows from their defaults is nobody's mistake
     assert len(problems("--model.headz 6 --model.seq 96 --parallel.tp 3", world_size=3)) == 1
     assert len(problems("--parallel.tp x --parallel.dp 2", world_size=8)) == 1
@@ -354,6 +365,8 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
             ["--parallel.chunks 2 with --parallel.schedule 1f1b", "use --parallel.chunks 1, or"],
         ),
         ("--parallel.pp 2 --parallel.partition 3,3,2", 2, ["for 3 stages", "give 2 numbers"]),
+        ("--optim.momentum 0.5", 1, ["0.5 with --optim.name adamw", "use the default 0.9"]),
+        ("--optim.name lion --optim.eps 1e-6", 1, ["--optim.eps 1e-06", "does not use it"]),
         ("--parallel.pp 2 --parallel.partition 3,3", 2, ["makes 6 layers", "8 are needed"]),
         (
             "--parallel.pp 2 --parallel.schedule zb-v --parallel.partition 4,4",
@@ -514,6 +527,7 @@ def test_an_impossible_combination_is_refused_with_its_fix(
         ("--precision.dtype fp16 --precision.reduce-dtype bf16", 1),
         ("--optim.name sgd --optim.momentum 0", 1),
         ("--optim.name lion --optim.betas 0.9,0.99", 1),
+        ("--optim.momentum 0.5 --optim.groups *.bias:name=sgd", 1),
     ],
 )
 def test_what_works_is_not_refused(line: str, world: int) -> None:

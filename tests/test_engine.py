@@ -14,7 +14,7 @@ from tests.configs import Case, batch, config_of, engine_of, topology_of
 from tests.harness import run_ranks
 from tests.test_step import with_
 from tests.users_models import MODELS as USERS
-from threed.config import Config, ConfigError
+from threed.config import Config, ConfigError, ParamGroup
 from threed.engine import Engine, LayeredEngine, ModuleEngine
 from threed.layers import Slicing
 from threed.metrics import BadStepsError
@@ -62,15 +62,27 @@ def test_too_few_layers_of_a_users_model_are_refused_with_the_flags_to_change(
 ) -> None:
     given = f"5 layers, embedding and head included, cannot fill the 6 stages of --parallel.pp {pp}"
     problem = f"{given}{chunks}: {fix}, or a model of 6 layers or more"
-    run_ranks(pp, refuse_albert, pp, changes, problem)
+    run_ranks(pp, refuse_albert, pp, {"parallel": changes}, [problem])
 
 
-def refuse_albert(pp: int, changes: dict[str, object], problem: str) -> None:
+def test_a_partition_that_does_not_fit_a_users_model_is_refused_with_all_other_problems() -> None:
+    given = "--parallel.partition 3,1,2"
+    problems = [
+        f"{given} is for 3 stages: give 2 numbers, one for each of --parallel.pp 2",
+        f"{given} makes 6 layers: 5 are needed, embedding and head included",
+        "--optim.groups 'tail.*' matches no parameter",
+    ]
+    groups = (ParamGroup(match="tail.*", lr=1e-3),)
+    changes = {"parallel": {"partition": (3, 1, 2)}, "optim": {"groups": groups}}
+    run_ranks(2, refuse_albert, 2, changes, problems)
+
+
+def refuse_albert(pp: int, changes: dict[str, dict[str, object]], problems: list[str]) -> None:
     """Checks, on every rank, the refusal of a model of 5 layers."""
-    config = with_(config_of(Case(pp=pp, layers=6, microbatches=pp)), parallel=changes)
+    config = with_(config_of(Case(pp=pp, layers=6, microbatches=pp)), **changes)
     with pytest.raises(ConfigError) as found:
         Engine(USERS["albert"](config.model, Slicing()), topology_of(pp, 1), config)
-    assert found.value.problems == [problem]
+    assert [text.split(": names are")[0] for text in found.value.problems] == problems
 
 
 class Named(nn.Module):

@@ -512,6 +512,14 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], dict[str, Any]
 }  # fmt: skip
 
 
+def test_an_adapter_is_refused(folders: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(folders / "llama", tmp_path / "theirs")
+    (source / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has an adapter, which is not read: merge it"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_does_not_fit_is_refused_by_name(kind: str, folders: Path, tmp_path: Path) -> None:
     name, edit, keys, problem = REFUSED[kind]

@@ -292,7 +292,7 @@ def sleepers(cases: Sequence[Case]) -> list[Run]:
         engine = Engine(Sleepers(Slicing(topology.axis("tp"))), topology, settings)
         for step in range(2):
             engine.step(share(batch(step, settings.train.global_batch), topology))
-        cut, division = engine.blueprint.cut.ranges, engine.blueprint.division
+        cut, division = engine.blueprint.pipeline.cut.ranges, engine.blueprint.pipeline.division
         times, gains = (list(division.times), dict(division.gains)) if division else ([], {})
         found.append(
             Run([(part.start, part.stop) for part in cut], times, gains, engine.full_state_dict())
@@ -335,7 +335,7 @@ def test_a_layer_slower_than_its_flops_moves_the_cut_and_changes_no_weight() -> 
 def sliced(case: Case) -> tuple[list[range], list[LayerTimes], int]:
     """An engine of a model cut over tensor ranks, whose layers talk while they are timed."""
     engine = engine_of(config(case))
-    division = engine.blueprint.division
+    division = engine.blueprint.pipeline.division
     assert division is not None
     return list(division.ranges), list(division.times), sum(engine.topology.traffic.values())
 
@@ -353,6 +353,6 @@ def test_tensor_ranks_measure_together_and_agree() -> None:
 
 def test_one_stage_has_nothing_to_divide() -> None:
     engine = engine_of(config(Case(dtype="fp32")))
-    assert engine.blueprint.division is None
-    assert engine.blueprint.cut.ranges == (range(5),)
+    assert engine.blueprint.pipeline.division is None
+    assert engine.blueprint.pipeline.cut.ranges == (range(5),)
     assert balanced([1, 1, 1], 1) == uniform(3, 1)

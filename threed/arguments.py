@@ -20,7 +20,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from threed.checks import find_problems
 from threed.config import Config, ConfigError, key_name, python_name
@@ -143,12 +143,18 @@ class _Draft:
 
     def split(self, argv: list[str]) -> dict[str, Any]:
         """Returns the values of known flags, and of options of the program, by `group.field` or name."""
-        parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        parser = argparse.ArgumentParser(
+            add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        )
         _add_flags(parser, DEFAULTS, nargs="?")
         named = [_hyphenated(token) if token.startswith("--") else token for token in argv]
         found, rest = parser.parse_known_args(named)
         given = vars(found)
         self._describe_missing(given, named, rest)
+        for flag in ("help", "dry_run"):
+            if value := given.get(flag):
+                text = f"--{key_name(flag)}={value}: it takes no value; write --{key_name(flag)}, or leave it out"
+                self.problems.append(text)
         before = ""
         for token in rest:
             name, equals, _ = token.removeprefix("--").partition("=")
@@ -172,14 +178,14 @@ class _Draft:
         """Sets the values of the preset or TOML file, and returns its path."""
         preset, path = given.get("preset"), given.get("config")
         names = ", ".join(_preset_names(presets)) or "none"
-        source = Path(path) if path else presets / f"{preset}.toml"
+        source = presets / f"{preset}.toml" if path is None else Path(path)
         if preset and path:
             self.problems.append(
                 "--preset and --config together: give one, and the differences as flags"
             )
-        elif preset and preset not in _preset_names(presets):
+        elif preset is not None and preset not in _preset_names(presets):
             self.problems.append(f"--preset {preset}: no such preset; there are {names}")
-        elif path and not source.is_file():
+        elif path is not None and not source.is_file():
             self.problems.append(
                 f"--config {path}: no such file; presets are named with --preset ({names})"
             )
@@ -303,11 +309,6 @@ class _Missing(str):
     """The value of a flag that was given without one: the form of its values."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([message])
-
-
 def _hyphenated(token: str) -> str:
     name, equals, value = token.partition("=")
     # argparse takes a token with a space in its name for a value
@@ -333,19 +334,16 @@ def _add_flags(
         place.add_argument(flag, metavar=form, help=text.replace("%", "%%"), **const, **more)
 
     options = parser.add_argument_group("options")
-    add(
-        options, "--config", "FILE.toml", "start from a TOML file, such as the config.toml of a run"
-    )
+    bare: Any = {"action": "store_true"} if nargs is None else {"nargs": "?", "const": ""}
+    options.add_argument("--help", help="print this text, and end", **bare)
+    text = "start from a TOML file, such as the config.toml of a run"
+    add(options, "--config", "FILE.toml", text)
     if not program:
-        add(
-            options, "--preset", "NAME", f"start from a preset: {', '.join(_preset_names(PRESETS))}"
-        )
+        names = ", ".join(_preset_names(PRESETS))
+        add(options, "--preset", "NAME", f"start from a preset: {names}")
         add(options, "--world-size", "N", "ranks to assume in a dry run")
-        options.add_argument(
-            "--dry-run",
-            action="store_true",
-            help="check everything, print rank map, bytes and bubble, and end",
-        )
+        text = "check everything, print rank map, bytes and bubble, and end"
+        options.add_argument("--dry-run", help=text, **bare)
     for name, group in GROUPS.items():
         section = parser.add_argument_group(name, group.__doc__)
         for key, info in group.model_fields.items():

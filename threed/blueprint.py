@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from torch import nn
 
 from threed import schedules
+from threed.checks import find_partition_problems, named_stages
 from threed.config import Config, ConfigError
 from threed.device import is_accelerator
 from threed.layers.slicing import Flag
@@ -70,7 +71,8 @@ class Pipeline:
         Raises ConfigError, or ValueError, for what cannot be cut or planned, or where ranks have different plans.
         """
         p, name, plan = config.parallel, schedule_of(config), step_plan(config, topology.dp)
-        _check_stages(len(layers), name, plan)
+        if problems := list(_find_problems(layers, config, plan)):
+            raise ConfigError(problems)
         if p.schedule not in get_args(schedules.ScheduleName):
             _agree(plan, topology)
         if p.partition == "measured" and p.pp > 1:
@@ -93,20 +95,19 @@ class Pipeline:
         return schedules.build(self.schedule, plan.stages, microbatches, plan.chunks, *times)
 
 
-def _check_stages(layers: int, schedule: str, plan: Plan) -> None:
-    """Raises ConfigError if the model has fewer layers than a plan has stages."""
-    stages, pp = plan.total_stages, plan.stages
-    if layers >= stages:
-        return
-    given = f"{layers} layers, embedding and head included, cannot fill the {stages} stages"
-    fixes = ["a smaller --parallel.pp"] if pp > 1 else []
-    chunks = ""
-    if stages != pp:
-        chunks = f" × {stages // pp} chunks of --parallel.schedule {schedule}"
-        fixes += ["fewer --parallel.chunks"] if schedules.chunks_are_free(schedule) else []
-        fixes.append("another --parallel.schedule")
-    fix = f"use {', '.join(fixes)}, or a model of {stages} layers or more"
-    raise ConfigError([f"{given} of --parallel.pp {pp}{chunks}: {fix}"])
+def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Iterator[str]:
+    """Yields what of the configuration does not fit the model."""
+    p, count, stages = config.parallel, len(layers), plan.total_stages
+    if count < stages:
+        given = f"{count} layers, embedding and head included, cannot fill the {stages} stages"
+        fixes = ["a smaller --parallel.pp"] if p.pp > 1 else []
+        if stages != p.pp:
+            fixes += ["fewer --parallel.chunks"] if schedules.chunks_are_free(p.schedule) else []
+            fixes.append("another --parallel.schedule")
+        fix = f"use {', '.join(fixes)}, or a model of {stages} layers or more"
+        yield f"{given} of {named_stages(p, stages)}: {fix}"
+    yield from find_partition_problems(p, count, stages)
+    yield from setup.find_group_problems(config.optim, layers)
 
 
 def _agree(plan: Plan, topology: Topology) -> None:
@@ -161,7 +162,6 @@ class Blueprint:
 
         layers: the model's, cut as `pipeline` says. Raises ConfigError, or ValueError, for what cannot be laid out.
         """
-        setup.check_groups(config.optim, layers)
         wrapped, cut = model if isinstance(model, Wrapped) else None, pipeline.cut
         ties = cut.ties([names(layer) for layer in layers])
         overs = set() if wrapped else dealt_over(layers)
@@ -198,21 +198,6 @@ class Blueprint:
             self.pipeline, microbatches, training, self.config.zero.stage == 3, validates, part
         )
 
-    @property
-    def plan(self) -> Plan:
-        """A step's compute actions, of every pipeline rank."""
-        return self.pipeline.plan
-
-    @property
-    def cut(self) -> Cut:
-        """Which layers are whose."""
-        return self.pipeline.cut
-
-    @property
-    def division(self) -> Division | None:
-        """The cut, where it is by measured times."""
-        return self.pipeline.division
-
     def stages(self, gatherer: ParameterGatherer, reducer: Reducer) -> list[Stage]:
         """Returns this rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself.
 
@@ -240,7 +225,7 @@ class Blueprint:
     @property
     def chunks(self) -> tuple[range, ...]:
         """The layers of this rank, by their numbers in the model, chunk by chunk."""
-        return self.cut.chunks(self.topology.axis("pp").index)
+        return self.pipeline.cut.chunks(self.topology.axis("pp").index)
 
     @property
     def held(self) -> list[int]:
@@ -278,7 +263,7 @@ class Blueprint:
     @functools.cached_property  # every step asks, and a plan is long to hash
     def optimistic(self) -> bool:
         """Whether updates begin before the gradient norm is known, and are validated in the next step."""
-        return setup.is_optimistic(self.config, self.plan)
+        return setup.is_optimistic(self.config, self.pipeline.plan)
 
     @property
     def layer_major(self) -> bool:
@@ -288,7 +273,9 @@ class Blueprint:
     @property
     def live(self) -> int:
         """Micro-batches whose activations this rank holds at the worst moment."""
-        return math.ceil(schedules.peak_activations(self.plan, self.topology.axis("pp").index))
+        return math.ceil(
+            schedules.peak_activations(self.pipeline.plan, self.topology.axis("pp").index)
+        )
 
 
 @functools.lru_cache(maxsize=32)

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from threed import architectures, schedules
-from threed.config import Config, ConfigError, ModelConfig, RecomputeConfig, key_name, python_name
+from threed.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    key_name,
+    python_name,
+)
 from threed.resolution import derive_dp, schedule_problem
 from threed.schema import written
 
@@ -198,7 +207,14 @@ def find_problems(
         if local_world not in (None, world_size):
             how = f"--nnodes × {how}, now {local_world} on this machine"
         problems.append(f"{error} (torchrun {how})")
-    for check in (_check_heads, _check_layers, _check_sequence, _check_run, _check_export):
+    for check in (
+        _check_heads,
+        _check_layers,
+        _check_sequence,
+        _check_optimizer,
+        _check_run,
+        _check_export,
+    ):
         problems += check(config)
     problems += find_model_problems(config.model)
     for check_ranks in (_check_schedule, _check_batch, _check_shard_size, _check_replicas):
@@ -267,15 +283,31 @@ def _check_heads(config: Config) -> Iterator[str]:
 
 
 def _check_layers(config: Config) -> Iterator[str]:
-    layers, pp, counts = config.model.layers, config.parallel.pp, config.parallel.partition
+    layers, pp = config.model.layers, config.parallel.pp
     if layers < pp:
         fix = f"use --parallel.pp of at most {layers}"
         yield f"--model.layers {layers} < --parallel.pp {pp}: a stage needs at least one layer; {fix}"
-    if not isinstance(counts, tuple):
+    yield from find_partition_problems(config.parallel, layers + 2)
+
+
+def find_partition_problems(
+    p: ParallelConfig, layers: int, stages: int | None = None
+) -> Iterator[str]:
+    """Yields why an explicit partition does not fit so many layers, and the stages of a plan if they are known."""
+    if not isinstance(p.partition, tuple):
         return
-    given = f"--parallel.partition {written(counts)}"
-    if sum(counts) != layers + 2:
-        yield f"{given} makes {sum(counts)} layers: {layers + 2} are needed (embedding, {layers} blocks, head)"
+    given, total = f"--parallel.partition {written(p.partition)}", sum(p.partition)
+    if stages is not None and len(p.partition) != stages:
+        fix = f"give {stages} numbers, one for each of {named_stages(p, stages)}"
+        yield f"{given} is for {len(p.partition)} stages: {fix}"
+    if total != layers:
+        yield f"{given} makes {total} layers: {layers} are needed, embedding and head included"
+
+
+def named_stages(p: ParallelConfig, stages: int) -> str:
+    """Returns the flags that so many stages follow from."""
+    chunks = f" × {stages // p.pp} chunks of --parallel.schedule {p.schedule}"
+    return f"--parallel.pp {p.pp}{chunks if stages != p.pp else ''}"
 
 
 def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
@@ -300,15 +332,11 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
     """Whether the layers are enough for the stages of a plan, and an explicit partition has a number for each."""
     p, layers = config.parallel, config.model.layers
-    several = (
-        f" × {stages // p.pp} chunks of --parallel.schedule {p.schedule}" if stages != p.pp else ""
-    )
     if layers >= p.pp and layers + 2 < stages:  # fewer are refused already
         given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"
-        yield f"{given} of --parallel.pp {p.pp}{several}: use --model.layers {stages - 2} or more, or another schedule"
-    if isinstance(p.partition, tuple) and len(p.partition) != stages:
-        given = f"--parallel.partition {written(p.partition)} is for {len(p.partition)} stages"
-        yield f"{given}: give {stages} numbers, one for each of --parallel.pp {p.pp}{several}"
+        fix = f"use --model.layers {stages - 2} or more, or another schedule"
+        yield f"{given} of {named_stages(p, stages)}: {fix}"
+    yield from find_partition_problems(p, layers + 2, stages)
 
 
 def _check_sequence(config: Config) -> Iterator[str]:
@@ -316,6 +344,16 @@ def _check_sequence(config: Config) -> Iterator[str]:
     if config.parallel.sequence is not False and seq % tp:
         off = "turn sequence parallelism off with --parallel.sequence false"
         yield f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, or {off}"
+
+
+def _check_optimizer(config: Config) -> Iterator[str]:
+    optim, default = config.optim, OptimConfig()
+    names = {optim.name, *(group.name for group in optim.groups)}
+    for key, users in (("momentum", {"sgd"}), ("betas", {"adamw", "lion"}), ("eps", {"adamw"})):
+        value, own = getattr(optim, key), getattr(default, key)
+        if value != own and names.isdisjoint(users):
+            given = f"--optim.{key} {written(value)} with --optim.name {optim.name}"
+            yield f"{given}, which does not use it: leave it out, or use the default {written(own)}"
 
 
 def _check_batch(config: Config, dp: int | None) -> Iterator[str]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from threed import architectures, schedules
+from threed.monitor import process
 from threed.packages import MissingPackageError
 
 
@@ -35,18 +36,29 @@ def main(argv: list[str] | None = None) -> int:
         _parser().print_help(sys.stderr)
         return 2
     try:
-        if argv[0] in ("train", "plan"):
-            return _train(*argv)
-        arguments, flags = _parser().parse_known_args(argv)
-        if argv[0] == "verify":
-            return _verify(arguments, flags)
-        if flags:
-            _parser().error(f"unrecognized arguments: {' '.join(flags)}")
-        arguments.run(arguments)
+        with process.ends_with_its_pipe():
+            if argv[0] in ("train", "plan"):
+                return _train(*argv)
+            if argv[0] == "verify":
+                return _verify(*_parser().parse_known_args(_joined(argv)))
+            arguments = _parser().parse_args(argv)
+            arguments.run(arguments)
     except (ValueError, OSError, RuntimeError, MissingPackageError) as error:
         print(f"threed {argv[0]}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _joined(words: list[str]) -> list[str]:
+    """Returns words with flags of training as `--flag=value`: argparse does not know that they take a value."""
+    own, joined = ("--topologies", "--timeout", "--json", "--help", "--dry-run"), list[str]()
+    for word in words:
+        flag = joined[-1] if joined else ""
+        if flag.startswith("--") and "=" not in flag and flag not in own and word[:1] != "-":
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _add_schedule_flags(add: Callable[..., Any]) -> None:
@@ -65,9 +77,8 @@ def _add_schedule_flags(add: Callable[..., Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="threed", description="Training, and the tools beside it."
-    )
+    text = "Training, and the tools beside it."
+    parser = argparse.ArgumentParser(prog="threed", description=text)
     tools = parser.add_subparsers(required=True, metavar="TOOL")
 
     def tool(name: str, text: str, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -190,9 +201,8 @@ def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
 def _tokenize(a: argparse.Namespace) -> None:
     from threed.data import load_tokenizer, tokenize_to_megatron
 
-    tokenizer = load_tokenizer(
-        a.tokenizer, {"true": True, "false": False}.get(a.bos, "auto"), a.special_tokens
-    )
+    bos: Any = {"true": True, "false": False}.get(a.bos, "auto")
+    tokenizer = load_tokenizer(a.tokenizer, bos, a.special_tokens)
     made = tokenize_to_megatron(a.src, a.dst, tokenizer)
     files = ", ".join(map(str, made.files))
     print(f"{made.documents:,} documents, {made.tokens:,} tokens: {files}")
@@ -231,16 +241,14 @@ def _machine_facts(drive: str) -> str:
     packages = "threed torch numpy safetensors pydantic tokenizers wandb transformers matplotlib"
     for name in packages.split():
         lines.append(f"{name:<12} {provenance.version(name)}")
-    devices = [str(device.name(torch.device("cuda", i))) for i in range(device.count())]
-    lines.append(
-        f"devices      {', '.join(devices) or f'CPU, {torch.get_num_threads()} threads in this process'}"
-    )
+    gpus = [torch.device("cuda", i) for i in range(device.count())]
+    cpu = f"CPU, {torch.get_num_threads()} threads in this process"
+    lines.append(f"devices      {', '.join(str(device.name(gpu)) for gpu in gpus) or cpu}")
     lines.append(f"backends     {', '.join(backends()) or 'none'}")
     for name, found in native.status().items():
         found = found.replace("\n", "\n" + " " * 13)
         lines.append(f"{f'kernels {name}':<12} {found}")
     if native.library("cuda") is not None:
-        gpus = [torch.device("cuda", i) for i in range(device.count())]
         lines += [f"{'':<12} {launch.problem(gpu) or f'they run on {gpu}'}" for gpu in gpus]
     return "\n".join([*lines, f"drive        {_drive_facts(drive)}"])
 
@@ -278,13 +286,13 @@ def _checkpoint_facts(path: Path) -> str:
     if damaged:
         raise CheckpointError("\n".join(damaged))
     reader = Reader(path, manifest)
-    state, model = manifest["state"], manifest["config"]["model"]
+    state, model, axes = manifest["state"], manifest["config"]["model"], manifest["topology"]
     size = sum(entry["size"] for entry in manifest["files"])
     buffers = sorted(reader.buffers.items())
     lines = [
         f"{path}: {len(manifest['files'])} files, {size:,} bytes, every hash verified",
         f"after step {state['steps']} and {state['consumed']} samples",
-        f"model {model['arch']}, saved on {manifest['topology']}",
+        f"model {model['arch']}, saved on {' × '.join(f'{a} {n}' for a, n in axes.items() if n > 1) or 'one rank'}",
         *(f"{name:<44} {list(shape)}" for name, shape in sorted(reader.shapes.items())),
         *(f"{name:<44} {list(shape)} buffer, {dtype}" for name, (_, dtype, shape) in buffers),
     ]

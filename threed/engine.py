@@ -102,7 +102,7 @@ class Engine:
         self.faults = Faults(flags, topology.device, warns=topology.rank == 0)
         wrapped = self.model if isinstance(self.model, Wrapped) else None
         self.buffers = buffers.build(
-            blueprint.layers, blueprint.cut, topology, blueprint.again,
+            blueprint.layers, blueprint.pipeline.cut, topology, blueprint.again,
             None if wrapped is None else wrapped.module,
         )  # fmt: skip
         codec = setup.weight_codec(config)
@@ -128,9 +128,9 @@ class Engine:
             warns=topology.axis("tp").index == 0, gatherer=self.gatherer,
         )  # fmt: skip
         parts = blueprint.lowered, self.reducer, self.optimizer
-        asynchronous = Asynchronous(*parts) if blueprint.plan.asynchronous else None
+        asynchronous = Asynchronous(*parts) if blueprint.pipeline.plan.asynchronous else None
         self.runner: Synchronous | Asynchronous = asynchronous or Synchronous(*parts)
-        for layer in own_layers if blueprint.plan.splits else ():
+        for layer in own_layers if blueprint.pipeline.plan.splits else ():
             use_sinks(layer)
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()

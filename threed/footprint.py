@@ -263,7 +263,7 @@ def _activations(
 ) -> tuple[int, int]:
     """The most bytes that micro-batches keep at once, and the most with what a pass needs beside them."""
     passes, width = [Pass(chunk) for chunk in chunks], blueprint.layout.policy.param_dtype.itemsize
-    plan, rank = blueprint.plan, blueprint.topology.axis("pp").index
+    plan, rank = blueprint.pipeline.plan, blueprint.topology.axis("pp").index
     actions = [
         part for action in plan.ranks[rank] if action.kind in COMPUTE for part in action.parts
     ]
@@ -313,7 +313,8 @@ def _activations_by_layer(
     """The same where a layer runs all micro-batches before the next. Beside the one that runs, others wait before the
     layer or have passed it: most bytes are alive at the first micro-batch or at the last. The last layer runs forward
     and backward of one, and leaves the gradient of its input."""
-    others, width = blueprint.plan.microbatches - 1, blueprint.layout.policy.param_dtype.itemsize
+    others = blueprint.pipeline.plan.microbatches - 1
+    width = blueprint.layout.policy.param_dtype.itemsize
     kept = most = all_kept = 0  # of all micro-batches, by the layers before
     kept_before = False  # whether the layer before keeps what it handed on
     for unit, cost in enumerate(layers):
@@ -346,7 +347,7 @@ def _kept_elsewhere(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]])
 def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
     """Counts what is gathered in a step as sent; what each chunk gathers."""
     layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
-    actions = blueprint.plan.ranks[blueprint.topology.axis("pp").index]
+    actions = blueprint.pipeline.plan.ranks[blueprint.topology.axis("pp").index]
     if blueprint.layer_major:  # all micro-batches are one pass
         actions = (Action(Kind.F, 0), Action(Kind.B, 0))
     times = Counter(
@@ -411,7 +412,7 @@ def _passes_send(
     blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]
 ) -> None:
     """Adds what layers send, and what goes to other stages, for every micro-batch."""
-    plan, topology = blueprint.plan, blueprint.topology
+    plan, topology = blueprint.pipeline.plan, blueprint.topology
     microbatches = plan.microbatches // plan.ways
     rank = topology.axis("pp").index
     tensor = topology.axis("tp")
@@ -445,7 +446,8 @@ class _Reductions:
         layout, config = blueprint.layout, blueprint.config
         reducer = Reducer(layout, setup.gradient_codecs(config), whole_step=blueprint.layer_major)
         self.always = reducer.rounds
-        self.passes = blueprint.plan.microbatches // blueprint.plan.ways  # of a chunk
+        plan = blueprint.pipeline.plan
+        self.passes = plan.microbatches // plan.ways  # of a chunk
         rounds = min(self.passes, STEADY) if reducer.rounds else 1
         traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
         staged = [drive.take() for drive in layout.policy.drives]  # counted with the drives
@@ -473,7 +475,8 @@ class _Reductions:
         self.left = watch.begin()
         for label in traffic if self.always else ():
             traffic[label] += (traffic[label] - before[label]) * (self.passes - rounds)
-        finish = reducer.close() if blueprint.plan.asynchronous else reducer.finish
+        asynchronous = blueprint.pipeline.plan.asynchronous
+        finish = reducer.close() if asynchronous else reducer.finish
         self.waiting = watch.bytes()
         finish()
         self.end = watch.most

@@ -70,14 +70,14 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
         arch: the architecture if neither file nor flag names one.
     """
     try:
-        return _run(argv, arch, prog)
+        with process.ends_with_its_pipe():
+            return _run(argv, arch, prog)
     except KeyboardInterrupt as interrupt:
         # a launcher passes on what the terminal sent already
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if _local_rank() == 0:
             print(f"threed: interrupted; {interrupt or 'nothing was begun yet'}", flush=True)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        process.end_by(signal.SIGINT)
         raise
 
 

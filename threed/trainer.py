@@ -70,7 +70,7 @@ class Trainer:
         if self.topology.rank != 0:
             forecast = None
         elif forecast is None:
-            division = engine.blueprint.division
+            division = engine.blueprint.pipeline.division
             forecast = Forecast.of(self.config, self.topology.world, division=division)
         self.forecast = forecast
 

@@ -352,7 +352,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(_text(file))
         stated = isinstance(manifest, dict) and digest(manifest)
     except FileNotFoundError:
-        raise CheckpointError(_no_checkpoint(path, f"it has no {MANIFEST}")) from None
+        why = f"it has no {MANIFEST}" if path.exists() else "it does not exist"
+        raise CheckpointError(_no_checkpoint(path, why)) from None
     except NotADirectoryError:
         raise CheckpointError(
             _no_checkpoint(path, "it is a file, and a checkpoint is a folder")

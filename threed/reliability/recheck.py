@@ -171,7 +171,7 @@ class Recheck:
         topology = self.engine.topology
         everyone = collectives.exchange(mine, topology.axis("world"))
         places = [topology.grid.coordinates(rank) for rank in range(topology.world)]
-        plan = self.engine.blueprint.plan
+        plan = self.engine.blueprint.pipeline.plan
         in_turn = plan.chunks == 1 and not plan.placement  # pipeline rank s has stage s alone
         ranks = culprits([found for found, *_ in everyone], places, in_turn)
         head = f"step {first.step} was computed twice"

@@ -59,12 +59,9 @@ class Finding:
     values: Tensor | None = None
 
     def __str__(self) -> str:
-        about = (
-            f"{self.kind} of {self.parameter} {list(self.box[0])}" if self.parameter else self.kind
-        )
-        return f"{about}: {self.what}" + (
-            "" if math.isnan(self.largest) else f", by up to {self.largest:.3g}"
-        )
+        where = f" of {self.parameter} {list(self.box[0])}" if self.parameter else ""
+        size = "" if math.isnan(self.largest) else f", by up to {self.largest:.3g}"
+        return f"{self.kind}{where}: {self.what}{size}"
 
 
 def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
@@ -74,9 +71,8 @@ def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
     moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
     state, names = engine.full_state_dict(), engine.buffers.shapes()
     buffers = {name: state.pop(name) for name in names if name in state}
-    return Results(
-        [m.loss for m in metrics], [m.grad_norm for m in metrics], state, moments, buffers
-    )
+    losses, norms = [m.loss for m in metrics], [m.grad_norm for m in metrics]
+    return Results(losses, norms, state, moments, buffers)
 
 
 def differences(
@@ -94,12 +90,8 @@ def differences(
     names = state_names(engine.config.optim)
     if set(truth.moments) - {PREVIOUS} != set(names):
         raise ValueError(f"{list(names)} cannot be compared with {list(truth.moments)}")
-    found = [
-        *losses,
-        *norms,
-        *bad_cuts(engine, truth.weights),
-        *unequal(engine, truth.parts, tolerance),
-    ]
+    found = [*losses, *norms, *bad_cuts(engine, truth.weights)]
+    found += unequal(engine, truth.parts, tolerance)
     return [*found, *unequal_buffers(engine, truth.buffers, tolerance)]
 
 
@@ -109,9 +101,8 @@ def scalars(
     """The steps in which a number differs."""
     for step, (mine, right) in enumerate(zip(got, want, strict=True), start=1):
         if not abs(mine - right) <= tolerance * abs(right):
-            yield Finding(
-                kind, f"{mine:.12g} in step {step}, {right:.12g} on one process", abs(mine - right)
-            )
+            what = f"{mine:.12g} in step {step}, {right:.12g} on one process"
+            yield Finding(kind, what, abs(mine - right))
 
 
 def unequal(
@@ -138,16 +129,13 @@ def unequal_buffers(
         got, want = place.value, truth.get(name)
         if got is None or want is None or got.shape != want.shape:
             if got is not None or want is not None:
-                yield Finding(
-                    "buffer", "one process has no such buffer of this shape", parameter=name
-                )
+                what = "one process has no such buffer of this shape"
+                yield Finding("buffer", what, parameter=name)
             continue
         values = got.detach().cpu().clone()
         same = agree(values, want)  # masks are infinite
-        if (
-            not (gap := farthest(values.masked_fill(same, 0), want.masked_fill(same, 0)))
-            <= tolerance
-        ):
+        gap = farthest(values.masked_fill(same, 0), want.masked_fill(same, 0))
+        if not gap <= tolerance:
             yield Finding("buffer", "differs", gap, name, values=values)
 
 
@@ -175,18 +163,17 @@ def bad_cuts(engine: Engine, weights: Mapping[str, Tensor]) -> Iterator[Finding]
     everyone, mine = engine.topology.axis("world"), records(engine.optimizer, (WEIGHT,))
     boxes = [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in mine if r.owned]
     held: dict[str, Tensor] = {}
-    for name, shape, start, size in (
-        box for boxes in collectives.exchange(boxes, everyone) for box in boxes
-    ):
-        if everyone.index == 0:
-            held.setdefault(name, torch.zeros(shape, dtype=torch.int16))[slices(start, size)] += 1
-    for name in (weights.keys() | held.keys()) if everyone.index == 0 else ():
+    every = [box for some in collectives.exchange(boxes, everyone) for box in some]
+    if everyone.index > 0:
+        return
+    for name, shape, start, size in every:
+        held.setdefault(name, torch.zeros(shape, dtype=torch.int16))[slices(start, size)] += 1
+    for name in weights.keys() | held.keys():
         count = held.get(name)
         if count is None:
             yield Finding("cut", "no rank holds it", parameter=name)
         elif (most := int(count.max())) > 1:
-            yield Finding(
-                "cut", f"{most} ranks hold the same elements, and not as copies", parameter=name
-            )
+            what = f"{most} ranks hold the same elements, and not as copies"
+            yield Finding("cut", what, parameter=name)
         elif missing := int((count == 0).sum()):
             yield Finding("cut", f"{missing} of its elements are no rank's", parameter=name)

@@ -32,15 +32,11 @@ About = tuple[str | None, str | None, str, float]
 Between = Mapping[Key, Mapping[int, Finding]]  # differences between layers, by place and rank
 
 _MISSING = "is a part of a sum on every tensor rank, and the sum is missing: "
-_NO_SUM = _MISSING + (
-    "end what is cut by collectives.reduce_from (or scatter_to, where sequences are cut)"
-)
-_NO_COPY = _MISSING + (
-    "begin what is cut by collectives.copy_to (or gather_from, where sequences are cut)"
-)
-_PARTIAL = _MISSING + (
-    "give its record partial=slicing.partial (where sequences are cut), or partial='tp' if each rank sees a part"
-)
+_SEQUENCES = "where sequences are cut"
+_NO_SUM = f"{_MISSING}end what is cut by collectives.reduce_from (or scatter_to, {_SEQUENCES})"
+_NO_COPY = f"{_MISSING}begin what is cut by collectives.copy_to (or gather_from, {_SEQUENCES})"
+_MARK = f"partial=slicing.partial ({_SEQUENCES}), or partial='tp' if each rank sees a part"
+_PARTIAL = f"{_MISSING}give its record {_MARK}"
 _TOO_MANY = (
     ": it is summed over ranks that each have all of it (a partial mark, or a sum, too many)"
 )
@@ -104,18 +100,16 @@ class Judge:
     def __init__(self, truth: Mapping[str, Any], tensor: int, said: Iterable[str]) -> None:
         self.truth, self.tensor, self.recompute = truth, tensor, "recompute" in set(said)
         self.layers: Layers = truth["layers"]
-        self._layer_of = {
-            name: n for n, (_, names) in reversed([*enumerate(self.layers)]) for name in names
-        }
+        self._layer_of: dict[str, int] = {}  # the first that has a name
+        for number, (_, names) in enumerate(self.layers):
+            for name in names:
+                self._layer_of.setdefault(name, number)
 
     def explain(self, ranks: Sequence[Seen]) -> Iterator[About]:
         """Yields the differences, likely origins first."""
         early = any(seen.first for seen in ranks)
-        every = [
-            (rank, f)
-            for rank, seen in enumerate(ranks)
-            for f in (seen.first if early else seen.last)
-        ]
+        of_ranks = [seen.first if early else seen.last for seen in ranks]
+        every = [(rank, f) for rank, found in enumerate(of_ranks) for f in found]
         cuts, buffers = _by_parameter(every, "cut"), _by_parameter(every, "buffer")
         for name in sorted(cuts, key=lambda name: self._layer_of.get(name, -1))[:MOST]:
             yield self._of(name, f"{cuts[name][0].what}{_CUT}", math.nan)
@@ -146,9 +140,8 @@ class Judge:
             what = f"the loss differs ({loss.what}), though every layer's output agrees"
             return None, None, what, loss.largest
         number = min(key[1] for key in between)
-        return self._boundary(
-            between, number, parameters, "its output", _NO_SUM, (OUTPUT, number - 1)
-        )
+        residual = (OUTPUT, number - 1)
+        return self._boundary(between, number, parameters, "its output", _NO_SUM, residual)
 
     def _backward(
         self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], early: bool
@@ -159,10 +152,8 @@ class Judge:
         gradient = next((part for part in self.truth["first"]["moments"] if part != WEIGHT), "")
         chosen = [(rank, f) for rank, f in found if f.kind == gradient]
         chosen = chosen or [(rank, f) for rank, f in found if f.parameter]
-        names = sorted(
-            dict.fromkeys(f.parameter for _, f in chosen),
-            key=lambda name: -self._layer_of.get(name, 0),
-        )
+        names = list(dict.fromkeys(f.parameter for _, f in chosen))
+        names.sort(key=lambda name: -self._layer_of.get(name, 0))
         for name in [name for name in names if self._layer_of.get(name, 0) > number][:MOST]:
             mine = [(rank, f) for rank, f in chosen if f.parameter == name]
             kind = mine[0][1].kind

@@ -59,9 +59,8 @@ class RanksFailed(AssertionError):
         last = {rank: self.notes[rank] for rank in self.silent if rank in self.notes}
         seen = f", last seen at {last}" if last else ""
         lines += [f"ranks still running: {self.silent}{seen}"] if self.silent else []
-        super().__init__(
-            "\n".join([*lines, *(f"rank {rank}: {text}" for rank, text in self.stacks.items())])
-        )
+        lines += [f"rank {rank}: {text}" for rank, text in self.stacks.items()]
+        super().__init__("\n".join(lines))
 
 
 @dataclass(eq=False)
@@ -86,9 +85,8 @@ class _World:
         while len(self.results) < len(self.pipes):
             waiting = [self.pipes[rank] for rank in self.silent]
             # After the first failure the others get a moment to report theirs: the first is often not the cause.
-            ready = wait(
-                waiting, timeout=1.0 if self.failures else max(0.0, end - time.monotonic())
-            )
+            left = max(0.0, end - time.monotonic())
+            ready = wait(waiting, timeout=1.0 if self.failures else left)
             if not ready:
                 self._ask_for_stacks(folder)
                 break

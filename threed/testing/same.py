@@ -105,15 +105,13 @@ class Report:
         for d in self.differences:
             where = " ".join(filter(None, (d.layer, d.parameter and f"({d.parameter})")))
             size = "" if d.largest is None else f" [largest difference {d.largest:.3g}]"
-            lines.append(
-                f"differs        {d.topology}: {where + ': ' if where else ''}{d.what}{size}"
-            )
+            where += ": " if where else ""
+            lines.append(f"differs        {d.topology}: {where}{d.what}{size}")
         verdict = ("same", "differs", "nothing could be compared")[self.exit_code]
         wrong = {d.topology for d in self.differences}
-        equal = [name for name in self.topologies if name not in wrong]
-        return "\n".join(
-            [*lines, *([f"equal          {', '.join(equal)}"] if equal else []), verdict]
-        )
+        equal = ", ".join(name for name in self.topologies if name not in wrong)
+        lines += [f"equal          {equal}"] if equal else []
+        return "\n".join([*lines, verdict])
 
 
 class _Broken(Exception):
@@ -131,13 +129,11 @@ class _Broken(Exception):
 def _place(error: Exception) -> str:
     """Where in a user's file an error arose."""
     own = Path(__file__).parents[1]
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [
-        f
-        for f in frames
-        if own not in Path(f.filename).parents and "site-packages" not in f.filename
-    ]
-    return f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if own not in file.parents and "site-packages" not in file.parts:
+            return f" ({file.name}, line {frame.lineno})"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -176,13 +172,8 @@ def same_everywhere(
     _check(build, batch, config)
     report = Report()
     with tempfile.TemporaryDirectory() as folder:
-        task = _Task(
-            build,
-            batch or random_tokens,
-            config,
-            folder,
-            tolerance or TOLERANCES[config.precision.dtype],
-        )
+        tolerance = tolerance or TOLERANCES[config.precision.dtype]
+        task = _Task(build, batch or random_tokens, config, folder, tolerance)
         try:
             (found,) = run_ranks(1, _find_truth, task, timeout=timeout)
         except RanksFailed as error:
@@ -220,52 +211,35 @@ def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: flo
         layer, what = diagnose.silence(error, timeout)
         report.add(name, [(layer, None, what, math.nan)])
         return
-    lines = broken["message"].splitlines() or [broken["text"]]
+    lines, layers = broken["message"].splitlines() or [broken["text"]], broken["layers"]
+    is_value = broken["kind"] == "value"
     if broken["kind"] == "model":
-        report.add(
-            name, [(*diagnose.named(line, broken["layers"]), line, math.nan) for line in lines]
-        )
-    elif broken["phase"] != "step" and (broken["kind"] == "value" or name == ALONE):
-        report.refused.append(
-            Refused(name, lines[0] if broken["kind"] == "value" else broken["text"])
-        )
+        report.add(name, [(*diagnose.named(line, layers), line, math.nan) for line in lines])
+    elif broken["phase"] != "step" and (is_value or name == ALONE):
+        report.refused.append(Refused(name, lines[0] if is_value else broken["text"]))
     else:
-        hint = (
-            "; change a copy: x = x * 2, not x.mul_(2)" if "in-place" in broken["message"] else ""
-        )
+        in_place = "in-place" in broken["message"]
+        hint = "; change a copy: x = x * 2, not x.mul_(2)" if in_place else ""
         what = f"ends with {broken['text']}{hint}"
-        said = (
-            diagnose.named(lines[0], broken["layers"])
-            if broken["kind"] == "value"
-            else (None, None)
-        )
-        report.add(name, [(said[0] or broken["layer"] or None, said[1], what, math.nan)])
+        layer, parameter = diagnose.named(lines[0], layers) if is_value else (None, None)
+        report.add(name, [(layer or broken["layer"] or None, parameter, what, math.nan)])
 
 
 def _check(build: Build, batch: BatchOf | None, config: Config) -> None:
     p = config.parallel
     if (p.tp, p.pp, p.cp, p.ep) != (1, 1, 1, 1) or p.dp or p.sequence:
-        raise ConfigError(
-            [
-                "--parallel.tp, pp, dp and sequence: the topologies say them; use --topologies tp2,pp2"
-            ]
-        )
-    if config.precision.dtype not in TOLERANCES:
-        raise ConfigError(
-            [f"--precision.dtype {config.precision.dtype}: rounding hides what differs; use fp64"]
-        )
+        given = "--parallel.tp, pp, dp and sequence"
+        raise ConfigError([f"{given}: the topologies say them; use --topologies tp2,pp2"])
+    if (dtype := config.precision.dtype) not in TOLERANCES:
+        raise ConfigError([f"--precision.dtype {dtype}: rounding hides what differs; use fp64"])
     if config.run.compile:
-        raise ConfigError(
-            [
-                "--run.compile true: layers are compared as they run, and nobody sees into compiled ones"
-            ]
-        )
+        why = "layers are compared as they run, and nobody sees into compiled ones"
+        raise ConfigError([f"--run.compile true: {why}"])
     try:
         pickle.dumps((build, batch))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"build and batch go to other processes: define them at a module's top level ({error})"
-        ) from None
+        fix = f"define them at a module's top level ({error})"
+        raise ValueError(f"build and batch go to other processes: {fix}") from None
 
 
 def random_tokens(config: Config, step: int) -> dict[str, Tensor]:
@@ -279,9 +253,8 @@ def random_tokens(config: Config, step: int) -> dict[str, Tensor]:
 
 def share(batch: Mapping[str, Tensor], topology: Topology) -> dict[str, Tensor]:
     """This data rank's rows of a global batch."""
-    return {
-        key: value.chunk(topology.dp)[topology.axis("dp").index] for key, value in batch.items()
-    }
+    parts, own = topology.dp, topology.axis("dp").index
+    return {key: value.chunk(parts)[own] for key, value in batch.items()}
 
 
 # ------------------------------------------------------------------------------------------------------- on the ranks
@@ -308,9 +281,8 @@ def _train(
         watch = Watch(engine, truth.get("seen", {}))
         _seed(seed)
         phase, at = "batch", lambda: watch.at
-        batches = [
-            _batch(task, config, step, truth.get("batches")) for step in range(config.train.steps)
-        ]
+        known = truth.get("batches")
+        batches = [_batch(task, config, step, known) for step in range(config.train.steps)]
         phase = "step"
         metrics = [engine.step(share(batches[0], topology))]
         if math.isnan(metrics[0].loss):
@@ -330,31 +302,24 @@ def _batch(
     task: _Task, config: Config, step: int, before: Sequence[Mapping[str, Tensor]] | None
 ) -> dict[str, Tensor]:
     """The global batch of a step. Raises ValueError for what is none, and where it was another `before`."""
-    batch, rows = task.batch(config, step), config.train.global_batch
-    gave = (
-        {key: _shape(value) for key, value in batch.items()} if isinstance(batch, Mapping) else {}
+    batch, rows, call = (
+        task.batch(config, step),
+        config.train.global_batch,
+        f"batch(config, {step})",
     )
+    items = batch.items() if isinstance(batch, Mapping) else ()
+    gave = {key: _shape(value) for key, value in items}
     if not gave or any(shape is None or shape[:1] != [rows] for shape in gave.values()):
-        said = (
-            ", ".join(f"{key} {shape or 'without rows'}" for key, shape in gave.items())
-            or type(batch).__name__
-        )
-        raise ValueError(
-            f"batch(config, {step}) gave {said}: it gives tensors by name, of {rows} rows (--train.global-batch)"
-        )
+        said = ", ".join(f"{key} {shape or 'without rows'}" for key, shape in gave.items())
+        fix = f"it gives tensors by name, of {rows} rows (--train.global-batch)"
+        raise ValueError(f"{call} gave {said or type(batch).__name__}: {fix}")
     if "tokens" in batch and batch["tokens"].is_floating_point():
-        raise ValueError(
-            f"batch(config, {step}) gave tokens of {batch['tokens'].dtype}: ids are integers"
-        )
+        raise ValueError(f"{call} gave tokens of {batch['tokens'].dtype}: ids are integers")
     old = before[step] if before else task.batch(config, step)
-    if old.keys() != batch.keys() or not all(
-        value.shape == old[key].shape and agree(value, old[key]).all()
-        for key, value in batch.items()
-    ):
+    same = (v.shape == old[key].shape and agree(v, old[key]).all() for key, v in batch.items())
+    if old.keys() != batch.keys() or not all(same):
         again = "when it was called again, perhaps on another rank"
-        raise ValueError(
-            f"batch(config, {step}) gave other values {again}: seed what it draws by the step"
-        )
+        raise ValueError(f"{call} gave other values {again}: seed what it draws by the step")
     return dict(batch)
 
 
@@ -374,16 +339,15 @@ def _layers(model: Any) -> Layers:
     """The layers of a model, and the global names in each; a module is one layer, named by the engine. None of what is
     no model, which the engine says."""
     if isinstance(model, nn.Module) and not hasattr(model, "slicing"):
-        return [
-            ("module", [name for name, _ in (*model.named_parameters(), *model.named_buffers())])
-        ]
+        own = (*model.named_parameters(), *model.named_buffers())
+        return [("module", [name for name, _ in own])]
     found = []
     for number, layer in enumerate(model.layers() if hasattr(model, "layers") else ()):
+        specs = [p.spec for p in layer.parameters() if hasattr(p, "spec")]
+        buffers = find([(contract(layer).name or f"layers.{number}", layer)])
         names = [
-            piece.name for p in layer.parameters() if hasattr(p, "spec") for piece in p.spec.pieces
-        ]
-        names += [
-            place.name for place in find([(contract(layer).name or f"layers.{number}", layer)])
+            *(piece.name for spec in specs for piece in spec.pieces),
+            *(b.name for b in buffers),
         ]
         found.append((label(layer, number), names))
     return found
@@ -398,9 +362,7 @@ def _load(file: str) -> dict[str, Any]:
 def _find_truth(task: _Task) -> Seen:
     """On one process: writes what training gives, and finds where one with other random numbers differs."""
     task = replace(task, config=plain(task.config))
-    truth, watch = _train(
-        task, {}, 0, lambda when, engine, metrics: vars(results_of(engine, metrics)), {}
-    )
+    truth, watch = _train(task, {}, 0, lambda when, *held: vars(results_of(*held)), {})
     torch.save({**truth, "seen": watch.seen}, task.file)
     return _train_and_compare(task, {})
 
@@ -413,9 +375,8 @@ def _train_and_compare(task: _Task, said: dict[str, int]) -> Seen:
 
     def look(when: str, engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:
         want = Results(**truth[when])
-        return differences(
-            engine, metrics, replace(want, buffers={}) if cut else want, task.tolerance
-        )
+        want = replace(want, buffers={}) if cut else want
+        return differences(engine, metrics, want, task.tolerance)
 
     found, watch = _train(task, said, 1 + int(os.environ["RANK"]), look, truth)
     between = diagnose.boundaries(watch.seen, truth["seen"], watch.tensor, task.tolerance)

@@ -24,19 +24,12 @@ def find(target: str) -> tuple[Source, Source | None]:
     """The model that FILE.py:NAME is, and the file's own `batch`, if it has one. ValueError for what is not there."""
     file, colon, name = target.rpartition(":")
     if not colon or not file.endswith(".py"):
-        raise ValueError(
-            f"{target}: write FILE.py:NAME, NAME a model class called with a ModelConfig and a Slicing"
-        )
+        what = "NAME a model class called with a ModelConfig and a Slicing"
+        raise ValueError(f"{target}: write FILE.py:NAME, {what}")
     module = load(file)
     if not callable(getattr(module, name, None)):
-        own = [
-            n
-            for n, v in vars(module).items()
-            if inspect.isclass(v) and v.__module__ == module.__name__
-        ]
-        raise ValueError(
-            f"{file} has no {name!r} to call; its classes are {', '.join(own) or 'none'}"
-        )
-    return Source(file, name), Source(file, "batch") if callable(
-        getattr(module, "batch", None)
-    ) else None
+        classes = {n: v for n, v in vars(module).items() if inspect.isclass(v)}
+        own = ", ".join(n for n, v in classes.items() if v.__module__ == module.__name__)
+        raise ValueError(f"{file} has no {name!r} to call; its classes are {own or 'none'}")
+    has_batch = callable(getattr(module, "batch", None))
+    return Source(file, name), Source(file, "batch") if has_batch else None

@@ -59,39 +59,29 @@ def configured(config: Config, said: dict[str, int]) -> Config:
     """The configuration in a topology. Raises ConfigError where it makes no sense."""
     stage = said.get("zero", 0)
     if "offload" in said and not stage:
-        raise ConfigError(
-            [
-                "offload: states of the optimizer live elsewhere from ZeRO's stage 1 on; add zero1 or more"
-            ]
-        )
+        why = "states of the optimizer live elsewhere from ZeRO's stage 1 on"
+        raise ConfigError([f"offload: {why}; add zero1 or more"])
     if "seq" in said and said.get("tp", 1) == 1:
         raise ConfigError(["seq: sequences are cut over tensor ranks; add tp2 or more"])
     if "seq" in said and config.model.seq % said["tp"]:
-        raise ConfigError(
-            [f"--model.seq {config.model.seq} cannot be cut over {said['tp']} tensor ranks"]
-        )
+        given = f"--model.seq {config.model.seq}"
+        raise ConfigError([f"{given} cannot be cut over {said['tp']} tensor ranks"])
     sizes = {axis: said.get(axis, 1) for axis in ("tp", "pp", "dp")}
     place = "cpu" if "offload" in said else "none"
-    zero = {
-        "stage": stage,
-        "offload_optimizer": place,
-        "offload_params": place if stage == 3 else "none",
-    }
-    recompute = config.recompute.model_copy(
-        update={"mode": "full"} if "recompute" in said else {"mode": "none"}
-    )
+    params = place if stage == 3 else "none"
+    zero = {"stage": stage, "offload_optimizer": place, "offload_params": params}
+    mode = "full" if "recompute" in said else "none"
     micro = said.get("micro", config.train.micro_batch)
     share, rest = divmod(config.train.global_batch, sizes["dp"])
     if rest or share % micro:
         rows = f"--train.global-batch {config.train.global_batch}"
-        raise ConfigError(
-            [f"{rows} cannot be cut into micro-batches of {micro} on {sizes['dp']} data ranks"]
-        )
+        parts = f"micro-batches of {micro} on {sizes['dp']} data ranks"
+        raise ConfigError([f"{rows} cannot be cut into {parts}"])
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={**sizes, "sequence": "seq" in said}),
             "zero": config.zero.model_copy(update=zero),
-            "recompute": recompute,
+            "recompute": config.recompute.model_copy(update={"mode": mode}),
             "train": config.train.model_copy(update={"micro_batch": micro}),
         }
     )

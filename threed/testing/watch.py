@@ -49,11 +49,8 @@ class Watch:
 
     def first_not_finite(self) -> str:
         """The first layer of this rank whose output was no number, "" if none was."""
-        wrong = [
-            key[1]
-            for key, values in self.seen.items()
-            if key[0] == OUTPUT and not values.isfinite().all()
-        ]
+        outputs = [(key[1], values) for key, values in self.seen.items() if key[0] == OUTPUT]
+        wrong = [number for number, values in outputs if not values.isfinite().all()]
         return self.names[min(wrong)] if wrong else ""
 
     def _follow(self, number: int, layer: nn.Module) -> None:
@@ -81,15 +78,11 @@ class Watch:
         note(f"call {next(self._serial)}, the {what} of {self.at}")
 
     def _check_shape(self, got: Tensor, want: Tensor) -> None:
-        parts = self.tensor.size
-        cut = [
-            mine == whole or abs(mine * parts - whole) < parts
-            for mine, whole in zip(got.shape, want.shape, strict=False)
-        ]
+        parts, sizes = self.tensor.size, zip(got.shape, want.shape, strict=False)
+        cut = [own == whole or abs(own * parts - whole) < parts for own, whole in sizes]
         if got.dim() != want.dim() or not all(cut):
-            raise RuntimeError(
-                f"its output has shape {list(got.shape)}, on one process {list(want.shape)}"
-            )
+            alone = f"on one process {list(want.shape)}"
+            raise RuntimeError(f"its output has shape {list(got.shape)}, {alone}")
 
     def _keys(self, kind: str, number: int, value: Any, micro: Any) -> Iterator[tuple[Key, Tensor]]:
         """The tensors in a value, and what each is kept by; none while nothing is kept."""

@@ -105,7 +105,7 @@ def draw(
         drawn = figures.report(folder)
         if any(spans):
             drawn.append(folder / "figures" / "pipeline.svg")
-            drawn[-1].write_text(_pipeline(forecast, run.engine.blueprint.plan, spans))
+            drawn[-1].write_text(_pipeline(forecast, run.engine.blueprint.pipeline.plan, spans))
         return drawn
     except OSError as error:
         run.note(f"no figures: {why(error, folder)}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from threed.codecs import EXACT, Cast, Codec, Int8Blocks
 from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
@@ -25,7 +25,7 @@ from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
 from threed.zero.early import most_waiting
-from threed.zero.layout import DataAxes, GroupOptions, HasModules, Layout, Policy
+from threed.zero.layout import DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reductions import GradientCodecs
 
 # From progress after warm-up (0 to 1) to a share between 0 (min_lr) and 1 (lr).
@@ -147,21 +147,17 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
     return of
 
 
-def check_groups(optim: OptimConfig, units: Iterable[HasModules]) -> None:
-    """Raises ConfigError naming each pattern of `optim.groups` that no parameter of these layers or units matches.
+def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iterator[str]:
+    """Yields each pattern of `optim.groups` that no parameter of the model matches.
 
-    Pass all units of the model, so that every rank sees the same names. Names of parameters that are dealt over ranks
-    (`ShardSpec.over`) differ between ranks: then nothing is checked.
+    Names of parameters that are dealt over ranks (`ShardSpec.over`) differ between ranks: then nothing is checked.
     """
-    modules = [module for unit in units for module in unit.modules()]
-    specs = [spec_of(param) for module in modules for param in module.parameters(recurse=False)]
+    specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
-    idle = [g.match for g in optim.groups if not any(fnmatchcase(name, g.match) for name in names)]
-    if idle and not any(spec.over for spec in specs):
-        some = ", ".join((*names[:3], "...", *names[-2:]) if len(names) > 6 else names)
-        raise ConfigError(
-            [f"--optim.groups {match!r} matches no parameter: names are {some}" for match in idle]
-        )
+    some = ", ".join((*names[:3], "...", *names[-2:]) if len(names) > 6 else names)
+    for match in () if any(spec.over for spec in specs) else [g.match for g in optim.groups]:
+        if not any(fnmatchcase(name, match) for name in names):
+            yield f"--optim.groups {match!r} matches no parameter: names are {some}"
 
 
 def gradient_codecs(config: Config) -> GradientCodecs:

@@ -26,6 +26,7 @@ from threed.checkpoint.lazy_tensors import LazyTensor, Shape, read_slabs
 from threed.checkpoint.manifest import MANIFEST
 from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
 from threed.interop.huggingface.layouts import (
+    HEAD,
     Entry,
     entries,
     model_of,
@@ -36,10 +37,10 @@ from threed.parse import ParseError, read_json
 from threed.sharding import slices
 from threed.zero.records import WEIGHT
 
+ADAPTER = "adapter_config.json"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-HEAD = "lm_head.weight"
 Header = tuple[str, Shape]  # dtype, as safetensors spells it, and shape
 
 
@@ -188,6 +189,9 @@ class HFFolder(HFTensors):
     steps = 0
 
     def __init__(self, path: Path) -> None:
+        if (path / ADAPTER).exists():
+            fix = f"merge it into the weights first (PEFT's merge_and_unload), or remove {ADAPTER}"
+            raise CheckpointError(f"{path} has an adapter, which is not read: {fix}")
         super().__init__(path, path / CONFIG)
 
     def tokenizer(self, fix: str) -> str:

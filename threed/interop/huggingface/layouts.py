@@ -40,6 +40,8 @@ from threed.parse import plain
 from threed.resolution import resolve_model
 from threed.schema import ValidationError, reason
 
+HEAD = "lm_head.weight"
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -164,6 +166,9 @@ def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
 def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Maps weights by Hugging Face's names to ours: the inverse of `state_dict_to_hf`."""
     table = entries(model)
+    embedding, head = weights.get(table[0].name), weights.get(HEAD)
+    if model.tied and head is not None and embedding is not None and torch.equal(head, embedding):
+        weights = {name: w for name, w in weights.items() if name != HEAD}
     wanted = {entry.name: entry.shape for entry in table}
     check_names(
         {name: tuple(w.shape) for name, w in weights.items()}, wanted, "the Hugging Face state dict"
