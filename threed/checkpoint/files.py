@@ -96,8 +96,7 @@ class Hashes(NamedTuple):
 @cache
 def threads() -> ThreadPoolExecutor:
     """Threads for what needs no interpreter: hashing and reading."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-    return ThreadPoolExecutor(min(4, count))
+    return ThreadPoolExecutor(4)
 
 
 os.register_at_fork(after_in_child=threads.cache_clear)  # threads do not survive a fork
@@ -427,9 +426,8 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
         raise CheckpointError(f"{path} exists and is no {kind}: {fix}")
     building = building_place(path)
     shutil.rmtree(building, ignore_errors=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    building.mkdir(parents=True)
     check_space(path.parent, nbytes, kind)
-    building.mkdir()
     return building
 
 

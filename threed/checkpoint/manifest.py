@@ -1,6 +1,6 @@
 """The manifest of a native checkpoint: read and validated before any tensor is, and before it is written.
 
-    finish(building, path, head, entries)        # joins the entries of all ranks, and publishes the folder
+    finish(path, head, entries)                  # joins the entries of all ranks, and publishes the folder
     manifest = read_manifest(path)               # CheckpointError, naming what is wrong; nothing else is raised
     problems = verify(path, manifest)            # the hashes of the files it names
 
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from threed.atomic import publish, write_text
+from threed.atomic import building_place, publish, write_text
 from threed.checkpoint.files import CheckpointError, checksum, plain, tree_hash
 from threed.checkpoint.sections import digest as digest
 from threed.schema import (
@@ -179,10 +179,8 @@ def check_structure(manifest: Mapping[str, Any], what: str = "the manifest") -> 
     except ValidationError as error:
         some = error.errors(include_input=False)[:3]
         text = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in some)
-        problem: str | None = plain(text)
-    else:
-        problem = next(coverage_problems(manifest), None)
-    if problem is not None:
+        raise CheckpointError(f"{what} is not valid: {plain(text)}") from None
+    for problem in coverage_problems(manifest):
         raise CheckpointError(f"{what} is not valid: {problem}")
 
 
@@ -212,14 +210,18 @@ def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
             yield f"files have numbers of sections twice, or not at all: {have}, not {want}"
     found: dict[tuple[str, str], list[tuple[Corner, Corner]]] = defaultdict(list)
     for number, section in enumerate(sections):
-        if len(set(section["parts"])) < len(section["parts"]):
-            yield f"section {number} names a part twice"
         if sum(line["length"] // line["step"] for line in section["lines"]) > MOST_WINDOWS:
             yield f"section {number} is cut into too many windows"
         for line in section["lines"]:
-            if problem := _line_problem(line, section["portions"], shapes):
-                yield f"a line of section {number}: {problem}"
+            length, portions = line["length"], section["portions"]
+            if length % portions or line["step"] % portions:
+                yield f"a line of section {number} is not cut evenly"
+            ends = [(at, at + math.prod(size)) for *_, size, at in line["pieces"]]
+            if ends[-1][1] > length or any(end > at for (_, end), (at, _) in pairwise(ends)):
+                yield f"a line of section {number}: its pieces overlap, or lie beyond its end"
             for name, start, size, _ in line["pieces"]:
+                if name not in shapes:
+                    yield f"{name} has no shape"
                 for part in section["parts"]:
                     found[part, name].append((start, size))
     for (part, name), boxes in found.items():
@@ -227,18 +229,6 @@ def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
             yield problem
     if unused := set(shapes) - {name for _, name in found}:
         yield f"it has no values of {min(unused)}"
-
-
-def _line_problem(line: Mapping[str, Any], portions: int, shapes: Mapping[str, Any]) -> str:
-    """Returns what is wrong with a line, "" for nothing."""
-    if line["length"] % portions or line["step"] % portions:
-        return "it is not cut evenly"
-    if unknown := next((name for name, *_ in line["pieces"] if name not in shapes), None):
-        return f"{unknown} has no shape"
-    ends = [(at, at + math.prod(size)) for *_, size, at in line["pieces"]]
-    if any(end > first for (_, end), (first, _) in pairwise(ends)) or ends[-1][1] > line["length"]:
-        return "its pieces overlap, or lie beyond its end"
-    return ""
 
 
 def partition_problem(
@@ -270,10 +260,8 @@ def partition_problem(
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
-def finish(
-    building: Path, path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
-) -> None:
-    """Writes the manifest from the entries of all ranks, and publishes the folder.
+def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the manifest from the entries of all ranks, and publishes the unfinished folder.
 
     Raises:
         OSError: The disk fails.
@@ -283,18 +271,17 @@ def finish(
     # as it will be read: JSON has no tuples
     body = json.loads(json.dumps({**head, **joined(entries)}))
     check_structure(body, f"{path / MANIFEST}")  # what could not be read must not count as saved
+    building = building_place(path)
     write_text(building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
     publish(building, path)
 
 
 def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns shapes, sections and files of a manifest, from the entries of all ranks."""
-    shapes: dict[str, Any] = {}
-    sections: dict[str, Any] = {}  # by digest: ranks that hold copies of each other say the same
-    for entry in entries:
-        for about, some in entry["sections"]:
-            sections[digest(about)] = about
-            shapes |= some
+    described = [both for entry in entries for both in entry["sections"]]
+    # ranks that hold copies of each other describe the same section
+    sections = {digest(about): about for about, _ in described}
+    shapes = {name: shape for _, some in described for name, shape in some.items()}
     numbers = {digest: number for number, digest in enumerate(sections)}
     files = [file for entry in entries for file in entry["files"]]
     for file in files:

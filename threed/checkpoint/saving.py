@@ -93,6 +93,7 @@ class Save:
         durable: Whether files are flushed, and whether a program that ends waits for the thread.
         elsewhere: How a user chooses another place.
         problem: What went wrong on this rank so far; on rank 0, once it is done, anywhere.
+        asked: Whether the program has asked how it ended.
     """
 
     path: Path
@@ -115,7 +116,7 @@ class Save:
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
         self._called_s = 0.0  # of the call that began it
-        self._asked = False  # whether the program knows how it ended
+        self.asked = False
         self._end = math.inf  # when rank 0 stops to wait for entries
         self._is_gone: Callable[[int], bool] = lambda rank: False
 
@@ -130,16 +131,6 @@ class Save:
         return building_place(self.path)
 
     # -------------------------------------------------------------------------------------------------------- running
-
-    def begin(self, nbytes: int) -> None:
-        """Makes the unfinished folder, for so many bytes. Collective; CheckpointError on every rank."""
-        try:
-            if self.everyone.index == 0:
-                begin(self.path, MANIFEST, "checkpoint", nbytes)
-        except (OSError, CheckpointError) as error:
-            what = f"could not begin {self.path}"
-            self.problem = _reason(error, what, self.path.parent, nbytes)
-        self.agree()
 
     def run(self, optimizer: Optimizer) -> None:
         """Writes and publishes, while training waits. Collective; CheckpointError on every rank."""
@@ -168,7 +159,8 @@ class Save:
                 self.write(snapshot.values())
             self.commit()
         except Exception as error:
-            self.problem = self.problem or f"{type(error).__name__}: {error}"
+            what = f"rank {self.everyone.index}: {type(error).__name__}: {error}"
+            self.problem = self.problem or what
 
     @property
     def done(self) -> bool:
@@ -187,8 +179,8 @@ class Save:
             CheckpointError: On every rank.
         """
         first = self.everyone.index == 0
-        if not self._asked:
-            self._asked = True
+        if not self.asked:
+            self.asked = True
             if self._thread is not None and not first:
                 self._thread.join()
             # of ranks that could not leave an entry, too; and a rank that has died is noticed here
@@ -198,15 +190,6 @@ class Save:
             self.commit() if self._thread is None else self._thread.join()
         self.agree()
         return self.path
-
-    def end(self) -> None:
-        """Waits until it has ended on all ranks; warns of an unreported error. Collective."""
-        try:
-            if not self._asked:
-                self.wait()
-        except CheckpointError as error:
-            if self.everyone.index == 0:
-                warnings.warn(f"no checkpoint {self.path}: {error}", stacklevel=4)
 
     def give_up(
         self, patience: float | None = 0.0, is_gone: Callable[[int], bool] = lambda rank: False
@@ -283,13 +266,23 @@ class Save:
         """
         if self.everyone.index > 0:
             return
-        try:
+        with self.step("finish"):
             entries = self._entries(time.monotonic() + patience)
             self.before_publishing()
-            finish(self.building, self.path, self.head, entries)
+            finish(self.path, self.head, entries)
+
+    @contextmanager
+    def step(self, name: str, needed: int | None = None) -> Iterator[None]:
+        """Sets `problem` and removes the unfinished folder if the block raises an exception.
+
+        Args:
+            needed: The bytes of the files.
+        """
+        try:
+            yield
         except Exception as error:  # also of what the caller saves, which JSON cannot represent
-            self.problem = _reason(error, f"could not finish {self.path}", self.path.parent)
-        if self.problem is not None:
+            what = f"could not {name} {self.path}"
+            self.problem = _reason(error, what, self.path.parent, needed)
             shutil.rmtree(self.building, ignore_errors=True)
 
     def _entries(self, end: float) -> list[dict[str, Any]]:
@@ -301,8 +294,8 @@ class Save:
             while not (file.exists() or (rank == 0 and self.problem)):
                 late = self._is_gone(rank) or time.monotonic() > min(end, self._end)
                 if late and not file.exists():
-                    text = f"rank {rank} has not written its part of {self.path} in time"
-                    raise CheckpointError(self.problem or text)
+                    what = f"rank {rank} has not written its part of {self.path} in time"
+                    raise CheckpointError(self.problem or what)
                 time.sleep(POLL_S)
             found.append(json.loads(file.read_text()) if file.exists() else {"error": self.problem})
             file.unlink(missing_ok=True)
@@ -314,11 +307,6 @@ class Save:
         """Raises CheckpointError on every rank if any has a problem. Collective."""
         if found := collectives.problems_of_all([self.problem], self.everyone):
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
-
-
-def _numbered(sections: Iterable[Held]) -> list[tuple[Held, int]]:
-    """Returns the sections of which this rank writes a number, with that number."""
-    return [(h, number) for h in sections if (number := h.number) is not None]
 
 
 class Saver:
@@ -336,9 +324,14 @@ class Saver:
         self._has_room: bool | None = None
 
     def end(self) -> None:
-        """Waits for the newest save, if it is still written. Collective."""
-        if self.last is not None:
-            self.last.end()
+        """Waits until the newest save has ended; warns of an unreported error. Collective."""
+        if self.last is None or self.last.asked:
+            return
+        try:
+            self.last.wait()
+        except CheckpointError as error:
+            if self.topology.rank == 0:
+                warnings.warn(f"no checkpoint {self.last.path}: {error}", stacklevel=4)
 
     @contextmanager
     def ending(self, is_gone: Callable[[int], bool] = lambda rank: False) -> Iterator[None]:
@@ -361,7 +354,7 @@ class Saver:
         """
         if self._has_room is None:
             everyone = self.topology.axis("world")
-            needed = copy_bytes(self._records(), self.optimizer.layout.policy, self.gpu)
+            needed = copy_bytes(self._plan()[1].records, self.optimizer.layout.policy, self.gpu)
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", everyone.size))
             free = free_bytes() // (1 if self.config.checkpoint.async_ is True else 2)
             self._has_room = all(collectives.exchange(needed <= free, everyone))
@@ -369,13 +362,13 @@ class Saver:
 
     def make_room(self) -> None:
         """Allocates the memory for copies, which a save would do while an update waits."""
-        self.room.make(self._records(), self.optimizer.layout.policy, self.gpu)
+        self.room.make(self._plan()[1].records, self.optimizer.layout.policy, self.gpu)
 
-    def _records(self) -> Iterable[Record]:
-        return SavedFile("", _numbered(self._held())).records
-
-    def _held(self) -> list[Held]:
-        return held(self.optimizer.layout, states(self.optimizer))
+    def _plan(self, *extras: Mapping[str, Any]) -> tuple[list[Held], SavedFile]:
+        """Returns the sections that this rank holds portions of, and its file of a checkpoint."""
+        sections = held(self.optimizer.layout, states(self.optimizer))
+        numbers = [(h, number) for h in sections if (number := h.number) is not None]
+        return sections, SavedFile(file_of(self.topology.rank), numbers, *extras)
 
     def start(
         self, path: Path, state: Mapping[str, Any], extras: Extras, *,
@@ -417,8 +410,7 @@ class Saver:
         """
         began, everyone = time.perf_counter(), self.topology.axis("world")
         self.optimizer.wait()
-        sections = self._held()
-        file = SavedFile(file_of(everyone.index), _numbered(sections), *extras.copied())
+        sections, file = self._plan(*extras.copied())
         others = collectives.exchange([file.nbytes, secrets.token_hex(8)], everyone)
         sizes, token = [nbytes for nbytes, _ in others], others[0][1]
         limit = _share(self.config.checkpoint.write_limit_mib, sizes, everyone.index)
@@ -428,7 +420,10 @@ class Saver:
             path, everyone, token, files, described, self.head(state), began, limit, hurries,
             before_publishing,
         )  # fmt: skip
-        save.begin(sum(sizes))
+        with save.step("begin", sum(sizes)):
+            if everyone.index == 0:
+                begin(path, MANIFEST, "checkpoint", sum(sizes))
+        save.agree()
         return save
 
     def head(self, state: Mapping[str, Any]) -> dict[str, Any]:

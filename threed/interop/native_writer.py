@@ -128,7 +128,7 @@ def write_tensors(
     with new_folder(path, MANIFEST, "checkpoint", sum(sizes.values())) as building:
         files = enumerate(some for some in cut(sizes, file_bytes) if some)
         entries = [_write(building / file_of(number), some, about, slabs) for number, some in files]
-        finish(building, path, head, entries)
+        finish(path, head, entries)
     return path
 
 

@@ -95,17 +95,16 @@ class Checkpoints(Callback):
         self.wait()
         run.beat("save")  # the watchdog times one save
         self.owner.check()
-        path, hurries = self.path(step), run.hurries
+        path = self.path(step)
         extra = {**self._extra(), **self.bad_steps.take_delayed()}
         try:
             if asynchronous and self._has_room:
-                then = run.monitor.sync
                 self._save = self.engine.start_save(
-                    path, extra, before_publishing=then, hurries=hurries
+                    path, extra, before_publishing=run.monitor.sync, hurries=run.hurries
                 )
             else:
                 run.monitor.sync()
-                self.engine.save(path, extra, hurries=hurries)
+                self.engine.save(path, extra, hurries=run.hurries)
                 self._count(path)
         except CheckpointError as error:
             if step == run.last or run.stop:
