@@ -279,7 +279,8 @@ def _safetensors(about: About, tensors: Iterable[Tensor], metadata: Metadata) ->
         left = math.prod(shape)
         while left:
             if (part := next(given, None)) is None:
-                raise ValueError(f"the tensors are fewer, or shorter, than announced: {name}")
+                what = "fewer, or shorter, than announced"
+                raise ValueError(f"the tensors are {what}: {name} is not complete")
             left -= part.numel()
             if left < 0 or part.dtype != dtype or part.shape[1:] != shape[1:]:
                 what = f"{part.dtype} {tuple(part.shape)}"

@@ -157,8 +157,7 @@ class Held:
     @property
     def numbers(self) -> range:
         """All numbers of the portion."""
-        writers = self.section.writers
-        return range(self.portion * writers, (self.portion + 1) * writers)
+        return range(self.portion * self.section.writers, (self.portion + 1) * self.section.writers)
 
     @property
     def number(self) -> int | None:
