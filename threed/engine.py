@@ -272,13 +272,14 @@ class Engine:
         """Writes a checkpoint folder at `path`, atomically; `load` returns `extra`. Collective.
 
         Args:
-            hurries: see `Saver.prepare`.
+            hurries: see `Saver.start`.
 
         Raises:
             DataError: a step had invalid data, and reading metrics has not raised the error.
         """
-        self.saver.end()
-        return self.saver.save(Path(path), self.counters(extra), self.extras, hurries).path
+        return self.saver.start(
+            Path(path), self.counters(extra), self.extras, background=False, hurries=hurries
+        ).path
 
     def start_save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,

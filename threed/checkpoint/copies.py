@@ -2,9 +2,9 @@
 
     plan = Plan.of(optimizer, topology, machines)              the files that this rank writes; collective
     copy = Copy(place.slot(0), everyone, "own", ...)
-    Saver(...).run(copy)
+    copy.start(optimizer, room)
 
-A copy is a save whose root is the memory of a machine: `Saver` and `Save` write it as they write a checkpoint,
+A copy is a save whose root is the memory of a machine: `Save` writes it as it writes a checkpoint,
 without flushes and without a manifest. Each number of a section has a file of its own, so that the files of several
 machines can be combined, whichever are missing (`union`). Every machine has all that its ranks hold; if several of
 them hold the same, each number is written by one. With a `Neighbour`, files that no other machine has are then copied
@@ -20,7 +20,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -156,10 +155,9 @@ def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: b
     if not config.checkpoint.memory_every:
         return 0
     mine = [(h, n) for h in held(layout, on_paper(layout, states)) for n in h.numbers]
-    files = sum(h.nbytes(number) for h, number in mine)
-    records = chain.from_iterable(h.extents(number) for h, number in mine)
-    staged = copy_bytes(records, layout.policy, gpu) if gpu else 0
-    return staged + COPIES * files * (2 if config.run.replicate == "neighbour" else 1)
+    file = SavedFile("", mine)
+    staged = copy_bytes(file.records, layout.policy, gpu) if gpu else 0
+    return staged + COPIES * file.nbytes * (2 if config.run.replicate == "neighbour" else 1)
 
 
 # --------------------------------------------------------------------------------------------------------- neighbour

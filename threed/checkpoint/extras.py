@@ -49,11 +49,9 @@ class Extras:
         names = set(self.buffers.different()) - self._told
         self._told |= names
         if names and self.topology.data.index == self.topology.axis("tp").index == 0:
-            warnings.warn(
-                f"buffers differ between tensor ranks, and the first one's are saved: {listed(names)}; make them alike,"
-                " or register what each rank can compute with persistent=False",
-                stacklevel=5,
-            )
+            fix = "make them alike, or register what each rank can compute with persistent=False"
+            what = "buffers differ between tensor ranks, and the first one's are saved"
+            warnings.warn(f"{what}: {listed(names)}; {fix}", stacklevel=5)
 
     def copied(self, any_copy: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns this rank's entries of the manifest and copies of their values. Collective.
@@ -67,15 +65,11 @@ class Extras:
         self._agree()
         owned = self.buffers.owned(any_copy)
         states = rng_states(self.topology.device) if self.generators else {}
-        about = {
-            "buffers": [
-                [name, dtype_name(value), list(value.shape)] for name, value in owned.items()
-            ],
-            "generators": list(states),
-        }
+        about = [[name, dtype_name(value), list(value.shape)] for name, value in owned.items()]
         tensors = {f"buffer/{name}": bytes_of(value) for name, value in owned.items()}
         tensors |= {f"generator/{name}": state for name, state in states.items()}
-        return about, {key: value.to("cpu", copy=True) for key, value in tensors.items()}
+        copies = {key: value.to("cpu", copy=True) for key, value in tensors.items()}
+        return {"buffers": about, "generators": list(states)}, copies
 
     def problems(
         self, saved: Mapping[str, tuple[str, str, tuple[int, ...]]], states: Mapping[str, Tensor]

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from functools import cache
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,10 @@ NAMES = {
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_HEADER = 10**8  # bytes, as the library has it
+About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape, by name
+Metadata = Mapping[str, str]
+Parts = Iterable[bytes | Tensor]  # of a file; tensors are uint8 [n], on the CPU
+NONE: Metadata = MappingProxyType({})
 POLL_S = 0.125  # between calls of `hurries`
 BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes per thread, per read, and per sum
 
@@ -91,12 +96,7 @@ class Hashes(NamedTuple):
 @cache
 def threads() -> ThreadPoolExecutor:
     """Threads for what needs no interpreter: hashing and reading."""
-    return ThreadPoolExecutor(workers())
-
-
-def workers() -> int:
-    """Returns how many of them there are."""
-    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+    return ThreadPoolExecutor(4)
 
 
 os.register_at_fork(after_in_child=threads.cache_clear)  # threads do not survive a fork
@@ -174,13 +174,7 @@ def _sha256(pieces: Iterator[bytes]) -> bytes:
 
 
 def stream_tensors(
-    path: Path,
-    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    tensors: Iterable[Tensor],
-    metadata: Mapping[str, str] | None = None,
-    limit: float | None = None,
-    hurries: Callable[[], bool] = never,
-    durable: bool = True,
+    path: Path, about: About, tensors: Iterable[Tensor], metadata: Metadata = NONE, **how: Any
 ) -> Hashes:
     """Writes a safetensors file from a stream of tensors; returns its hashes.
 
@@ -189,22 +183,19 @@ def stream_tensors(
         about: Dtype and shape of each tensor, by name. A tensor may come in several parts, by rows.
         tensors: The tensors or their parts, in the order of `about`.
         metadata: Text by name.
-        limit, hurries, durable: See `write_hashed`.
+        how: See `write_hashed`.
 
     Raises:
         OSError: If the file cannot be written.
         ValueError: If the tensors differ from `about`.
     """
-    return write_hashed(path, parts(about, tensors, metadata or {}), limit, hurries, durable)
+    return write_hashed(path, _safetensors(about, tensors, metadata), **how)
 
 
 def write_hashed(
-    path: Path,
-    parts: Iterable[bytes | Tensor],
-    limit: float | None = None,
-    hurries: Callable[[], bool] = never,
+    path: Path, parts: Parts, limit: float | None = None, hurries: Callable[[], bool] = never,
     durable: bool = True,
-) -> Hashes:
+) -> Hashes:  # fmt: skip
     """Writes a new file and returns its hashes. OSError if it cannot be written.
 
     Args:
@@ -242,19 +233,16 @@ def overwriting(path: Path) -> str:
     return "r+b" if path.exists() else "wb"
 
 
-def _blocks(parts: Iterable[bytes | Tensor]) -> Iterator[memoryview]:
+def _blocks(parts: Parts) -> Iterator[memoryview]:
     """Yields the bytes of all parts in blocks, each of which is valid until the next one."""
-    buffer, filled = torch.empty(BLOCK, dtype=torch.uint8), 0
+    dtype, filled = torch.uint8, 0
+    buffer = torch.empty(BLOCK, dtype=dtype)
     for part in parts:
-        rest = (
-            part
-            if isinstance(part, Tensor)
-            else torch.frombuffer(bytearray(part), dtype=torch.uint8)
-        )
+        rest = torch.frombuffer(bytearray(part), dtype=dtype) if isinstance(part, bytes) else part
         while rest.numel():
-            count = min(rest.numel(), BLOCK - filled)
-            buffer[filled : filled + count].copy_(rest[:count])  # releases the interpreter's lock
-            filled, rest = filled + count, rest[count:]
+            some = rest[: BLOCK - filled]
+            buffer[filled : filled + len(some)].copy_(some)  # releases the interpreter's lock
+            filled, rest = filled + len(some), rest[len(some) :]
             if filled == BLOCK:
                 yield buffer.numpy().data
                 filled = 0
@@ -276,12 +264,8 @@ def _wait_until(end: float, hurries: Callable[[], bool]) -> None:
         time.sleep(min(left, POLL_S))
 
 
-def parts(
-    about: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    tensors: Iterable[Tensor],
-    metadata: Mapping[str, str],
-) -> Iterator[bytes | Tensor]:
-    """Yields the bytes of a safetensors file of tensors that come one by one; see `stream_tensors`."""
+def _safetensors(about: About, tensors: Iterable[Tensor], metadata: Metadata) -> Parts:
+    """Yields the bytes of a safetensors file; see `stream_tensors`."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in about.items():
@@ -294,19 +278,14 @@ def parts(
     for name, (dtype, shape) in about.items():
         left = math.prod(shape)
         while left:
-            tensor = next(given, None)
-            if tensor is None:
-                raise ValueError(
-                    f"the tensors are fewer, or shorter, than announced: {name} is not complete"
-                )
-            whole = tuple(tensor.shape) == shape
-            rows = tensor.dim() > 0 and tensor.shape[1:] == shape[1:]
-            if tensor.dtype != dtype or not (whole or (rows and tensor.numel() <= left)):
-                raise ValueError(
-                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced as {(dtype, shape)}"
-                )
-            left -= tensor.numel()
-            yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            if (part := next(given, None)) is None:
+                what = "fewer, or shorter, than announced"
+                raise ValueError(f"the tensors are {what}: {name} is not complete")
+            left -= part.numel()
+            if left < 0 or part.dtype != dtype or part.shape[1:] != shape[1:]:
+                what = f"{part.dtype} {tuple(part.shape)}"
+                raise ValueError(f"{name} is {what}, announced as {(dtype, shape)}")
+            yield part.detach().cpu().contiguous().view(-1).view(torch.uint8)
     if next(given, None) is not None:
         raise ValueError("more tensors than announced")
 
@@ -433,18 +412,19 @@ def _understood(
 
 
 def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
-    """Makes the empty folder that `path` is built in, and returns it. `mark`: a file that every folder of its kind has.
+    """Makes the empty folder that `path` is built in, and returns it.
 
-    Raises CheckpointError where `path` is something of another kind, or the disk has not `nbytes` free.
+    Args:
+        mark: A file that every folder of its kind has.
+
+    Raises:
+        CheckpointError: If `path` is something of another kind, or the disk has not `nbytes` free.
+        OSError: If the folder cannot be made.
     """
-    if (
-        path.exists()
-        and not (path / mark).is_file()
-        and not (path.is_dir() and not any(path.iterdir()))
-    ):
-        raise CheckpointError(
-            f"{path} exists and is no {kind}: it stays as it is; choose another name"
-        )
+    other = path.exists() and not (path / mark).is_file()
+    if other and (not path.is_dir() or any(path.iterdir())):
+        fix = "it stays as it is; choose another name"
+        raise CheckpointError(f"{path} exists and is no {kind}: {fix}")
     building = building_place(path)
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
@@ -470,12 +450,11 @@ def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
 
 
 def check_space(folder: Path, needed: int, kind: str = "checkpoint") -> None:
-    """Raises CheckpointError when the disk under `folder` has not `needed` bytes free, for a folder of this kind."""
+    """Raises CheckpointError if the disk under `folder` has not `needed` bytes free, for a folder of this kind."""
     disk = shutil.disk_usage(folder)
     if disk.total == 0:
         raise CheckpointError(f"{folder} is on no disk: point --run.dir elsewhere")
     if disk.free < needed:
-        raise CheckpointError(
-            f"disk full: a {kind} needs {in_units(needed)}, {in_units(disk.free)} are free at {folder}:"
-            " free some space, lower --checkpoint.keep, or point --run.dir elsewhere"
-        )
+        free = f"{in_units(disk.free)} are free at {folder}"
+        fix = "free some space, lower --checkpoint.keep, or point --run.dir elsewhere"
+        raise CheckpointError(f"disk full: a {kind} needs {in_units(needed)}, {free}: {fix}")

@@ -1,6 +1,6 @@
 """The manifest of a native checkpoint: read and validated before any tensor is, and before it is written.
 
-    finish(building, path, head, entries)        # joins the entries of all ranks, and publishes the folder
+    finish(path, head, entries)                  # joins the entries of all ranks, and publishes the folder
     manifest = read_manifest(path)               # CheckpointError, naming what is wrong; nothing else is raised
     problems = verify(path, manifest)            # the hashes of the files it names
 
@@ -11,37 +11,34 @@ files of every tensor hold each of its elements exactly once (`coverage_problems
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import stat
-from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from threed.atomic import publish, write_text
+from threed.atomic import building_place, publish, write_text
 from threed.checkpoint.files import CheckpointError, checksum, plain, tree_hash
-from threed.checkpoint.sections import Section
+from threed.checkpoint.sections import digest as digest
 from threed.schema import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
-    model_validator,
 )
 
 FORMAT = "threed-checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**30  # of a manifest
-MOST_CELLS = 2**30  # times boxes, of one tensor: seconds of work
+MOST_BOXES = 2**15  # of one tensor: seconds of work
 MOST_WINDOWS = 2**20  # of a section
 Corner = tuple[int, ...]
 FileEntry = Mapping[str, Any]
@@ -94,12 +91,6 @@ class _File(_Strict):
     buffers: list[Buffer] = Field(default_factory=list)
     generators: list[Name] = Field(default_factory=list)
 
-    @model_validator(mode="after")
-    def _has_a_hash(self) -> _File:
-        if self.tree is None and self.sum is None:
-            raise ValueError("a file needs a hash")
-        return self
-
 
 class _Line(_Strict):
     length: Length
@@ -140,13 +131,6 @@ class _State(_Strict):
         list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])
     ]
 
-    @model_validator(mode="after")
-    def _whole_scale(self) -> _State:
-        scale = (self.loss_scale, self.good_steps, self.hysteresis_left)
-        if None in scale and scale != (None,) * 3:
-            raise ValueError("loss_scale, good_steps and hysteresis_left go together")
-        return self
-
 
 class _Model(_Strict):
     arch: Name
@@ -181,21 +165,23 @@ class _Manifest(_Strict):
     files: list[_File]
 
 
-def check_structure(manifest: Mapping[str, Any]) -> None:
-    """Raises CheckpointError unless a manifest has the structure, the values in range, and the files that it must."""
+def check_structure(manifest: Mapping[str, Any], what: str = "the manifest") -> None:
+    """Checks the structure of a manifest, the ranges of its values, and the files that it must have.
+
+    Args:
+        what: The manifest's name in the error.
+
+    Raises:
+        CheckpointError: If it is not valid.
+    """
     try:
         _Manifest.model_validate(manifest)
     except ValidationError as error:
-        some = [
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}"
-            for e in error.errors(include_input=False)[:3]
-        ]
-        raise CheckpointError(plain("; ".join(some))) from None
-    names = [entry["file"] for entry in manifest["files"]]
-    if len(set(names)) < len(names):
-        raise CheckpointError("it names a file twice")
+        some = error.errors(include_input=False)[:3]
+        text = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in some)
+        raise CheckpointError(f"{what} is not valid: {plain(text)}") from None
     for problem in coverage_problems(manifest):
-        raise CheckpointError(problem)
+        raise CheckpointError(f"{what} is not valid: {problem}")
 
 
 def parts_of(manifest: Mapping[str, Any]) -> set[str]:
@@ -213,28 +199,29 @@ def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
     partition of the tensors.
     """
     sections, shapes = manifest["sections"], manifest["shapes"]
-    counts = Counter(tuple(pair) for entry in manifest["files"] for pair in entry["holds"])
-    wanted = [section["portions"] * section["writers"] for section in sections]
-    for (section, number), count in counts.items():
-        if section >= len(sections) or number >= wanted[section]:
-            yield f"it has no number {number} of section {section}"
-        elif count > 1:
-            yield f"files have number {number} of section {section} twice"
-    if len(counts) < sum(wanted):
-        yield f"files have {len(counts)} of {sum(wanted)} numbers of sections"
+    names = [entry["file"] for entry in manifest["files"]]
+    if len(set(names)) < len(names):
+        yield "it names a file twice"
+    counts = [section["portions"] * section["writers"] for section in sections]
+    due = ((section, number) for section, count in enumerate(counts) for number in range(count))
+    holds = sorted(tuple(pair) for entry in manifest["files"] for pair in entry["holds"])
+    for have, want in zip_longest(holds, due):
+        if have != want:
+            yield f"files have numbers of sections twice, or not at all: {have}, not {want}"
     found: dict[tuple[str, str], list[tuple[Corner, Corner]]] = defaultdict(list)
     for number, section in enumerate(sections):
-        portions = section["portions"]
-        if len(set(section["parts"])) < len(section["parts"]):
-            yield f"section {number} names a part twice"
         if sum(line["length"] // line["step"] for line in section["lines"]) > MOST_WINDOWS:
             yield f"section {number} is cut into too many windows"
         for line in section["lines"]:
-            if line["length"] % portions or line["step"] % portions:
+            length, portions = line["length"], section["portions"]
+            if length % portions or line["step"] % portions:
                 yield f"a line of section {number} is not cut evenly"
-            if problem := _line_problem(line, shapes):
-                yield f"a line of section {number}: {problem}"
+            ends = [(at, at + math.prod(size)) for *_, size, at in line["pieces"]]
+            if ends[-1][1] > length or any(end > at for (_, end), (at, _) in pairwise(ends)):
+                yield f"a line of section {number}: its pieces overlap, or lie beyond its end"
             for name, start, size, _ in line["pieces"]:
+                if name not in shapes:
+                    yield f"{name} has no shape"
                 for part in section["parts"]:
                     found[part, name].append((start, size))
     for (part, name), boxes in found.items():
@@ -244,23 +231,15 @@ def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield f"it has no values of {min(unused)}"
 
 
-def _line_problem(line: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
-    """Returns what is wrong with the pieces of a line, "" for nothing."""
-    for name, start, size, _ in line["pieces"]:
-        if name not in shapes:
-            return f"{name} has no shape"
-        if not len(start) == len(size) == len(shapes[name]):
-            return f"a piece of {name} has other dimensions than {shapes[name]}"
-    ends = [(at, at + math.prod(size)) for *_, size, at in line["pieces"]]
-    if any(end > first for (_, end), (first, _) in pairwise(ends)) or ends[-1][1] > line["length"]:
-        return "its pieces overlap, or lie beyond its end"
-    return ""
-
-
 def partition_problem(
     what: str, shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]]
 ) -> str:
-    """Returns why boxes (start, size) are no partition of a tensor, "" if they are one. what: its name in the text."""
+    """Returns why boxes are no partition of a tensor, "" if they are one.
+
+    Args:
+        what: The tensor's name in the text.
+        boxes: The start and size of each.
+    """
     if any(not len(start) == len(size) == len(shape) for start, size in boxes):
         return f"a box of {what} has other dimensions than {list(shape)}"
     if any(a + n > m for start, size in boxes for a, n, m in zip(start, size, shape, strict=True)):
@@ -268,33 +247,21 @@ def partition_problem(
     found, wanted = sum(math.prod(size) for _, size in boxes), math.prod(shape)
     if found < wanted:
         return f"the checkpoint has {found} of {wanted} values of {what}"
-    # cells between all edges: a partition has as many values as the tensor, and no cell twice
-    edges = [
-        sorted({edge for start, size in boxes for edge in (start[d], start[d] + size[d])})
-        for d in range(len(shape))
-    ]
-    covered_shape = [len(some) for some in edges]
-    if len(boxes) * math.prod(covered_shape) > MOST_CELLS:
+    if len(boxes) > MOST_BOXES:
         return f"{what} is cut into too many boxes"
-    covered = np.zeros(covered_shape, dtype=bool)
-    for start, size in boxes:
-        box = tuple(
-            slice(bisect_left(some, a), bisect_left(some, a + n))
-            for some, a, n in zip(edges, start, size, strict=True)
-        )
-        if covered[box].any():
+    corners = np.array(boxes, np.int64).reshape(len(boxes), 2, len(shape))
+    first, last = corners[:, 0], corners.sum(1)
+    for n in range(len(boxes)):
+        if ((first[:n] < last[n]) & (first[n] < last[:n])).all(1).any():
             return f"boxes of {what} overlap"
-        covered[box] = True
     return ""
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
-def finish(
-    building: Path, path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]
-) -> None:
-    """Writes the manifest from the entries of all ranks, and publishes the folder.
+def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the manifest from the entries of all ranks, and publishes the unfinished folder.
 
     Raises:
         OSError: The disk fails.
@@ -303,22 +270,18 @@ def finish(
     """
     # as it will be read: JSON has no tuples
     body = json.loads(json.dumps({**head, **joined(entries)}))
-    try:
-        check_structure(body)  # what could not be read must not count as saved
-    except CheckpointError as error:
-        raise CheckpointError(f"could not finish {path}: {error}") from None
+    check_structure(body, f"{path / MANIFEST}")  # what could not be read must not count as saved
+    building = building_place(path)
     write_text(building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
     publish(building, path)
 
 
 def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns shapes, sections and files of a manifest, from the entries of all ranks."""
-    shapes: dict[str, Any] = {}
-    sections: dict[str, Any] = {}  # by digest: ranks that hold copies of each other say the same
-    for entry in entries:
-        for about, some in entry["sections"]:
-            sections.setdefault(Section(about).digest, about)
-            shapes |= some
+    described = [both for entry in entries for both in entry["sections"]]
+    # ranks that hold copies of each other describe the same section
+    sections = {digest(about): about for about, _ in described}
+    shapes = {name: shape for _, some in described for name, shape in some.items()}
     numbers = {digest: number for number, digest in enumerate(sections)}
     files = [file for entry in entries for file in entry["files"]]
     for file in files:
@@ -326,19 +289,10 @@ def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"shapes": shapes, "sections": list(sections.values()), "files": files}
 
 
-def digest(body: Mapping[str, Any]) -> str:
-    """Returns the hash of a manifest without its hash entry, so that damage in counters and boxes is detected too."""
-    text = json.dumps(
-        {key: value for key, value in body.items() if key != "sha256"}, sort_keys=True
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
     """Writes a part of a manifest with its hash; by a rename, so that it is never seen in part."""
-    body = json.loads(json.dumps(entry))
     scratch = file.with_suffix(".part")
-    scratch.write_text(json.dumps({**body, "sha256": digest(body)}))
+    scratch.write_text(json.dumps({**entry, "sha256": digest(entry)}))
     scratch.rename(file)
 
 
@@ -373,10 +327,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     if manifest.get("sha256") != stated:
         raise CheckpointError(f"{file} is damaged: its sha256 is not the one it states")
-    try:
-        check_structure(manifest)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file} is not valid: {error}") from None
+    check_structure(manifest, str(file))
     return dict(manifest)
 
 

@@ -1,13 +1,12 @@
 """Saves of an engine, one at a time: written at once, or by a thread while training goes on.
 
     saver = Saver(optimizer, topology, config)
-    saver.save(path, state, extras)              collective; returns once the folder is published
     save = saver.start(path, state, extras)      collective; returns once a snapshot has begun
     save.wait()                                  collective; CheckpointError on every rank if it failed
 
 A save has three phases, of which only the first needs the ranks to communicate:
 
-    prepare    makes the unfinished folder, and says what each rank writes
+    prepare    makes the unfinished folder, and plans what each rank writes
     write      writes this rank's files, and an entry with its part of the manifest, or its error
     commit     rank 0 waits for the entries of all ranks, writes the manifest, and publishes the folder
 
@@ -20,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import secrets
 import shutil
@@ -27,7 +27,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -40,7 +40,7 @@ from threed.atomic import building_place
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, begin, never, plain
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of, finish, write_entry
-from threed.checkpoint.sections import Held, SavedFile, held
+from threed.checkpoint.sections import Held, SavedFile, finite, held
 from threed.config import CheckpointConfig, Config
 from threed.device import is_accelerator
 from threed.disk import ELSEWHERE, why
@@ -55,15 +55,6 @@ from threed.zero.state import PREVIOUS, WEIGHT, State
 ENTRIES_S = 600.0  # how long rank 0 waits for the entries of the others
 FAILURE_S = 20.0  # for a save that is written when a run fails
 POLL_S = 0.02
-
-
-def _begin(path: Path, needed: int) -> tuple[str | None, str]:
-    """Makes the unfinished folder; returns a problem, and a token of this save."""
-    try:
-        begin(path, MANIFEST, "checkpoint", needed)
-    except (OSError, CheckpointError) as error:
-        return _reason(error, f"could not begin {path}", path.parent, needed), ""
-    return None, secrets.token_hex(8)
 
 
 def _reason(
@@ -94,14 +85,15 @@ class Save:
         files: What this rank writes.
         described: The sections that this rank describes, for all ranks that hold them.
         head: The manifest without sections and files.
-        problem: What went wrong on this rank so far; on rank 0, once it is done, anywhere.
+        began: When the call for it began, by `time.perf_counter`.
         limit: Bytes per second that this rank writes, at most.
         hurries: Returns whether the limit has ended.
         before_publishing: Called on rank 0 in the thread, once all files are written.
-        called_s: Seconds of the call that began it.
         purpose: What the thread is called, and updates that wait for it.
         durable: Whether files are flushed, and whether a program that ends waits for the thread.
         elsewhere: How a user chooses another place.
+        problem: What went wrong on this rank so far; on rank 0, once it is done, anywhere.
+        asked: Whether the program has asked how it ended.
     """
 
     path: Path
@@ -110,23 +102,23 @@ class Save:
     files: list[SavedFile]
     described: list[Held]
     head: dict[str, Any]
-    problem: str | None = None
+    began: float
     limit: float | None = None
     hurries: Callable[[], bool] = never
     before_publishing: Callable[[], None] = lambda: None
-    called_s: float = 0.0
     purpose: ClassVar[str] = "checkpoint"
     durable: ClassVar[bool] = True
     elsewhere: ClassVar[str] = ELSEWHERE
 
     def __post_init__(self) -> None:
+        self.problem: str | None = None
         self._file = self.building  # the file that is written
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
-        self._written, self._done = threading.Event(), threading.Event()
-        self._asked = False  # whether the program knows how it ended
-        self._given_up = threading.Event()
-        self._known: list[str] = []  # problems of ranks that could not leave an entry
+        self._called_s = 0.0  # of the call that began it
+        self.asked = False
+        self._end = math.inf  # when rank 0 stops to wait for entries
+        self._is_gone: Callable[[int], bool] = lambda rank: False
 
     @property
     def records(self) -> list[Record]:
@@ -143,48 +135,42 @@ class Save:
     def run(self, optimizer: Optimizer) -> None:
         """Writes and publishes, while training waits. Collective; CheckpointError on every rank."""
         self.write(values for _, values in read(optimizer, self.records))
-        self.agree()  # a rank that has died is noticed here
-        self.commit()
-        self._written.set()
-        self._done.set()
-        self._asked = True
-        self.agree()
+        self.wait()
 
-    def start(self, optimizer: Optimizer, room: Room, began: float, now: bool) -> None:
-        """Takes a snapshot, and starts a thread that writes and publishes; see `Saver.run`."""
-        optimizer.wait()
-        self._snapshot = Snapshot(self.records, optimizer, room)
-        optimizer.readers.add(self.purpose, self._snapshot.release)
+    def start(self, optimizer: Optimizer, room: Room, now: bool = False) -> None:
+        """Takes a snapshot, and starts a thread that writes and publishes. Updates must be done.
+
+        Args:
+            now: Wait until all of it was copied, for states that change in other ways than by updates.
+        """
+        snapshot = self._snapshot = Snapshot(self.records, optimizer, room)
+        optimizer.readers.add(self.purpose, snapshot.release)
         self._thread = threading.Thread(
-            target=self._run, args=(self._snapshot,), name=self.purpose, daemon=not self.durable
+            target=self._run, args=(snapshot,), name=self.purpose, daemon=not self.durable
         )
-        self.called_s = time.perf_counter() - began
+        self._called_s = time.perf_counter() - self.began
         self._thread.start()
         if now:
-            self._snapshot.release_all()
+            snapshot.release_all()
 
     def _run(self, snapshot: Snapshot) -> None:
         try:
-            self.write(snapshot.values())
-            snapshot.end()
-            self._written.set()
+            with closing(snapshot):
+                self.write(snapshot.values())
             self.commit()
         except Exception as error:
-            self.problem = self.problem or f"{type(error).__name__}: {error}"
-        finally:
-            snapshot.end()
-            self._written.set()
-            self._done.set()
+            what = f"rank {self.everyone.index}: {type(error).__name__}: {error}"
+            self.problem = self.problem or what
 
     @property
     def done(self) -> bool:
         """Whether this rank's part has ended, well or not; on rank 0 the whole save."""
-        return self._done.is_set()
+        return self._thread is None or not self._thread.is_alive()
 
     @property
     def blocked_s(self) -> float:
         """Seconds that training waited on this rank: for the call, and in updates."""
-        return self.called_s + (self._snapshot.waited_s if self._snapshot else 0.0)
+        return self._called_s + (self._snapshot.waited_s if self._snapshot else 0.0)
 
     def wait(self) -> Path:
         """Waits until the checkpoint is complete; returns its path. Collective.
@@ -192,45 +178,34 @@ class Save:
         Raises:
             CheckpointError: On every rank.
         """
-        self._meet()
+        first = self.everyone.index == 0
+        if not self.asked:
+            self.asked = True
+            if self._thread is not None and not first:
+                self._thread.join()
+            # of ranks that could not leave an entry, too; and a rank that has died is noticed here
+            known = collectives.problems_of_all([self.problem], self.everyone)
+            if known and first:
+                self.problem, self._end = self.problem or "; ".join(known), 0.0
+            self.commit() if self._thread is None else self._thread.join()
         self.agree()
         return self.path
 
-    def end(self) -> None:
-        """Waits until it has ended on all ranks; warns of an unreported error. Collective."""
-        if self._asked or self._thread is None:
-            return
-        self._meet()
-        if self.problem is not None and self.everyone.index == 0:
-            warnings.warn(f"no checkpoint {self.path}: {self.problem}", stacklevel=4)
-        collectives.barrier(self.everyone)
-
-    def _meet(self) -> None:
-        """Waits until every rank's part has ended. Collective.
-
-        If the disk refuses everything, a rank that failed cannot leave its entry: rank 0, which
-        waits for that entry, gets the problem here.
-        """
-        if not self._asked:
-            self._written.wait()
-            self._known = collectives.problems_of_all([self.problem], self.everyone)
-            if self._known:
-                self._given_up.set()
-        self._asked = True
-        if self._thread is not None:
-            self._thread.join()
-
-    def give_up(self, patience: float | None = 0.0) -> None:
+    def give_up(
+        self, patience: float | None = 0.0, is_gone: Callable[[int], bool] = lambda rank: False
+    ) -> None:
         """Ends it: at once, or after some seconds in which it may still complete. No collective.
 
         Args:
             patience: The seconds; None waits until this rank's part has ended.
+            is_gone: Returns whether the process of a rank has ended: its entry will not come.
         """
         if self._snapshot is None or self._thread is None:
             return
-        self._done.wait(patience)
-        self._given_up.set()
-        self._snapshot.end()
+        self._is_gone = is_gone
+        self._thread.join(patience)
+        self._end = 0.0
+        self._snapshot.close()
         if self.durable:  # others may never answer a copy in memory
             self._thread.join()
 
@@ -253,15 +228,12 @@ class Save:
     def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
         """Writes the files; returns this rank's part of the manifest: sections and files."""
         how = {"limit": self.limit, "hurries": self.hurries, "durable": self.durable}
-        stream, files = iter(values), []
+        stream, files = finite(self.records, values), []
         for file in self.files:
             self._file = self.building / file.name
             # the last one ends the stream before its flush, so that updates may change the last state
-            last = file is self.files[-1]
-            some = stream if last else islice(stream, len(file.records))
+            some = stream if file is self.files[-1] else islice(stream, len(file.records))
             files.append(file.write(self.building, some, **how))
-        if next(stream, None) is not None:
-            raise ValueError("more tensors than announced")
         return {"sections": [[h.section.about, h.shapes] for h in self.described], "files": files}
 
     def _fail(self, error: BaseException) -> None:
@@ -294,81 +266,85 @@ class Save:
         """
         if self.everyone.index > 0:
             return
-        try:
+        with self.step("finish"):
             entries = self._entries(time.monotonic() + patience)
             self.before_publishing()
-            finish(self.building, self.path, self.head, entries)
+            finish(self.path, self.head, entries)
+
+    @contextmanager
+    def step(self, name: str, needed: int | None = None) -> Iterator[None]:
+        """Sets `problem` and removes the unfinished folder if the block raises an exception.
+
+        Args:
+            needed: The bytes of the files.
+        """
+        try:
+            yield
         except Exception as error:  # also of what the caller saves, which JSON cannot represent
-            self.problem = _reason(error, f"could not finish {self.path}", self.path.parent)
-        if self.problem is not None:
+            what = f"could not {name} {self.path}"
+            self.problem = _reason(error, what, self.path.parent, needed)
             shutil.rmtree(self.building, ignore_errors=True)
 
     def _entries(self, end: float) -> list[dict[str, Any]]:
         """Returns the entries of all ranks; CheckpointError if one is missing or has an error."""
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
-            # others may still write into the folder
-            if rank == self.everyone.index and self.problem is not None:
-                found.append({"error": self.problem})
-                continue
             file = self._entry_file(rank)
-            while not file.exists():
-                if time.monotonic() > end or self._given_up.is_set():
-                    late = f"rank {rank} has not written its part of {self.path} in time"
-                    raise CheckpointError("; ".join(self._known) or late)
+            # others may still write into the folder, so this rank's own error has to wait
+            while not (file.exists() or (rank == 0 and self.problem)):
+                late = self._is_gone(rank) or time.monotonic() > min(end, self._end)
+                if late and not file.exists():
+                    what = f"rank {rank} has not written its part of {self.path} in time"
+                    raise CheckpointError(self.problem or what)
                 time.sleep(POLL_S)
-            found.append(json.loads(file.read_text()))
-            file.unlink()
-        problems = [entry["error"] for entry in found if "error" in entry]
-        if problems:
+            found.append(json.loads(file.read_text()) if file.exists() else {"error": self.problem})
+            file.unlink(missing_ok=True)
+        if problems := [entry["error"] for entry in found if "error" in entry]:
             raise CheckpointError("; ".join(problems))
         return found
 
     def agree(self) -> None:
-        """Raises CheckpointError on every rank if any has a problem, and removes the files. Collective."""
+        """Raises CheckpointError on every rank if any has a problem. Collective."""
         if found := collectives.problems_of_all([self.problem], self.everyone):
-            if self.everyone.index == 0:
-                shutil.rmtree(self.building, ignore_errors=True)
-            collectives.barrier(self.everyone)
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
-
-
-def _numbered(sections: Iterable[Held]) -> list[tuple[Held, int]]:
-    """Returns the sections of which this rank writes a number, with that number."""
-    return [(h, number) for h in sections if (number := h.number) is not None]
 
 
 class Saver:
     """Begins saves, one at a time.
 
-    Args:
-        room: The memory for copies.
-
     Attributes:
+        room: The memory for copies.
         last: The newest save that a thread writes.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, topology: Topology, config: Config, room: Room | None = None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, topology: Topology, config: Config) -> None:
         self.optimizer, self.topology, self.config = optimizer, topology, config
-        self.room = Room() if room is None else room
+        self.room, self.gpu = Room(), is_accelerator(topology.device)
         self.last: Save | None = None
         self._has_room: bool | None = None
 
     def end(self) -> None:
-        """Waits for the newest save, if it is still written. Collective."""
-        if self.last is not None:
-            self.last.end()
+        """Waits until the newest save has ended; warns of an unreported error. Collective."""
+        if self.last is None or self.last.asked:
+            return
+        try:
+            self.last.wait()
+        except CheckpointError as error:
+            if self.topology.rank == 0:
+                warnings.warn(f"no checkpoint {self.last.path}: {error}", stacklevel=4)
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Gives the save that is written some seconds if the block raises an error; none after an interrupt."""
+    def ending(self, is_gone: Callable[[int], bool] = lambda rank: False) -> Iterator[None]:
+        """If the block raises an error, the save in progress gets some seconds to end; none after an interrupt.
+
+        Args:
+            is_gone: Returns whether the process of a rank has ended.
+        """
         try:
             yield
         except BaseException as error:
             if self.last is not None:
-                self.last.give_up(FAILURE_S if isinstance(error, Exception) else 0.0)
+                self.last.give_up(FAILURE_S if isinstance(error, Exception) else 0.0, is_gone)
             raise
 
     def has_room(self) -> bool:
@@ -377,28 +353,50 @@ class Saver:
         The copies of a machine may take half of its free memory, or all if `checkpoint.async` is true.
         """
         if self._has_room is None:
-            everyone, gpu = self.topology.axis("world"), is_accelerator(self.topology.device)
-            needed = copy_bytes(self._records(), self.optimizer.layout.policy, gpu)
+            everyone = self.topology.axis("world")
+            needed = copy_bytes(self._plan()[1].records, self.optimizer.layout.policy, self.gpu)
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", everyone.size))
             free = free_bytes() // (1 if self.config.checkpoint.async_ is True else 2)
             self._has_room = all(collectives.exchange(needed <= free, everyone))
         return self._has_room
 
-    def _records(self) -> Iterable[Record]:
-        return chain.from_iterable(h.extents(number) for h, number in _numbered(self._held()))
-
     def make_room(self) -> None:
         """Allocates the memory for copies, which a save would do while an update waits."""
-        gpu = is_accelerator(self.topology.device)
-        self.room.make(self._records(), self.optimizer.layout.policy, gpu)
+        self.room.make(self._plan()[1].records, self.optimizer.layout.policy, self.gpu)
 
-    def save(
-        self, path: Path, state: Mapping[str, Any], extras: Extras, hurries: Callable[[], bool],
+    def _plan(self, *extras: Mapping[str, Any]) -> tuple[list[Held], SavedFile]:
+        """Returns the sections that this rank holds portions of, and its file of a checkpoint."""
+        sections = held(self.optimizer.layout, states(self.optimizer))
+        numbers = [(h, number) for h in sections if (number := h.number) is not None]
+        return sections, SavedFile(file_of(self.topology.rank), numbers, *extras)
+
+    def start(
+        self, path: Path, state: Mapping[str, Any], extras: Extras, *,
+        background: bool = True, now: bool = False, hurries: Callable[[], bool] = never,
         before_publishing: Callable[[], None] = lambda: None,
     ) -> Save:  # fmt: skip
-        """Writes the folder `path`, complete or not at all. Collective; CheckpointError on every rank."""
+        """Begins to save the folder `path`, complete or not at all. Collective.
+
+        Without memory for a copy, it warns and returns when the save has ended.
+
+        Args:
+            background: Write in a thread, while training continues.
+            now: See `Save.start`.
+            hurries: Returns whether `checkpoint.write-limit-mib` has ended; called by any thread.
+            before_publishing: See `Save`.
+
+        Raises:
+            CheckpointError: On every rank, for problems known at once.
+        """
+        self.end()
+        if background and not (background := self.has_room()) and self.topology.rank == 0:
+            warnings.warn("no memory for a copy: training waits for the checkpoint", stacklevel=3)
         save = self.prepare(path, state, extras, hurries, before_publishing)
-        save.run(self.optimizer)
+        if background:
+            save.start(self.optimizer, self.room, now)
+            self.last = save
+        else:
+            save.run(self.optimizer)
         return save
 
     def prepare(
@@ -407,83 +405,35 @@ class Saver:
     ) -> Save:  # fmt: skip
         """Makes the unfinished folder, and returns what this rank is to write. Collective.
 
-        Args:
-            hurries: Returns whether `checkpoint.write-limit-mib` has ended; called by any thread.
-            before_publishing: See `Save`.
-
         Raises:
             CheckpointError: On every rank.
         """
-        everyone = self.topology.axis("world")
+        began, everyone = time.perf_counter(), self.topology.axis("world")
         self.optimizer.wait()
-        sections = self._held()
-        file = SavedFile(file_of(everyone.index), _numbered(sections), *extras.copied())
-        sizes = collectives.exchange(file.nbytes, everyone)
-        problem, token = _begin(path, sum(sizes)) if everyone.index == 0 else (None, "")
-        problem, token = collectives.exchange([problem, token], everyone)[0]
+        sections, file = self._plan(*extras.copied())
+        others = collectives.exchange([file.nbytes, secrets.token_hex(8)], everyone)
+        sizes, token = [nbytes for nbytes, _ in others], others[0][1]
         limit = _share(self.config.checkpoint.write_limit_mib, sizes, everyone.index)
+        files = [file] if file.held or file.tensors else []
         described = [h for h in sections if h.portion == h.copy == 0]
         save = Save(
-            path, everyone, token, [file] if file.held or file.tensors else [], described, self.head(state), problem,
-            limit, hurries, before_publishing,
+            path, everyone, token, files, described, self.head(state), began, limit, hurries,
+            before_publishing,
         )  # fmt: skip
+        with save.step("begin", sum(sizes)):
+            if everyone.index == 0:
+                begin(path, MANIFEST, "checkpoint", sum(sizes))
         save.agree()
         return save
 
     def head(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a manifest without sections and files. The host waits for the counters."""
         optimizer = self.optimizer
-        counters = {
-            "updates": float(optimizer.updates),
-            "skips": float(optimizer.bad.skips),
-            **optimizer.scaler.state(),
-        }
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "config": self.config.model_dump(mode="json"),
-            "topology": self.topology.sizes,
-            "state": {**state, **counters, **optimizer.bad.state()},
-        }
-
-    def _held(self) -> list[Held]:
-        return held(self.optimizer.layout, states(self.optimizer))
-
-    def start(
-        self, path: Path, state: Mapping[str, Any], extras: Extras, *, now: bool = False,
-        before_publishing: Callable[[], None] = lambda: None, hurries: Callable[[], bool] = never,
-    ) -> Save:  # fmt: skip
-        """Begins to save. Collective; CheckpointError on every rank for problems known at once.
-
-        Without memory for a copy, it warns and returns when the save has ended.
-
-        Args:
-            now: Wait until all of it was copied, for states that change in other ways than by updates.
-            before_publishing: See `Save`.
-            hurries: See `prepare`.
-        """
-        self.end()
-        began = time.perf_counter()
-        if not self.has_room():
-            if self.topology.rank == 0:
-                warnings.warn(
-                    "no memory for a copy: training waits for the checkpoint", stacklevel=3
-                )
-            return self.save(path, state, extras, hurries, before_publishing)
         kept = copy.deepcopy(dict(state))  # the caller may change its own
-        save = self.prepare(path, kept, extras, hurries, before_publishing)
-        return self.run(save, began, now=now)
-
-    def run(self, save: Save, began: float, *, now: bool = False) -> Save:
-        """Starts a save, once the one before has ended.
-
-        Args:
-            began: When the call for it began, by `time.perf_counter`.
-            now: See `start`.
-        """
-        self.last = save
-        save.start(self.optimizer, self.room, began, now)
-        return save
+        updates = {"updates": float(optimizer.updates), "skips": float(optimizer.bad.skips)}
+        counters = {**kept, **updates, **optimizer.scaler.state(), **optimizer.bad.state()}
+        about = {"config": self.config.model_dump(mode="json"), "topology": self.topology.sizes}
+        return {"format": FORMAT, "version": VERSION, **about, "state": counters}
 
 
 def save_bytes(asked: CheckpointConfig, layout: Layout, states: Sequence[State], gpu: bool) -> int:

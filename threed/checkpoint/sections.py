@@ -25,16 +25,16 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed.checkpoint.files import DTYPES, NAMES, NotFiniteError, is_finite, stream_tensors
-from threed.sharding import Piece, split
+from threed.topology import Axis
 from threed.zero.layout import Group, Layout
 from threed.zero.records import Record
 from threed.zero.state import State
@@ -47,6 +47,7 @@ class Line:
 
     def __init__(self, length: int, step: int, pieces: Sequence[Sequence[Any]]) -> None:
         self.length, self.step, self.pieces = length, step, pieces
+        self.windows = -(-length // step)
         self._firsts = [at for *_, at in pieces]
         self.numels = [math.prod(size) for _, _, size, _ in pieces]
         self._before = list(accumulate(self.numels, initial=0))
@@ -58,14 +59,11 @@ class Line:
             return 0
         return self._before[number] + min(end - self._firsts[number], self.numels[number])
 
-    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the pieces, by number, that meet [first, last), each with the range that they have in common."""
-        number = max(bisect_right(self._firsts, first) - 1, 0)
-        while number < len(self.pieces) and (at := self._firsts[number]) < last:
-            lo, hi = max(first, at), min(last, at + self.numels[number])
-            if lo < hi:
-                yield number, lo, hi
-            number += 1
+
+def digest(about: Mapping[str, Any]) -> str:
+    """Returns the hash of a JSON object without its own `sha256`, so that damage anywhere in it is detected."""
+    body = {key: value for key, value in about.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class Section:
@@ -78,8 +76,8 @@ class Section:
         self.portions: int = about["portions"]
         self.writers: int = about["writers"]
         self.lines = [Line(line["length"], line["step"], line["pieces"]) for line in about["lines"]]
-        self.digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-        self._bases: dict[int, list[array[int]]] = {}
+        self.digest = digest(about)
+        self._starts: dict[int, array[int]] = {}
 
     def window(self, number: int, line: Line, index: int) -> tuple[int, int]:
         """Returns the range [first, last) of a line's window that file `number` has."""
@@ -106,11 +104,13 @@ class Section:
     def offset(self, number: int, line: int, part: str, element: int) -> int:
         """Returns where, in elements, file `number` has an element of a line, which lies in a piece."""
         here = self.lines[line]
-        first, last = self.window(number, here, element // here.step)
+        index = element // here.step
+        first, last = self.window(number, here, index)
         before = here.count(first)
-        base = self._base(number)[line][element // here.step]
+        window = sum(earlier.windows for earlier in self.lines[:line]) + index
+        start = len(self.parts) * self._window_starts(number)[window]
         return (
-            base
+            start
             + self.parts.index(part) * (here.count(last) - before)
             + here.count(element)
             - before
@@ -118,23 +118,20 @@ class Section:
 
     def numel(self, number: int) -> int:
         """Returns how many elements file `number` has, of all parts."""
-        base = self._base(number)
-        return base[-1][-1]
+        return len(self.parts) * sum(self._counts(number))
 
-    def _base(self, number: int) -> list[array[int]]:
-        """Returns where each window of each line begins in file `number`, and at last where the file ends."""
-        if number not in self._bases:
-            end, found = 0, []
-            for line in self.lines:
-                starts = array("q")
-                for index in range(-(-line.length // line.step)):
-                    starts.append(end)
-                    first, last = self.window(number, line, index)
-                    end += (line.count(last) - line.count(first)) * len(self.parts)
-                found.append(starts)
-            found[-1].append(end)
-            self._bases[number] = found
-        return self._bases[number]
+    def _counts(self, number: int) -> Iterator[int]:
+        """Yields how many elements of one part file `number` has of each window."""
+        for line in self.lines:
+            for index in range(line.windows):
+                first, last = self.window(number, line, index)
+                yield line.count(last) - line.count(first)
+
+    def _window_starts(self, number: int) -> array[int]:
+        """Returns how many elements of one part file `number` has before each window."""
+        if number not in self._starts:
+            self._starts[number] = array("q", accumulate(self._counts(number), initial=0))
+        return self._starts[number]
 
 
 # ------------------------------------------------------------------------------------------------- what a rank holds
@@ -151,17 +148,16 @@ class Held:
     """
 
     section: Section
-    portion: int
-    copies: int
-    copy: int
-    states: list[list[State]]
-    shapes: dict[str, tuple[int, ...]]
+    portion: int = 0
+    copies: int = 1
+    copy: int = 0
+    states: list[list[State]] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def numbers(self) -> range:
         """All numbers of the portion."""
-        writers = self.section.writers
-        return range(self.portion * writers, (self.portion + 1) * writers)
+        return range(self.portion * self.section.writers, (self.portion + 1) * self.section.writers)
 
     @property
     def number(self) -> int | None:
@@ -174,86 +170,63 @@ class Held:
                 return number
         return None
 
-    def nbytes(self, number: int) -> int:
-        """Returns the bytes of a number."""
-        return self.section.numel(number) * DTYPES[self.section.dtype].itemsize
-
     def extents(self, number: int) -> Iterator[Record]:
         """Yields what a number consists of, in order."""
         for line, states in zip(self.section.lines, self.states, strict=True):
             for index, state in enumerate(states):
-                runs = list(line.runs(*self.section.window(number, line, index)))
-                origin = state.bucket.portion_first
+                runs = list(state.bucket.runs(*self.section.window(number, line, index)))
                 for part in self.section.parts:
-                    for piece, lo, hi in runs:
-                        name, start, size, at = line.pieces[piece]
-                        whole = Piece(name, self.shapes[name], tuple(start), tuple(size))
-                        for one in split(whole, lo - at, hi - at, lo - origin):
-                            yield Record(part, one, state)
+                    for run in runs:
+                        yield from (Record(part, piece, state) for piece in run.pieces())
 
 
 def held(layout: Layout, states: Iterable[State]) -> list[Held]:
     """Returns the sections of some states that this rank holds portions of, alike on all that hold them."""
-    by_group: dict[Group, dict[tuple[str, ...], list[State]]] = {
-        group: {} for group in layout.groups
-    }
-    for state in states:
-        by_group[state.bucket.group].setdefault(tuple(state.storages), []).append(state)
+    lines: dict[tuple[Group, torch.dtype, tuple[str, ...]], list[State]] = {}
+    order = {group: number for number, group in enumerate(layout.groups)}
+    for state in sorted(states, key=lambda one: (order[one.bucket.group], one.bucket.first)):
+        dtypes = {part: storage.dtype for part, storage in state.storages.items()}
+        for dtype in dict.fromkeys(dtypes.values()):
+            parts = tuple(part for part, other in dtypes.items() if other == dtype)
+            lines.setdefault((state.bucket.group, dtype, parts), []).append(state)
     kinds: dict[tuple[Any, ...], list[tuple[Group, list[State]]]] = {}
-    for group, some in by_group.items():
-        for mine in some.values() if any(True for _ in _pieces(group)) else ():
-            mine.sort(key=lambda state: state.bucket.first)
-            for dtype, parts in _by_dtype(mine[0]).items():
-                sizes = (
-                    group.shard.size,
-                    group.holders.size,
-                    *(axis.size for axis in group.copies),
-                )
-                kind = (parts, dtype, sizes, group.key.replicated, group.key.tied)
-                kinds.setdefault(kind, []).append((group, mine))
+    for (group, dtype, parts), mine in lines.items():
+        if any(slot.spec.numel for slot in group.slots):
+            sizes = tuple(axis.size for axis in (group.shard, group.holders, *group.copies))
+            kind = parts, dtype, sizes, group.key.replicated, group.key.tied
+            kinds.setdefault(kind, []).append((group, mine))
     return [_held(parts, dtype, members) for (parts, dtype, *_), members in kinds.items()]
-
-
-def _by_dtype(state: State) -> dict[torch.dtype, tuple[str, ...]]:
-    dtypes = {part: storage.dtype for part, storage in state.storages.items()}
-    return {dtype: tuple(p for p, d in dtypes.items() if d == dtype) for dtype in dtypes.values()}
 
 
 def _held(
     parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group, list[State]]]
 ) -> Held:
     first = members[0][0]
-    portions, copies = first.shard.size * first.holders.size, 1
-    portion, copy = first.shard.index * first.holders.size + first.holders.index, 0
-    for axis in first.copies:
-        copies, copy = copies * axis.size, copy * axis.size + axis.index
+    portions, portion = _place((first.shard, first.holders))
+    copies, copy = _place(first.copies)
     nbytes = sum(group.numel for group, _ in members) // portions * len(parts) * dtype.itemsize
-    lines = [
-        {
-            "length": group.numel,
-            "step": states[0].bucket.last - states[0].bucket.first,
-            "pieces": [[p.name, list(p.start), list(p.size), at] for p, at in _pieces(group)],
-        }
-        for group, states in members
-    ]
+    lines, shapes = [], dict[str, tuple[int, ...]]()
+    for group, states in members:
+        rows = []
+        for slot in group.slots:
+            for piece in (piece for piece in slot.spec.pieces if piece.numel):
+                at = slot.first + piece.offset
+                rows.append([piece.name, list(piece.start), list(piece.size), at])
+                shapes[piece.name] = piece.shape
+        step = states[0].bucket.last - states[0].bucket.first
+        lines.append({"length": group.numel, "step": step, "pieces": rows})
     writers = min(copies, max(1, -(-nbytes // LEAST_BYTES)))
-    about = {
-        "parts": list(parts),
-        "dtype": NAMES[dtype],
-        "portions": portions,
-        "writers": writers,
-        "lines": lines,
-    }
-    shapes = {piece.name: piece.shape for group, _ in members for piece, _ in _pieces(group)}
-    return Held(Section(about), portion, copies, copy, [states for _, states in members], shapes)
+    about = {"parts": list(parts), "dtype": NAMES[dtype], "portions": portions}
+    section = Section({**about, "writers": writers, "lines": lines})
+    return Held(section, portion, copies, copy, [states for _, states in members], shapes)
 
 
-def _pieces(group: Group) -> Iterator[tuple[Piece, int]]:
-    """Yields the pieces of a group that have elements, and where they begin."""
-    for slot in group.slots:
-        for piece in slot.spec.pieces:
-            if piece.numel:
-                yield piece, slot.first + piece.offset
+def _place(axes: Iterable[Axis]) -> tuple[int, int]:
+    """Returns how many ranks some axes have together, and the number of this one among them."""
+    size, index = 1, 0
+    for axis in axes:
+        size, index = size * axis.size, index * axis.size + axis.index
+    return size, index
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -277,10 +250,9 @@ class SavedFile:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        held = sum(h.nbytes(number) for h, number in self.held)
-        return held + sum(tensor.nbytes for tensor in self.tensors.values())
+        return sum(r.nbytes for r in self.records) + sum(t.nbytes for t in self.tensors.values())
 
-    @property
+    @cached_property
     def records(self) -> list[Record]:
         """The records of the optimizer's states in the file, in order."""
         return [record for h, number in self.held for record in h.extents(number)]
@@ -290,46 +262,26 @@ class SavedFile:
 
         Args:
             folder: Where to write it.
-            values: The values of `records`, in order.
+            values: The values of the numbers, in order, each in one or several parts [n].
             how: The limit and durability, as for `stream_tensors`.
         """
-        holds = [(h.section, number) for h, number in self.held]
-        path, checked = folder / self.name, self._checked(values)
-        return {**write_file(path, holds, checked, self.tensors, **how), **self.about}
-
-    def _checked(self, values: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yields the values of `records`; NotFiniteError if those of a trained tensor are not finite."""
-        left = iter(self.records)
-        for tensor in values:  # to their end
-            if (record := next(left, None)) is None:
-                raise ValueError("more tensors than announced")
-            if record.state.bucket.group.key.trainable and not is_finite(tensor):
-                what = "has values that are not finite (NaN or infinite), and is not saved"
-                raise NotFiniteError(f"{record.part} of {record.piece.name} {what}")
-            yield tensor.view(-1)
+        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        metadata, holds = {}, []
+        for key, (h, number) in enumerate(self.held):
+            tensors[str(key)] = DTYPES[h.section.dtype], (h.section.numel(number),)
+            metadata[str(key)] = f"{h.section.digest} {number}"
+            holds.append([h.section.digest, number])
+        tensors |= {key: (one.dtype, tuple(one.shape)) for key, one in self.tensors.items()}
+        path, stream = folder / self.name, chain(values, self.tensors.values())
+        hashes = stream_tensors(path, tensors, stream, metadata, **how)._asdict()
+        size = path.stat().st_size
+        return {"file": self.name, **hashes, "size": size, "holds": holds, **self.about}
 
 
-def write_file(
-    path: Path,
-    holds: Sequence[tuple[Section, int]],
-    values: Iterable[Tensor],
-    extra: Mapping[str, Tensor] = MappingProxyType({}),
-    **how: Any,
-) -> dict[str, Any]:
-    """Writes a file; returns its entry of the manifest.
-
-    Args:
-        holds: The sections in the file, and the number of each.
-        values: The values of the sections, in order, each in one or several parts [n].
-        extra: Other tensors, by name.
-        how: The limit and durability, as for `stream_tensors`.
-    """
-    about: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        str(key): (DTYPES[section.dtype], (section.numel(number),))
-        for key, (section, number) in enumerate(holds)
-    }
-    about |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in extra.items()}
-    named = [[section.digest, number] for section, number in holds]
-    metadata = {str(key): f"{digest} {number}" for key, (digest, number) in enumerate(named)}
-    hashes = stream_tensors(path, about, chain(values, extra.values()), metadata, **how)
-    return {"file": path.name, **hashes._asdict(), "size": path.stat().st_size, "holds": named}
+def finite(records: Iterable[Record], values: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields the values of records, [n]; NotFiniteError if those of a trained tensor are not finite."""
+    for tensor, record in zip(values, records, strict=False):
+        if record.state.bucket.group.key.trainable and not is_finite(tensor):
+            what = "has values that are not finite (NaN or infinite), and is not saved"
+            raise NotFiniteError(f"{record.part} of {record.piece.name} {what}")
+        yield tensor.view(-1)

@@ -22,7 +22,7 @@ from threed.checkpoint.files import NAMES, CheckpointError, cut, new_folder
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import TensorSource, read_slabs
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of, finish
-from threed.checkpoint.sections import Section, write_file
+from threed.checkpoint.sections import Held, SavedFile, Section
 from threed.config import Config, DataConfig, ModelConfig, OptimConfig
 from threed.interop.huggingface.export import dtype_of
 from threed.planner.grid import Grid
@@ -128,7 +128,7 @@ def write_tensors(
     with new_folder(path, MANIFEST, "checkpoint", sum(sizes.values())) as building:
         files = enumerate(some for some in cut(sizes, file_bytes) if some)
         entries = [_write(building / file_of(number), some, about, slabs) for number, some in files]
-        finish(building, path, head, entries)
+        finish(path, head, entries)
     return path
 
 
@@ -147,18 +147,15 @@ def _write(
     slabs: Callable[[Part], Iterable[Tensor]],
 ) -> dict[str, Any]:
     """Writes a file, a section for each part; returns what a rank would leave for the first one."""
-    sections = [_section(part, *about[part]) for part in some]
+    held = [_held(part, *about[part]) for part in some]
     rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, some)))
-    entry = write_file(file, [(section, 0) for section in sections], rows)
-    shapes = [{name: list(about[part, name][1])} for part, name in some]
-    pairs = zip(sections, shapes, strict=True)
-    return {"sections": [[section.about, shape] for section, shape in pairs], "files": [entry]}
+    entry = SavedFile(file.name, [(h, 0) for h in held]).write(file.parent, rows)
+    return {"sections": [[h.section.about, h.shapes] for h in held], "files": [entry]}
 
 
-def _section(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Section:
-    """Returns the place of a part that one file has whole."""
+def _held(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
+    """Returns a section of one part, which one file has in full."""
     numel, (kind, name) = math.prod(shape), part
     line = {"length": numel, "step": numel, "pieces": [[name, [0] * len(shape), list(shape), 0]]}
-    return Section(
-        {"parts": [kind], "dtype": NAMES[dtype], "portions": 1, "writers": 1, "lines": [line]}
-    )
+    cut = {"portions": 1, "writers": 1, "lines": [line]}
+    return Held(Section({"parts": [kind], "dtype": NAMES[dtype], **cut}), shapes={name: shape})

@@ -85,6 +85,6 @@ class DistFolder:
 def _lengths(values: Iterable[Any]) -> Shape:
     """Returns numbers of elements or bytes, and raises TypeError for what is none."""
     found = tuple(values)
-    if not all(type(value) is int and value >= 0 for value in found):
+    if not all(type(value) is int and 0 <= value < 2**53 for value in found):
         raise TypeError(f"{plain(found)} are no lengths")
     return found

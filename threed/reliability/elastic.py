@@ -36,7 +36,6 @@ from threed.checkpoint.node_memory import (
     too_small,
 )
 from threed.checkpoint.retention import Retention, after_restart, candidates
-from threed.checkpoint.saving import Saver
 from threed.checkpoint.union import Found, load_copy, look
 from threed.disk import why
 from threed.engine import Engine
@@ -61,7 +60,7 @@ class Memory:
         self._note: Callable[[str], None] = print
         self.every = engine.config.checkpoint.memory_every or 0
         self.world = engine.topology.axis("world")
-        self.saver = Saver(engine.optimizer, engine.topology, engine.config, Room(copies=False))
+        self.room = Room(copies=False)
         self._writing: Copy | None = None
         self._slot = 0  # of the next copy
         self._first = True  # no copy of this start is complete
@@ -196,16 +195,17 @@ class Memory:
         plan = self.plan.with_extras(engine.extras, self.machines)
         self._writing = Copy(
             self.place.slot(self._slot), self.world, "own", plan.files, plan.described,
-            self.saver.head(state), save=save, alone=plan.alone, neighbour=self.neighbour,
+            engine.saver.head(state), began, save=save, alone=plan.alone, neighbour=self.neighbour,
         )  # fmt: skip
-        self.saver.run(self._writing, began, now=engine.extras.generators)
+        self._writing.start(engine.optimizer, self.room, now=engine.wraps_module)
 
     def _end(self) -> None:
         """Waits until the newest copy has ended on all ranks. Collective."""
-        copy, self._writing = self._writing, None
+        copy = self._writing
         if copy is None:
             return
         self.finish(None)
+        self._writing = None
         problems = collectives.problems_of_all([copy.problem], self.world)
         self.problem = problems[0] if problems else ""
         if problems:
@@ -218,8 +218,8 @@ class Memory:
 
     def finish(self, patience: float | None = PATIENCE_S) -> None:
         """Waits until the copy in progress has ended on this rank, or some seconds. Not collective, in any thread."""
-        if self.saver.last is not None:
-            self.saver.last.give_up(patience)
+        if self._writing is not None:
+            self._writing.give_up(patience)
 
     @contextmanager
     def ending(self) -> Iterator[None]:

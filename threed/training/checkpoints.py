@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.retention import Retention, job_name
 from threed.checkpoint.saving import Save
 from threed.engine import StepMetrics
+from threed.reliability import heartbeat
 from threed.reliability.elastic import Memory
 from threed.reliability.ownership import Owner
 from threed.training.bad_steps import BadSteps
@@ -41,7 +43,6 @@ class Checkpoints(Callback):
         self._save: Save | None = None  # the asynchronous save in progress
         self._reported: set[Path] = set()
         self._seconds = 0.0
-        self._told_room = False
 
     def begin(self, run: Run) -> None:
         self.memory.begin(run.note)
@@ -49,8 +50,13 @@ class Checkpoints(Callback):
     @contextmanager
     def saving(self) -> Iterator[None]:
         """If the block raises, saves in progress get some seconds to end."""
-        with self.engine.saver.ending(), self.memory.ending():
+        with self.engine.saver.ending(self._is_gone), self.memory.ending():
             yield
+
+    def _is_gone(self, rank: int) -> bool:
+        """Returns whether the process of a rank on this machine has ended."""
+        beat = heartbeat.read(self.run.supervision.heart.folder, rank)
+        return beat is not None and heartbeat.process_state(beat) == "ended"
 
     def take_seconds(self) -> float:
         """Returns the seconds that saves took in the last step."""
@@ -92,19 +98,18 @@ class Checkpoints(Callback):
         path = self.path(step)
         extra = {**self._extra(), **self.bad_steps.take_delayed()}
         try:
-            if asynchronous and self._has_room():
+            if asynchronous and self._has_room:
                 self._save = self.engine.start_save(
                     path, extra, before_publishing=run.monitor.sync, hurries=run.hurries
                 )
-                return
-            run.monitor.sync()
-            self.engine.save(path, extra, hurries=run.hurries)
+            else:
+                run.monitor.sync()
+                self.engine.save(path, extra, hurries=run.hurries)
+                self._count(path)
         except CheckpointError as error:
             if step == run.last or run.stop:
                 raise
             self._report(path, error)
-            return
-        self._count(path)
 
     def wait(self) -> None:
         """Waits for the asynchronous save in progress. Collective."""
@@ -124,33 +129,26 @@ class Checkpoints(Callback):
 
     def _extra(self) -> Mapping[str, Any]:
         """Returns what a checkpoint contains for the next run and for exports."""
-        run, tokenizer = self.run, self.run.data.tokenizer
-        return {
-            "wandb": run.monitor.run_id,
-            "data_sha256": run.data.sha256,
-            "job": job_name(),
-            "tokenizer": tokenizer.files,
-            "fingerprint": tokenizer.fingerprint,
-            "hf": run.start.extra.get("hf"),
-            "eot": tokenizer.eot,
-            "tokens": run.tokens,
-        }
+        run, text = self.run, self.run.data.tokenizer
+        tokenizer = {"tokenizer": text.files, "fingerprint": text.fingerprint, "eot": text.eot}
+        origin = {"data_sha256": run.data.sha256, "hf": run.start.extra.get("hf")}
+        job = {"wandb": run.monitor.run_id, "job": job_name(), "tokens": run.tokens}
+        return {**tokenizer, **origin, **job}
 
+    @cached_property
     def _has_room(self) -> bool:
-        """Returns whether saves are asynchronous: they are asked for, and there is memory for a copy."""
-        if self.run.config.checkpoint.async_ is False:
-            return False
-        if not (room := self.engine.saver.has_room()) and not self._told_room:
-            self._told_room = True
-            self.run.note(
-                "no memory for a copy of what is saved: training waits for each checkpoint"
-            )
+        """Whether saves are asynchronous: they are asked for, and there is memory for a copy."""
+        asked = self.run.config.checkpoint.async_ is not False
+        room = asked and self.engine.saver.has_room()
+        if asked and not room:
+            what = "no memory for a copy of what is saved"
+            self.run.note(f"{what}: training waits for each checkpoint")
         return room
 
     def _make_room(self, step: int) -> None:
         """Allocates the memory for copies once activations are allocated, if asynchronous saves are to come."""
         every = self.run.config.checkpoint.every
-        if every and (step // every + 1) * every < self.run.last and self._has_room():
+        if every and (step // every + 1) * every < self.run.last and self._has_room:
             self.engine.saver.make_room()
 
     def _report_failure(self) -> None:

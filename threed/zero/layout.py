@@ -240,12 +240,20 @@ class Bucket:
         """This rank's slice of the parameters, if it is in memory."""
         return self.storage.tensor if isinstance(self.storage, InMemory) else None
 
-    def runs(self) -> Iterator[Run]:
-        """Yields the runs of this rank's portion of the slice, in the order of the buffer; padding belongs to none."""
+    def runs(self, first: int | None = None, last: int | None = None) -> Iterator[Run]:
+        """Yields the runs of this rank's portion of the slice, in the order of the buffer.
+
+        Padding belongs to no run.
+
+        Args:
+            first, last: Elements of the group that limit the runs; by default those of the portion.
+        """
+        first = self.portion_first if first is None else first
+        last = self.portion_last if last is None else last
         for slot in self.group.slots:
             for piece in slot.spec.pieces:
                 at = slot.first + piece.offset
-                lo, hi = max(at, self.portion_first), min(at + piece.numel, self.portion_last)
+                lo, hi = max(at, first), min(at + piece.numel, last)
                 if lo < hi:
                     yield Run(piece, lo - at, hi - at, lo - self.portion_first)
 

@@ -1,8 +1,9 @@
-"""The optimizer's states as they were at one moment, while training goes on and changes them.
+"""The optimizer's states at one moment, read while training continues and changes them.
 
     snapshot = Snapshot(records, optimizer, room)     the moment; a GPU begins to copy
     optimizer.readers.add("disk", snapshot.release)   an update waits for its state, one at a time
     for values in snapshot.values(): ...              in another thread: the values of the records, in order
+    snapshot.close()                                  no update waits any more
 
 States on the device are copied to host memory during the next forward and backward: on a GPU by a
 stream, on a CPU by the thread or by the update that changes the state, whichever comes first. States
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -23,56 +24,78 @@ from torch import Tensor
 
 from threed.device import beside, copy_stream, current_stream, is_accelerator
 from threed.memory import pool
-from threed.memory.io import Transfer
 from threed.memory.tiers import OnDrive
 from threed.zero.layout import Policy
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import Record
 from threed.zero.state import PREVIOUS, State
 
-LINE = 4096  # bytes: parts of a slice start at multiples, as direct I/O requires
-Place = Tensor | OnDrive
-Range = tuple[int, int]
+LINE = 4096  # bytes: parts of a state on a drive are read to multiples, as direct I/O requires
 
 
 class GivenUp(RuntimeError):
     """The snapshot ended before all of it was read."""
 
 
-def _ranges(records: Iterable[Record]) -> dict[str, Range]:
-    """Returns the elements [first, last) of each part of a state that records span."""
-    found: dict[str, Range] = {}
-    for one in records:
-        at, end = one.piece.offset, one.piece.offset + one.piece.numel
-        first, last = found.get(one.part, (at, at))
-        found[one.part] = min(first, at), max(last, end)
-    return found
+@dataclass(eq=False)
+class _Item:
+    """A state of the snapshot, with consecutive records of it.
 
+    Attributes:
+        is_copied: Whether it is copied, or else written from where it is.
+        first: The first element of each part in memory that the records use.
+        memory: The values of these parts, from that element on.
+        drive: The parts on a drive.
+        copies: The copies of the values.
+        copied: Recorded when a GPU has copied them.
+        safe: Set when the state may change.
+        lock: Held by the thread that copies the state.
+    """
 
-def _places(state: State, ranges: Mapping[str, Range]) -> dict[str, Place]:
-    """Returns where these elements are; for a part on a drive, where all of its elements are."""
-    found = {}
-    for part, (first, last) in ranges.items():
-        storage = state.storages[part]
-        found[part] = (
-            storage if isinstance(storage, OnDrive) else storage.fetch().wait()[first:last]
-        )
-    return found
+    state: State
+    records: list[Record]
+    is_copied: bool
+    first: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    drive: dict[str, OnDrive] = field(default_factory=dict)
+    copies: dict[str, Tensor] = field(default_factory=dict)
+    copied: torch.Event | None = None
+    safe: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        last = dict[str, int]()
+        for part, piece in ((one.part, one.piece) for one in self.records):
+            self.first[part] = min(self.first.get(part, piece.offset), piece.offset)
+            last[part] = max(last.get(part, 0), piece.offset + piece.numel)
+        for part, end in last.items():
+            storage = self.state.storages[part]
+            if isinstance(storage, OnDrive):
+                self.first[part], self.drive[part] = 0, storage  # read in full
+            else:
+                self.memory[part] = storage.fetch().wait()[self.first[part] : end]
+        self.is_copied = self.is_copied and not self.drive
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its copies, or of the buffer for the parts on a drive."""
+        if self.is_copied:
+            return sum(values.nbytes for values in self.memory.values())
+        return sum(_aligned(storage.nbytes) for storage in self.drive.values())
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
-def _size(places: Iterable[Place]) -> int:
-    return sum(_aligned(place.nbytes) for place in places)
+def _items(records: Iterable[Record], policy: Policy, gpu: bool, copies: bool) -> list[_Item]:
+    return [
+        _Item(state, list(some), (gpu or copies) and _is_copied(state, policy, gpu))
+        for state, some in groupby(records, lambda one: one.state)
+    ]
 
 
-def _on_drive(places: Iterable[Place]) -> int:
-    return _size(place for place in places if isinstance(place, OnDrive))
-
-
-def is_copied(state: State, policy: Policy, gpu: bool) -> bool:
+def _is_copied(state: State, policy: Policy, gpu: bool) -> bool:
     """Returns whether a state is on the device and changes, or is on a GPU."""
     group = state.bucket.group
     parameters = policy.delayed and PREVIOUS in state.storages  # not on the optimizer's tier
@@ -83,18 +106,13 @@ def is_copied(state: State, policy: Policy, gpu: bool) -> bool:
 
 def copy_bytes(records: Iterable[Record], policy: Policy, gpu: bool) -> int:
     """Returns the host memory that a save of records takes: the copies, and a buffer for drives."""
-    copied, read = 0, 0
-    for state, some in groupby(records, lambda one: one.state):
-        places = _places(state, _ranges(some)).values()
-        if is_copied(state, policy, gpu):
-            copied += _size(places)
-        else:
-            read = max(read, _on_drive(places))
-    return copied + read
+    items = _items(records, policy, gpu, copies=True)
+    read = max((item.nbytes for item in items if not item.is_copied), default=0)
+    return read + sum(item.nbytes for item in items if item.is_copied)
 
 
 class Room:
-    """Host memory for the copies of states, kept from one save to the next.
+    """Host memory for the copies of states, reused by later saves.
 
     Args:
         copies: Whether states in the memory of a CPU are copied. A GPU's always are.
@@ -102,50 +120,21 @@ class Room:
 
     def __init__(self, copies: bool = True) -> None:
         self.copies = copies
-        self._buffers: dict[tuple[State, tuple[tuple[str, Range], ...]], Tensor] = {}
+        self._buffers: dict[tuple[State, str, int, int], Tensor] = {}
 
     def make(self, records: Iterable[Record], policy: Policy, gpu: bool) -> None:
         """Allocates the memory of all copies that a save of these records makes."""
-        for state, some in groupby(records, lambda one: one.state):
-            if is_copied(state, policy, gpu):
-                ranges = _ranges(some)
-                self.buffer(state, ranges, _places(state, ranges))
+        for item in _items(records, policy, gpu, self.copies):
+            for part in item.memory if item.is_copied else ():
+                self.buffer(item, part)
 
-    def buffer(
-        self, state: State, ranges: Mapping[str, Range], places: Mapping[str, Place]
-    ) -> Tensor:
-        """Returns the memory for the copy of these elements of a state, uint8 [n]."""
-        key = state, tuple(ranges.items())
+    def buffer(self, item: _Item, part: str) -> Tensor:
+        """Returns the memory for the copy of a part of a state."""
+        values = item.memory[part]
+        key = item.state, part, item.first[part], values.numel()
         if key not in self._buffers:
-            self._buffers[key] = pool.host_buffer(_size(places.values()))
+            self._buffers[key] = pool.host_buffer(values.nbytes).view(values.dtype)
         return self._buffers[key]
-
-
-@dataclass(eq=False)
-class _Item:
-    """A state of the snapshot.
-
-    Attributes:
-        ranges: The elements of each part that records span.
-        places: Where these are; for a part on a drive, where all of its elements are.
-        writing: Writes to a drive that come first.
-        is_copied: Whether it is copied, or else written from where it is.
-        copies: The values of its parts, once it was copied.
-        copied: When a GPU has copied it.
-        safe: Set when it may change.
-        lock: Held by the thread that copies it.
-    """
-
-    state: State
-    records: list[Record]
-    ranges: dict[str, Range]
-    places: dict[str, Place]
-    writing: dict[str, Transfer | None]
-    is_copied: bool
-    copies: dict[str, Tensor] = field(default_factory=dict)
-    copied: torch.Event | None = None
-    safe: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Snapshot:
@@ -155,35 +144,20 @@ class Snapshot:
         waited_s: Seconds for which updates waited for it, or copied for it.
     """
 
-    def __init__(self, wanted: Sequence[Record], optimizer: Optimizer, room: Room) -> None:
-        self._room, self._policy = room, optimizer.layout.policy
-        self._device = optimizer.updates.device
-        self.waited_s = 0.0
-        self._over = False
+    def __init__(self, wanted: Iterable[Record], optimizer: Optimizer, room: Room) -> None:
+        self._room, self._device = room, optimizer.updates.device
+        self.waited_s, self._closed = 0.0, False
         self._reading = torch.empty(0, dtype=torch.uint8)  # for values on a drive
-        self._items = [
-            self._item(state, list(some)) for state, some in groupby(wanted, lambda one: one.state)
-        ]
+        gpu = is_accelerator(self._device)
+        self._items = _items(wanted, optimizer.layout.policy, gpu, room.copies)
         self._of: dict[State, list[_Item]] = {}
         for item in self._items:
             self._of.setdefault(item.state, []).append(item)
+        # in the order of updates
         turn = {state: number for number, state in enumerate(reversed(optimizer.states))}
-        copied = [item for item in self._items if item.is_copied]
-        # as updates come
-        self._to_copy = sorted(copied, key=lambda item: turn.get(item.state, len(turn)))
-        if is_accelerator(self._device):
-            self._copy_all()  # by the caller's thread, which knows the stream that made the values
-
-    def _item(self, state: State, some: list[Record]) -> _Item:
-        ranges = _ranges(some)
-        places = _places(state, ranges)
-        on_drive = {part: place for part, place in places.items() if isinstance(place, OnDrive)}
-        writing = {part: place.writing for part, place in on_drive.items()}
-        on_gpu = any(
-            isinstance(place, Tensor) and is_accelerator(place.device) for place in places.values()
-        )
-        copies = on_gpu or (self._room.copies and is_copied(state, self._policy, gpu=False))
-        return _Item(state, some, ranges, places, writing, copies)
+        self._to_copy = sorted(self._items, key=lambda item: turn.get(item.state, len(turn)))
+        for item in self._to_copy if gpu else ():
+            self._copy(item)  # by the caller's thread, which has the stream that made the values
 
     # -------------------------------------------------------------------------------------------------------- updates
 
@@ -195,8 +169,7 @@ class Snapshot:
         self.waited_s += time.perf_counter() - began
 
     def _release(self, item: _Item) -> None:
-        if item.is_copied:
-            self._copy(item)
+        self._copy(item)
         item.safe.wait()
         if (copied := item.copied) is not None:
             current_stream(self._device).wait_event(copied)
@@ -206,9 +179,9 @@ class Snapshot:
         for item in self._items:
             self._release(item)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Lets all states change; a thread that still reads the snapshot gets GivenUp."""
-        self._over = True
+        self._closed = True
         for item in self._items:
             item.safe.set()
 
@@ -222,18 +195,18 @@ class Snapshot:
         Raises:
             GivenUp: The snapshot, or the program, has ended.
         """
-        self._copy_all()
+        for item in self._to_copy:
+            self._copy(item)
         for item in self._items:
             parts = self._read(item)
             for one in item.records:
-                on_drive = isinstance(item.places[one.part], OnDrive)
-                at = one.piece.offset - (0 if on_drive else item.ranges[one.part][0])
+                at = one.piece.offset - item.first[one.part]
                 yield parts[one.part][at : at + one.piece.numel]
                 self._check()  # it may have changed meanwhile
             item.safe.set()
 
     def _check(self) -> None:
-        if self._over or not threading.main_thread().is_alive():
+        if self._closed or not threading.main_thread().is_alive():
             raise GivenUp("the program ended before it was written")
 
     def _read(self, item: _Item) -> dict[str, Tensor]:
@@ -243,41 +216,32 @@ class Snapshot:
             if item.copied is not None:
                 item.copied.synchronize()
             return item.copies
-        nbytes = _on_drive(item.places.values())
-        if self._reading.numel() < nbytes:
-            self._reading = pool.host_buffer(nbytes)
-        return self._into(self._reading, item)
-
-    def _copy_all(self) -> None:
-        for item in self._to_copy:
-            self._copy(item)
+        if self._reading.numel() < item.nbytes:
+            self._reading = pool.host_buffer(item.nbytes)
+        found, at = dict(item.memory), 0
+        for part, storage in item.drive.items():
+            found[part] = self._reading[at : at + storage.nbytes].view(storage.dtype)
+            if (before := storage.writing) is not None:
+                before.wait()
+            storage.drive.disk.read(storage.offset, found[part]).wait()
+            at += _aligned(storage.nbytes)
+        return found
 
     def _copy(self, item: _Item) -> None:
-        """Copies a state, unless that was done, or it may have changed."""
+        """Copies a state that is to be copied, unless that was done, or it may have changed."""
         with item.lock:
-            if not item.safe.is_set():
-                buffer = self._room.buffer(item.state, item.ranges, item.places)
-                item.copies = self._into(buffer, item)
+            if item.is_copied and not item.safe.is_set():
+                self._into(item)
                 item.safe.set()
 
-    def _into(self, buffer: Tensor, item: _Item) -> dict[str, Tensor]:
-        """Returns the values of a state's parts, in `buffer`, uint8 [n], if they are copied or on a drive."""
-        found, at = dict[str, Tensor](), 0
-        for part, place in item.places.items():
-            if isinstance(place, Tensor) and not item.is_copied:
-                found[part] = place
-                continue
-            found[part] = buffer[at : at + place.nbytes].view(place.dtype)
-            at += _aligned(place.nbytes)
-            if isinstance(place, OnDrive):
-                if (before := item.writing[part]) is not None:
-                    before.wait()
-                place.drive.disk.read(place.offset, found[part]).wait()
-            elif is_accelerator(place.device):
-                stream = copy_stream(place.device, "save")
+    def _into(self, item: _Item) -> None:
+        """Copies the values of a state to host memory; a GPU begins to."""
+        for part, values in item.memory.items():
+            item.copies[part] = self._room.buffer(item, part)
+            if is_accelerator(values.device):
+                stream = copy_stream(values.device, "save")
                 with beside(stream):
-                    found[part].copy_(place, non_blocking=True)
+                    item.copies[part].copy_(values, non_blocking=True)
                     item.copied = stream.record_event()
             else:
-                found[part].copy_(place)
-        return found
+                item.copies[part].copy_(values)
