@@ -34,7 +34,7 @@ from threed.precision import LossScale
 from threed.reliability.recheck import NondeterministicError, Recheck, culprits
 from threed.training import Run, final_report
 from threed.zero import replicas
-from threed.zero.steps import Asynchronous
+from threed.zero.asynchronous import Asynchronous
 
 NAN = float("nan")
 

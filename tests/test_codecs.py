@@ -14,9 +14,9 @@ from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from threed import collectives
 from threed.checks import find_problems
-from threed.codecs import EXACT, Cast, Codec, Int8Blocks
-from threed.collectives import Pending
+from threed.collectives import EXACT, Cast, Codec, Pending
 from threed.config import Config
+from threed.ops.quantise import Int8Blocks
 from threed.topology import Axis, Topology
 
 INT8 = Int8Blocks()

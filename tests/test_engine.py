@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.configs import Case, batch, config_of, engine_of, topology_of
+from tests.configs import Case, batch, config_of, engine_of, share, topology_of
 from tests.harness import run_ranks
 from tests.test_step import with_
 from tests.users_models import MODELS as USERS
@@ -190,6 +190,48 @@ def test_a_step_of_a_custom_loop_can_be_discarded() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- what metrics show
+
+
+def three_steps(case: Case, drops: bool, fails: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights. drops: `zero_grad` comes before each step. fails: the second step first
+    fails in its second micro-batch."""
+    engine, losses, calls = engine_of(config_of(case)), [], []
+
+    def fail(*_: object) -> None:
+        calls.append(0)
+        if len(calls) == 2:
+            raise OSError("lost")
+
+    for number in range(3):
+        data = share(batch(number, case.rows), engine.topology)
+        if fails and number == 1:
+            hook = engine.blueprint.layers[1].register_forward_pre_hook(fail)
+            with pytest.raises(OSError, match="lost"):
+                engine.step(data)
+            hook.remove()
+        if drops:
+            engine.zero_grad()
+        losses.append(engine.step(data).loss)
+    return losses, engine.full_state_dict()
+
+
+def check_dropping(case: Case) -> None:
+    losses, weights = three_steps(case, drops=False, fails=False)
+    got, found = three_steps(case, drops=True, fails=case.schedule == "1f1b")
+    assert got == losses
+    for name, value in weights.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(dp=dp, zero=stage, dtype="fp32") for dp in (1, 2) for stage in range(4)),
+        Case(pp=2, schedule="2bw", microbatches=4, dtype="fp32"),
+    ],
+)
+def test_zero_grad_drops_a_step_that_failed_and_nothing_else(case: Case) -> None:
+    run_ranks(case.world, check_dropping, case)
 
 
 def test_metrics_show_their_values() -> None:

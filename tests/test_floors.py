@@ -36,7 +36,6 @@ FLOORS = {
     "threed.device": 1,
     "threed.topology": 1,
     "threed.sharding": 1,
-    "threed.codecs": 1,
     "threed.collectives": 1,
     "threed.clocks": 1,
     "threed.rng": 1,

@@ -27,8 +27,9 @@ from threed.checkpoint.reading import Reader
 from threed.config import Config, ModelConfig
 from threed.interop.convert import convert
 from threed.interop.huggingface.layouts import entries
-from threed.precision import LossScale, Scaler
+from threed.precision import LossScale
 from threed.resolution import resolve
+from threed.zero.update import Scaler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ROOT = Path(__file__).resolve().parents[1]

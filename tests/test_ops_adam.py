@@ -208,7 +208,7 @@ def test_every_16_bit_number_is_read_and_every_rounding_is_torchs(
     tensors = [torch.zeros(2**16) for _ in range(3)]
     adam = Adam(0.0, 0.0, 1.0)  # m becomes the gradient
     op.call_native(
-        *tensors, every, None, *moment(scale=1.0).__dict__.values(), adam.beta1, adam.beta2, adam.eps, 0.0,
+        *tensors, every, None, *moment(scale=1.0), adam.beta1, adam.beta2, adam.eps, 0.0,
         instructions=instructions,
     )  # fmt: skip
     finite = every.isfinite()
@@ -322,7 +322,7 @@ def test_it_runs_under_fake_tensors() -> None:
         v,
         torch.ones(8),
         out.new_zeros(8, device="meta"),
-        *moment().__dict__.values(),
+        *moment(),
         0.9,
         0.9,
         1e-8,

@@ -19,6 +19,7 @@ from threed.engine import Engine, StepMetrics
 from threed.ops.matmul import Matmul
 from threed.precision import LossScale
 from threed.sharding import Piece
+from threed.zero.offload import OffloadedOptimizer
 from threed.zero.records import fill_in_place
 from threed.zero.reductions import Gradient, squares
 
@@ -35,7 +36,8 @@ def data(engine: Engine, step: int = 0) -> dict[str, Tensor]:
 
 def state(engine: Engine) -> list[Tensor]:
     """Copies of everything that a step changes; publishes a delayed update, as the next step would."""
-    engine.optimizer._publish_delayed()
+    if isinstance(engine.optimizer, OffloadedOptimizer):
+        engine.optimizer.publish_delayed()
     engine.optimizer.wait()
     held = [group.params.clone() for group in engine.layout.groups if not group.sliced]
     for s in engine.optimizer.states:

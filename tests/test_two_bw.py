@@ -20,8 +20,8 @@ from tests.test_schedules_training import Counter
 from tests.test_step import data, poison_sink, with_
 from threed.engine import Engine, StepMetrics
 from threed.sharding import slices
+from threed.zero.asynchronous import Asynchronous
 from threed.zero.records import WEIGHT, read, records
-from threed.zero.steps import Asynchronous
 from threed.zero.update import Update
 
 STEPS = 4

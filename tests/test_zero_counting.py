@@ -97,8 +97,7 @@ def launched(queue: LaunchQueue) -> list[int]:
     """Launches all ready buckets; returns their numbers."""
     found = []
     while queue.is_ready:
-        found.append(queue.next)
-        queue.launched += 1
+        found.append(queue.take())
     return found
 
 

@@ -53,14 +53,17 @@ class Experts(nn.Module):
 class ExpertModel:
     """Two layers of experts between an embedding and a head."""
 
-    def __init__(self, config: ModelConfig, slicing: Slicing, over: str, axis: Axis) -> None:
+    def __init__(
+        self, config: ModelConfig, slicing: Slicing, over: str, axis: Axis, frozen: bool = False
+    ) -> None:
         self.slicing, self.hidden = slicing, config.hidden
-        self.over, self.axis = over, axis
+        self.over, self.axis, self.frozen = over, axis, frozen  # the experts of the first layer
 
     def layers(self) -> list[nn.Module]:
         h, slicing = self.hidden, self.slicing
         embedding = layers.Embedding("embedding", VOCAB, h, slicing)
         blocks = [Experts(f"blocks.{i}", h, slicing, self.over, self.axis) for i in range(2)]
+        blocks[0].requires_grad_(not self.frozen)
         norm = layers.RMSNorm("head.norm", h, slicing)
         head = layers.LanguageModelHead("head", "embedding.word.weight", norm, VOCAB, h, slicing)
         return [embedding, *blocks, head]
@@ -74,12 +77,12 @@ def topology_of(pp: int, tp: int) -> Topology:
     return topology
 
 
-def engine_of(config: Config, over: str = "dp") -> Engine:
+def engine_of(config: Config, over: str = "dp", frozen: bool = False) -> Engine:
     topology = topology_of(config.parallel.pp, config.parallel.tp)
     slicing = Slicing(
         topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
     )
-    model = ExpertModel(config.model, slicing, over, topology.axis(over))
+    model = ExpertModel(config.model, slicing, over, topology.axis(over), frozen)
     return Engine(model, topology, config)
 
 
@@ -88,9 +91,11 @@ def step(engine: Engine, number: int) -> tuple[float, float]:
     return metrics.loss, metrics.grad_norm
 
 
-def train(config: Config, over: str = "dp", folder: Path | None = None) -> Result:
+def train(
+    config: Config, over: str = "dp", folder: Path | None = None, frozen: bool = False
+) -> Result:
     """Returns losses, gradient norms and weights; saves the state before the last step."""
-    engine, numbers = engine_of(config, over), []
+    engine, numbers = engine_of(config, over, frozen), []
     for number in range(STEPS):
         if folder is not None and number == STEPS - 1:
             engine.save(folder)
@@ -140,6 +145,17 @@ FOUR = [
     ("dp", {"parallel": {"dp": 2, "tp": 2, "sequence": True}, "zero": zero(3)}),
     ("dp", {"parallel": {"dp": 2, "tp": 2, "sequence": False}, "zero": zero(1)}),
     ("dp", {"parallel": {"dp": 2, "pp": 2}, "zero": zero(2)}),
+    *(
+        (
+            "dp",
+            {
+                "parallel": {"dp": 2, "pp": 2, "schedule": "dualpipev"},
+                "train": {"micro_batch": 1},
+                "zero": zero(stage),
+            },
+        )
+        for stage in (1, 3)
+    ),
 ]
 
 
@@ -151,6 +167,30 @@ def test_dealt_parameters_train_and_resume_as_on_one_process(
     run_ranks(world, everywhere, world, cases, truth, saved, tmp_path)
     for number in range(len(cases)):  # saved in parts, loaded on one process
         check_resumed(configuration(), tmp_path / str(number), truth)
+
+
+def two_bw(world: int, stage: int) -> Result:
+    parallel = {"pp": 2, "dp": world // 2, "schedule": "2bw"}
+    return train(configuration(world, parallel=parallel, zero=zero(stage)))
+
+
+def test_dealt_parameters_train_under_2bw_as_undealt_ones_do() -> None:
+    truth = run_ranks(2, two_bw, 2, 0)
+    for stage in (0, 1):
+        for got, want in zip(run_ranks(4, two_bw, 4, stage)[::2], truth, strict=True):
+            compare(got, want, f"2bw, stage {stage}")
+
+
+def train_frozen(world: int, stage: int) -> Result:
+    """Trains with the first layer's experts frozen."""
+    return train(configuration(world, parallel={"dp": world}, zero=zero(stage)), frozen=True)
+
+
+def test_frozen_dealt_parameters_stay_as_they_are() -> None:
+    truth = train_frozen(1, 0)
+    for stage in range(4):
+        got = run_ranks(2, train_frozen, 2, stage)[0]
+        compare(got, truth, f"frozen, stage {stage}")
 
 
 def dealt_wrongly() -> None:

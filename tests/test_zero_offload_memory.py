@@ -180,13 +180,13 @@ def held_by_a_delayed_update(case: Case) -> tuple[int, int, int]:
     )
     with live:
         engine, held = engine_of(config), []
-        inner = engine.optimizer._update_in_turn
+        inner = engine.optimizer._update_all
 
-        def update(*args: Any) -> None:
+        def update(*args: Any, **keywords: Any) -> None:
             held.append(live.bytes())
-            inner(*args)
+            inner(*args, **keywords)
 
-        engine.optimizer._update_in_turn = update  # type: ignore[method-assign]
+        engine.optimizer._update_all = update  # type: ignore[method-assign]
         step(engine, 0)
         engine.optimizer.wait()
     said = Forecast.of(config, case.world).ranks[engine.topology.rank].bytes

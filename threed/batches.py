@@ -79,24 +79,18 @@ class Batches:
                     f"the batch's {key!r} are {list(batch[key].shape)}: the model needs {key!r} [b s]"
                 )
 
-    def _agreed_rows(self, batch: Batch, training: bool) -> int:
-        """Rows of the batch. Raises ValueError where data ranks pass different numbers of them: they would lose each
-        other. A step does not ask the other ranks: its rows are known."""
+    def check_rows(self, batch: Batch) -> None:
+        """Raises ValueError if data ranks pass different numbers of rows, which would make them hang. Collective.
+
+        A step need not ask the other ranks: it has a known number of rows.
+        """
         data = self.topology.axis("dp")
-        if not training and data.size > 1:
-            given = {len(v) if isinstance(v, Tensor) and v.dim() else 0 for v in batch.values()}
-            everyone = collectives.exchange(sorted(given), data)
-            if any(other != everyone[0] for other in everyone):
-                raise ValueError(
-                    f"data ranks evaluate different numbers of rows, {everyone}: give each equally many"
-                )
-        rows, due = self.rows(batch), self.global_batch // data.size
-        if training and data.size > 1 and rows != due:
+        given = {len(v) if isinstance(v, Tensor) and v.dim() else 0 for v in batch.values()}
+        everyone = collectives.exchange(sorted(given), data) if data.size > 1 else []
+        if any(other != everyone[0] for other in everyone):
             raise ValueError(
-                f"data rank {data.index} got a batch of {rows} rows; each of the {data.size} data ranks must get"
-                f" train.global_batch / dp = {due}"
+                f"data ranks evaluate different numbers of rows, {everyone}: give each equally many"
             )
-        return rows
 
     def micro_batches(
         self, batch: Batch, step: int, consumed: int, scale: Tensor | float, training: bool
@@ -110,14 +104,21 @@ class Batches:
         """
         if not isinstance(batch, Mapping):
             raise ValueError(f"the batch is a {type(batch).__name__}: pass a dict of tensors")
-        rows = self._agreed_rows(batch, training)
+        if not training:
+            self.check_rows(batch)
+        rows, data = self.rows(batch), self.topology.axis("dp")
+        if training and data.size > 1 and rows != self.global_batch // data.size:
+            raise ValueError(
+                f"data rank {data.index} got a batch of {rows} rows; each of the {data.size} data ranks must get"
+                f" train.global_batch / dp = {self.global_batch // data.size}"
+            )
         self._check_ids(batch)
         whole = {key: self._placed(value) for key, value in batch.items()}
         if self.wrapped is None:
             if "tokens" in batch:
                 # refuses what cannot be cut over ranks
                 self.slicing.positions(batch["tokens"].shape[1])
-            first, device = consumed + self.topology.axis("dp").index * rows, self.topology.device
+            first, device = consumed + data.index * rows, self.topology.device
             whole.setdefault("samples", torch.arange(first, first + rows, device=device))
         parts = [
             {key: value[at : at + self.size] for key, value in whole.items()}

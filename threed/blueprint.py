@@ -193,10 +193,12 @@ class Blueprint:
     ) -> Plan:  # fmt: skip
         """Returns a step's plan with its communication; of forwards alone for evaluation and sampling; of an
         asynchronous one the `part`, if not all."""
-        validates = training and self.optimistic
-        return _lowered(
-            self.pipeline, microbatches, training, self.config.zero.stage == 3, validates, part
-        )
+        gathers, placement = self.config.zero.stage == 3, self.pipeline.cut.one_way
+        if not training:
+            plan = schedules.forward_only(len(placement), microbatches, placement)
+            return schedules.lower(plan, gathers)
+        plan = self.pipeline.plan_of(microbatches)
+        return schedules.lower(plan if part is None else part(plan), gathers, self.optimistic)
 
     def stages(self, gatherer: ParameterGatherer, reducer: Reducer) -> list[Stage]:
         """Returns this rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself.
@@ -260,7 +262,7 @@ class Blueprint:
         )
         return [*found, self._unlike] if sliced and self.config.recompute.mode == "full" else found
 
-    @functools.cached_property  # every step asks, and a plan is long to hash
+    @functools.cached_property  # a plan is long to hash
     def optimistic(self) -> bool:
         """Whether updates begin before the gradient norm is known, and are validated in the next step."""
         return setup.is_optimistic(self.config, self.pipeline.plan)
@@ -276,20 +278,6 @@ class Blueprint:
         return math.ceil(
             schedules.peak_activations(self.pipeline.plan, self.topology.axis("pp").index)
         )
-
-
-@functools.lru_cache(maxsize=32)
-def _lowered(
-    pipeline: Pipeline, microbatches: int, training: bool, gathers: bool, validates: bool,
-    part: Callable[[Plan], Plan] | None,
-) -> Plan:  # fmt: skip
-    placement = pipeline.cut.one_way
-    if not training:
-        return schedules.lower(
-            schedules.forward_only(len(placement), microbatches, placement), gathers
-        )
-    plan = pipeline.plan_of(microbatches)
-    return schedules.lower(plan if part is None else part(plan), gathers, validates)
 
 
 def step_plan(config: Config, data_ranks: int) -> Plan:

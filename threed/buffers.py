@@ -125,8 +125,9 @@ class Buffers:
                 counts[place.name] += place.persistent
         self._shared = {name for name, count in counts.items() if count > 1}
         self._axis = topology.axis("world") if self._shared or self._again else self._data
-        self._searched = not (self._first if self._axis is not self._data else find(self._roots))
-        self._idle = self._searched  # no buffer, no work
+        # on some rank of the axis, alike on all of them
+        self.exist = bool(self._first if self._axis is not self._data else find(self._roots))
+        self._searched = not self.exist
         self._seen: dict[tuple[nn.Module, str], Seen] | None = None
         self._changing: list[tuple[Place, Tensor]] = []  # each with a tensor of its shape and dtype
 
@@ -151,7 +152,7 @@ class Buffers:
 
     def begin_step(self) -> None:
         """Broadcasts the values of changing buffers from the first data rank to the others. Collective."""
-        if self._seen is None and not self._idle:
+        if self._seen is None:
             self._seen = self._look(copy=not self._searched and self._axis.size > 1)
         self._send(self._changing)
 

@@ -21,14 +21,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threed.codecs import EXACT, Cast, Codec
 from threed.device import count, current
 from threed.topology import Axis, Link
 
@@ -39,6 +39,36 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Along = Callable[[Tensor, Axis], Tensor]
+
+
+class Codec(Protocol):
+    """Encodes rows of numbers [r n] as messages [r m] for a reduce-scatter or an all-gather.
+
+    Every rank uses decoded numbers, the rank that has the originals included, so that results do
+    not depend on which rank owns what.
+    """
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Returns the messages [r m]."""
+
+    def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Returns rows [r count] of a dtype from messages [r m]."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Sends numbers as another dtype; with None unchanged. A backend can sum such messages."""
+
+    dtype: torch.dtype | None = None
+
+    def encode(self, rows: Tensor) -> Tensor:
+        return rows if self.dtype is None else rows.to(self.dtype)
+
+    def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        return messages.to(dtype)
+
+
+EXACT = Cast()
 
 
 class Pending:
@@ -138,10 +168,7 @@ def _swap(shard: Tensor, out: Tensor, axis: Axis) -> Pending:
     halves = out.view(2, -1)
     if not same_start(halves[axis.index], shard):
         halves[axis.index].copy_(shard.view(-1))
-    splits = [0, shard.numel()] if axis.index == 0 else [shard.numel(), 0]
-    other = halves[1 - axis.index]
-    work = _start(dist.all_to_all_single, other, shard.view(-1), splits, splits, axis=axis)
-    return Pending(lambda: out, work)
+    return Pending(lambda: out, _start_swap(halves[1 - axis.index], shard.view(-1), axis))
 
 
 def all_gather(shard: Tensor, axis: Axis) -> Tensor:
@@ -250,13 +277,16 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pen
 
 def _swap_sum(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
     other = torch.empty_like(tensor)
-    splits = [0, tensor.numel()] if axis.index == 0 else [tensor.numel(), 0]
     axis.count(_nbytes(tensor))
-    work = _start(
-        dist.all_to_all_single, other.view(-1), tensor.view(-1), splits, splits, axis=axis
-    )
+    work = _start_swap(other.view(-1), tensor.view(-1), axis)
     # a + b == b + a bit for bit: both ranks get the same
     return Pending(lambda: other.to(dtype).add_(tensor), work)
+
+
+def _start_swap(other: Tensor, own: Tensor, axis: Axis) -> dist.Work | None:
+    """Begins to send `own` [n] to the other one of two ranks, and to receive `other` [n] from it."""
+    splits = [0, own.numel()] if axis.index == 0 else [own.numel(), 0]
+    return _start(dist.all_to_all_single, other, own, splits, splits, axis=axis)
 
 
 def _start_scattered_all_reduce(

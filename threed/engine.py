@@ -35,7 +35,7 @@ from threed.interop.huggingface.folder import is_hf_folder
 from threed.interop.huggingface.weights import load_hf
 from threed.layers import MicroBatch
 from threed.layers.linear import use_sinks
-from threed.metrics import Faults, Later, Numbers, loss_of
+from threed.metrics import Faults, Later, loss_of
 from threed.metrics import StepMetrics as StepMetrics
 from threed.models import Model, Wrapped, is_layered, options_of, wrap
 from threed.pipeline import activation_checkpointing, compiling
@@ -49,12 +49,13 @@ from threed.sharding import initial
 from threed.topology import Topology
 from threed.zero import agreement, records, replicas, setup
 from threed.zero.access import Holder
-from threed.zero.foreign_gradients import check_scales, own_backward
+from threed.zero.asynchronous import Asynchronous
+from threed.zero.counting import own_backward
 from threed.zero.gather import Gatherer
 from threed.zero.hooks import ModuleGatherer
-from threed.zero.optimizer import Optimizer
+from threed.zero.offload import OffloadedOptimizer
+from threed.zero.optimizer import Optimizer, Synchronous
 from threed.zero.reducer import Reducer
-from threed.zero.steps import Asynchronous, Synchronous
 
 
 class Engine:
@@ -111,7 +112,9 @@ class Engine:
             if wrapped is None
             else ModuleGatherer(self.layout, wrapped, config.zero.prefetch, codec)
         )
-        self.optimizer = Optimizer(
+        policy = self.layout.policy
+        offloads = policy.optimizer_tier is not None or policy.params_tier is not None
+        self.optimizer = (OffloadedOptimizer if offloads else Optimizer)(
             self.layout, self.gatherer, topology.axis("world"),
             learning_rate or setup.learning_rate(config.optim, config.train.steps),
             device=topology.device, grad_clip=config.train.grad_clip,
@@ -127,7 +130,8 @@ class Engine:
             early=self.optimizer.early, unused=self.optimizer.unused,
             warns=topology.axis("tp").index == 0, gatherer=self.gatherer,
         )  # fmt: skip
-        parts = blueprint.lowered, self.reducer, self.optimizer
+        self.plan_of = functools.lru_cache(maxsize=32)(blueprint.lowered)
+        parts = self.plan_of, self.reducer, self.optimizer
         asynchronous = Asynchronous(*parts) if blueprint.pipeline.plan.asynchronous else None
         self.runner: Synchronous | Asynchronous = asynchronous or Synchronous(*parts)
         for layer in own_layers if blueprint.pipeline.plan.splits else ():
@@ -187,8 +191,8 @@ class Engine:
 
     def _begin(self, microbatches: int) -> None:
         self.gatherer.release_all()  # of a step that an error broke off
-        check_scales(self.config.precision.dtype, self.layout.slots)
-        self.buffers.begin_step()
+        if self.buffers.exist:
+            self.buffers.begin_step()
         self.runner.begin(microbatches)
         self._seconds = 0.0
 
@@ -196,20 +200,27 @@ class Engine:
         """Ends a step. loss: fp64 [1], this rank's part of a sum over all ranks."""
         began = time.perf_counter()
         self.gatherer.release_all()
-        check_scales(self.config.precision.dtype, self.layout.slots)
-        self.buffers.end_step()  # raises for what must not change, before anything is updated
+        if self.buffers.exist:
+            self.buffers.end_step()  # raises for what must not change, before anything is updated
         update = self.runner.update(self.faults.appended_to(loss))
         reducing, updating = self.runner.seconds
         passes = self._seconds + time.perf_counter() - began - reducing - updating
         self.steps += 1
         if self._numbers is not None:
             self._numbers()  # faults are counted in the order of steps
-        self._numbers = Later(lambda: Numbers.of(update(), self.faults))
+        self._numbers = Later(update, self.faults)
         if not self.runner.pending:
             self._numbers()
         seconds = {"fwd_bwd_s": passes, "dp_comm_s": reducing, "optim_s": updating}
         most = self.config.train.max_bad_steps
         return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults, most)
+
+    def zero_grad(self) -> None:
+        """Drops all gradients of steps that have not ended, also those from losses of other engines.
+
+        A step that `step` has returned has ended, also if its update comes later (2bw).
+        """
+        self.runner.drop()
 
     def finish(self) -> None:
         """Ends the last step (optimistic updates, 2bw); changes no result. Collective."""
@@ -226,7 +237,7 @@ class Engine:
         if ids are beyond the vocabulary, or no label counts. Does not train. Collective."""
         with self.evaluating():
             micros = self.batches.micro_batches(batch, self.steps, self.consumed, 1.0, False)
-            losses = self.executor.run(self.blueprint.lowered(len(micros), training=False), micros)
+            losses = self.executor.run(self.plan_of(len(micros), training=False), micros)
             self.gatherer.release_all()
             return self.sum_losses(self._carry(losses, 1.0))
 
@@ -303,7 +314,7 @@ class Engine:
         self._take_in()
         if self._numbers is not None:
             self.faults.raise_before_save(
-                self.steps, self._numbers().found, self.topology.axis("world")
+                self.steps, self._numbers().counts, self.topology.axis("world")
             )
         state = {"steps": self.steps, "consumed": self.consumed, "extra": dict(extra or {})}
         return state | self.reducer.state(self.topology.axis("pp")) | self.runner.state()
@@ -359,7 +370,7 @@ class LayeredEngine(Engine):
         self.finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
-            outputs = self.executor.run(self.blueprint.lowered(1, training=False), [micro])
+            outputs = self.executor.run(self.plan_of(1, training=False), [micro])
             self.gatherer.release_all()
             return outputs[0].transpose(0, 1) if outputs else None
 
@@ -428,7 +439,7 @@ class ModuleEngine(Engine):
         self._check_begun()
         began = time.perf_counter()
         weight = 1.0 / (self._microbatches * self.topology.dp) if weight is None else weight
-        check_scales(self.config.precision.dtype, self.layout.slots)
+        self._check_scales()
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()
         self.accumulating = False
         with own_backward(self.reducer):
@@ -453,16 +464,27 @@ class ModuleEngine(Engine):
     def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
         self.accumulating = False
         self._take_in()
+        self._check_scales()
         return super()._end_step(loss, tokens)
+
+    def _begin(self, microbatches: int) -> None:
+        self._check_scales()
+        super()._begin(microbatches)
+
+    def _check_scales(self) -> None:
+        """Raises RuntimeError under fp16 if another engine's backward left a gradient, which has
+        that engine's loss scale."""
+        foreign = self.reducer.foreign if self.config.precision.dtype == "fp16" else []
+        if foreign:
+            raise RuntimeError(
+                f"{foreign[0].spec.name}: another engine's backward left a gradient, with that"
+                " engine's loss scale: call zero_grad() before this engine's backward"
+            )
 
     def discard(self) -> None:
         """Discards the step in progress of a custom loop, after an error in a forward."""
         self.accumulating = False
         self.reducer.give_up()
-
-    def zero_grad(self) -> None:
-        """Drops all gradients so far, also those from losses of other engines."""
-        self.reducer.drop()
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:

@@ -23,7 +23,7 @@ from threed.blueprint import Blueprint
 from threed.checkpoint.copies import memory_bytes
 from threed.checkpoint.saving import save_bytes
 from threed.checks import LAYER_MAJOR
-from threed.codecs import EXACT
+from threed.collectives import EXACT
 from threed.config import Config, ConfigError
 from threed.device import peak_bytes, reset_peak
 from threed.layers import MicroBatch

@@ -38,6 +38,7 @@ from threed.launcher import LauncherError, join, without_srun
 from threed.loading import build_engine
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
+from threed.monitor import process
 from threed.reliability import recheck
 from threed.reliability.failure import LostContact, wait_for_first_rank, write_error_file
 from threed.reliability.preemption import PREEMPTED, Preempted

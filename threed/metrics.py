@@ -104,43 +104,39 @@ def loss_of(sums: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """A step's numbers, as scalar tensors: see `StepMetrics`. found: what is wrong with the data so far; none without
-    checks."""
+    """The results of a step's update, and the counts of all flags up to this step."""
 
-    loss: Tensor
-    grad_norm: Tensor
-    lr: Tensor
-    loss_scale: Tensor
-    skipped: Tensor
-    in_a_row: Tensor
-    found: Tensor
+    update: Update
+    counts: Tensor
 
-    @classmethod
-    def of(cls, update: Update, faults: Faults) -> Numbers:
-        """Returns the numbers of a step's update; counts the flags among its sums."""
-        return cls(
-            loss_of(update.sums), update.grad_norm, update.lr, update.loss_scale, update.skips,
-            update.in_a_row, faults.add(update.sums[1:]),
-        )  # fmt: skip
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the global batch; NaN if its data are invalid."""
+        return loss_of(self.update.sums)
 
 
 class Later:
-    """Numbers that are found when somebody asks for them; `find` is called once, and let go of."""
+    """The numbers of a step, computed at the first call.
 
-    def __init__(self, find: Callable[[], Numbers]) -> None:
-        self._find: Callable[[], Numbers] | None = find
-        self._found: Numbers | None = None
+    Args:
+        update: returns the results of the step's update; called once, and released.
+        faults: counts the flags of the step.
+
+    Attributes:
+        found: the numbers, None before the first call.
+    """
+
+    def __init__(self, update: Callable[[], Update], faults: Faults) -> None:
+        self._update: Callable[[], Update] | None = update
+        self._faults = faults
+        self.found: Numbers | None = None
 
     def __call__(self) -> Numbers:
-        if self._find is not None:
-            self._found, self._find = self._find(), None
-        assert self._found is not None
-        return self._found
-
-    @property
-    def found(self) -> Numbers | None:
-        """The numbers, or None if they were not computed yet."""
-        return self._found
+        if self._update is not None:
+            update, self._update = self._update(), None
+            self.found = Numbers(update, self._faults.add(update.sums[1:]))
+        assert self.found is not None
+        return self.found
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,16 +163,20 @@ class StepMetrics:
         if numbers is None:
             parts += [f"{name}=<not read yet>" for name in names]
         else:
-            parts += [f"{name}={float(getattr(numbers, name)):.6g}" for name in names]
-            parts += [f"skipped={int(numbers.skipped)}", f"bad_steps={int(numbers.in_a_row)}"]
+            update = numbers.update
+            values = numbers.loss, update.grad_norm, update.lr, update.loss_scale
+            parts += [f"{n}={float(v):.6g}" for n, v in zip(names, values, strict=True)]
+            parts += [f"skipped={int(update.skips)}", f"bad_steps={int(update.in_a_row)}"]
         parts += [f"{name}={seconds:.3g}" for name, seconds in self.seconds.items()]
         return f"StepMetrics({', '.join(parts)})"
 
     def _checked(self, value: Tensor) -> float:
         numbers = self._numbers()
-        self._faults.raise_new(self.step, numbers.found)
+        self._faults.raise_new(self.step, numbers.counts)
         if 0 < self.max_bad_steps <= self.bad_steps:
-            what = f"loss {float(numbers.loss):g}, gradient norm {float(numbers.grad_norm):g}"
+            what = (
+                f"loss {float(numbers.loss):g}, gradient norm {float(numbers.update.grad_norm):g}"
+            )
             raise BadStepsError(
                 f"{self.bad_steps} steps in a row up to step {self.step} were skipped ({what} in the last one);"
                 " the weights have not changed since. Go on from an earlier checkpoint with a lower"
@@ -197,24 +197,24 @@ class StepMetrics:
     @property
     def grad_norm(self) -> float:
         """The global gradient norm before clipping."""
-        return self._checked(self._numbers().grad_norm)
+        return self._checked(self._numbers().update.grad_norm)
 
     @property
     def lr(self) -> float:
         """The learning rate of this update."""
-        return float(self._numbers().lr)
+        return float(self._numbers().update.lr)
 
     @property
     def loss_scale(self) -> float:
         """What the loss of this step was multiplied with for its backward."""
-        return float(self._numbers().loss_scale)
+        return float(self._numbers().update.loss_scale)
 
     @property
     def skipped(self) -> int:
         """Steps skipped so far because their loss or gradient norm was not finite, or a spike."""
-        return int(self._numbers().skipped)
+        return int(self._numbers().update.skips)
 
     @property
     def bad_steps(self) -> int:
         """How many of them ended the run so far, in a row; while the loss scale still falls, none counts."""
-        return int(self._numbers().in_a_row)
+        return int(self._numbers().update.in_a_row)

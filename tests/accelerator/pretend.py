@@ -49,6 +49,7 @@ from threed.ops import launch
 from threed.pipeline.boundary import Form
 from threed.precision import dtype
 from threed.topology import Axis, Topology
+from threed.zero.offload import OffloadedOptimizer
 
 
 def device() -> torch.device:
@@ -203,7 +204,7 @@ class Pretend(Watching):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             engine = Engine(built, topology, config)
-        if engine.optimizer._thread is not None:
+        if isinstance(engine.optimizer, OffloadedOptimizer) and engine.optimizer._thread:
             engine.optimizer._thread = AtOnce()  # another thread would not see these modes
         length = config.model.seq // (topology.tp if slicing.sequence_parallel else 1)
         shape = (length, config.train.micro_batch, config.model.hidden)

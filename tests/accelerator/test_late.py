@@ -37,7 +37,7 @@ from threed.metrics import DataError
 from threed.ops import adam, fused_cpu, matmul
 from threed.testing import RanksFailed, Results, results_of
 from threed.topology import Topology
-from threed.zero.optimizer import Optimizer
+from threed.zero.offload import OffloadedOptimizer
 
 
 @pytest.fixture(autouse=True)
@@ -408,7 +408,7 @@ def test_the_host_waits_before_it_changes_what_the_device_reads(tmp_path: Path) 
     want = evaluate_and_load(config, tmp_path / "plain")
     with late():
         assert evaluate_and_load(config, tmp_path / "late") == want
-    with late(), patch.object(Optimizer, "_let_device_read", lambda self: None):
+    with late(), patch.object(OffloadedOptimizer, "_let_device_read", lambda self: None):
         assert evaluate_and_load(config, tmp_path / "planted") != want
 
 

@@ -16,7 +16,6 @@ from tests.cuda.cases import (
     in_every_order,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
-from threed.codecs import Int8Blocks
 from threed.ops import quantise
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
@@ -151,9 +150,9 @@ def test_messages_of_the_kernel_decode_to_the_numbers() -> None:
     """Kernel and plain operations agree on the order of bytes in a message."""
     rows = numbers(12).view(2, -1)
     with emulated() as machine:
-        messages = Int8Blocks().encode(rows)
+        messages = quantise.Int8Blocks().encode(rows)
     assert len(machine.launches) == 1
-    decoded = Int8Blocks().decode(messages, rows.shape[1], torch.float32).view(-1, 256)
+    decoded = quantise.Int8Blocks().decode(messages, rows.shape[1], torch.float32).view(-1, 256)
     blocks = rows.float().view(-1, 256)
     half = blocks.abs().amax(1, keepdim=True) / 127 / 2
     assert bool(((decoded - blocks).abs() <= 1.01 * half).all())

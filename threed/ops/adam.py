@@ -47,12 +47,11 @@ class Adam:
         out: Tensor | None = None,
     ) -> None:
         """One update in place, by the fastest kernel there is."""
-        scalars = [now.lr, now.step, now.scale, now.skip]
         if fits(p, g, out):
-            ADAMW_CUDA(p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay)
+            ADAMW_CUDA(p, *state, g, out, *now, self.beta1, self.beta2, self.eps, decay)
             return
         if p.device.type == "cpu" and p.dtype in STATES and _kernel() is not None:
-            scalars = [_on_host(number) for number in scalars]
+            scalars = [_on_host(number) for number in now]
             ADAMW(p, *state, g, out, *scalars, self.beta1, self.beta2, self.eps, decay)
             return
         step = reference if needs_reference(p) else adamw_

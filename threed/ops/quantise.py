@@ -5,8 +5,11 @@ A block's scale is its largest number over 127 (or 7); NaN where a number of it 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from threed import device
 from threed.ops import launch
@@ -96,3 +99,30 @@ def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 def _grid(x: Tensor, warps: int) -> int:
     return min(8 * device.processors(x.device), -(-warps // 8))
+
+
+@dataclass(frozen=True)
+class Int8Blocks:
+    """A codec of collectives (ZeRO++, arXiv 2306.10209): 256 numbers as int8 and an fp32 scale.
+
+    The scale is their largest magnitude divided by 127. A block with a number that is not finite
+    decodes to NaN. The last block of a row is padded: a message has 260 · ceil(n / 256) bytes, in
+    the order of `packed`, from the kernel and from plain operations alike.
+    """
+
+    def encode(self, rows: Tensor) -> Tensor:
+        padded = pad(rows, (0, -rows.shape[1] % BLOCK)).flatten()
+        if launch.ready(padded) and launch.packed(padded) and not padded.is_meta:
+            numbers, scales = quantise(padded, 8)
+        else:
+            whole, scales = quantise_reference(padded.float(), 8)
+            numbers = packed(whole.view(-1, BLOCK), 8)
+        parts = numbers.view(len(rows), -1), scales.view(len(rows), -1).view(torch.uint8)
+        return torch.cat(parts, 1)
+
+    def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        blocks = messages.shape[1] // (BLOCK + 4)
+        numbers, scales = messages.split((blocks * BLOCK, 4 * blocks), 1)
+        whole = unpacked(numbers.view(len(messages), blocks, BLOCK), 8).to(dtype)
+        scales = scales.contiguous().view(torch.float32).to(dtype)
+        return (whole * scales.unsqueeze(-1)).view(len(messages), -1)[:, :count]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class StepScalars:
-    """What changes from step to step, as scalar tensors.
+class StepScalars(NamedTuple):
+    """The arguments of an update that change from step to step, as scalar tensors.
 
-    lr: learning rate. step: this update's number, from 1. scale: what the gradient is multiplied by (clipping, loss
-    scale). skip: 1.0 where the update must not happen (a gradient that is not finite), else 0.0.
+    Attributes:
+        lr: the learning rate.
+        step: the number of the update, from 1.
+        scale: the factor of the gradient, for clipping and the loss scale.
+        skip: 1.0 if the update must not happen, else 0.0.
     """
 
     lr: Tensor

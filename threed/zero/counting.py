@@ -1,17 +1,24 @@
-"""Counts contributions to gradients, keeps the order in which buckets are launched, and defers
-contributions.
+"""Contributions to gradients: whose backward they come from, how many there are, and when they are
+added.
 
 A gradient is complete when it has the expected number of contributions in a round, and a bucket is
 ready when its gradients are complete. `Reducer` says what a round is.
+
+A backward of another engine may reach this engine's parameters, as a generator's loss does the
+discriminator's. Such gradients add up in `.grad`. As in plain PyTorch they count in the next step,
+unless `zero_grad` drops them before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from threed.zero.layout import Slot
 
 # What adds a contribution, and with what.
 Contribution = tuple[Callable[..., None], tuple[Tensor, ...]]
@@ -129,9 +136,10 @@ class LaunchQueue:
         """Begins a step of so many backwards; `restart` begins its first round."""
         self.backwards = backwards
 
-    def mark_launched(self) -> None:
-        """Marks the next bucket as launched."""
+    def take(self) -> int:
+        """Returns the number of the next bucket, and marks it as launched."""
         self.launched += 1
+        return self._buckets[self.launched - 1]
 
     def restart(self, passes: int) -> None:
         """Begins the first round of a step, of `passes` micro-batches."""
@@ -197,3 +205,41 @@ class Deferral:
         while waiting:
             add, tensors = waiting.pop()
             add(*tensors)
+
+
+class Owner(Protocol):
+    """The part of `Reducer` that `own_backward` uses."""
+
+    def give_up(self) -> None: ...
+
+
+# owners of the running backwards, the innermost last; global, as autograd's engine is
+_running: list[object] = []
+
+
+@contextmanager
+def own_backward(owner: Owner) -> Iterator[None]:
+    """Marks the backwards in the block as the owner's. If the block raises, the owner's step is discarded."""
+    _running.append(owner)
+    try:
+        yield
+    except BaseException:
+        owner.give_up()
+        raise
+    finally:
+        _running.pop()
+
+
+def is_own(owner: object, slot: Slot) -> bool:
+    """Returns whether the backward that computes this gradient is the owner's.
+
+    Raises:
+        RuntimeError: it is no engine's.
+    """
+    if not _running:
+        slot.param.grad = None
+        raise RuntimeError(
+            f"{slot.spec.name}: a gradient came in a backward that is no engine's: call engine.backward(loss) in place"
+            " of loss.backward(), or torch.autograd.grad for gradients of inputs"
+        )
+    return _running[-1] is owner

@@ -95,9 +95,7 @@ class Early:
         """Ends a step whose scalars are these. Returns the states that are updated; all others, and all of them where
         the guess was wrong, are as they were."""
         guess, taken = self._guess, bool(self._waiting or self._done)
-        right = guess is not None and all(
-            bool(a == b) for a, b in zip(_scalars(guess), _scalars(now), strict=True)
-        )
+        right = guess is not None and all(bool(a == b) for a, b in zip(guess, now, strict=True))
         if taken and not (right or bool(now.skip) or self.clips):
             raise RuntimeError("the learning rate, or the loss scale, was changed while a step ran")
         while right and self._waiting:
@@ -147,7 +145,3 @@ def most_waiting(layout: Layout) -> int:
     groups = [group for group in layout.groups if group.key.units and group.key.trainable]
     layers = Counter(min(group.key.units or ()) for group in groups for _ in group.buckets)
     return max(layers.values(), default=0)
-
-
-def _scalars(now: StepScalars) -> tuple[Tensor, ...]:
-    return now.lr, now.step, now.scale, now.skip

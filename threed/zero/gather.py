@@ -27,15 +27,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from threed import collectives
-from threed.codecs import EXACT, Codec
-from threed.collectives import Pending
+from threed.collectives import EXACT, Codec, Pending
 from threed.device import beside, copy_stream, current_stream
 from threed.memory.tiers import InMemory, StagedBuffer
 from threed.sharding import storage_of
 from threed.topology import Axis
 from threed.zero.access import Access, Holder
 from threed.zero.layout import Bucket, Group, Layout, Slot
-from threed.zero.modes import compiles, unseen, without_transforms
+from threed.zero.modes import unseen, without_transforms
 
 
 def _aside(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,6 +129,8 @@ class Gatherer:
         for drive in layout.policy.drives:
             drive.on_full(self._end_gathers)
         self._number = {group: number for number, group in enumerate(layout.groups)}
+        buckets = [bucket for group in layout.groups for bucket in group.buckets]
+        self._held_twice = [b for b in reversed(buckets) if b.group.holders.size > 1]
         self._shows_newest = True  # else passes read the version before the gathered one
         self.order = 0
         for group in layout.groups:
@@ -157,20 +158,13 @@ class Gatherer:
 
         The order is that of groups, which ranks share, from its end: what the model begins with is needed first.
         """
-        shared = [
-            bucket for group in reversed(self.layout.groups) for bucket in reversed(group.buckets)
-        ]
         begun = [
-            (bucket, self._complete(bucket)) for bucket in shared if bucket.group.holders.size > 1
+            collectives.start_all_gather(b.portion.fetch().wait(), b.group.holders, out=b.own)
+            for b in self._held_twice
         ]
-        for bucket, pending in begun:
+        for bucket, pending in zip(self._held_twice, begun, strict=True):
             pending.wait()
             self._publish(bucket)
-
-    def _complete(self, bucket: Bucket) -> Pending:
-        return collectives.start_all_gather(
-            bucket.portion.fetch().wait(), bucket.group.holders, out=bucket.own
-        )
 
     def _publish(self, bucket: Bucket) -> None:
         group = bucket.group
@@ -180,8 +174,6 @@ class Gatherer:
                 bucket.own, group.gather, out=window
             )
             self._guard(bucket)
-            if self.wrapped and compiles():  # what is in flight cannot be traced
-                self._wait_for((bucket,))
 
     def wait_for(self, slot: Slot) -> None:
         """Waits until one parameter that stays whole is gathered."""

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from threed.codecs import EXACT, Codec
+from threed.collectives import EXACT, Codec
 from threed.models.wrapped import Wrapped
 from threed.sharding import storage_of
 from threed.zero.access import UNTRACED, Holder
 from threed.zero.gather import Gatherer
-from threed.zero.layout import Group, Layout, Slot
+from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.manual_edits import Changes
 from threed.zero.modes import compiles
 
@@ -223,6 +223,11 @@ class ModuleGatherer(Gatherer):
             for other in old:
                 self.close(other, Holder.BACKWARD)
             self._recent = [other for other in self._recent if other not in old]
+
+    def _publish(self, bucket: Bucket) -> None:
+        super()._publish(bucket)
+        if compiles():  # what is in flight cannot be traced
+            self._wait_for((bucket,))
 
     def gradient_complete(self, slot: Slot) -> None:
         """Releases a group in a backward when the gradients of all its parameters are complete."""

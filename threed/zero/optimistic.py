@@ -62,7 +62,7 @@ class Optimistic:
         counters: scalar tensors that an update changes.
         outcome: returns a function from the sums to the results of the next update.
         apply: does an update; its third argument is whether it is done on a guess.
-        observe: called with the results of an update that was done on a guess, once they are known.
+        observe: if not None, called with the results of an update that was done on a guess, once they are known.
 
     Attributes:
         restarts: how many updates were undone.
@@ -72,7 +72,7 @@ class Optimistic:
         self, states: Sequence[State], gatherer: Gatherer, everyone: Axis, consistency: Consistency,
         counters: Sequence[Tensor], *, outcome: Callable[[], Outcome],
         apply: Callable[[Sequence[Gradient], Update, bool], None],
-        observe: Callable[[Update], None],
+        observe: Callable[[Update], None] | None,
     ) -> None:  # fmt: skip
         self.states, self.gatherer, self.everyone = states, gatherer, everyone
         self.consistency, self.counters = consistency, counters
@@ -137,7 +137,7 @@ class Optimistic:
         if attempt is None:
             return True
         self._hopeful = not bool(attempt.wrong.wait())
-        if self._hopeful and attempt.guessed:
+        if self._hopeful and attempt.guessed and self.observe is not None:
             self.observe(attempt.results())
         if self._hopeful or not attempt.guessed:
             return True

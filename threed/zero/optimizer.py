@@ -2,43 +2,45 @@
 
     step(gradients, carry)   global norm -> clip factor and skip flag -> bucket by bucket: apply the rule
                              (AdamW, SGD, Lion) to the slice, copy it to the parameters, begin to
-                             gather them (some updates are already done: `early.py`)
+                             gather them
     validate()               of an optimistic update, which did not wait for the norm (`optimistic.py`)
     wait()                   then states can be read: `staged(state, parts)`
     overwriting(everything)  around values that are set from outside
 
+`Synchronous` runs a step's plan, waits for its gradients, and does the update.
+
 Slices are staged from their storages: while one bucket is updated, the next is read and the
-previous one written. While the state is on the device, nothing here reads a tensor's value on the
-host: norm, clip factor, skip flag, loss scale and learning rate stay tensors. Offloaded state is
-updated by the host, which has to read them.
+previous one written. Nothing here reads a tensor's value on the host: norm, clip factor, skip flag,
+loss scale and learning rate stay tensors. Offloaded states have an optimizer of their own
+(`offload.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.collectives import Pending, done
-from threed.device import is_accelerator, synchronize
-from threed.memory.tiers import InMemory, StagedBuffer, start_copy
+from threed.layers import MicroBatch
+from threed.memory.tiers import InMemory, StagedBuffer
 from threed.ops.update import StepScalars
-from threed.precision import LossScale, Scaler
+from threed.precision import LossScale
+from threed.schedules import Plan
 from threed.topology import Axis
-from threed.zero.early import Early, most_waiting
+from threed.zero.early import Early
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Layout
 from threed.zero.optimistic import Optimistic
+from threed.zero.reducer import Reducer
 from threed.zero.reductions import Gradient
 from threed.zero.state import (
     GRADIENT,
     PARAMETER,
-    PREVIOUS,
     WEIGHT,
     Consistency,
     Readers,
@@ -48,11 +50,11 @@ from threed.zero.state import (
     new_state,
     store_all,
 )
-from threed.zero.unused import Stretch, Unused
-from threed.zero.update import BadSteps, Outcome, Update, sum_of_squares
+from threed.zero.unused import Stretch, Unused, update_stretches
+from threed.zero.update import BadSteps, Outcome, Scaler, Update, sum_of_squares
 from threed.zero.versions import Versions
 
-HOST = torch.device("cpu")
+Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # a plan, as `Executor.run`
 
 
 class Optimizer:
@@ -76,7 +78,10 @@ class Optimizer:
         updates: the number of updates done, a scalar tensor; a skipped step is none.
         consistency: whether all states are of the same step.
         readers: the saves that still read the states.
+        early: updates buckets while the backward runs.
     """
+
+    early: Early | None = None
 
     def __init__(
         self, layout: Layout, gatherer: Gatherer, everyone: Axis,
@@ -96,22 +101,13 @@ class Optimizer:
         self.optimistic = Optimistic(
             self.states, gatherer, everyone, self.consistency,
             (self.updates, self.bad.skips, *self.scaler.tensors),
-            outcome=self._outcome, apply=self._apply, observe=self.bad.observe,
+            outcome=self._outcome, apply=self._apply,
+            observe=self.bad.observe if max_spike else None,
         ) if optimistic else None  # fmt: skip
-        self.early = Early(
-            self.states, most_waiting(layout), grad_clip > 0,
-            guess=self._guess, apply=self._update_buffers,
-        ) if policy.early else None  # fmt: skip
         self.versions = Versions(layout, gatherer) if policy.versions > 1 else None
         self.earlier = self.versions.earlier if self.versions else []
-        if policy.delayed:
-            self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
         self.unused = Unused(layout, self.updates) if dynamic else None
         self._stretches: dict[Bucket, list[Stretch]] = {}
-        self._on_host = not (policy.optimizer_tier is None and policy.params_tier is None)
-        self._thread = ThreadPoolExecutor(1, "delayed-update") if policy.delayed else None
-        self._delayed: Future[None] | None = None  # the update that the thread runs, or has run
-        self._unpublished = False  # the parameters do not have a delayed update's weights yet
 
     def step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
         """Updates the weights. Collective.
@@ -160,8 +156,6 @@ class Optimizer:
 
         Parameters do not get the weights of a delayed update by this.
         """
-        if self.early is not None:
-            self.early.drop()  # what a step has updated that an error broke off
         self._wait_for_update()
         self.gatherer.settle()
 
@@ -199,24 +193,26 @@ class Optimizer:
             everything: all values are set. A delayed update is discarded then; else the parameters
                 get its weights first.
         """
-        if everything:
-            self._discard_update()
-        else:
-            self._publish_delayed()
-            self.wait()
-        self._let_device_read()
+        self._before_overwriting(everything)
         with self.consistency.changing():
             self.gatherer.settle()  # a gather in flight may still read what is written here
             self.gatherer.release_all()  # what is gathered now would be stale
             yield
-            if everything and self.layout.policy.delayed:
-                for state in reversed(self.earlier):
-                    self.gatherer.publish(state.bucket)
-                self._unpublished = True
+            self._after_overwriting(everything)
             self.gatherer.complete()
             self.gatherer.settle()
             if self.versions is not None:
                 self.versions.restore(whole=everything)
+
+    def _before_overwriting(self, everything: bool) -> None:
+        """Ends the last update, or discards it if everything is overwritten."""
+        if not everything:
+            self.wait()
+        elif self.optimistic is not None:
+            self.optimistic.discard()
+
+    def _after_overwriting(self, everything: bool) -> None:
+        """Called when the values are set, before parameters are gathered."""
 
     # -------------------------------------------------------------------------------- the scalars of an update
 
@@ -232,11 +228,10 @@ class Optimizer:
         rate = self.learning_rate(self.updates)
         return self.bad.outcome(rate, self.scaler.scale.clone(), self.grad_clip)
 
-    def _guess(self) -> StepScalars:
-        """Returns the next update's scalars on the host, if nothing is clipped and nothing
-        skipped."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
-        return _on_host(_scalars(self._outcome()(sums), self.updates + 1))
+    def _wait_for_update(self) -> None:
+        """Ends the last update: validates an optimistic one."""
+        self.validate()
+        self.consistency.check()
 
     # ----------------------------------------------------------------------------------------------- an update
 
@@ -248,32 +243,17 @@ class Optimizer:
             self.versions.turn()
         self.updates += 1 - update.skip
         self.bad.count(update)
-        if not guessed:
+        if self.bad.max_spike and not guessed:
             self.bad.observe(update)
         self.scaler.update(update.overflow)
-        self._update_all(gradients, _scalars(update, self.updates))
+        self._start_update(gradients, scalars_of(update, self.updates))
 
-    def _update_all(self, gradients: Sequence[Gradient], now: StepScalars) -> None:
-        self._publish_delayed()
-        done: Set[State] = frozenset()
-        if self._on_host:
-            read = _on_host(now)
-            now = now if self.layout.policy.optimizer_tier is None else read
-            self._let_device_read()
-            if self.early is not None:
-                with self.consistency.changing():
-                    done = self.early.end(now)
-            if bool(read.skip):
-                return
-        if self._thread is not None:
-            kept = _copies_on_host(gradients)
-            self._unpublished = True
-            self._delayed = self._thread.submit(self._update_in_turn, kept, now, False)
-        else:
-            self._update_in_turn(gradients, now, True, done)
+    def _start_update(self, gradients: Sequence[Gradient], now: StepScalars) -> None:
+        """Does an update, or lets a thread do it."""
+        self._update_all(gradients, now)
 
-    def _update_in_turn(
-        self, gradients: Sequence[Gradient], now: StepScalars, publish: bool,
+    def _update_all(
+        self, gradients: Sequence[Gradient], now: StepScalars, publish: bool = True,
         done: Set[State] = frozenset(),
     ) -> None:  # fmt: skip
         """Updates all states but those `done`, from the last layers to the first."""
@@ -298,7 +278,7 @@ class Optimizer:
         """Updates one bucket; parameters on the same device are written in the same pass."""
         same_device = state.bucket.portion.device == state.weight.device
         fused = publish and not state.shared and same_device
-        weight = self._update_buffers(state, buffers, now, fused)
+        weight = self._apply_rule(state, buffers, now, fused)
         if fused:
             buffers.pop(PARAMETER).store()
             self.gatherer.publish(state.bucket)
@@ -306,44 +286,32 @@ class Optimizer:
             self._publish(state, weight)
         store_all(buffers)
 
-    def _update_buffers(
+    def _apply_rule(
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, fused: bool
     ) -> Tensor:
         """Updates what buffers hold of a state; returns the weights.
 
         Args:
-            buffers: of all parts and the gradient, which is dropped.
+            buffers: of all parts and the gradient, which is used up, and dropped.
             now: the scalars of the update.
             fused: also write the new parameters, to one more buffer.
         """
         self.readers.wait(state)
-        gradient, weight, *moments = (buffers[part].wait() for part in (GRADIENT, *state.storages))
+        weight, *moments = (buffers[part].wait() for part in state.storages)
+        gradient, out = buffers[GRADIENT].wait(), None
         if fused:
             buffers[PARAMETER] = state.bucket.portion.empty()
-        out = buffers[PARAMETER].values if fused else None
-        self._apply_rule(state, (weight, gradient, *moments), now, out)
-        buffers.pop(GRADIENT).drop()
-        return weight
-
-    def _apply_rule(
-        self, state: State, values: Sequence[Tensor], now: StepScalars, out: Tensor | None
-    ) -> None:
-        """Updates weights, gradient (used up) and moments, all [n]; out [n] gets the new weights.
-        In parts if some parameters are unused so far, or count their updates apart."""
+            out = buffers[PARAMETER].values
         options = state.bucket.group.key.options
         if options.factor != 1.0:
-            now = replace(now, lr=now.lr * options.factor)
-        if state.bucket not in self._stretches:
-            options.rule.update(values[0], values[1], values[2:], now, options.decay, out)
-        for first, last, since in self._stretches.get(state.bucket, ()):
-            weight, gradient, *moments = (tensor[first:last] for tensor in values)
-            new = None if out is None else out[first:last]
-            if since is not None:
-                step = (now.step - since.to(now.step.device)).clamp(min=1)
-                own = replace(now, step=step)
-                options.rule.update(weight, gradient, moments, own, options.decay, new)
-            elif new is not None:
-                new.copy_(weight)
+            now = now._replace(lr=now.lr * options.factor)
+        if state.bucket in self._stretches:
+            stretches, values = self._stretches[state.bucket], (weight, gradient, *moments)
+            update_stretches(options, stretches, values, now, out)
+        else:
+            options.rule.update(weight, gradient, moments, now, options.decay, out)
+        buffers.pop(GRADIENT).drop()
+        return weight
 
     def _publish(self, state: State, weight: Tensor) -> None:
         """Copies a bucket's weights to the parameters, and begins to gather those that stay
@@ -357,70 +325,69 @@ class Optimizer:
             parameter.store()
         self.gatherer.publish(state.bucket)
 
-    # --------------------------------------------------------------------------------- updates in the background
 
-    def _wait_for_update(self) -> None:
-        """Waits for a delayed update, whose weights the parameters do not have yet. Validates an
-        optimistic one."""
-        self.validate()
-        if self._delayed is not None:
-            self._delayed.result()
-        self.consistency.check()
+class Synchronous:
+    """Runs plans, and updates the weights at the end of each; `Asynchronous` has the same methods.
 
-    def _publish_delayed(self) -> None:
-        """Waits for a delayed update, and copies its weights to the parameters.
+    Args:
+        plan_of: `plan_of(count)` returns the plan of a step of so many micro-batches, with its
+            communication.
+        reducer: sums the gradients.
+        optimizer: updates the weights.
 
-        Only the next update may do this, and whoever sets weights: the next step would not be
-        delayed.
-        """
-        self._wait_for_update()
-        self._delayed = None
-        if self._unpublished:
-            self._let_device_read()
-            for state, earlier in zip(reversed(self.states), reversed(self.earlier), strict=True):
-                self.readers.wait(earlier)
-                with self.staged(state, (WEIGHT,), write=True):
-                    pass
-            self._unpublished = False
+    Attributes:
+        seconds: host time of the last step's reductions that was not overlapped, and of its update.
+    """
 
-    def _discard_update(self) -> None:
-        """Drops the last update, as far as it is not done, before everything is overwritten."""
-        if self.early is not None:
-            self.early.drop()
-        if self.optimistic is not None:
-            self.optimistic.discard()
-        if self._delayed is not None:
-            wait((self._delayed,))
-        self._delayed, self._unpublished = None, False
+    def __init__(
+        self, plan_of: Callable[..., Plan], reducer: Reducer, optimizer: Optimizer
+    ) -> None:
+        self.plan_of, self.reducer, self.optimizer = plan_of, reducer, optimizer
+        self.seconds = (0.0, 0.0)
 
-    def _let_device_read(self) -> None:
-        """Waits until the GPU has finished its reads of host memory, which is about to change."""
-        if self._on_host and is_accelerator(self.updates.device):
-            synchronize(self.updates.device)
+    @property
+    def pending(self) -> bool:
+        """Whether the results depend on other ranks' next step."""
+        return self.optimizer.pending
+
+    def begin(self, microbatches: int) -> None:
+        """Begins a step."""
+        self.reducer.begin(microbatches)
+
+    def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
+        """Runs forwards and backwards; returns the losses on the last stage."""
+        return run(self.plan_of(len(micros)), micros)
+
+    def all_passes_ended(self, chunk: int | None = None) -> None:
+        """Ends the step's backwards on this rank, or those of one chunk."""
+        self.reducer.all_passes_ended(chunk)
+
+    def update(self, carry: Tensor) -> Callable[[], Update]:
+        """Waits for the summed gradients, and updates the weights; see `Optimizer.step`. Collective."""
+        began = time.perf_counter()
+        gradients = self.reducer.finish()
+        reduced = time.perf_counter()
+        results = self.optimizer.step(gradients, carry)
+        self.seconds = (reduced - began, time.perf_counter() - reduced)
+        return results
+
+    def drop(self) -> None:
+        """Drops the gradients of the step in progress."""
+        self.reducer.drop()
+
+    def finish(self, run: Run) -> None:
+        """Ends the last step. Does not change the training. Collective."""
+        self.optimizer.validate()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the state of a checkpoint."""
 
 
-def _scalars(update: Update, updates: Tensor) -> StepScalars:
+def scalars_of(update: Update, updates: Tensor) -> StepScalars:
     """Returns the scalars of an update; updates: how many it makes."""
     scale = torch.where(update.skip == 0, update.clip / update.loss_scale, 1.0)
     return StepScalars(update.lr, updates.clamp(min=1), scale, update.skip)
-
-
-def _on_host(now: StepScalars) -> StepScalars:
-    """Returns a step's scalars on the host, by one copy."""
-    together = torch.stack((now.lr, now.step, now.scale, now.skip))
-    return StepScalars(*start_copy(together, HOST).wait().unbind())
-
-
-def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Returns gradients that the next step does not overwrite; from a device they are copied all at
-    once."""
-    copies = [_start_host_copy(gradient.storage.fetch().wait()) for gradient in gradients]
-    return [
-        Gradient(InMemory(copy.wait()), g.squares)
-        for copy, g in zip(copies, gradients, strict=True)
-    ]
-
-
-def _start_host_copy(values: Tensor) -> Pending:
-    on_gpu = is_accelerator(values.device)
-    return start_copy(values, HOST) if on_gpu else done(values.to(HOST, copy=True))

@@ -33,9 +33,8 @@ from threed.layers.slicing import ForwardScope, add_to
 from threed.memory.tiers import StagedBuffer
 from threed.ops.matmul import NATIVE, Matmul
 from threed.topology import Axis
-from threed.zero.counting import Contributions, Deferral, LaunchQueue
+from threed.zero.counting import Contributions, Deferral, LaunchQueue, is_own
 from threed.zero.early import Early
-from threed.zero.foreign_gradients import foreign_gradients, is_own
 from threed.zero.gather import Gatherer
 from threed.zero.late import LateGradients
 from threed.zero.layout import Bucket, Layout, Slot
@@ -98,8 +97,9 @@ class Reducer:
         self._first_step = True
         self.memory: Gradients = BucketGradients(layout) if sliced else FullGradients(layout)
         self.reductions = Reductions(
-            layout, codecs, self.memory.release_window, self._update_in_backward
-        )
+            layout, codecs, self.memory.release_window,
+            None if early is None else self._update_in_backward,
+        )  # fmt: skip
         self.late = LateGradients(layout, codecs, gatherer)
         self.deferral = Deferral()
         self.scope = ForwardScope()  # shared with the stages
@@ -159,12 +159,11 @@ class Reducer:
 
     def _launch(self, queue: LaunchQueue) -> None:
         """Launches the reduction of a queue's next bucket; absent gradients count as zero."""
-        number = queue.next
+        number = queue.take()
         bucket = self.layout.buckets[number]
         for sink in self._sinks_of[number]:
             if not sink.counts.added:
                 self.memory.set_zero(sink.slot, bucket)
-        queue.mark_launched()
         self.reductions.make_room(bucket)
         window = self.memory.take_window(bucket)
         if self._observer is not None:
@@ -206,7 +205,7 @@ class Reducer:
 
     def _update_in_backward(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
         """Has a complete slice updated now, if that is possible; returns whether it is."""
-        if self.early is None or self._first_step:  # whose late gradients are not added yet
+        if self.early is None or self._first_step:  # its late gradients are not added yet
             return False
         return self.early.take(bucket, gradient)
 
@@ -282,22 +281,28 @@ class Reducer:
         self.reductions.wait_all()
         if self.layout.slices_parameters:
             self.memory.trim()  # the next to need memory are gathered parameters
-        if self.dynamic:
-            self._add_foreign_gradients()
         if self._counts_change:
-            for bucket, staged in self.late.reduce():
-                self.reductions.store(bucket, staged, complete=not later_sums(bucket))
+            self._end_counting()
+        self._passes_ended, self._first_step, self._state = 0, False, StepState.ENDED
+
+    def _end_counting(self) -> None:
+        """Adds the gradients that came late, and finds the parameters that were not used."""
+        for slot in self.foreign if self.dynamic else ():
+            grad, slot.param.grad = slot.param.grad, None
+            assert grad is not None
+            self.add_late(self._sinks[slot], grad.to_dense() if grad.is_sparse else grad)
+        for bucket, staged in self.late.reduce():
+            self.reductions.store(bucket, staged, complete=not later_sums(bucket))
         if self.unused is not None:
             self.unused.agree({sink.slot for sink in self.sinks if sink.counts.used})
         elif self._first_step:
             never = {sink.slot for sink in self.sinks if not sink.counts.used}
             warn_of_unused(self.layout, never, self.warns)
-        self._passes_ended, self._first_step, self._state = 0, False, StepState.ENDED
 
-    def _add_foreign_gradients(self) -> None:
-        for slot, grad in foreign_gradients(self._sinks):
-            slot.param.grad = None
-            self.add_late(self._sinks[slot], grad.to_dense() if grad.is_sparse else grad)
+    @property
+    def foreign(self) -> list[Slot]:
+        """The parameters whose `.grad` has gradients of other engines' backwards."""
+        return [slot for slot in self._sinks if slot.param.grad is not None]
 
     # --------------------------------------------------------------------- steps that are discarded
 
@@ -331,11 +336,14 @@ class Reducer:
                 queue.next_round(self._passes)
 
     def drop(self) -> None:
-        """Discards all gradients so far, also of other engines' backwards, as `zero_grad` does."""
+        """Discards all gradients so far, also of other engines' backwards, as `zero_grad` does.
+
+        Those of a step that an error broke off are discarded by `begin`.
+        """
         self.recover()
         for sink in self.sinks:
             sink.slot.param.grad = None
-        if not self._passes_ended or self._state is StepState.ENDED:
+        if not self._passes_ended or self._state is not StepState.RUNNING:
             return
         if not self.rounds:
             for queue in self._queues:  # other ranks may have launched more, or less

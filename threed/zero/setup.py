@@ -10,12 +10,13 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from threed.codecs import EXACT, Cast, Codec, Int8Blocks
+from threed.collectives import EXACT, Cast, Codec
 from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
 from threed.memory.io import Disk
 from threed.memory.tiers import Drive, DriveOnPaper, Tier, memory_tier
 from threed.ops.adam import Adam
 from threed.ops.lion import Lion
+from threed.ops.quantise import Int8Blocks
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
 from threed.planner.memory import drive_buffers, update_buffers

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from threed import collectives
-from threed.zero.layout import Bucket, Layout, Slot
+from threed.ops.update import StepScalars
+from threed.zero.layout import Bucket, GroupOptions, Layout, Slot
 
 # elements [first, last) of a slice; updates before first use
 T = TypeVar("T", int, str)
@@ -45,6 +46,26 @@ def _warn(layout: Layout, text: str, names: Sequence[str]) -> None:
     """Warns of parameters, if there are any, on the first data rank."""
     if names and layout.policy.data.shard.index == layout.policy.data.replicas.index == 0:
         warnings.warn(text.format(", ".join(names)), stacklevel=4)
+
+
+def update_stretches(
+    options: GroupOptions, stretches: Sequence[Stretch], values: Sequence[Tensor], now: StepScalars,
+    out: Tensor | None,
+) -> None:  # fmt: skip
+    """Updates a bucket part by part: unused parameters not at all, others by their own step number.
+
+    Args:
+        values: weights, gradient and moments, all [n].
+        out: gets the new weights [n].
+    """
+    for first, last, since in stretches:
+        weight, gradient, *moments = (tensor[first:last] for tensor in values)
+        new = None if out is None else out[first:last]
+        if since is not None:
+            own = now._replace(step=(now.step - since.to(now.step.device)).clamp(min=1))
+            options.rule.update(weight, gradient, moments, own, options.decay, new)
+        elif new is not None:
+            new.copy_(weight)
 
 
 class Unused:

@@ -107,9 +107,7 @@ class BadSteps:
         self.in_a_row.copy_(update.in_a_row)
 
     def observe(self, update: Update) -> None:
-        """Adds the norm of a step that was not skipped to the running mean."""
-        if not self.max_spike:
-            return
+        """Adds the norm of a step that was not skipped to the running mean, if `max_spike` is set."""
         good = update.skip == 0
         norms = self.norms + good
         mean = self.mean + (update.grad_norm - self.mean) / norms.clamp(min=1, max=WINDOW)
@@ -127,6 +125,54 @@ class BadSteps:
         self.in_a_row.zero_()
         self.mean.fill_(state.get("norm_mean") or 0.0)
         self.norms.fill_(state.get("norms") or 0.0)
+
+
+class Scaler:
+    """The loss scale of a run, as scalar tensors (fp64)."""
+
+    def __init__(self, rule: LossScale, device: torch.device) -> None:
+        self.rule = rule
+        self.scale = torch.full((), rule.initial, dtype=torch.float64, device=device)
+        # updates since the last overflow
+        self.good = torch.zeros((), dtype=torch.float64, device=device)
+        self.left = torch.full((), float(rule.hysteresis), dtype=torch.float64, device=device)
+
+    def update(self, skipped: Tensor) -> None:
+        """Updates the scale after a step. skipped: 1.0 if it overflowed, else 0.0."""
+        if not self.rule.dynamic:
+            return
+        bad, full = skipped != 0, float(self.rule.hysteresis)
+        self.good.copy_(torch.where(bad, 0.0, self.good + 1))
+        halve = bad & (self.left <= 1)
+        double = ~bad & (self.good % self.rule.window == 0)
+        halved = (self.scale / 2).clamp(min=self.rule.minimum)
+        grown = torch.where(double, self.scale * 2, self.scale)
+        self.scale.copy_(torch.where(halve, halved, grown))
+        refill = ~bad if self.rule.consecutive else double
+        spent = torch.where(bad & ~halve, self.left - 1, self.left)
+        self.left.copy_(torch.where(refill, full, spent))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that an update changes."""
+        return self.scale, self.good, self.left
+
+    def state(self) -> dict[str, float]:
+        """Returns the state for a checkpoint; a constant scale has none."""
+        if not self.rule.dynamic:
+            return {}
+        return {
+            "loss_scale": float(self.scale),
+            "good_steps": float(self.good),
+            "hysteresis_left": float(self.left),
+        }
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Restores the state of a checkpoint; without a loss scale there, the initial one."""
+        if self.rule.dynamic:
+            self.scale.fill_(state.get("loss_scale", self.rule.initial))
+            self.good.fill_(state.get("good_steps", 0.0))
+            self.left.fill_(state.get("hysteresis_left", float(self.rule.hysteresis)))
 
 
 def sum_of_squares(

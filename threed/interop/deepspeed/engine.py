@@ -26,7 +26,6 @@ from threed.interop.deepspeed.missing import INSTEAD
 from threed.interop.deepspeed.views import OptimizerView, PassedOptimizer
 from threed.models.wrapped import loss_of
 from threed.topology import Topology
-from threed.zero.foreign_gradients import foreign_gradients
 
 LATEST = "latest"  # the file with the newest checkpoint's tag
 
@@ -147,7 +146,7 @@ class DeepSpeedEngine:
             RuntimeError: there is no gradient, neither from a backward of this engine nor from one of another engine
                 whose loss depends on this module.
         """
-        if not self._pending and not foreign_gradients(self.engine.layout.slots):
+        if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
         self._begin()
         if self._passed is not None:

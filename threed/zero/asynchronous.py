@@ -1,14 +1,13 @@
-"""How a step runs, and how it ends: with its update, or with that of the step before.
+"""Steps that overlap, and end with the update of the step before (PipeDream-2BW).
 
-    runner  = Synchronous(blueprint.lowered, reducer, optimizer)     # or Asynchronous
-    runner.begin(len(micros))
+    runner  = Asynchronous(plan_of, reducer, optimizer)
     losses  = runner.run(executor.run, micros)
-    results = runner.update(carry)    # waits for gradients; results() waits for the sums over all ranks
+    results = runner.update(carry)    # results() waits for the sums over all ranks
     runner.finish(executor.run)       # ends the last step, before states are read
 
-Asynchronous steps overlap: a batch's last backwards run between the next one's first forwards
-(PipeDream-2BW). A batch runs with one version of the weights: the newest one when it begins. The
-update of the batch before comes while it runs, and makes the version that the next one begins with.
+A batch's last backwards run between the next one's first forwards. A batch runs with one version of
+the weights: the newest one when it begins. The update of the batch before comes while it runs, and
+makes the version that the next one begins with.
 So an update's gradients are of weights that are one update older than those it changes (arXiv
 2006.09503, section 3.1); nothing changes in that where steps are drained in between. The gradient
 norm is that of all stages: its sum begins where the last of them has its gradients, and is waited
@@ -30,75 +29,18 @@ from torch import Tensor
 from threed import collectives
 from threed.layers import MicroBatch
 from threed.schedules import Plan, drain, first
-from threed.zero.optimizer import Optimizer
+from threed.zero.optimizer import Optimizer, Run
 from threed.zero.reducer import Reducer
 from threed.zero.reductions import Gradient
 from threed.zero.update import Update
-
-Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # a plan, as `Executor.run`
-
-
-class Synchronous:
-    """Runs plans, and updates the weights at the end of each.
-
-    Args:
-        lowered: `lowered(count, part=)` returns the plan of a step of so many micro-batches with
-            its communication, or a part of it.
-        reducer: sums the gradients.
-        optimizer: updates the weights.
-
-    Attributes:
-        seconds: host time of the last step's reductions that was not overlapped, and of its update.
-    """
-
-    def __init__(
-        self, lowered: Callable[..., Plan], reducer: Reducer, optimizer: Optimizer
-    ) -> None:
-        self.lowered, self.reducer, self.optimizer = lowered, reducer, optimizer
-        self.seconds = [0.0, 0.0]
-
-    @property
-    def pending(self) -> bool:
-        """Whether a step's results have to be waited for, as other ranks have part in them."""
-        return self.optimizer.pending
-
-    def begin(self, microbatches: int) -> None:
-        """Begins a step."""
-        self.seconds = [0.0, 0.0]
-        self.reducer.begin(microbatches)
-
-    def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        """Runs forwards and backwards; returns the losses on the last stage."""
-        return run(self.lowered(len(micros)), micros)
-
-    def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends the step's backwards on this rank, or those of one chunk."""
-        self.reducer.all_passes_ended(chunk)
-
-    def update(self, carry: Tensor) -> Callable[[], Update]:
-        """Waits for the summed gradients, and updates the weights; see `Optimizer.step`. Collective."""
-        with timed(self.seconds, 0):
-            gradients = self.reducer.finish()
-        with timed(self.seconds, 1):
-            return self.optimizer.step(gradients, carry)
-
-    def finish(self, run: Run) -> None:
-        """Ends the last step. Does not change the training. Collective."""
-        self.optimizer.validate()
-
-    def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint."""
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint."""
 
 
 class Asynchronous:
     """Runs asynchronous plans, and makes their updates when the executor comes to them.
 
     Args:
-        lowered: as for `Synchronous`.
+        plan_of: `plan_of(count, part=)` returns a part of the plan of a step of so many
+            micro-batches, with its communication.
         reducer: sums the gradients.
         optimizer: updates the weights, of which it has two versions.
 
@@ -110,10 +52,10 @@ class Asynchronous:
     pending = True
 
     def __init__(
-        self, lowered: Callable[..., Plan], reducer: Reducer, optimizer: Optimizer
+        self, plan_of: Callable[..., Plan], reducer: Reducer, optimizer: Optimizer
     ) -> None:
         assert optimizer.versions is not None
-        self.lowered, self.reducer, self.optimizer = lowered, reducer, optimizer
+        self.plan_of, self.reducer, self.optimizer = plan_of, reducer, optimizer
         self.versions = optimizer.versions
         self.open = 0
         self.seconds = [0.0, 0.0]
@@ -155,14 +97,17 @@ class Asynchronous:
             self.finish(run)
         if not self.open:
             self.reducer.begin(count)
-        return self._run(run, self.lowered(count, part=None if self.open else first), micros)
+        return self._run(run, self.plan_of(count, part=None if self.open else first), micros)
+
+    def drop(self) -> None:
+        """Does nothing: the gradients are those of a step that was returned."""
 
     def finish(self, run: Run) -> None:
         """Runs what the last step has left, and makes its update; layers read the newest weights
         then. Collective."""
         if self.open:
             with torch.inference_mode(False):
-                self._run(run, self.lowered(self.open, part=drain), ())
+                self._run(run, self.plan_of(self.open, part=drain), ())
         self.versions.show(newest=True)
 
     def _run(self, run: Run, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:

@@ -1,0 +1,134 @@
+"""The optimizer of offloaded parameters or states: the host updates them, or reads whether to.
+
+An update reads its scalars on the host. It may run in a thread beside the next step
+(`zero.delayed_update`): the parameters then get its weights at the next update, one step late. Or
+it may run bucket by bucket while the backward runs (`early.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from threed.collectives import done
+from threed.device import is_accelerator, synchronize
+from threed.memory.tiers import InMemory, start_copy
+from threed.ops.update import StepScalars
+from threed.zero.early import Early, most_waiting
+from threed.zero.optimizer import Optimizer, scalars_of
+from threed.zero.reductions import Gradient
+from threed.zero.state import PREVIOUS, WEIGHT, State
+
+HOST = torch.device("cpu")
+
+
+class OffloadedOptimizer(Optimizer):
+    """Updates states in host memory or on a drive, or parameters there; arguments as for `Optimizer`."""
+
+    def __init__(self, *args: Any, grad_clip: float, **keywords: Any) -> None:
+        super().__init__(*args, grad_clip=grad_clip, **keywords)
+        layout, policy = self.layout, self.layout.policy
+        if policy.early:
+            self.early = Early(
+                self.states, most_waiting(layout), grad_clip > 0,
+                guess=self._guess, apply=self._apply_rule,
+            )  # fmt: skip
+        if policy.delayed:
+            self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
+        self._thread = ThreadPoolExecutor(1, "delayed-update") if policy.delayed else None
+        self._delayed: Future[None] | None = None  # the update that the thread runs, or has run
+        self._unpublished = False  # the parameters do not have a delayed update's weights yet
+
+    def wait(self) -> None:
+        """Waits as `Optimizer.wait`. Parameters do not get the weights of a delayed update by this."""
+        if self.early is not None:
+            self.early.drop()  # what a step has updated that an error broke off
+        super().wait()
+
+    def _wait_for_update(self) -> None:
+        if self._delayed is not None:
+            self._delayed.result()
+        super()._wait_for_update()
+
+    def _guess(self) -> StepScalars:
+        """Returns the next update's scalars on the host, if nothing is clipped and nothing skipped."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
+        return _on_host(scalars_of(self._outcome()(sums), self.updates + 1))
+
+    def _start_update(self, gradients: Sequence[Gradient], now: StepScalars) -> None:
+        self.publish_delayed()
+        read, done = _on_host(now), set[State]()
+        now = now if self.layout.policy.optimizer_tier is None else read
+        self._let_device_read()
+        if self.early is not None:
+            with self.consistency.changing():
+                done = self.early.end(now)
+        if bool(read.skip):
+            return
+        if self._thread is None:
+            self._update_all(gradients, now, done=done)
+        else:
+            kept = _copies_on_host(gradients)
+            self._unpublished = True
+            self._delayed = self._thread.submit(self._update_all, kept, now, publish=False)
+
+    def publish_delayed(self) -> None:
+        """Waits for a delayed update, and copies its weights to the parameters.
+
+        Only the next update may do this, and whoever sets weights: the next step would not be
+        delayed.
+        """
+        self._wait_for_update()
+        self._delayed = None
+        if self._unpublished:
+            self._let_device_read()
+            for state, earlier in zip(reversed(self.states), reversed(self.earlier), strict=True):
+                self.readers.wait(earlier)
+                with self.staged(state, (WEIGHT,), write=True):
+                    pass
+            self._unpublished = False
+
+    def _before_overwriting(self, everything: bool) -> None:
+        if not everything:
+            self.publish_delayed()
+        else:
+            if self.early is not None:
+                self.early.drop()
+            if self._delayed is not None:
+                wait((self._delayed,))
+            self._delayed, self._unpublished = None, False
+        super()._before_overwriting(everything)
+        self._let_device_read()
+
+    def _after_overwriting(self, everything: bool) -> None:
+        if everything and self.layout.policy.delayed:
+            for state in reversed(self.earlier):
+                self.gatherer.publish(state.bucket)
+            self._unpublished = True
+
+    def _let_device_read(self) -> None:
+        """Waits until the GPU has finished its reads of host memory, which is about to change."""
+        if is_accelerator(self.updates.device):
+            synchronize(self.updates.device)
+
+
+def _on_host(now: StepScalars) -> StepScalars:
+    """Returns a step's scalars on the host, by one copy."""
+    return StepScalars(*start_copy(torch.stack(now), HOST).wait().unbind())
+
+
+def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Returns gradients that the next step does not overwrite; from a device they are copied all at
+    once."""
+    copies = []
+    for gradient in gradients:
+        values = gradient.storage.fetch().wait()
+        on_gpu = is_accelerator(values.device)
+        copies.append(start_copy(values, HOST) if on_gpu else done(values.to(HOST, copy=True)))
+    return [
+        Gradient(InMemory(copy.wait()), g.squares)
+        for copy, g in zip(copies, gradients, strict=True)
+    ]
