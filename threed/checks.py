@@ -347,10 +347,10 @@ def _check_sequence(config: Config) -> Iterator[str]:
 
 
 def _check_optimizer(config: Config) -> Iterator[str]:
-    optim, default = config.optim, OptimConfig()
+    optim, defaults = config.optim, OptimConfig.model_fields
     names = {optim.name, *(group.name for group in optim.groups)}
     for key, users in (("momentum", {"sgd"}), ("betas", {"adamw", "lion"}), ("eps", {"adamw"})):
-        value, own = getattr(optim, key), getattr(default, key)
+        value, own = getattr(optim, key), defaults[key].default
         if value != own and names.isdisjoint(users):
             given = f"--optim.{key} {written(value)} with --optim.name {optim.name}"
             yield f"{given}, which does not use it: leave it out, or use the default {written(own)}"

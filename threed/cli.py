@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from threed import architectures, schedules
-from threed.monitor import process
+from threed.launcher import ends_with_its_pipe
 from threed.packages import MissingPackageError
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         _parser().print_help(sys.stderr)
         return 2
     try:
-        with process.ends_with_its_pipe():
+        with ends_with_its_pipe():
             if argv[0] in ("train", "plan"):
                 return _train(*argv)
             if argv[0] == "verify":

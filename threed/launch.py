@@ -34,11 +34,10 @@ from threed.disk import is_unwritable, why
 from threed.forecast import Forecast, checkpoint_bytes
 from threed.interop import pretrained
 from threed.interop.huggingface.folder import is_hf_folder
-from threed.launcher import LauncherError, join, without_srun
+from threed.launcher import LauncherError, end_by, ends_with_its_pipe, join, without_srun
 from threed.loading import build_engine
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
-from threed.monitor import process
 from threed.reliability import recheck
 from threed.reliability.failure import LostContact, wait_for_first_rank, write_error_file
 from threed.reliability.preemption import PREEMPTED, Preempted
@@ -71,14 +70,14 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
         arch: the architecture if neither file nor flag names one.
     """
     try:
-        with process.ends_with_its_pipe():
+        with ends_with_its_pipe():
             return _run(argv, arch, prog)
     except KeyboardInterrupt as interrupt:
         # a launcher passes on what the terminal sent already
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if _local_rank() == 0:
             print(f"threed: interrupted; {interrupt or 'nothing was begun yet'}", flush=True)
-        process.end_by(signal.SIGINT)
+        end_by(signal.SIGINT)
         raise
 
 

@@ -1,4 +1,4 @@
-"""Reads what torchrun, srun or mpirun tells its processes, and sets torchrun's environment variables.
+"""Reads what torchrun, srun or mpirun tells its processes, sets torchrun's variables, and ends with its launcher or reader.
 
     ranks = join()           # first thing in every rank: the ranks of the job; none outlives its launcher
     adopt()                  # sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import re
+import select
 import signal
 import sys
 import zlib
@@ -104,6 +105,28 @@ def die_with_parent() -> bool:
     if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)
     return True
+
+
+def end_by(number: int) -> None:
+    """Ends this process by a signal, as if it had no handler."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def ends_with_its_pipe() -> Iterator[None]:
+    """Ends this process by SIGPIPE, as other tools do, when nobody reads its output any more (`| head`)."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # perhaps of another pipe
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if poll.poll(0):
+            end_by(signal.SIGPIPE)
+        raise
 
 
 def adopt(environment: MutableMapping[str, str] = os.environ) -> None:

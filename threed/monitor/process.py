@@ -10,34 +10,9 @@ import functools
 import os
 import platform
 import resource
-import select
-import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-
-def end_by(number: int) -> None:
-    """Ends this process by a signal, as if it had no handler."""
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
-@contextlib.contextmanager
-def ends_with_its_pipe() -> Iterator[None]:
-    """Ends this process by SIGPIPE, as other tools do, when nobody reads its output any more (`| head`)."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # perhaps of another pipe
-        poll = select.poll()
-        poll.register(sys.stdout, 0)
-        if poll.poll(0):
-            end_by(signal.SIGPIPE)
-        raise
 
 
 def since_launch() -> float:
