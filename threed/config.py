@@ -242,15 +242,6 @@ class ModelConfig(_Group):
         name = "qwen3" if self.arch == "llama" and self.qk_norm else self.arch
         return architectures.REGISTERED[name]
 
-    def spelt_as(self, model: ModelConfig) -> ModelConfig:
-        """Returns this model in the terms of another, which may have the same layers and weights.
-
-        A Qwen3 without windows becomes a Llama with `qk_norm`, if the other model is one.
-        """
-        windows = self.window is not None or self.layer_pattern is not None
-        same = (self.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)
-        return self.model_copy(update={"arch": "llama", "qk_norm": True}) if same else self
-
 
 class TrainConfig(_Group):
     """How long and on how much at a time."""

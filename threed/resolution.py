@@ -125,3 +125,13 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
     if model.vocab is None and vocab is not None:
         derived["vocab"] = vocab
     return model.model_copy(update=derived)
+
+
+def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
+    """Returns a saved model in the terms of another, which may have the same layers and weights.
+
+    A Qwen3 without windows becomes a Llama with `qk_norm`, if `model` is one.
+    """
+    windows = saved.window is not None or saved.layer_pattern is not None
+    same = (saved.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)
+    return saved.model_copy(update={"arch": "llama", "qk_norm": True}) if same else saved

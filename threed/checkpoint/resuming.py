@@ -22,7 +22,7 @@ from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import parts_of
 from threed.config import Config, ModelConfig, OptimConfig, key_name, python_name
 from threed.data import Data
-from threed.resolution import resolve_model
+from threed.resolution import resolve_model, spelt_as
 from threed.schema import written
 from threed.zero.records import PREVIOUS, WEIGHT
 from threed.zero.setup import learning_rate, state_names
@@ -233,7 +233,7 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
     # defaults of keys that did not exist then; unchanged if a later version wrote it
     with suppress(ValueError):
         resolved = resolve_model(ModelConfig.model_validate(saved))
-        saved = resolved.spelt_as(config.model).model_dump(mode="json")
+        saved = spelt_as(resolved, config.model).model_dump(mode="json")
     fixed = {
         python_name(key[6:])
         for key, rule in BY_KEY.items()

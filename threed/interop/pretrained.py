@@ -19,6 +19,7 @@ from threed.checkpoint.manifest import MANIFEST, read_manifest
 from threed.config import Config, ConfigError, ModelConfig
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
+from threed.resolution import spelt_as
 
 SEQ = 256  # default sequence length, if the model has as many positions
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"
@@ -49,8 +50,10 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
             values["data"] = {"tokenizer": saved.tokenizer(FIX)}
     except (CheckpointError, OSError) as error:
         raise ConfigError([f"--checkpoint.resume {path}: {error}"]) from None
-    model = saved.model.spelt_as(config.model)
-    return {} if saved.steps else {**values, "model": {**dict(model), "seq": default_seq(model)}}
+    if saved.steps:
+        return {}
+    seq = {"seq": default_seq(saved.model)}
+    return {**values, "model": dict(spelt_as(saved.model, config.model)) | seq}
 
 
 def default_seq(model: ModelConfig) -> int:

@@ -26,7 +26,7 @@ from threed.interop.huggingface.folder import HFFolder, read_object
 from threed.interop.huggingface.folder_record import GENERATION, record_of
 from threed.interop.native_writer import FILE_BYTES, write_tensors
 from threed.precision import DTYPES
-from threed.resolution import resolve_model
+from threed.resolution import resolve_model, spelt_as
 from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import WEIGHT, fill_in_place, records
@@ -118,7 +118,7 @@ def record_of_folder(folder: HFFolder) -> dict[str, Any]:
 
 def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:
     """Returns what of a run's model is another than that of the folder `path`, one line each."""
-    found, wanted = dict(saved.spelt_as(model)), dict(resolve_model(model))
+    found, wanted = dict(spelt_as(saved, model)), dict(resolve_model(model))
     names = [name for name in found if name not in FREE and found[name] != wanted[name]]
     return [
         f"the model of {path} has {name} = {found[name]}, this run has {wanted[name]}"
