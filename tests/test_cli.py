@@ -64,15 +64,19 @@ def test_a_flag_is_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
         ("train --help", -signal.SIGPIPE),
         ("schedule 1f1b --stages 2 --microbatches 2", -signal.SIGPIPE),
         ("schedule --help", 0),  # argparse drops the error
+        (
+            "train --model.layers 1 --model.hidden 32 --model.heads 2 --model.seq 32 --train.steps 2 --log.wandb off",
+            -signal.SIGPIPE,
+        ),
     ],
 )
-def test_a_closed_pipe_ends_a_tool_quietly(line: str, code: int) -> None:
+def test_a_closed_pipe_ends_a_tool_quietly(line: str, code: int, tmp_path: Path) -> None:
     """As `| head -1` does."""
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
         [sys.executable, "-m", "threed", *line.split()],
-        stdout=write, stderr=subprocess.PIPE, text=True,
+        stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
     os.close(write)

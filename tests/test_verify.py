@@ -274,6 +274,7 @@ def test_what_cannot_be_compared_is_said(users: Path, capsys: pytest.CaptureFixt
     )
     assert "'tq2' is no word of one" in says(f"{users}:Mine", "--topologies", "tq2")
     assert "takes 16 ranks, more than 8" in says(f"{users}:Mine", "--topologies", "tp4-pp4")
+    assert "--timeout -1: must be more than" in says(f"{users}:Mine", "--timeout", "-1")
     assert "the topologies say them" in says(f"{users}:Mine", "--parallel.tp", "2")
     assert "did you mean --model.layers" in says(f"{users}:Mine", "--model.layer", "2")
     assert "has no 'Nobody'" in says("--train.steps", "3", "--timeout", "5", f"{users}:Nobody")

@@ -157,6 +157,8 @@ def _verify(a: argparse.Namespace, flags: list[str]) -> int:
     config, options = load(flags, defaults=testing.DEFAULTS)
     if options.dry_run or options.world_size is not None:
         raise ValueError("--dry-run and --world-size are for training; use --topologies")
+    if not a.timeout > 0:
+        raise ValueError(f"--timeout {a.timeout:g}: must be more than 0 seconds")
     build, batch = testing.find(a.model)
     names = testing.TOPOLOGIES if a.topologies is None else a.topologies.split(",")
     report = testing.same_everywhere(build, batch, names, config=config, timeout=a.timeout)

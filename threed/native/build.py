@@ -117,6 +117,13 @@ def find_compiler(library: Library) -> list[str]:
     )
 
 
+def is_cached(library: Library) -> bool:
+    """Returns whether the cache has this library: `ensure` compiles nothing then."""
+    if not library.sources:
+        return False
+    return (cache() / f"{library.name}-{_key(library, find_compiler(library))}.so").exists()
+
+
 def ensure(library: Library, folder: Path | None = None) -> Path:
     """The library's path in `folder` (default: the cache), compiled if it is not there yet.
 

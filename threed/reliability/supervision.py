@@ -133,7 +133,7 @@ class Supervision:
     def _report(self, error: Exception) -> None:
         """Marks the heartbeat, and reports an error if this rank has to. Raises LostContact."""
         self._fail()
-        if isinstance(error, REPORTED) or is_unwritable(error):
+        if isinstance(error, (*REPORTED, BrokenPipeError)) or is_unwritable(error):
             self.heart.mark("ended" if isinstance(error, Preempted) else "failed", str(error))
             failure.write_error_file(str(error))
         elif failure.lost(error):
