@@ -216,9 +216,13 @@ class Snapshot:
             if item.copied is not None:
                 item.copied.synchronize()
             return item.copies
+        return item.memory | self._from_drive(item) if item.drive else item.memory
+
+    def _from_drive(self, item: _Item) -> dict[str, Tensor]:
+        """Returns the parts of a state that are on a drive."""
         if self._reading.numel() < item.nbytes:
             self._reading = pool.host_buffer(item.nbytes)
-        found, at = dict(item.memory), 0
+        found, at = dict[str, Tensor](), 0
         for part, storage in item.drive.items():
             found[part] = self._reading[at : at + storage.nbytes].view(storage.dtype)
             if (before := storage.writing) is not None:
