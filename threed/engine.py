@@ -474,10 +474,9 @@ class ModuleEngine(Engine):
     def _check_scales(self) -> None:
         """Raises RuntimeError under fp16 if another engine's backward left a gradient, which has
         that engine's loss scale."""
-        foreign = self.reducer.foreign if self.config.precision.dtype == "fp16" else []
-        if foreign:
+        for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
             raise RuntimeError(
-                f"{foreign[0].spec.name}: another engine's backward left a gradient, with that"
+                f"{slot.spec.name}: another engine's backward left a gradient, with that"
                 " engine's loss scale: call zero_grad() before this engine's backward"
             )
 

@@ -287,9 +287,8 @@ class Reducer:
 
     def _end_counting(self) -> None:
         """Adds the gradients that came late, and finds the parameters that were not used."""
-        for slot in self.foreign if self.dynamic else ():
-            grad, slot.param.grad = slot.param.grad, None
-            assert grad is not None
+        for slot, grad in self.foreign if self.dynamic else ():
+            slot.param.grad = None
             self.add_late(self._sinks[slot], grad.to_dense() if grad.is_sparse else grad)
         for bucket, staged in self.late.reduce():
             self.reductions.store(bucket, staged, complete=not later_sums(bucket))
@@ -300,9 +299,9 @@ class Reducer:
             warn_of_unused(self.layout, never, self.warns)
 
     @property
-    def foreign(self) -> list[Slot]:
-        """The parameters whose `.grad` has gradients of other engines' backwards."""
-        return [slot for slot in self._sinks if slot.param.grad is not None]
+    def foreign(self) -> list[tuple[Slot, Tensor]]:
+        """The gradients of other engines' backwards, with their parameters."""
+        return [(s, s.param.grad) for s in self._sinks if s.param.grad is not None]
 
     # --------------------------------------------------------------------- steps that are discarded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -319,10 +319,9 @@ class Reductions:
 
     def finish(self) -> list[Gradient]:
         """Sums slices over the remaining axes; waits, and returns the gradient of each bucket."""
-        for bucket in in_order(self.layout):
-            if later_sums(bucket):
-                self.make_room(bucket)
-                self._in_flight.append(self._start_later_sums(bucket))
+        for bucket in with_later_sums(self.layout):
+            self.make_room(bucket)
+            self._in_flight.append(self._start_later_sums(bucket))
         self.wait_all()
         return [self._gradient(bucket) for bucket in self.layout.buckets]
 
@@ -332,9 +331,7 @@ class Reductions:
         The next step may launch reductions before that function is called.
         """
         before, self._squares = self._squares, {}
-        later = [
-            self._start_later_sums(bucket) for bucket in in_order(self.layout) if later_sums(bucket)
-        ]
+        later = [self._start_later_sums(bucket) for bucket in with_later_sums(self.layout)]
 
         def gradients() -> list[Gradient]:
             self._in_flight.extend(later)
@@ -373,12 +370,11 @@ def later_sums(bucket: Bucket) -> tuple[Axis, ...]:
     return bucket.group.sums[len(early_sum(bucket)) :]
 
 
-def in_order(layout: Layout) -> Iterator[Bucket]:
-    """Yields the buckets in the order of groups, which is the same on all ranks that share one.
-
-    In the order of completion, stages could deadlock.
-    """
-    return (bucket for group in layout.groups if group.key.trainable for bucket in group.buckets)
+def with_later_sums(layout: Layout) -> list[Bucket]:
+    """Returns the buckets with `later_sums`, in the order of groups, which is the same on all ranks
+    that share one. In the order of completion, stages could deadlock."""
+    groups = [group for group in layout.groups if group.key.trainable]
+    return [bucket for group in groups for bucket in group.buckets if later_sums(bucket)]
 
 
 def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pending:
