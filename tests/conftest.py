@@ -7,6 +7,7 @@ import gc
 import os
 import re
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,18 @@ with contextlib.suppress(ModuleNotFoundError):
 
 # What some tests need and a machine that trains may lack: without it their modules are skipped.
 TOOLS = ("einops", "hatchling", "hypothesis", "matplotlib", "tokenizers", "transformers", "wandb")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where tests marked `alone` are selected, files that have none are not imported: it takes longer than the tests."""
+    selects_alone = config.option.markexpr.startswith("alone")
+    if (
+        selects_alone
+        and collection_path.suffix == ".py"
+        and "mark.alone" not in collection_path.read_text()
+    ):
+        return True
+    return None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,6 +7,7 @@ cases = space.touching(seed=0)        # every setting, for what other tests look
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections import Counter
@@ -69,26 +70,44 @@ class Space(Generic[Case]):
         return replace(self, together=1).covering(seed)
 
     def covering(self, seed: int, count: int = 12, sample: int = 400) -> list[Case]:
-        """Few and cheap cases that cover every pair that any case does: greedily, of a random sample, the one with most
-        new pairs for its cost to the power of 0.8; without those of which others cover all pairs."""
+        """Returns few and cheap cases that cover every pair that any case does.
+
+        Greedy: of a random sample the case with most new pairs for its cost. Then each case, the most expensive first,
+        is replaced with the cheapest one that covers the pairs that no other case covers.
+        """
         draw = random.Random(seed)
+        pairs, cost = functools.cache(self.pairs), functools.cache(self.cost)
         found = self.attained(draw, count)
         missing, chosen = set(found), list[Case]()
         while missing:
             able = found[min(missing, key=repr)]
             some = draw.sample(able, min(len(able), sample))
-            chosen.append(
-                max(some, key=lambda case: len(self.pairs(case) & missing) / self.cost(case) ** 0.8)
-            )
-            missing -= self.pairs(chosen[-1])
-        return self._needed(chosen)
+            chosen.append(max(some, key=lambda case: len(pairs(case) & missing) / cost(case)))
+            missing -= pairs(chosen[-1])
+        return self._cheaper(chosen, found)
 
-    def _needed(self, cases: list[Case]) -> list[Case]:
-        """Cases without those whose pairs others cover, the dearest of which go first."""
-        times = Counter(pair for case in cases for pair in self.pairs(case))
-        needed = list(cases)
-        for case in sorted(cases, key=self.cost, reverse=True):
-            if all(times[pair] > 1 for pair in self.pairs(case)):
-                needed.remove(case)
-                times -= Counter(self.pairs(case))
-        return needed
+    def _cheaper(self, cases: list[Case], found: Mapping[Pair, list[Case]]) -> list[Case]:
+        """Returns cases that cover the same pairs; `found` has the candidates by pair."""
+        pairs = functools.cache(self.pairs)
+        cost = functools.cache(self.cost)
+        times, chosen = Counter(pair for case in cases for pair in pairs(case)), list(cases)
+        changed = True
+        while changed:
+            changed = False
+            for case in sorted(chosen, key=cost, reverse=True):
+                only = [pair for pair in pairs(case) if times[pair] == 1]
+                fewest = min((found[pair] for pair in only), key=len, default=[])
+                able = [
+                    other
+                    for other in fewest
+                    if cost(other) < cost(case) and pairs(other).issuperset(only)
+                ]
+                if only and not able:
+                    continue
+                chosen.remove(case)
+                times.subtract(pairs(case))
+                for better in [min(able, key=cost)] if only else []:
+                    chosen.append(better)
+                    times.update(pairs(better))
+                changed = True
+        return chosen

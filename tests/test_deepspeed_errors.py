@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import threed
+from tests.configs import topology_of
 from tests.harness import run_ranks
 from threed.config import Config
 from threed.engine import Engine
 from threed.interop.deepspeed.engine import DeepSpeedEngine
-from threed.topology import Topology
 
 ROWS, STEPS, LR = 8, 3, 1e-2
 Weights = dict[str, Tensor]
@@ -85,7 +85,7 @@ def engine_of(stage: int, accumulation: int) -> DeepSpeedEngine:
 
 def micros(step: int, accumulation: int) -> list[dict[str, Tensor]]:
     """This rank's micro-batches of a step."""
-    topology = Topology()
+    topology = topology_of(1, 1)
     parts = topology.dp * accumulation
     return [
         batch(step, parts, topology.rank * accumulation + number) for number in range(accumulation)
@@ -139,7 +139,7 @@ def by_train_batch(stage: int, accumulation: int, where: str) -> Weights:
 
 
 def by_step(stage: int, accumulation: int, deep: dict[int, str]) -> Weights:
-    topology, module = Topology(), Net()
+    topology, module = topology_of(1, 1), Net()
     engine = Engine(module, topology, Config.model_validate({
         "precision": {"dtype": "fp64"}, "zero": {"stage": stage, "resident": 0, "bucket_mib": 1e-3},
         "train": {"global_batch": ROWS, "micro_batch": ROWS // topology.dp // accumulation, "grad_clip": 0.0},
@@ -157,7 +157,7 @@ def by_step(stage: int, accumulation: int, deep: dict[int, str]) -> Weights:
 
 
 def all_of_a_stage(stage: int) -> dict[str, Weights]:
-    rank = Topology().rank
+    rank = topology_of(1, 1).rank
     # Gathers under stage 3 are in the order of use, so there all ranks must fail at the same place.
     deep = {1 if stage == 3 else rank: "backward"}
     results = {

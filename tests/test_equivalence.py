@@ -70,8 +70,6 @@ def make(values: Values) -> Case | None:
     v["schedule"], v["partition"] = (
         (v["schedule"], v["partition"]) if pp > 1 else ("1f1b", "balanced")
     )
-    # with the ends of the model, two chunks on each of four ranks
-    v["layers"] = 6 if v["schedule"] in CHUNKS else 3
     offload = v["zero"] == 3 and v["offload_params"] != "none"
     v["offload_params"] = v["offload_params"] if offload else "none"
     v["offload_optimizer"] = v["offload_optimizer"] if v["zero"] else "none"
@@ -79,6 +77,9 @@ def make(values: Values) -> Case | None:
         v["zero"] = 1  # nobody to share with, and no other place
     v["tile"], v["prefetch"] = (v["tile"], v["prefetch"]) if v["zero"] == 3 else (1, 1)
     v["shard"] = v["shard"] if dp == 4 and v["zero"] else "all"
+    # with the ends of the model, two chunks on each of four ranks; a layer with neighbours on both sides where they count
+    few = pp == 1 and v["zero"] != 3 and v["model"] != "gemma3"
+    v["layers"] = 6 if v["schedule"] in CHUNKS else 2 if few else 3
     if v["recompute"] == "sliced" and (tp == 1 or v["sequence"]):
         v["recompute"] = "half"
     return Case(**v)  # type: ignore[arg-type]
@@ -92,13 +93,21 @@ def grid() -> list[Case]:
     return list(dict.fromkeys(case for case in cases if case is not None))
 
 
+def cost(case: Case) -> float:
+    """Returns the processor time that a case takes, in units of 4 ms: fitted to measurements of 82 cases."""
+    tensor = {1: 0, 2: 2, 4: 3}[case.tp] * (1 if case.recompute in ("none", "selective") else 1.5)
+    pass_of_layer = 1 + tensor + (1.5 * case.tile if case.zero == 3 else 0)
+    step_of_layer = {1: 0, 2: 2, 4: 4}[case.dp]
+    drive = 12 if "nvme" in (case.offload_optimizer, case.offload_params) else 0
+    return case.world * (
+        6 + drive + case.layers * (step_of_layer + case.microbatches * pass_of_layer)
+    )
+
+
 SPACE = Space(
     SETTINGS,
     make,
-    # as measured: under ZeRO-3 every micro-batch gathers every tile
-    cost=lambda case: (
-        case.world * (2 + case.microbatches * (3 * case.tile if case.zero == 3 else 1))
-    ),
+    cost=cost,
     shape=lambda case: (case.pp, case.dp, case.tp),
 )
 
@@ -144,11 +153,16 @@ def run_all(cases: Sequence[Case], work: Work = trained) -> None:
     assert not wrong, f"{len(wrong)} differences in {len(cases)} cases:\n" + "\n\n".join(wrong[:20])
 
 
-CHEAPEST = 1  # of the first seeds
+CHEAPEST = 2  # of the first seeds
 
 
-def test_a_covering_set_of_configurations_equals_one_process() -> None:
-    run_all(SPACE.covering(CHEAPEST))
+@pytest.fixture(scope="module")
+def covering() -> list[Case]:
+    return SPACE.covering(CHEAPEST)
+
+
+def test_a_covering_set_of_configurations_equals_one_process(covering: list[Case]) -> None:
+    run_all(covering)
 
 
 @pytest.mark.grid
@@ -158,12 +172,11 @@ def test_another_covering_set_of_configurations_equals_one_process(seed: int) ->
     run_all(SPACE.covering(seed))
 
 
-def test_the_covering_set_covers_what_any_case_does() -> None:
-    cases = SPACE.covering(CHEAPEST)
-    assert set().union(*map(SPACE.pairs, cases)) == set(SPACE.attained(random.Random(99), 24))
-    assert {(case.pp, case.dp, case.tp) for case in cases} == set(SHAPES)
+def test_the_covering_set_covers_what_any_case_does(covering: list[Case]) -> None:
+    assert set().union(*map(SPACE.pairs, covering)) == set(SPACE.attained(random.Random(99), 24))
+    assert {(case.pp, case.dp, case.tp) for case in covering} == set(SHAPES)
     assert all(
-        {getattr(case, name) for case in cases} == set(options)
+        {getattr(case, name) for case in covering} == set(options)
         for name, options in SETTINGS.items()
     )
 

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.configs import topology_of
 from tests.harness import run_ranks
 from threed.config import Config
 from threed.engine import Engine
-from threed.topology import Topology
 
 WIDTH, ROWS, STEPS = 6, 4, 3
 NAME = "blocks.1.weight"
@@ -181,7 +181,7 @@ class Sharded:
     """The engine, on some ranks."""
 
     def __init__(self, module: Net, stage: int) -> None:
-        self.module, self.topology = module, Topology()
+        self.module, self.topology = module, topology_of(1, 1)
         self.engine = Engine(module, self.topology, Config.model_validate({
             "zero": {"stage": stage, "resident": 0, "bucket_mib": 1e-4}, "precision": {"dtype": "fp64"},
             "train": {

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import threed
+from tests.configs import topology_of
 from tests.harness import run_ranks
 from threed.config import Config, ConfigError
 from threed.engine import Engine
 from threed.models.wrapped import Wrapped
 from threed.sharding import storage_of
-from threed.topology import Topology
 
 ROWS, WIDTH, VOCAB, STEPS = 8, 6, 20, 4
 Result = tuple[list[float], dict[str, Tensor]]
@@ -43,12 +43,12 @@ def made(kind: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def engine_of(module: nn.Module, stage: int, micro: int = 0, **groups: dict[str, Any]) -> Engine:
-    topology = Topology()
+    topology = topology_of(1, 1)
     return Engine(module, topology, config_of(stage, micro or ROWS // topology.dp, **groups))
 
 
 def mine(full: dict[str, Tensor]) -> dict[str, Tensor]:
-    topology = Topology()
+    topology = topology_of(1, 1)
     return {key: value.chunk(topology.dp)[topology.rank] for key, value in full.items()}
 
 
@@ -140,7 +140,7 @@ def gan_plainly(how: str) -> list[dict[str, Tensor]]:
 
 def gan_engines(stage: int, seed: int = 0) -> tuple[Any, Any]:
     ds = {
-        "train_micro_batch_size_per_gpu": ROWS // Topology().dp,
+        "train_micro_batch_size_per_gpu": ROWS // topology_of(1, 1).dp,
         "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {

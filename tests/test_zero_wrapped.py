@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import hf_models
+from tests.configs import topology_of
 from tests.harness import run_ranks
 from threed.config import Config
 from threed.engine import Engine
@@ -66,7 +67,7 @@ def engine_of(case: Case, model: nn.Module, topology: Topology) -> Engine:
 
 
 def train(case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    topology = Topology()
+    topology = topology_of(1, 1)
     engine = engine_of(case, prepared(case), topology)
     losses, norms = [], []
     for step in range(case.steps):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.configs import STEPS, batch, config_of, train
+from tests.configs import STEPS, batch, config_of, topology_of, train
 from tests.configs import Case as PlainCase
 from tests.harness import run_ranks
 from tests.test_zero_wrapped import Case, engine_of
@@ -47,7 +47,9 @@ def made(
 ) -> tuple[Engine, nn.Module]:
     torch.manual_seed(seed)
     module = kind().double()
-    return engine_of(Case("", stage, microbatches=1, bucket_mib=1e-3), module, Topology()), module
+    return engine_of(
+        Case("", stage, microbatches=1, bucket_mib=1e-3), module, topology_of(1, 1)
+    ), module
 
 
 def whole_batch(step: int) -> Tensor:
@@ -58,7 +60,7 @@ def whole_batch(step: int) -> Tensor:
 
 def data(step: int) -> dict[str, Tensor]:
     x, y = whole_batch(step)
-    topology = Topology()
+    topology = topology_of(1, 1)
     return {"x": x.chunk(topology.dp)[topology.rank], "y": y.chunk(topology.dp)[topology.rank]}
 
 
