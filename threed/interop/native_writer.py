@@ -83,9 +83,8 @@ def _check(part: str, name: str, values: Tensor) -> None:
         fix = "take an earlier checkpoint"
         raise CheckpointError(f"{part} of {name} has values that are not finite: {fix}")
     if part == SQUARES and (values < 0).any():
-        raise CheckpointError(
-            f"{part} of {name} has values below zero, which no mean of squares has"
-        )
+        what = "values below zero, which no mean of squares has"
+        raise CheckpointError(f"{part} of {name} has {what}")
 
 
 def write_tensors(
@@ -107,11 +106,10 @@ def write_tensors(
         CheckpointError: the disk is full, or the source or `check` raises it, or values overflow.
         ValueError: the source has other tensors than it says.
     """
-    about = {
-        (part, name): (_format(source, part, name, dtype), shape)
-        for name, shape in source.shapes.items()
-        for part in source.parts[name]
-    }
+    about = {}
+    for name, shape in source.shapes.items():
+        for part in source.parts[name]:
+            about[part, name] = _format(source, part, name, dtype), shape
 
     def slabs(key: Part) -> Iterator[Tensor]:
         part, name = key
@@ -157,5 +155,5 @@ def _held(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
     """Returns a section of one part, which one file has in full."""
     numel, (kind, name) = math.prod(shape), part
     line = {"length": numel, "step": numel, "pieces": [[name, [0] * len(shape), list(shape), 0]]}
-    cut = {"portions": 1, "writers": 1, "lines": [line]}
-    return Held(Section({"parts": [kind], "dtype": NAMES[dtype], **cut}), shapes={name: shape})
+    about = {"parts": [kind], "dtype": NAMES[dtype], "portions": 1, "writers": 1}
+    return Held(Section({**about, "lines": [line]}), shapes={name: shape})

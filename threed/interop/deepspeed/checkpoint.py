@@ -88,9 +88,8 @@ class DeepSpeedCheckpoint(HFTensors):
             self._read(PickleReader())
         for prefix in ("module.", "_orig_mod.", "module."):  # of wrappers
             if all(name.startswith(prefix) for name in self._tensors):
-                self._tensors = {
-                    name.removeprefix(prefix): parts for name, parts in self._tensors.items()
-                }
+                found = self._tensors.items()
+                self._tensors = {name.removeprefix(prefix): parts for name, parts in found}
         return set(self._tensors)
 
     def _read(self, reader: PickleReader) -> None:
@@ -159,9 +158,8 @@ class DeepSpeedCheckpoint(HFTensors):
         for found in ranks:
             count = found.get("partition_count", len(ranks))
             if any(n != len(ranks) for n in (count if isinstance(count, list) else [count])):
-                raise self._error(
-                    f"has states of {len(ranks)} data ranks, and was saved by {count}"
-                )
+                what = f"states of {len(ranks)} data ranks"
+                raise self._error(f"has {what}, and was saved by {count}")
         if stage == 3 and heads != len(ranks):
             raise self._error(f"has the model of {heads} ranks and the states of {len(ranks)}")
 
@@ -175,20 +173,16 @@ class DeepSpeedCheckpoint(HFTensors):
     def _flat(self, head: Table, ranks: list[Table]) -> None:
         """Stages 1 and 2: the vector of each group."""
         paddings = ranks[0].get("param_alignment_paddings")
-        slices = [
-            _vectors(found, "single_partition_of_fp32_groups", "base_optimizer_state")
-            for found in ranks
-        ]
+        keys = "single_partition_of_fp32_groups", "base_optimizer_state"
+        slices = [_vectors(found, *keys) for found in ranks]
         for group, shapes in enumerate(head["param_shapes"]):
             vectors, end, padding = self._joined([found[group] for found in slices]), 0, 0
             behind = paddings[group] if paddings else []
             for index, (name, shape) in enumerate(shapes.items()):
                 padding = behind[index] if index < len(behind) else 0
                 first, end = end, end + math.prod(shape)
-                self._tensors[name] = {
-                    part: Reshaped(shape, rows(vector, (first, end)))
-                    for part, vector in vectors.items()
-                }
+                own = {part: rows(vector, (first, end)) for part, vector in vectors.items()}
+                self._tensors[name] = {part: Reshaped(shape, some) for part, some in own.items()}
                 end += padding
             (numel,) = vectors[WEIGHT].shape
             if not 0 <= numel - end + padding <= 4 * len(ranks):
@@ -213,9 +207,8 @@ class DeepSpeedCheckpoint(HFTensors):
         """Returns the weights and moments [n] in flat vectors, one after the other; notes what is left out."""
         found = set(vectors[0])
         if any(set(some) != found for some in vectors):
-            raise self._error(
-                "has ranks that saved states of the optimizer, and others that did not"
-            )
+            what = "ranks that saved states of the optimizer, and others that did not"
+            raise self._error(f"has {what}")
         if "step" in found:
             self._updates = max(some["step"] for some in vectors)
         states = found - {"step", WEIGHT}
@@ -264,22 +257,14 @@ class DeepSpeedCheckpoint(HFTensors):
         """Takes each parameter's files."""
         updates = set[float | None]()
         for name, shape in (pair for shapes in groups for pair in shapes.items()):
-            if (
-                Path(name).name != name
-                or name == ".."
-                or not name.isprintable()
-                or len(name.encode()) > 250
-            ):
-                raise self._error(
-                    f"has a parameter {plain(name)}, which cannot be the name of a folder"
-                )
+            is_plain = Path(name).name == name != ".." and name.isprintable()
+            if not is_plain or len(name.encode()) > 250:
+                why = "which cannot be the name of a folder"
+                raise self._error(f"has a parameter {plain(name)}, {why}")
             folder = self._folder / "zero" / name
             files = {part: folder / file for file, part in UNIVERSAL_FILES.items()}
-            parts = {
-                part: _reshaped(reader, file, shape)
-                for part, file in files.items()
-                if file.is_file()
-            }
+            saved = {part: file for part, file in files.items() if file.is_file()}
+            parts = {part: _reshaped(reader, file, shape) for part, file in saved.items()}
             if WEIGHT not in parts:
                 raise self._error(f"has no zero/{name}/fp32.pt, and its model has that parameter")
             self._tensors[name] = parts

@@ -115,9 +115,8 @@ class DeepSpeedEngine:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError("backward needs a scalar loss")
         if self._pending:
-            raise RuntimeError(
-                "backward was called twice: call engine.step() after each, it acts at the boundary only"
-            )
+            fix = "call engine.step() after each, it acts at the boundary only"
+            raise RuntimeError(f"backward was called twice: {fix}")
         self._begin()
         weight = 1.0 / (self.topology.dp * (self.translation.accumulation if scale_wrt_gas else 1))
         try:
@@ -221,9 +220,8 @@ class DeepSpeedEngine:
         RuntimeError between `backward` and `step`; a warning where micro-batches of the same step are dropped.
         """
         if self._pending:
-            raise RuntimeError(
-                "zero_grad between backward and step would drop what the step is made of: step first"
-            )
+            what = "zero_grad between backward and step would drop what the step is made of"
+            raise RuntimeError(f"{what}: step first")
         if done := self.micro_steps % self.translation.accumulation:
             warnings.warn(
                 f"zero_grad drops the gradients of {done} of this step's {self.translation.accumulation} micro-batches;"
@@ -281,9 +279,8 @@ class DeepSpeedEngine:
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
         """Raises NotImplementedError: a rank may hold slices only."""
-        raise NotImplementedError(
-            "a rank may hold slices only: use engine.full_state_dict(), or save_checkpoint()"
-        )
+        fix = "use engine.full_state_dict(), or save_checkpoint()"
+        raise NotImplementedError(f"a rank may hold slices only: {fix}")
 
     module_state_dict = state_dict
 

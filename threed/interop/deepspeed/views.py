@@ -51,10 +51,8 @@ class PassedOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups = [
-            ParamGroup({key: plain_value(value) for key, value in group.items()})
-            for group in optimizer.param_groups
-        ]
+        groups = ([(key, plain_value(v)) for key, v in g.items()] for g in optimizer.param_groups)
+        self._groups = [ParamGroup(group) for group in groups]
         optimizer.param_groups[:] = self._groups
         self._own = optimizer.register_step_pre_hook(_refuse_step).id
 
@@ -69,9 +67,8 @@ class PassedOptimizer:
 
 
 def _refuse_step(*_: Any) -> NoReturn:
-    raise RuntimeError(
-        "step() of an optimizer that was passed to threed.initialize: call engine.step()"
-    )
+    what = "step() of an optimizer that was passed to threed.initialize"
+    raise RuntimeError(f"{what}: call engine.step()")
 
 
 class OptimizerView:
@@ -120,9 +117,8 @@ class OptimizerView:
 
     def state_dict(self) -> NoReturn:
         """Raises an error: not available here."""
-        raise NotImplementedError(
-            "a rank holds slices only: use engine.save_checkpoint(), which loads on any ranks"
-        )
+        fix = "use engine.save_checkpoint(), which loads on any ranks"
+        raise NotImplementedError(f"a rank holds slices only: {fix}")
 
     def load_state_dict(self, state: Any) -> NoReturn:
         """Raises an error: not available here."""

@@ -123,12 +123,10 @@ def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
         if model.layers <= len(reader.shapes):  # before a table is made of so many
             return resolve_model(model)
     except ValueError as error:
-        raise CheckpointError(
-            f"the model's configuration is not valid: {' '.join(str(error).split())}"
-        ) from None
-    raise CheckpointError(
-        f"the model's configuration has {model.layers} layers, and there are fewer tensors"
-    )
+        said = " ".join(str(error).split())
+        raise CheckpointError(f"the model's configuration is not valid: {said}") from None
+    what = f"the model's configuration has {model.layers} layers"
+    raise CheckpointError(f"{what}, and there are fewer tensors")
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
@@ -179,9 +177,8 @@ def _write_weights(
 
     for file, names in zip(files, shards, strict=True):
         about = {name: (to[name], by_name[name].shape) for name in names}
-        stream_tensors(
-            folder / file, about, chain.from_iterable(map(rows, names)), {"format": "pt"}
-        )
+        slabs = chain.from_iterable(map(rows, names))
+        stream_tensors(folder / file, about, slabs, {"format": "pt"})
     if len(files) > 1:
         places = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         total = sum(_nbytes(entry, to[entry.name]) for entry in table)

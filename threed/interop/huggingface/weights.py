@@ -120,10 +120,8 @@ def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> lis
     """Returns what of a run's model is another than that of the folder `path`, one line each."""
     found, wanted = dict(spelt_as(saved, model)), dict(resolve_model(model))
     names = [name for name in found if name not in FREE and found[name] != wanted[name]]
-    return [
-        f"the model of {path} has {name} = {found[name]}, this run has {wanted[name]}"
-        for name in names
-    ]
+    what = f"the model of {path} has"
+    return [f"{what} {name} = {found[name]}, this run has {wanted[name]}" for name in names]
 
 
 def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[str]:

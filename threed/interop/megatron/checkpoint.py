@@ -140,9 +140,8 @@ def _check_kind(folder: Path) -> None:
     try:
         kind = read_json(folder / "metadata.json").get("sharded_backend")
     except ParseError as error:
-        raise CheckpointError(
-            f"{error}: Megatron says there of which kind a checkpoint is"
-        ) from None
+        why = "Megatron says there of which kind a checkpoint is"
+        raise CheckpointError(f"{error}: {why}") from None
     if kind != "torch_dist":
         raise CheckpointError(f"{folder} is of kind {plain(kind)}: torch_dist is read")
 

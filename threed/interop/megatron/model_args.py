@@ -33,9 +33,8 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     Raises:
         CheckpointError: with everything that cannot be expressed here.
     """
-    problems = [
-        f"{name} {plain(args[name])}" for name, same in OTHERS.items() if args.get(name) not in same
-    ]
+    others = [name for name, same in OTHERS.items() if args.get(name) not in same]
+    problems = [f"{name} {plain(args[name])}" for name in others]
     norm = args.get("normalization", "LayerNorm")
     positions = args.get("position_embedding_type", "learned_absolute")
     gated = bool(args.get("swiglu"))
@@ -45,13 +44,11 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
             " RMSNorm with rope and swiglu (Llama), and LayerNorm with learned_absolute (GPT-2)"
         )
     if not gated and not (args.get("openai_gelu") or args.get("bias_gelu_fusion")):
-        problems.append(
-            "gelu by the error function (neither bias_gelu_fusion nor openai_gelu): its tanh form is here"
-        )
+        kind = "gelu by the error function (neither bias_gelu_fusion nor openai_gelu)"
+        problems.append(f"{kind}: its tanh form is here")
     if problems:
-        raise CheckpointError(
-            f"{where} is of a model that cannot be expressed here: {'; '.join(problems)}"
-        )
+        what = "; ".join(problems)
+        raise CheckpointError(f"{where} is of a model that cannot be expressed here: {what}")
     try:
         model = resolve_model(ModelConfig.model_validate(_keys(args, gated)))
     except ValidationError as error:
@@ -80,9 +77,8 @@ def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
     bias, qk_norm = bool(args.get("add_bias_linear", True)), bool(args.get("qk_layernorm"))
     qkv_bias_alone = bool(args.get("add_qkv_bias")) and not bias
     if qkv_bias_alone and (qk_norm or not gated):
-        raise ValueError(
-            "add_qkv_bias without add_bias_linear, with qk_layernorm or LayerNorm, is not here"
-        )
+        given = "add_qkv_bias without add_bias_linear"
+        raise ValueError(f"{given}, with qk_layernorm or LayerNorm, is not here")
     if not qkv_bias_alone:
         keys |= {"bias": bias, "mlp_bias": bias}
     if gated:
