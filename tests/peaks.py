@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tests.configs import topology_of
 from tests.live import Peak
 from threed import models
 from threed.config import Config
 from threed.engine import Engine
 from threed.layers import Slicing
 from threed.resolution import resolve
+from threed.topology import Topology
 
 
 def config_of(world: int, **groups: dict[str, Any]) -> Config:
@@ -32,7 +32,7 @@ def measure(config: Config) -> int:
     """This rank's peak in its third step."""
     p = config.parallel
     with Peak() as peak:
-        topology = topology_of(p.pp, p.tp)
+        topology = Topology(pp=p.pp, tp=p.tp)
         slicing = Slicing(
             topology.axis("tp"), bool(p.sequence), config.train.seed, config.zero.tile
         )
