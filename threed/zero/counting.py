@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
 
 # What adds a contribution, and with what.
-Contribution = tuple[Callable[..., None], tuple[Tensor, ...]]
+Contribution = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Contributions:
@@ -195,5 +195,5 @@ class Deferral:
         """Adds the contributions of the list, in order, and removes each from it."""
         waiting.reverse()
         while waiting:
-            add, tensors = waiting.pop()
-            add(*tensors)
+            add, arguments = waiting.pop()
+            add(*arguments)
