@@ -117,10 +117,9 @@ class Attention(nn.Module):
         if len(projected) == 1 and self._turns_in_place(first):
             positions, turned = self.slicing.gathered_positions(first), sum(counts[:2])
             return rotary.split_and_turn(first, counts, turned, self.d, theta or 0.0, positions)
-        *query, rest = projected
-        sizes = [count * self.d for count in counts[len(query) :]]
-        parts = (*query, *rest.split(sizes, dim=-1))
-        q, k, v = (part.view(*part.shape[:2], -1, self.d) for part in parts)
+        *query, rest = (part.view(*part.shape[:2], -1, self.d) for part in projected)
+        heads = (*query, *rest.split(counts[len(query) :], dim=2))
+        q, k, v = heads
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         if theta is not None:

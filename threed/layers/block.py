@@ -70,20 +70,25 @@ class Block(PipelineLayer):
         self.name = name
         self.attention_norm, self.mlp_norm = norms
         self.attention, self.mlp = attention, mlp
-        self.attention_dropout = Dropout(f"{name}.attention.dropout", dropout, slicing)
-        self.mlp_dropout = Dropout(f"{name}.mlp.dropout", dropout, slicing)
+        self.attention_dropout, self.mlp_dropout = (
+            Dropout(f"{name}.{branch}.dropout", dropout, slicing) if dropout else None
+            for branch in ("attention", "mlp")
+        )
         self.attention_post_norm = post_norms[0] if post_norms else None
         self.mlp_post_norm = post_norms[1] if post_norms else None
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
         x, y = self._normed(self.attention_norm, x)
-        y = self._branch(self.attention(y), self.attention_post_norm)
-        x, y = self._normed(self.mlp_norm, self.attention_dropout(y, micro), x)
-        return x + self.mlp_dropout(self._branch(self.mlp(y), self.mlp_post_norm), micro)
+        y = self._branch(self.attention(y), self.attention_post_norm, self.attention_dropout, micro)
+        x, y = self._normed(self.mlp_norm, y, x)
+        return x + self._branch(self.mlp(y), self.mlp_post_norm, self.mlp_dropout, micro)
 
-    def _branch(self, y: Tensor, norm: nn.Module | None) -> Tensor:
-        """What a branch gives, and its norm if there is one."""
-        return y if norm is None else self.recompute.run("norm", norm, y)
+    def _branch(
+        self, y: Tensor, norm: nn.Module | None, dropout: Dropout | None, micro: MicroBatch
+    ) -> Tensor:
+        """Applies the norm and the dropout of a branch to its output, if it has them."""
+        y = y if norm is None else self.recompute.run("norm", norm, y)
+        return y if dropout is None else dropout(y, micro)
 
     def _normed(
         self, norm: nn.Module, x: Tensor, residual: Tensor | None = None

@@ -67,9 +67,8 @@ class _Linear(torch.autograd.Function):
         kept = len(weights) == 1 or all(tile_gatherer_of(weight) is None for weight in weights)
         ctx.save_for_backward(x, *(weights if kept else ()))
         ctx.terms = terms
-        y = product(x, weights, terms.bias, terms.by)
-        # Not a view to autograd, which would refuse a relu_() behind it.
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+        # `data` is not a view, whose in-place changes (relu_()) autograd would refuse.
+        return product(x, weights, terms.bias, terms.by).data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,7 +140,7 @@ def gradients(
             dx = tiled.input_gradient(rows, weights, params, by, take if early else None)
         else:
             dx = by.input_gradient(rows, weights[0])
-        dx = dx.view(*dy.shape[:-1], dx.shape[1])
+        dx = dx.view_as(x)
         if axis.size > 1:
             reduce = collectives.start_reduce_scatter if gather else collectives.start_all_reduce
             pending = reduce(dx, axis)

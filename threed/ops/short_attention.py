@@ -26,9 +26,9 @@ def reference(qkv: Tensor, d: int) -> Tensor:
 
 def fits(qkv: Tensor, d: int) -> bool:
     """Returns whether `short_attention` takes qkv [s b 3ad], and is faster than `reference`."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+    if qkv.dtype != torch.bfloat16 or qkv.is_meta or torch.compiler.is_compiling():
         return False
-    if qkv.device.type != "cpu" or not fused_cpu.attends_backward(qkv, d):
+    if torch.is_autocast_enabled("cpu") or not fused_cpu.attends_backward(qkv, d):
         return False
     s, b, _ = qkv.shape
     return _is_flash(s, b, d, qkv.dtype, torch.backends.cuda.flash_sdp_enabled())

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from threed.zero.layout import Slot
 
 # What adds a contribution, and with what.
-Contribution = tuple[Callable[..., None], tuple[Tensor, ...]]
+Contribution = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class Contributions:
@@ -203,8 +202,8 @@ class Deferral:
         """Adds the contributions of the list, in order, and removes each from it."""
         waiting.reverse()
         while waiting:
-            add, tensors = waiting.pop()
-            add(*tensors)
+            add, arguments = waiting.pop()
+            add(*arguments)
 
 
 class Owner(Protocol):

@@ -22,7 +22,6 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -428,7 +427,7 @@ class Sink:
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
         """Adds the matrix product a @ b; in the buffer itself, unless its reduction was launched."""
         self._check_loss()
-        if self._deferred(partial(self.add_product, by=by), a, b):
+        if self._deferred(self.add_product, a, b, by):
             return None
         if self.is_late():
             return self.add(by.product(a, b))
@@ -460,19 +459,19 @@ class Sink:
 
     def _check_loss(self) -> None:
         """Raises RuntimeError for a gradient that a layer computes in its forward."""
-        if self.in_forward():
+        if self.reducer.scope.active:
             raise RuntimeError(
                 f"{self.slot.spec.name}: a gradient came while a layer ran its forward:"
                 " torch.autograd.grad there must not go through a layer of threed.layers, which"
                 " adds to the loss's gradient; use torch's own modules"
             )
 
-    def _deferred(self, add: Callable[..., None], *tensors: Tensor) -> bool:
+    def _deferred(self, add: Callable[..., None], *arguments: Any) -> bool:
         """Returns whether contributions wait for a W now; then this one is set aside."""
         waiting = self.reducer.deferral.waiting
         if waiting is None:
             return False
-        waiting.append((add, tensors))
+        waiting.append((add, arguments))
         return True
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
