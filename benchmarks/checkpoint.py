@@ -189,7 +189,8 @@ def steps_beside(engine: Engine, path: Path, seconds: dict[str, list[float]]) ->
     between = host.stamp()
     started = time.perf_counter()
     save = engine.start_save(path)
-    seconds["called_s"].append(time.perf_counter() - started)
+    called = time.perf_counter() - started
+    seconds["called_s"].append(called)
     beside: list[float] = []
     while not save.done:
         beside.append(step(engine))
@@ -197,7 +198,7 @@ def steps_beside(engine: Engine, path: Path, seconds: dict[str, list[float]]) ->
     save.wait()
     seconds["blocked_s"].append(save.blocked_s)
     seconds["step_s"] += alone
-    seconds["step_beside_s"].append((sum(beside) + save.called_s) / len(beside))
+    seconds["step_beside_s"].append((sum(beside) + called) / len(beside))
     own = (between[1] - before[1]) / began
     seconds["write_cpu_s"].append(after[1] - between[1] - own * len(beside))
     seconds["steps_beside"].append(len(beside))
