@@ -196,6 +196,16 @@ def gone(file: Path) -> Path:
     return file
 
 
+def many_boxes(body: dict[str, Any]) -> None:
+    """Adds a tensor of 20,000 boxes in eight dimensions."""
+    boxes = [["x", [n, *[0] * 7], [1] * 8, n] for n in range(20_000)]
+    line = {"length": len(boxes), "step": len(boxes), "pieces": boxes}
+    body["files"][0]["holds"].append([len(body["sections"]), 0])
+    cut = {"portions": 1, "writers": 1, "lines": [line]}
+    body["sections"].append({"parts": ["weight"], "dtype": "F32", **cut})
+    body["shapes"]["x"] = [len(boxes), *[1] * 7]
+
+
 def resealed(path: Path, at: int, new: bytes | None, old: bytes = b"", by: bytes = b"") -> None:
     """Changes a file of tensors, and all the hashes with it: some bytes at a place, or one text by another."""
     file = path / "rank-00001.safetensors"
@@ -237,6 +247,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a piece outside": (lambda p: sealed(p, lambda b: pieces_of(b)[0][1][1].append(0)), "has other dimensions than"),
     "pieces on each other": (lambda p: sealed(p, lambda b: pieces_of(b)[-1][1].__setitem__(3, 2**40)), "its pieces"),
     "another shape": (lambda p: sealed(p, lambda b: b["shapes"][first_piece(b)[0]].__setitem__(0, 1)), "outside of"),
+    "boxes beyond count": (lambda p: sealed(p, many_boxes), "cut into too many boxes"),
+    "half a loss scale": (lambda p: sealed(p, lambda body: body["state"].update(good_steps=3)), "go together"),
     "a shape of nobody": (lambda p: sealed(p, lambda body: body["shapes"].update(x=[1])), "it has no values of x"),
     "a start of infinity": (lambda p: sealed(p, lambda b: pieces_of(b)[0][1][1].append(math.inf)), "pieces.0.1"),
     "updates of infinity": (lambda p: sealed(p, lambda body: body["state"].update(updates=math.inf)), "state.updates"),

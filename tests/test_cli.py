@@ -83,6 +83,16 @@ def test_a_closed_pipe_ends_a_tool_quietly(line: str, code: int, tmp_path: Path)
     assert (done.returncode, done.stderr) == (code, "")
 
 
+def test_a_closed_standard_output_is_no_error() -> None:
+    """The shell closes it with `>&-`."""
+    line = f"{sys.executable} -m threed schedule 1f1b --stages 2 --microbatches 2 >&-"
+    done = subprocess.run(
+        ["sh", "-c", line], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_schedule_that_is_not_there_is_refused_by_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -534,6 +534,12 @@ def test_what_works_is_not_refused(line: str, world: int) -> None:
     assert problems(line, world) == []
 
 
+def test_a_file_may_have_keys_that_another_optimizer_uses(tmp_path: Path) -> None:
+    file = tmp_path / "adamw.toml"
+    file.write_text("[optim]\neps = 1e-6\nbetas = [0.9, 0.95]\n")
+    assert problems(f"--config {file} --optim.name sgd", 1) == []
+
+
 def test_a_key_in_two_spellings_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "twice.toml"
     file.write_text(

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from tests.configs import Case, batch, config_of, engine_of
 from tests.harness import run_ranks
 from tests.runs import configuration, open_text, run
 from tests.test_checkpoint_beside import files, slow_thread
@@ -66,6 +67,27 @@ def kept_for_good(folder: Path, data: Data) -> None:
 
 def test_every_kth_stays(tmp_path: Path) -> None:
     in_one_rank(kept_for_good, tmp_path)
+
+
+def interrupted(folder: Path) -> list[tuple[int, bool]]:
+    """Interrupts the wait for a save, trains on, and saves again: the steps of both, and whether they are intact."""
+    engine = engine_of(config_of(Case(layers=1)))
+    engine.step(batch(0, 4))
+    with slow_thread():
+        save = engine.start_save(folder / "one")
+        with (
+            mock.patch.object(save._ended, "wait", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            save.wait()
+        engine.step(batch(1, 4))
+        engine.start_save(folder / "two").wait()
+    found = [(folder / name, manifest.read_manifest(folder / name)) for name in ("one", "two")]
+    return [(body["state"]["steps"], manifest.verify(path, body) == []) for path, body in found]
+
+
+def test_an_interrupted_wait_does_not_end_the_save(tmp_path: Path) -> None:
+    assert run_ranks(1, interrupted, tmp_path) == [[(1, True), (2, True)]]
 
 
 def refusing(steps: set[int]) -> Any:

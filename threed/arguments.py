@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from threed.checks import find_problems
+from threed.checks import find_problems, find_unused
 from threed.config import Config, ConfigError, key_name, python_name
 from threed.parse import ParseError, read_toml
 from threed.schema import BaseModel, ErrorDetails, FieldInfo, ValidationError, reason, written
@@ -106,6 +106,7 @@ def load(
     if world_size is not None and draft.complete:
         here = (None, None) if asked else (local_world, machines)
         combined = find_problems(config, asked or world_size, *here)
+        combined += find_unused(config.optim, flags)
         problems += [text for text in combined if not draft.is_consequence(text)]
     problems += [] if draft.problems else more(config)
     if problems:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,14 +207,7 @@ def find_problems(
         if local_world not in (None, world_size):
             how = f"--nnodes × {how}, now {local_world} on this machine"
         problems.append(f"{error} (torchrun {how})")
-    for check in (
-        _check_heads,
-        _check_layers,
-        _check_sequence,
-        _check_optimizer,
-        _check_run,
-        _check_export,
-    ):
+    for check in (_check_heads, _check_layers, _check_sequence, _check_run, _check_export):
         problems += check(config)
     problems += find_model_problems(config.model)
     for check_ranks in (_check_schedule, _check_batch, _check_shard_size, _check_replicas):
@@ -346,12 +339,13 @@ def _check_sequence(config: Config) -> Iterator[str]:
         yield f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, or {off}"
 
 
-def _check_optimizer(config: Config) -> Iterator[str]:
-    optim, defaults = config.optim, OptimConfig.model_fields
+def find_unused(optim: OptimConfig, flags: Collection[str]) -> Iterator[str]:
+    """Yields flags of the command line that the optimizers do not use; a file may have such keys."""
+    defaults = OptimConfig.model_fields
     names = {optim.name, *(group.name for group in optim.groups)}
     for key, users in (("momentum", {"sgd"}), ("betas", {"adamw", "lion"}), ("eps", {"adamw"})):
         value, own = getattr(optim, key), defaults[key].default
-        if value != own and names.isdisjoint(users):
+        if f"optim.{key}" in flags and value != own and names.isdisjoint(users):
             given = f"--optim.{key} {written(value)} with --optim.name {optim.name}"
             yield f"{given}, which does not use it: leave it out, or use the default {written(own)}"
 

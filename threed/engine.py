@@ -288,6 +288,7 @@ class Engine:
         Raises:
             DataError: a step had invalid data, and reading metrics has not raised the error.
         """
+        self.saver.end()  # whatever `counters` raises
         return self.saver.start(
             Path(path), self.counters(extra), self.extras, background=False, hurries=hurries
         ).path
@@ -468,6 +469,7 @@ class ModuleEngine(Engine):
         return super()._end_step(loss, tokens)
 
     def _begin(self, microbatches: int) -> None:
+        self.gatherer.release_all()
         self._check_scales()
         super()._begin(microbatches)
 

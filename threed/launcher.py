@@ -119,14 +119,22 @@ def ends_with_its_pipe() -> Iterator[None]:
     try:
         try:
             yield
-        finally:
-            sys.stdout.flush()
+        except SystemExit:  # of argparse, which has printed
+            _flush()
+            raise
+        _flush()
     except BrokenPipeError:  # perhaps of another pipe
-        poll = select.poll()
-        poll.register(sys.stdout, 0)
-        if poll.poll(0):
-            end_by(signal.SIGPIPE)
+        if sys.stdout is not None:
+            poll = select.poll()
+            poll.register(sys.stdout, 0)
+            if poll.poll(0):
+                end_by(signal.SIGPIPE)
         raise
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # closed by the shell: `>&-`
+        sys.stdout.flush()
 
 
 def adopt(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -32,13 +32,14 @@ from threed.schema import (
     ConfigDict,
     Field,
     ValidationError,
+    model_validator,
 )
 
 FORMAT = "threed-checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**30  # of a manifest
-MOST_BOXES = 2**15  # of one tensor: seconds of work
+MOST_PAIRS = 2**31  # of boxes of a tensor and part, times dimensions, in all: seconds of work
 MOST_WINDOWS = 2**20  # of a section
 Corner = tuple[int, ...]
 FileEntry = Mapping[str, Any]
@@ -130,6 +131,13 @@ class _State(_Strict):
     last_update: Annotated[  # norm and learning rate, under 2bw
         list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])
     ]
+
+    @model_validator(mode="after")
+    def _complete_scale(self) -> _State:
+        scale = (self.loss_scale, self.good_steps, self.hysteresis_left)
+        if None in scale and scale != (None,) * 3:
+            raise ValueError("loss_scale, good_steps and hysteresis_left go together")
+        return self
 
 
 class _Model(_Strict):
@@ -224,6 +232,8 @@ def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
                     yield f"{name} has no shape"
                 for part in section["parts"]:
                     found[part, name].append((start, size))
+    if sum(len(boxes) ** 2 * len(shapes[name]) for (_, name), boxes in found.items()) > MOST_PAIRS:
+        yield "its tensors are cut into too many boxes"
     for (part, name), boxes in found.items():
         if problem := partition_problem(f"{part} of {name}", shapes[name], boxes):
             yield problem
@@ -247,7 +257,7 @@ def partition_problem(
     found, wanted = sum(math.prod(size) for _, size in boxes), math.prod(shape)
     if found < wanted:
         return f"the checkpoint has {found} of {wanted} values of {what}"
-    if len(boxes) > MOST_BOXES:
+    if len(boxes) ** 2 * len(shape) > MOST_PAIRS:
         return f"{what} is cut into too many boxes"
     corners = np.array(boxes, np.int64).reshape(len(boxes), 2, len(shape))
     first, last = corners[:, 0], corners.sum(1)

@@ -115,6 +115,8 @@ class Save:
         self._file = self.building  # the file that is written
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
+        # an event, as a join that a signal interrupts may let a thread appear to have ended
+        self._ended = threading.Event()
         self._called_s = 0.0  # of the call that began it
         self.asked = False
         self._end = math.inf  # when rank 0 stops to wait for entries
@@ -161,11 +163,13 @@ class Save:
         except Exception as error:
             what = f"rank {self.everyone.index}: {type(error).__name__}: {error}"
             self.problem = self.problem or what
+        finally:
+            self._ended.set()
 
     @property
     def done(self) -> bool:
         """Whether this rank's part has ended, well or not; on rank 0 the whole save."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._thread is None or self._ended.is_set()
 
     @property
     def blocked_s(self) -> float:
@@ -180,14 +184,14 @@ class Save:
         """
         first = self.everyone.index == 0
         if not self.asked:
-            self.asked = True
             if self._thread is not None and not first:
-                self._thread.join()
+                self._ended.wait()
             # of ranks that could not leave an entry, too; and a rank that has died is noticed here
             known = collectives.problems_of_all([self.problem], self.everyone)
             if known and first:
                 self.problem, self._end = self.problem or "; ".join(known), 0.0
-            self.commit() if self._thread is None else self._thread.join()
+            self.commit() if self._thread is None else self._ended.wait()
+            self.asked = True
         self.agree()
         return self.path
 
@@ -200,14 +204,14 @@ class Save:
             patience: The seconds; None waits until this rank's part has ended.
             is_gone: Returns whether the process of a rank has ended: its entry will not come.
         """
-        if self._snapshot is None or self._thread is None:
+        if self._snapshot is None or self._thread is None or self._thread.ident is None:
             return
         self._is_gone = is_gone
-        self._thread.join(patience)
+        self._ended.wait(patience)
         self._end = 0.0
         self._snapshot.close()
         if self.durable:  # others may never answer a copy in memory
-            self._thread.join()
+            self._ended.wait()
 
     # -------------------------------------------------------------------------------------------------------- writing
 
@@ -393,8 +397,8 @@ class Saver:
             warnings.warn("no memory for a copy: training waits for the checkpoint", stacklevel=3)
         save = self.prepare(path, state, extras, hurries, before_publishing)
         if background:
-            save.start(self.optimizer, self.room, now)
             self.last = save
+            save.start(self.optimizer, self.room, now)
         else:
             save.run(self.optimizer)
         return save
@@ -417,10 +421,10 @@ class Saver:
         files = [file] if file.held or file.tensors else []
         described = [h for h in sections if h.portion == h.copy == 0]
         save = Save(
-            path, everyone, token, files, described, self.head(state), began, limit, hurries,
-            before_publishing,
+            path, everyone, token, files, described, {}, began, limit, hurries, before_publishing,
         )  # fmt: skip
         with save.step("begin", sum(sizes)):
+            save.head = self.head(state)
             if everyone.index == 0:
                 begin(path, MANIFEST, "checkpoint", sum(sizes))
         save.agree()

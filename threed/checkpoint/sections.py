@@ -77,6 +77,8 @@ class Section:
         self.writers: int = about["writers"]
         self.lines = [Line(line["length"], line["step"], line["pieces"]) for line in about["lines"]]
         self.digest = digest(about)
+        # windows of the lines before each
+        self._earlier = list(accumulate((line.windows for line in self.lines), initial=0))
         self._starts: dict[int, array[int]] = {}
 
     def window(self, number: int, line: Line, index: int) -> tuple[int, int]:
@@ -107,8 +109,7 @@ class Section:
         index = element // here.step
         first, last = self.window(number, here, index)
         before = here.count(first)
-        window = sum(earlier.windows for earlier in self.lines[:line]) + index
-        start = len(self.parts) * self._window_starts(number)[window]
+        start = len(self.parts) * self._window_starts(number)[self._earlier[line] + index]
         return (
             start
             + self.parts.index(part) * (here.count(last) - before)

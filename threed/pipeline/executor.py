@@ -74,7 +74,7 @@ class WeightGradients(Protocol):
 
 
 class Updates(Protocol):
-    """What updates the weights while an asynchronous plan runs (`threed.zero.steps`)."""
+    """What updates the weights while an asynchronous plan runs (`threed.zero.asynchronous`)."""
 
     def use(self, before: bool) -> None:
         """Shows the layers the weights that the next pass runs with; before: it is of the step before."""

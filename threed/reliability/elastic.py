@@ -218,8 +218,8 @@ class Memory:
 
     def finish(self, patience: float | None = PATIENCE_S) -> None:
         """Waits until the copy in progress has ended on this rank, or some seconds. Not collective, in any thread."""
-        if self._writing is not None:
-            self._writing.give_up(patience)
+        if (writing := self._writing) is not None:  # which another thread may reset
+            writing.give_up(patience)
 
     @contextmanager
     def ending(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ class Early:
         clips: whether a step's gradients may be clipped.
         guess: returns the next update's scalars on the host, if nothing is clipped and nothing
             skipped.
-        apply: updates what buffers hold of a state; see `Optimizer._update_buffers`.
+        apply: updates what buffers hold of a state; see `Optimizer._apply_rule`.
     """
 
     def __init__(
