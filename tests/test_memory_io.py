@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -363,7 +364,25 @@ def test_a_dropped_disk_finishes_before_its_tensors_go(tmp_path: Path) -> None:
         disk.read(disk.reserve(2**20), torch.empty(2**20, dtype=torch.uint8))
         del disk
         gc.collect()
+    end = time.monotonic() + 60
+    while len(os.listdir("/proc/self/fd")) > count and time.monotonic() < end:
+        time.sleep(1e-3)  # until the last transfer is done
     assert len(os.listdir("/proc/self/fd")) == count
+
+
+def test_a_dropped_disk_waits_for_no_thread(tmp_path: Path) -> None:
+    """A thread that is being started holds this lock, and may collect garbage; threads that end take it."""
+    code = f"""
+import gc, threading, torch
+from threed.memory.io import Disk
+disk = Disk({str(tmp_path)!r}, "states")
+disk.read(disk.reserve(2**20), torch.empty(2**20, dtype=torch.uint8))
+with threading._shutdown_locks_lock:
+    del disk
+    gc.collect()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
 
 
 def forked(work: Callable[[], object]) -> int:

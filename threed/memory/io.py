@@ -60,6 +60,24 @@ def _make_folder(folder: str) -> None:
     )
 
 
+class _File:
+    """An open file. It closes when neither its Disk nor a transfer in flight refers to it.
+
+    So a Disk that is dropped needs no waiting: a garbage collection may run in any thread, also in
+    one that is being started, where a wait for other threads would never end.
+    """
+
+    def __init__(self, fd: int = -1) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
+
+
 class Transfer:
     """A read or a write in flight. Its pieces hold its tensor, which must not be touched until it is done."""
 
@@ -95,8 +113,6 @@ class Disk:
         SwapError: the folder cannot be made or written.
     """
 
-    _fd = -1  # until it is open, and after it is closed
-
     def __init__(self, folder: str | os.PathLike[str], name: str) -> None:
         self.path = os.path.join(folder, f"{name}.rank{_rank()}.{uuid.uuid4().hex[:12]}.swap")
         self._process, self._lock = os.getpid(), threading.Lock()
@@ -104,10 +120,15 @@ class Disk:
         self._size, self._free = 0, dict[int, list[int]]()
         try:
             _make_folder(os.path.abspath(folder))
-            self._fd, self.direct = _open(self.path)
+            fd, self.direct = _open(self.path)
         except OSError as error:
             raise self._error(error.errno, f"cannot make {self.path}: {error.strerror}") from None
+        self._file = _File(fd)
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="threed-io")
+
+    @property
+    def _fd(self) -> int:
+        return self._file.fd
 
     def reserve(self, nbytes: int) -> int:
         """Reserves a region of `nbytes`, rounded up to blocks, and returns its offset.
@@ -171,7 +192,7 @@ class Disk:
         whole = nbytes // block * block  # the tail beyond is a piece of its own
         cuts = [*range(0, whole, PIECE), whole, nbytes]
         return [
-            self._threads.submit(_move, write, self._fd, tensor, range(a, b), offset + a, block)
+            self._threads.submit(_move, write, self._file, tensor, range(a, b), offset + a, block)
             for a, b in itertools.pairwise(cuts)
             if b > a
         ]
@@ -185,22 +206,16 @@ class Disk:
     def close(self) -> None:
         """Waits for transfers in flight and frees the file's space; SwapError if a transfer failed unnoticed."""
         if os.getpid() != self._process:  # a forked child has the file, but not the threads
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd = -1
+            self._file.close()
             return
         with self._lock:
-            fd, self._fd = self._fd, -1
-        if fd < 0:
+            file, self._file = self._file, _File()
+        if file.fd < 0:
             return
         self._threads.shutdown()
-        os.close(fd)
+        file.close()
         for transfer in list(self._under_way):
             transfer.wait()
-
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            self.close()
 
     def _check_open(self, doing: str) -> None:
         if self._fd < 0:
@@ -273,7 +288,7 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
         os.ftruncate(fd, offset + nbytes)  # a file system that cannot promise space
 
 
-def _move(write: bool, fd: int, tensor: Tensor, part: range, offset: int, block: int) -> None:
+def _move(write: bool, file: _File, tensor: Tensor, part: range, offset: int, block: int) -> None:
     """Moves some bytes of a tensor, through an aligned copy if direct I/O needs one.
 
     Raises:
@@ -287,7 +302,7 @@ def _move(write: bool, fd: int, tensor: Tensor, part: range, offset: int, block:
     aligned = memoryview(mmap.mmap(-1, whole)) if copied else memory
     if copied and write:
         aligned[:nbytes] = memory
-    _transfer(write, fd, aligned, offset, block)
+    _transfer(write, file.fd, aligned, offset, block)
     if copied and not write:
         memory[:] = aligned[:nbytes]
 
