@@ -96,7 +96,7 @@ class Pipeline:
 
 
 def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Iterator[str]:
-    """Yields what of the configuration does not fit the model."""
+    """Yields the problems of a configuration with a model."""
     p, count, stages = config.parallel, len(layers), plan.total_stages
     if count < stages:
         given = f"{count} layers, embedding and head included, cannot fill the {stages} stages"

@@ -112,16 +112,10 @@ class Engine:
             if wrapped is None
             else ModuleGatherer(self.layout, wrapped, config.zero.prefetch, codec)
         )
-        policy = self.layout.policy
-        offloads = policy.optimizer_tier is not None or policy.params_tier is not None
-        self.optimizer = (OffloadedOptimizer if offloads else Optimizer)(
-            self.layout, self.gatherer, topology.axis("world"),
+        self.optimizer = self._make_optimizer(
             learning_rate or setup.learning_rate(config.optim, config.train.steps),
-            device=topology.device, grad_clip=config.train.grad_clip,
-            loss_scale=loss_scale or setup.loss_scale(config.precision),
-            optimistic=blueprint.optimistic, max_spike=config.train.max_norm_spike,
-            dynamic=self.wraps_module,
-        )  # fmt: skip
+            loss_scale or setup.loss_scale(config.precision),
+        )
         self.saver = Saver(self.optimizer, topology, self.config)
         agreement.check_buckets(self.layout, topology)
         self._initialise()
@@ -149,6 +143,19 @@ class Engine:
             weight_gradients=self.reducer.deferral, overlap=None if frees else Overlap(*streams),
             device=topology.device, varying=options_of(self.model).boundaries_vary,
             on_validate=self.optimizer.validate, updates=asynchronous,
+        )  # fmt: skip
+
+    def _make_optimizer(
+        self, learning_rate: Callable[[Tensor], Tensor], loss_scale: LossScale
+    ) -> Optimizer:
+        """Returns the optimizer of this rank's states, which may be offloaded."""
+        policy, train = self.layout.policy, self.config.train
+        offloads = policy.optimizer_tier is not None or policy.params_tier is not None
+        return (OffloadedOptimizer if offloads else Optimizer)(
+            self.layout, self.gatherer, self.topology.axis("world"), learning_rate,
+            device=self.topology.device, grad_clip=train.grad_clip, loss_scale=loss_scale,
+            optimistic=self.blueprint.optimistic, max_spike=train.max_norm_spike,
+            dynamic=self.wraps_module,
         )  # fmt: skip
 
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Model, Config]:
@@ -288,7 +295,7 @@ class Engine:
         Raises:
             DataError: a step had invalid data, and reading metrics has not raised the error.
         """
-        self.saver.end()  # whatever `counters` raises
+        self.saver.end()  # `counters` may raise, and would hide an error of the save before
         return self.saver.start(
             Path(path), self.counters(extra), self.extras, background=False, hurries=hurries
         ).path
@@ -469,7 +476,7 @@ class ModuleEngine(Engine):
         return super()._end_step(loss, tokens)
 
     def _begin(self, microbatches: int) -> None:
-        self.gatherer.release_all()
+        self.gatherer.release_all()  # also if the check raises
         self._check_scales()
         super()._begin(microbatches)
 

@@ -115,7 +115,7 @@ def end_by(number: int) -> None:
 
 @contextlib.contextmanager
 def ends_with_its_pipe() -> Iterator[None]:
-    """Ends this process by SIGPIPE, as other tools do, when nobody reads its output any more (`| head`)."""
+    """Ends this process by SIGPIPE, as other tools do, if the reader of its output has ended (`| head`)."""
     try:
         try:
             yield

@@ -281,7 +281,7 @@ class SavedFile:
 
 def finite(records: Iterable[Record], values: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yields the values of records, [n]; NotFiniteError if those of a trained tensor are not finite."""
-    for tensor, record in zip(values, records, strict=False):
+    for tensor, record in zip(values, records, strict=True):
         if record.state.bucket.group.key.trainable and not is_finite(tensor):
             what = "has values that are not finite (NaN or infinite), and is not saved"
             raise NotFiniteError(f"{record.part} of {record.piece.name} {what}")

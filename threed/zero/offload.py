@@ -45,7 +45,7 @@ class OffloadedOptimizer(Optimizer):
     def wait(self) -> None:
         """Waits as `Optimizer.wait`. Parameters do not get the weights of a delayed update by this."""
         if self.early is not None:
-            self.early.drop()  # what a step has updated that an error broke off
+            self.early.drop()  # the updates of a step that raised an error
         super().wait()
 
     def _wait_for_update(self) -> None:

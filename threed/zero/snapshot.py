@@ -232,7 +232,7 @@ class Snapshot:
         return found
 
     def _copy(self, item: _Item) -> None:
-        """Copies a state that is to be copied, unless that was done, or it may have changed."""
+        """Copies a state, unless it needs no copy, was copied, or may have changed."""
         with item.lock:
             if item.is_copied and not item.safe.is_set():
                 self._into(item)
