@@ -101,7 +101,7 @@ CONFIG = Journey(
         Step("threed.memory.tiers:InMemory", "the storage of one slice", via=("_group", "_buckets")),
         Step("threed.zero.gather:Gatherer", "makes parameters whole", by="Engine"),
         Step("threed.zero.reducer:Reducer", "a sink for every parameter", by="Engine"),
-        Step("threed.zero.optimizer:Optimizer", "a state for every slice", by="Engine"),
+        Step("threed.zero.optimizer:Optimizer", "a state for every slice", by="Engine", via=("_make_optimizer",)),
         Step("threed.blueprint:Blueprint.stages", "this rank's chunks", by="Engine"),
         Step("threed.pipeline.stage:Stage", "a chunk's layers and the gatherer"),
         Step("threed.pipeline.executor:Executor", "walks plans over the stages", by="Engine"),
