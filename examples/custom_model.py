@@ -15,7 +15,7 @@ import sys
 from torch import Tensor, nn
 
 import threed
-from threed import collectives, launch, layers
+from threed import launch, layers
 from threed.arguments import format_problems
 from threed.config import Config, ConfigError, ModelConfig
 from threed.data import Data, open_data
@@ -97,7 +97,6 @@ def train(engine: threed.Engine, data: Data) -> None:
     weights = engine.full_state_dict()  # global names -> full tensors, on rank 0
     if topology.rank == 0:
         print(f"{sum(w.numel() for w in weights.values()):,} parameters in {len(weights)} tensors")
-    collectives.leave()
 
 
 def main() -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 import threed
-from threed import collectives
 from threed.data import open_data
 from threed.packages import needed
 
@@ -91,4 +90,3 @@ if __name__ == "__main__":
         train(arguments.config)
     except (ValueError, OSError) as error:  # of the file, or of the drive it names
         sys.exit(str(error))
-    collectives.leave()

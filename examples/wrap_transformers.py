@@ -15,7 +15,7 @@ import sys
 import torch
 
 import threed
-from threed import collectives, launch
+from threed import launch
 from threed.arguments import format_problems
 from threed.config import ConfigError, ModelConfig
 from threed.data import open_data
@@ -80,7 +80,6 @@ def main() -> None:
     weights = engine.full_state_dict()  # the module's own names -> full tensors, on rank 0
     if topology.rank == 0:
         print(f"{sum(w.numel() for w in weights.values()):,} parameters in {len(weights)} tensors")
-    collectives.leave()
 
 
 if __name__ == "__main__":

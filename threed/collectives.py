@@ -516,10 +516,9 @@ def flight_record() -> bytes:
 
 
 def leave(code: int = 0) -> None:
-    """Ends a program that made a process group: in step with the others if all is well, then at once, with `code`.
+    """Ends a program that made a process group with an exit code: in step with the others if it is 0, else at once.
 
-    Call it last. gloo's threads can abort a process that leaves the long way (exit code -6, "terminate called without
-    an active exception"), which a launcher takes for a failure. Without a process group nothing happens.
+    Without a process group nothing happens.
     """
     if not dist.is_initialized():
         return

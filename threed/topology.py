@@ -13,13 +13,16 @@ next).
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -130,6 +133,25 @@ def _meet(store: dist.Store, rank: int, size: int) -> str:
     return mine
 
 
+def _settle(timeout: float = 1.0) -> None:
+    """Waits until gloo's threads have released the tensors of finished collectives: at most `timeout` seconds.
+
+    A thread takes the GIL to release a tensor, which may be after the wait for its collective has returned. If the
+    interpreter is finalized by then, CPython before 3.14 ends the thread, and C++ aborts the process: exit code -6,
+    "terminate called without an active exception". A thread that is not running has released its tensors or waits for
+    the GIL, and gets it while this function sleeps.
+    """
+    threads, end, idle = Path("/proc/self/task"), time.monotonic() + timeout, 0
+    while idle < 2 and threads.exists() and time.monotonic() < end:
+        time.sleep(0.001)
+        idle += 1
+        for thread in threads.iterdir():
+            with suppress(OSError):  # it may end meanwhile
+                name, _, state = (thread / "stat").read_text().rpartition(") ")
+                if name.endswith("(pt_gloo_runloop") and state[0] == "R":
+                    idle = 0
+
+
 def start_from_file(file: str, rank: int, world: int) -> None:
     """Makes the default process group of `world` gloo ranks on this machine that meet in a file; one alone needs none.
 
@@ -176,6 +198,8 @@ class Topology:
         start(self.device, timeout)
         world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self._set_up(Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp), rank, groups=True)
+        atexit.unregister(_settle)
+        atexit.register(_settle)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
