@@ -63,7 +63,7 @@ def test_a_flag_is_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("train --help", -signal.SIGPIPE),
         ("schedule 1f1b --stages 2 --microbatches 2", -signal.SIGPIPE),
-        ("schedule --help", 0),  # argparse drops the error
+        ("schedule --help", 0),  # some versions of argparse drop the error
         (
             "train --model.layers 1 --model.hidden 32 --model.heads 2 --model.seq 32 --train.steps 2 --log.wandb off",
             -signal.SIGPIPE,
@@ -80,7 +80,8 @@ def test_a_closed_pipe_ends_a_tool_quietly(line: str, code: int, tmp_path: Path)
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
     os.close(write)
-    assert (done.returncode, done.stderr) == (code, "")
+    assert done.stderr == ""
+    assert done.returncode in (code, -signal.SIGPIPE)
 
 
 def test_a_closed_standard_output_is_no_error() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import runpy
 import tempfile
@@ -167,7 +168,8 @@ def test_the_example_trains_the_same_on_one_rank_and_on_two(tmp_path: Path) -> N
     first, *others = run_ranks(2, example, [NVME, HOME, ("cpu", "nvme")], str(tmp_path))[0]
     assert others == [first, first]
     assert first == pytest.approx(alone, abs=2e-4)  # bf16
-    assert alone[0] == pytest.approx(5.54, abs=0.02)  # a byte of 260: nothing is learnt yet
+    # one of 260 bytes, untrained; which bytes these are depends on the version of Python
+    assert alone[0] == pytest.approx(math.log(260), abs=0.05)
 
 
 # -------------------------------------------------------------------------------------------------------------- memory

@@ -155,6 +155,12 @@ def test_what_would_do_harm_is_refused_by_name_and_not_run(kind: str, tmp_path: 
     assert not (tmp_path / "mark").exists()
 
 
+def test_a_member_of_an_enum_is_read_as_python_3_11_2_writes_it(tmp_path: Path) -> None:
+    found = look({"format": Call(getattr, torch.nn.Linear, "forward")}, tmp_path / "x.pt")
+    assert found["format"].name == "torch.nn.modules.linear.Linear"
+    assert found["format"].args == ("forward",)
+
+
 def test_functions_of_other_packages_are_names(tmp_path: Path) -> None:
     found = look(Call(torch.hub.load, "somebody/something", "model"), tmp_path / "x.pt")
     assert (found.name, found.args) == ("torch.hub.load", ("somebody/something", "model"))

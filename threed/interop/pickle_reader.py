@@ -138,7 +138,17 @@ def _first(*args: Any) -> Any:
     return args[0] if args else []
 
 
+def _member(owner: Any, name: Any, *more: Any) -> Thing:
+    """Stands for getattr of a class: how some versions of Python (3.11.0 to 3.11.3) pickle a member of an enum."""
+    if not isinstance(owner, Thing) or type(name) is not str or more:
+        raise ValueError(
+            "it names builtins.getattr, which no checkpoint needs: it may be made to do harm"
+        )
+    return Thing(owner.name, (name,))
+
+
 KNOWN: dict[str, Callable[..., Any]] = {
+    "builtins.getattr": _member,
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor,
