@@ -192,7 +192,7 @@ class Gatherer:
         for slot in bucket.slots():
             self.accesses[slot].guard(self._shows_newest)
 
-    def settle(self) -> None:
+    def wait_all(self) -> None:
         """Waits until all parameters that stay whole are gathered."""
         self._wait_for(list(self._published))
 

@@ -166,7 +166,7 @@ class Optimistic:
             copy.copy_(tensor)
 
     def _restore(self) -> None:
-        self.gatherer.settle()  # gathers in flight still read the slices
+        self.gatherer.wait_all()  # gathers in flight still read the slices
         self.gatherer.release_all()
         with self.consistency.changing():
             for copy, tensor in zip(self._copies, self._changed(), strict=True):

@@ -1,6 +1,6 @@
 """Two versions of the parameters: passes of one batch read one, while the other is updated (arXiv 2006.09503).
 
-    versions.turn()              the one before the newest becomes the newest, with its values: ready to be updated
+    versions.rotate()              the one before the newest becomes the newest, with its values: ready to be updated
     versions.show(newest)        layers read the newest version, or the one before
     versions.restore(whole)      after a load
 
@@ -39,12 +39,12 @@ class Versions:
         }
         self.earlier = [State(bucket, {PREVIOUS: own}) for bucket, own in self._before.items()]
 
-    def turn(self) -> None:
+    def rotate(self) -> None:
         """Makes the older version the newest, with the values of this rank's slices of the newest so far; the slices of
         others come with the gathers of the update."""
-        self.gatherer.settle()
+        self.gatherer.wait_all()
         for group in self._groups:
-            group.turn()
+            group.swap_versions()
         self._newest = 1 - self._newest
         self.gatherer.show(self._shown == self._newest)
         for bucket, storage in self._before.items():
@@ -64,7 +64,7 @@ class Versions:
 
     def restore(self, whole: bool) -> None:
         """Makes both versions whole after their slices were set; or the older one equal to the newest. Collective."""
-        self.gatherer.settle()
+        self.gatherer.wait_all()
         for bucket, storage in self._before.items():
             if whole:
                 window = bucket.group.previous[bucket.first : bucket.last]
