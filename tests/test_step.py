@@ -443,7 +443,7 @@ def test_what_broke_off_is_neither_trained_on_nor_saved(
         lambda: engine.save(tmp_path / "b"),
         engine.full_state_dict,
     ):
-        with pytest.raises(RuntimeError, match=r"broke off .* load a checkpoint"):
+        with pytest.raises(RuntimeError, match=r"interrupted .* load a checkpoint"):
             work()
     assert not (tmp_path / "b").exists()
     engine.load(tmp_path / "step-1")

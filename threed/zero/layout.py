@@ -308,8 +308,7 @@ class Bucket:
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
-        """Returns a parameter's part of `window`, which holds the bucket's elements [last - first].
-        """
+        """Returns a parameter's part of `window`, which holds the bucket's elements [last - first]."""
         return window[max(slot.first - self.first, 0) : slot.last - self.first]
 
     def slots(self) -> list[Slot]:

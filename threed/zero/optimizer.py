@@ -208,7 +208,7 @@ class Optimizer:
             self.gatherer.complete()
             self.gatherer.wait_all()
             if self.versions is not None:
-                self.versions.restore(whole=everything)
+                self.versions.restore(both=everything)
 
     def _before_overwriting(self, everything: bool) -> None:
         """Waits for the last update, or discards it if everything is overwritten."""

@@ -311,7 +311,7 @@ class Reducer:
         for bucket, staged in self.late.reduce():
             self.reductions.store(bucket, staged, complete=not later_sums(bucket))
         if self.unused is not None:
-            self.unused.agree({sink.slot for sink in self.sinks if sink.counts.used})
+            self.unused.synchronize({sink.slot for sink in self.sinks if sink.counts.used})
         elif self._first_step:
             unused = {sink.slot for sink in self.sinks if not sink.counts.used}
             warn_of_unused(self.layout, unused, self.warns)
