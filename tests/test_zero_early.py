@@ -183,7 +183,7 @@ def skipped(config: Config) -> list[str]:
         [(buckets[0], NAN), (buckets[-1], math.inf), (None, NAN)]
     ):
         before = whole(engine)
-        early_of(engine)._hopeful = True  # as after a step that was not skipped
+        early_of(engine)._last_guess_right = True  # as after a step that was not skipped
         with mock.patch.object(engine.optimizer.readers, "wait") as updated:
             if bucket is None:
                 poison_loss(engine)

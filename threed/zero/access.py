@@ -266,7 +266,7 @@ class _Managed(nn.Parameter):
         if name == "access":
             raise RuntimeError(
                 f"a parameter of shape {list(self.size())} was exchanged with another one (torch.utils.swap_tensors)"
-                " after the engine was made: change its values in place (param.copy_) instead"
+                " after the engine was built: change its values in place (param.copy_) instead"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

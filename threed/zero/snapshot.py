@@ -224,7 +224,7 @@ class Snapshot:
             raise GivenUp("the program ended before the snapshot was written")
 
     def _read(self, item: _Item) -> dict[str, Tensor]:
-        """Returns a state's values: its copy, or views of its storages, which are not safe yet."""
+        """Returns a state's values: its copy, or its storages while no update may change them."""
         self._check()
         if item.is_copied:
             if item.copied is not None:
