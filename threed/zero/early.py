@@ -77,12 +77,14 @@ class Early:
         self._next = None
 
     def take(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
-        """Queues a complete gradient; returns False if the bucket must be updated at the step's
-        end.
+        """Queues a complete gradient for an update during the backward.
 
         Args:
             bucket: the bucket.
             gradient: buffer with its gradient, which is taken over.
+
+        Returns:
+            Whether it was taken. If not, the bucket must be updated at the end of the step.
         """
         if bucket not in self._states or self._guess is None or not self._last_guess_right:
             return False

@@ -10,7 +10,7 @@ Unsharded parameters (stages 1 and 2, small ones under stage 3) are gathered onc
 published. The gather overlaps with the beginning of the next forward, and `ready` waits for it.
 Sharded parameters (stage 3) are gathered at every use, into a new buffer. The parameters stay the
 same objects (`zero.access`). Autograd saves positions in the buffer instead of its memory; a
-backward reads them from the buffer of its own gather.
+backward reads them from the buffer that was gathered for it.
 
 Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases, which both overlap
 with the previous unit: reading this rank's slices, and the all-gather, which begins when the next

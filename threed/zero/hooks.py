@@ -100,9 +100,7 @@ class _Hook:
 
     def _enter(self, module: nn.Module) -> None:
         hooks: Any = module._forward_hooks
-        hooks.move_to_end(
-            self.after_id
-        )  # the user's own hooks may use parameters, so they run first
+        hooks.move_to_end(self.after_id)  # run last: the user's hooks may use parameters
         self.gatherer.enter(self.unit)
         if self.gatherer.runs_compiled(module):
             # Compiled code reads parameters, and autograd saves them, without a call of `__torch_function__`.

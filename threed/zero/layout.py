@@ -17,8 +17,8 @@ vocabulary shards are uneven, a buffer with a tensor-parallel sum holds only par
 same shape on all tensor ranks; otherwise slices would not align.
 
 The ZeRO stages (arXiv 1910.02054) differ in which tensors of a group are kept in full. Under stage
-3 each unit has separate groups, so that one unit's parameters can be gathered while those of other
-units are sharded. Small parameters stay unsharded, as under stage 2.
+3 each unit has separate groups, so that units can be gathered one at a time. Small parameters stay
+unsharded, as under stage 2.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from threed.sharding import Piece, ShardSpec, attach, spec_of, split
 from threed.topology import Axis, Topology, alone
 
 CPU = torch.device("cpu")
-ALIGN = 32  # elements between possible starts of parameters; at least 64 bytes
-MIN_BUCKETS = 8  # per group, unless buckets would be smaller than
-MIN_BUCKET_NUMEL = 2**18  # elements
+ALIGN = 32  # elements; parameters start at multiples, which are 64 bytes or more
+MIN_BUCKETS = 8  # per group, unless buckets would have fewer than MIN_BUCKET_NUMEL elements
+MIN_BUCKET_NUMEL = 2**18
 
 
 @dataclass(frozen=True)
@@ -470,8 +470,7 @@ def build(
     units: Sequence[HasModules], tied: Mapping[str, Tie], topology: Topology, policy: Policy,
     chunks: Sequence[int] | None = None,
 ) -> Layout:  # fmt: skip
-    """Lays out the parameters of a stage, allocates the buffers, and points the parameters into
-    them.
+    """Lays out the parameters of a stage, allocates the buffers, and sets the parameters.
 
     Args:
         units: this rank's layers, on the meta device, or the units of a wrapped module.

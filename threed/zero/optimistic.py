@@ -97,7 +97,7 @@ class Optimistic:
         return self._attempt is not None and self._attempt.guessed
 
     def step(self, gradients: Sequence[Gradient], own_sums: Tensor) -> Callable[[], Update]:
-        """Updates without waiting for the norm, if the last guess would have been right.
+        """Updates the weights, without waiting for the norm if the last guess was right.
         Collective.
 
         Args:

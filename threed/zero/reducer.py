@@ -355,7 +355,7 @@ class Reducer:
                 queue.next_round(self._passes)
 
     def drop(self) -> None:
-        """Discards all gradients so far, including those of other engines' backwards.
+        """Discards all gradients so far, also from other engines' backwards.
 
         Implements `zero_grad`. Gradients of a step that was interrupted by an error are discarded
         by `begin`.

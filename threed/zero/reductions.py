@@ -265,7 +265,14 @@ class Reductions:
             self._store_oldest()
 
     def launch(self, bucket: Bucket, window: Tensor, add: bool, complete: bool) -> None:
-        """Launches the reduction of a window of gradients [last - first]; see `InFlight`."""
+        """Launches the reduction of a bucket's gradients over its shard group, or over `early_sum`.
+
+        Args:
+            bucket: the bucket.
+            window: its full gradients [last - first].
+            add: whether to add the result to the sum of earlier rounds.
+            complete: whether the slice holds the complete sum afterwards.
+        """
         shard = bucket.group.shard
         staged = bucket.grad.fetch() if add else bucket.grad.empty()
         into, codec = staged.values, self.codecs.of(shard)
@@ -316,7 +323,13 @@ class Reductions:
             self._release(reduction.window)
 
     def store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
-        """Stores a slice, unless `update` takes it over. Computes its sum of squares first."""
+        """Stores a slice, unless `update` takes it over. Computes its sum of squares first.
+
+        Args:
+            bucket: the bucket.
+            staged: buffer of this rank's slice.
+            complete: whether the slice holds the complete sum.
+        """
         if complete:
             self._squares[bucket] = squares(staged.values)  # while the values are in the CPU cache
             if self._update is not None and self._update(bucket, staged):
@@ -395,7 +408,13 @@ def with_later_sums(layout: Layout) -> list[Bucket]:
 
 
 def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pending:
-    """Sums a tensor over the axes one after the other; returns the last sum as pending."""
+    """Sums a tensor over the axes one after the other; the last sum stays in flight.
+
+    Args:
+        tensor: the tensor to sum.
+        axes: the axes.
+        codecs: how it is encoded for communication.
+    """
     if not axes:
         return collectives.done(tensor)
     for axis in axes[:-1]:

@@ -40,8 +40,7 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def shard_axes(config: Config, topology: Topology, over: str | None = None) -> tuple[str, str, str]:
-    """Returns the axes' names: shard group S, replica group R, and S with a communicator for
-    gathers.
+    """Returns the names of the axes of parameters.
 
     An empty name is an axis of this rank alone. `Topology.prepare` creates the axes.
 
@@ -50,6 +49,10 @@ def shard_axes(config: Config, topology: Topology, over: str | None = None) -> t
         topology: the process topology.
         over: `ShardSpec.over` of the parameters. If set, slices are spread over all ranks with the
             same pieces, whatever the shard size.
+
+    Returns:
+        Names of the shard group S, the replica group R (ranks with the same slice), and S with a
+        separate communicator for gathers.
 
     Raises:
         ConfigError: the shard size does not divide the number of data ranks.
@@ -122,8 +125,9 @@ def _tiers(config: Config, host: torch.device, on_paper: bool) -> tuple[Tier | N
 
 
 def size_buffers(layout: Layout, config: Config, moments: int) -> None:
-    """Sets the number and size of drive buffers to the maximum in use at a time, if there is a
-    drive.
+    """Sets the number and size of drive buffers to the maximum that is in use at a time.
+
+    Does nothing without a drive.
 
     Args:
         layout: layout of the parameters.

@@ -131,7 +131,13 @@ class Room:
         self._buffers: dict[tuple[State, str, int, int], Tensor] = {}
 
     def make(self, records: Iterable[Record], policy: Policy, gpu: bool) -> None:
-        """Allocates the memory for all copies that a save of these records makes."""
+        """Allocates the memory for all copies that a save of these records makes.
+
+        Args:
+            records: records to save.
+            policy: policy of the layout.
+            gpu: whether the device is a GPU.
+        """
         for item in _items(records, policy, gpu, self.copies):
             for part in item.memory if item.is_copied else ():
                 self.buffer(item, part)
@@ -201,8 +207,7 @@ class Snapshot:
     # -------------------------------------------------------------------------------------------------------- reading
 
     def values(self) -> Iterator[Tensor]:
-        """Yields the values [numel] of every record, in order; each view is valid until the next
-        one.
+        """Yields the values [numel] of every record, in order; a view is valid until the next one.
 
         Must run in a single thread other than the thread of the updates.
 

@@ -168,9 +168,8 @@ def drop_all(buffers: dict[str, StagedBuffer]) -> None:
 
 def store_all(buffers: dict[str, StagedBuffer]) -> None:
     """Begins to write the buffers to their storages, and empties the dict."""
-    while (
-        buffers
-    ):  # removes a buffer before storing it: after an error it must not be stored or dropped again
+    while buffers:
+        # removed first: if `store` fails, the buffer must not be stored or dropped again
         buffers.popitem()[1].store()
 
 
