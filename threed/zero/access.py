@@ -40,7 +40,7 @@ UNTRACED = (
 
 
 class Holder(enum.Enum):
-    """Holders of a gathered group (`Gatherer.open`) other than units and calls, which have numbers."""
+    """Holders of a gathered group (`Gatherer.open`), except units and calls, which are numbers."""
 
     TILE = enum.auto()  # the layer that uses a tile
     GATHERED = enum.auto()  # `Engine.gathered`
@@ -117,7 +117,11 @@ class Access:
         self.guard(self.absent)
 
     def mark_touched(self, touched: bool = True) -> None:
-        """Records that the program obtained the parameter's memory; False: its changes were copied."""
+        """Records that the program obtained the parameter's memory.
+
+        Args:
+            touched: False if its changes were copied since.
+        """
         self.touched = touched
 
     def require(self) -> None:
@@ -155,7 +159,7 @@ class Access:
             )
 
     def share(self, out: Any) -> Any:
-        """Returns `out`, as a `GuardedView` if it is a tensor that shares the parameter's memory."""
+        """Returns `out`, guarded if it is a tensor that shares the parameter's memory."""
         if (
             self.guards_views
             and type(out) is Tensor
@@ -186,7 +190,7 @@ _METADATA: set[Any] = {
     *_methods("is_same_size is_shared is_inference"),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size,
 }  # fmt: skip
-# Functions that return memory that the program can write without incrementing the parameter's version.
+# Functions that give access to memory without incrementing the parameter's version on writes.
 _EXPORTS: set[Any] = {
     Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,  # type: ignore[attr-defined]
     Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_, Tensor.as_subclass,
@@ -308,7 +312,7 @@ class _Guarded(Tensor):
 
 
 class GuardedParameter(_Guarded, _Managed):
-    """A parameter whose values are gathered, or waited for, when a torch function is called on it."""
+    """A parameter that is gathered, or waited for, when a torch function is called on it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Checks that ranks have the same configuration, plan and buckets, before collectives depend on it."""
+"""Checks that ranks have the same configuration, plan and buckets, on which collectives depend."""
 
 from __future__ import annotations
 

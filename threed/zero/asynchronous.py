@@ -108,7 +108,7 @@ class Asynchronous:
         return self._run(run, self.plan_of(count, part=None if self.open else first), micros)
 
     def drop(self) -> None:
-        """Does nothing: outstanding gradients belong to a step whose results were already returned."""
+        """Does nothing: outstanding gradients belong to a step that has returned its results."""
 
     def finish(self, run: Run) -> None:
         """Runs the outstanding backwards of the last step and applies its update. Collective.

@@ -16,8 +16,8 @@ clipped step is then updated at its end, from gradients that were written to the
 purpose. After a wrong assumption, updates run at the end of the step until the assumption would
 have been right again. The number and size of buffers are constant.
 
-GreedySnake (arXiv 2512.17570) overlaps a part of the update with the next forward instead, which
-uses parameters that are one step old.
+GreedySnake (arXiv 2512.17570) overlaps a part of the update with the next forward instead, so that
+this part is one step late.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Early:
         return done
 
     def _read_ahead(self) -> None:
-        """Begins to read the state of the next bucket, and states after it, unless already begun."""
+        """Begins to read the state of the next bucket, and states after it."""
         if self._next is None:
             self._next = next(self._reads, None)
 
@@ -163,7 +163,7 @@ class Early:
 
 
 def max_pending_buckets(layout: Layout) -> int:
-    """Returns the maximum number of complete gradients at a time: the buckets of the largest layer."""
+    """Returns the number of buckets of the largest layer, which may be complete at a time."""
     groups = [group for group in layout.groups if group.key.units and group.key.trainable]
     layers = Counter(min(group.key.units or ()) for group in groups for _ in group.buckets)
     return max(layers.values(), default=0)

@@ -1,7 +1,7 @@
 """Gathers parameters before they are used and releases them afterwards.
 
     publish(bucket)   begins to gather new values, after the optimizer has updated this rank's slice
-    complete()        the same for slices of which this rank updates only a portion, after all updates
+    complete()        the same for slices of which this rank updates only a portion
     start(unit)       begins to gather the parameters of a unit
     ready(unit)       waits until they are gathered
     release(unit)     frees their memory, unless another unit still needs it
@@ -232,12 +232,12 @@ class Gatherer:
         return unit in self._groups_of_unit
 
     def start(self, unit: int) -> None:
-        """Begins to gather the sharded parameters of a unit, unless they are gathered or in flight."""
+        """Begins to gather the sharded parameters of a unit that are not open."""
         for group in self._groups_of_unit.get(unit, ()):
             self.open(group, unit)
 
     def ready(self, unit: int) -> None:
-        """Waits until all parameters of a unit are gathered; starts gathers that `start` has not."""
+        """Waits until all parameters of a unit are gathered; starts gathers if needed."""
         if self._published and self._shows_newest:
             self._wait_for(self._buckets_of_unit.get(unit, ()))
         for group in self._groups_of_unit.get(unit, ()):
@@ -362,7 +362,7 @@ class Gatherer:
         return packed.tensor()
 
     def _finish_gathers(self) -> None:
-        """Waits for all gathers, including prefetched groups, so that drive buffers are released."""
+        """Waits for all gathers, including prefetched groups, to release drive buffers."""
         self._start_gathers()
         for group in list(self._gathering):
             self.wait(group)

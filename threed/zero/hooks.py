@@ -84,7 +84,7 @@ class _Hook:
     def __init__(self, gatherer: ModuleGatherer, module: nn.Module, unit: int | None) -> None:
         self.gatherer, self.module, self.unit = gatherer, module, unit
         self.saving: list[saved_tensors_hooks] = []  # one per running call
-        # Not as decorators: `torch.compiler.disable` imports a compiler that most programs do not need.
+        # not as decorators: `torch.compiler.disable` imports a compiler that few programs need
         self._begin = torch.compiler.disable(self._enter, reason=UNTRACED)
         self._end = torch.compiler.disable(self._leave, reason=UNTRACED)
         module.register_forward_pre_hook(self.before, prepend=True)
@@ -103,7 +103,7 @@ class _Hook:
         hooks.move_to_end(self.after_id)  # run last: the user's hooks may use parameters
         self.gatherer.enter(self.unit)
         if self.gatherer.runs_compiled(module):
-            # Compiled code reads parameters, and autograd saves them, without a call of `__torch_function__`.
+            # compiled code and autograd bypass `__torch_function__`
             self.saving.append(self.gatherer.saving)
             self.saving[-1].__enter__()
 
@@ -201,7 +201,7 @@ class ModuleGatherer(Gatherer):
             self.forwards.end()
 
     def _groups_in(self, output: Any) -> set[Group]:
-        """Returns the groups of parameters that the tensors in a module's output share memory with."""
+        """Returns the groups of parameters that share memory with tensors in a module's output."""
         owners = (
             self.by_storage.get(storage_of(leaf))
             for leaf in tree_leaves(output)
@@ -223,7 +223,7 @@ class ModuleGatherer(Gatherer):
     # ------------------------------------------------------------------------------------------------------- backward
 
     def _use(self, group: Group) -> None:
-        """Gathers a group in a backward; groups that the running autograd node uses stay gathered."""
+        """Gathers a group in a backward; groups in use by the running node stay gathered."""
         node = torch._C._current_autograd_node()
         if node is not self._node:
             self._node, self._in_use = node, set()

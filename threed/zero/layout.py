@@ -210,8 +210,8 @@ class Slot:
         A parameter with values stays the same object, because other objects may refer to it. A
         parameter on the meta device is replaced.
         """
-        # `.data` has a separate version counter. With the buffer's counter, a gather of another bucket that ends
-        # during the forward would make autograd report that a saved weight was modified.
+        # `.data` has a separate version counter. With the buffer's counter, a gather of another
+        # bucket that ends during the forward would make autograd report a modified weight.
         if self.param.device.type != "meta":
             point(self.param, storage)
             return
@@ -237,7 +237,7 @@ class Run:
     offset: int
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the boxes of the global tensor that make up the run, with offsets in the portion."""
+        """Yields the boxes of the global tensor in the run, with offsets in the portion."""
         return split(self.piece, self.first, self.last, self.offset)
 
 
@@ -308,7 +308,7 @@ class Bucket:
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
-        """Returns a parameter's part of `window`, which holds the bucket's elements [last - first]."""
+        """Returns a parameter's part of `window`, the bucket's elements [last - first]."""
         return window[max(slot.first - self.first, 0) : slot.last - self.first]
 
     def slots(self) -> list[Slot]:

@@ -61,7 +61,7 @@ class Changes:
         return found
 
     def _copy_into_buffer(self, group: Group, slot: Slot) -> None:
-        """Copies values outside the buffer into it, and points the parameter at the buffer again."""
+        """Copies values outside the buffer into it, and points the parameter at it again."""
         param = slot.param
         got, has = ([*param.shape], param.dtype), ([*slot.shape], group.params.dtype)
         if got != has:

@@ -1,7 +1,7 @@
 """Optimistic updates: applied before the global gradient norm is known, and undone if wrong.
 
-    update = optimistic.step(gradients, own_sums)     starts the all-reduce, guesses its result, updates
-    optimistic.validate()                             if the guess was wrong: restores, updates again
+    update = optimistic.step(gradients, own_sums)   starts the all-reduce, guesses its sum, updates
+    optimistic.validate()                           if the guess was wrong: restores, updates again
 
 This is post-update validation (arXiv 2401.10241, section 4). The all-reduce of the norm makes every
 rank wait for the last one. A schedule that lets ranks end their steps at different times would lose

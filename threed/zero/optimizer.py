@@ -369,7 +369,10 @@ class Synchronous:
         self.reducer.all_passes_ended(chunk)
 
     def update(self, carry: Tensor) -> Callable[[], Update]:
-        """Waits for the summed gradients and updates the weights; see `Optimizer.step`. Collective."""
+        """Waits for the summed gradients and updates the weights. Collective.
+
+        Arguments and result are as for `Optimizer.step`.
+        """
         began = time.perf_counter()
         gradients = self.reducer.finish()
         reduced = time.perf_counter()

@@ -2,7 +2,7 @@
 
 The life of a gradient has four steps:
 
-    add     a layer adds its contribution through the parameter's `Sink`; autograd calls the sink's hook
+    add     a layer adds its contribution to the parameter's `Sink`; autograd calls the sink's hook
     ready   a bucket is ready when its gradients have all expected contributions (`counting`)
     launch  ready buckets are reduced in one fixed order, which is the same on all ranks
             (`reductions`)
@@ -129,7 +129,7 @@ class Reducer:
             self._observer = None
 
     def _add_queue(self, chunks: tuple[int, ...]) -> None:
-        """Adds the launch queue for these chunks of the model, and the sinks of their parameters."""
+        """Adds the launch queue of these chunks of the model, and their parameters' sinks."""
         groups = [g for g in self.layout.groups if g.key.trainable and g.key.chunks == chunks]
         split = self.rounds and len(chunks) > 1  # contributions are spread over several rounds
         counts = {
@@ -213,7 +213,7 @@ class Reducer:
         self.late.add(sink.slot, grad)
 
     def _update_in_backward(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
-        """Updates a complete slice during the backward; returns False if it must wait for the end."""
+        """Updates a complete slice during the backward, if possible; returns whether it did."""
         # in the first step late gradients may still have to be added
         if self.early is None or self._first_step:
             return False
@@ -249,7 +249,7 @@ class Reducer:
             queue.restart(self._passes)
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """Ends the backward of one micro-batch on a chunk, and the round if it has one micro-batch."""
+        """Ends a backward of one micro-batch on a chunk, and the round if it is one micro-batch."""
         self._passes_ended += 1
         for queue in self._queues if self.rounds else ():
             if chunk in queue.chunks:
@@ -498,7 +498,7 @@ class Sink:
             )
 
     def _try_defer(self, add: Callable[..., None], *arguments: Any) -> bool:
-        """Defers a contribution to the W pass of a split backward; returns False if none is split."""
+        """Defers a contribution if a split backward computes its B part; returns whether it did."""
         waiting = self.reducer.deferral.waiting
         if waiting is None:
             return False

@@ -342,7 +342,7 @@ class Reductions:
         self._squares.clear()
 
     def finish(self) -> list[Gradient]:
-        """Sums slices over the remaining axes and returns the gradient of each bucket. Collective."""
+        """Sums slices over the remaining axes; returns the gradient of each bucket. Collective."""
         for bucket in with_later_sums(self.layout):
             self.make_room(bucket)
             self._in_flight.append(self._start_later_sums(bucket))

@@ -117,7 +117,7 @@ def compared(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def _group_hashes(optimizer: Optimizer) -> Iterator[GroupHashes]:
-    """Yields the hashes of all values, group by group, in an order that all ranks of an axis share."""
+    """Yields the hashes of all values, in an order that all ranks of an axis share."""
     # The optimizer's states are in the order of updates, which pipeline stages do not share.
     states = {state.bucket: state for state in (*optimizer.states, *optimizer.frozen)}
     for group in optimizer.layout.groups:
@@ -136,7 +136,7 @@ def _full_parameters(group: Group, part: str, buffer: Tensor) -> GroupHashes:
 
 
 def _slices(group: Group, states: Sequence[State]) -> Iterator[GroupHashes]:
-    """Yields hashes of a group's state parts, except unsharded parameters, which `_full_parameters` covers."""
+    """Yields hashes of the state's parts; skips weights that are unsharded parameters."""
     parts = list(states[0].storages) if states else []
     found: dict[str, list[tuple[str, Tensor, int]]] = {part: [] for part in parts}
     fetched = ((state, state.fetch(parts)) for state in states)
@@ -178,7 +178,7 @@ def _differences(
 
 
 def _minority(values: Sequence[int]) -> list[int]:
-    """Returns the positions that deviate from the majority; all positions if there is no majority."""
+    """Returns the positions that deviate from the majority; all if there is no majority."""
     (value, most), *_ = Counter(values).most_common(1)
     return [n for n, other in enumerate(values) if other != value or 2 * most <= len(values)]
 

@@ -1,4 +1,4 @@
-"""Builds the parts of ZeRO from the configuration: layout policy, update rule, rates, loss scale."""
+"""Builds the parts of ZeRO from the configuration: policy, update rule, rates, loss scale."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from threed.zero.early import max_pending_buckets
 from threed.zero.layout import DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reductions import GradientCodecs
 
-# Schedules: functions from progress after warm-up (0 to 1) to a factor between 0 (min_lr) and 1 (lr).
+# Functions from progress after warm-up (0 to 1) to a factor between 0 (min_lr) and 1 (lr).
 RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": torch.ones_like,
     "linear": lambda done: 1 - done,

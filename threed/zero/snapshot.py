@@ -1,7 +1,7 @@
 """The optimizer's states at one moment, read while training continues and changes them.
 
-    snapshot = Snapshot(records, optimizer, room)     the moment; a GPU begins to copy
-    optimizer.readers.add("disk", snapshot.release)   updates wait until their state is safe to change
+    snapshot = Snapshot(records, optimizer, room)     takes the snapshot; a GPU begins to copy
+    optimizer.readers.add("disk", snapshot.release)   updates wait until their state may change
     for values in snapshot.values(): ...              in another thread: the values of the records
     snapshot.close()                                  updates no longer wait
 

@@ -56,7 +56,7 @@ class State:
 
     @property
     def changed(self) -> tuple[Storage, ...]:
-        """The storages that an update writes: the state, and the parameters if they are separate."""
+        """The storages that an update writes: the state, and separate parameters."""
         return (*self.storages.values(), *(() if self.shared else (self.bucket.portion,)))
 
     def fetch(self, parts: Iterable[str]) -> dict[str, StagedBuffer]:

@@ -164,7 +164,7 @@ class Unused:
         self.stretches = {bucket: self._stretches_of(bucket, never) for bucket in affected}
 
     def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
-        """Returns the ranges of a slice, split at parameters; padding belongs to the one before it."""
+        """Returns the ranges of a slice, split at parameters; padding joins the one before it."""
         first, last = bucket.own_first, bucket.own_last
         start = torch.zeros_like(self.updates)
         slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]
