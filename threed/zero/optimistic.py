@@ -124,7 +124,7 @@ class Optimistic:
     def _begin(
         self, gradients: Sequence[Gradient], outcome: Outcome, guess: Update, own_sums: Tensor
     ) -> Attempt:
-        """Starts the all-reduce; on a GPU the verdict is copied to the host during the update."""
+        """Starts the all-reduce; on a GPU, `wrong` is copied to the host during the update."""
         pending, device = collectives.start_sum_of_scalars(own_sums, self.everyone), own_sums.device
 
         def is_wrong() -> Tensor:
