@@ -283,7 +283,7 @@ def changed_meanwhile() -> str:
         engine.optimizer.updates.add_(1),
         inner(),
     )[1]  # type: ignore[assignment, misc]
-    with pytest.raises(RuntimeError, match="while a step ran") as caught:
+    with pytest.raises(RuntimeError, match="during a step") as caught:
         engine.step(data(engine, 2))
     with pytest.raises(RuntimeError, match="load a checkpoint"):
         engine.step(data(engine, 3))
