@@ -505,7 +505,7 @@ def compared_after_flips(flips: Sequence[tuple[Case, Any, int, str]]) -> list[st
             said = "nothing"
         except replicas.ReplicaError as error:
             said = str(error).replace(f"({socket.gethostname()})", "(H)")
-        if says not in said or not said.startswith(f"step 3: copies of {name} differ: "):
+        if says not in said or not said.startswith(f"step 3: replicas of {name} differ: "):
             wrong.append(f"{case} {how.__name__} on {rank}, {name}: {said}")
     return wrong
 
@@ -550,8 +550,8 @@ def flipped_on_the_way(folder: Path) -> str:
 def test_a_run_with_a_flipped_bit_ends_before_it_saves(tmp_path: Path) -> None:
     """Copies are compared after steps 3 and 6, and before each checkpoint: after 2, 4 and 6."""
     for said in run_ranks(2, flipped_on_the_way, tmp_path):
-        assert said.startswith("step 6: copies of ")
-        assert "two copies do not tell which is right" in said
+        assert said.startswith("step 6: replicas of ")
+        assert "two replicas cannot show which is right" in said
     assert kept(tmp_path) == ["step-2", "step-4"]
 
 

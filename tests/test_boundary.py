@@ -209,7 +209,7 @@ def test_forms_that_depend_on_the_data_are_declared() -> None:
 def test_more_runs_than_the_first_step_had_are_an_error_that_says_what_to_do() -> None:
     with pytest.raises(
         AssertionError,
-        match=r"blocks\..*how often this layer runs depends on the data; .*runs_vary",
+        match=r"blocks\..*a data-dependent number of times; .*runs_vary",
     ):
         run_ranks(2, train, Case(dp=2, zero=2, bucket_mib=0.001), "by data")
 

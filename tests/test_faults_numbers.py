@@ -55,9 +55,9 @@ CASES = [
     damaged("nan-gradient-once", "nan-gradient", r"step 6 was computed twice, with different results: rank 1 \(\S+\) "
             "erred; the second one was used", *RECHECK, code=0, saved=(12, 12), rank_code=None),
     Case("lr-1e38", "", ROW, flags=("--optim.lr", "1e38", *THREE), first=("--train.stop-after", "4"), rank_code=2),
-    damaged("flip-in-a-replica", "flip-parameter", r"^threed: step 6: copies of .* differ: rank 1 \(\S+\) has other "
+    damaged("flip-in-a-replica", "flip-parameter", r"^threed: step 6: replicas of .* differ: rank 1 \(\S+\) has other "
             "values than ranks 0, 2, 3", "--run.check-replicas", "3", topology=COPIES),
-    damaged("flip-in-one-of-two", "flip-parameter", r"^threed: step 8: copies of .* differ: ranks 0 \(\S+\), 1 \(\S+\) "
+    damaged("flip-in-one-of-two", "flip-parameter", r"^threed: step 8: replicas of .* differ: ranks 0 \(\S+\), 1 \(\S+\) "
             "hold different values", "--run.check-replicas", "100", topology=PAIR),
     damaged("flip-in-memory", "flip-exponent", ROW, *THREE),
 ]  # fmt: skip

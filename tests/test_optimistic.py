@@ -101,7 +101,7 @@ def guessing(engine: Engine) -> Engine:
 
     def validate() -> bool:
         right = inner()
-        optimistic._hopeful = True
+        optimistic._last_guess_right = True
         return right
 
     optimistic.validate = validate  # type: ignore[method-assign]

@@ -458,7 +458,7 @@ def differ(folder: str) -> str:
     """What an engine says of a function that gives every rank another plan."""
     parallel = {"pp": 2, "schedule": f"{folder}/mine.py:by_rank"}
     config = configuration(Path(folder), open_text(Path(folder)), 2, parallel=parallel)
-    with pytest.raises(ValueError, match="another plan") as found:
+    with pytest.raises(ValueError, match="a different plan") as found:
         engine_of(config)
     return str(found.value)
 
@@ -466,7 +466,7 @@ def differ(folder: str) -> str:
 def test_ranks_whose_plans_differ_are_told(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(BY_RANK)
     said = run_ranks(2, differ, str(tmp_path))
-    assert [text.partition(" of ")[0] for text in said] == ["rank 1 has another plan"] * 2
+    assert [text.partition(" of ")[0] for text in said] == ["rank 1 has a different plan"] * 2
 
 
 def test_a_run_with_a_wrong_schedule_ends_with_exit_code_2(mine: str, folder: Path) -> None:

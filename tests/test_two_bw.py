@@ -353,7 +353,7 @@ def break_a_step(case: Case, path: str) -> None:
         lambda: engine.save(path),
         engine.full_state_dict,
     ):
-        with pytest.raises(RuntimeError, match=r"broke off .* load a checkpoint"):
+        with pytest.raises(RuntimeError, match=r"interrupted .* load a checkpoint"):
             use()
     engine.load(path)
     assert same(bits(engine), saved)

@@ -218,7 +218,7 @@ EVERY, SHARDED = (0, 1, 2, 3), (3,)
 REFUSED: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...]]] = {
     "add": (
         add,
-        r"late\.weight came into the module after the engine was made.*make a new engine",
+        r"late\.weight was added to the module after the engine was built.*build a new engine",
         EVERY,
     ),
     "freeze": (freeze, r"blocks\.1\.weight was frozen.*set requires_grad back", EVERY),
@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...]]] = {
     ),
     "exchange": (
         exchange,
-        r"\[6, 6\] was exchanged|blocks\.1\.weight.*came into the module",
+        r"\[6, 6\] was exchanged|blocks\.1\.weight.*was added to the module",
         EVERY,
     ),
     "duplicate": (

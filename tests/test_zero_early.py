@@ -183,7 +183,7 @@ def skipped(config: Config) -> list[str]:
         [(buckets[0], NAN), (buckets[-1], math.inf), (None, NAN)]
     ):
         before = whole(engine)
-        early_of(engine)._hopeful = True  # as after a step that was not skipped
+        early_of(engine)._last_guess_right = True  # as after a step that was not skipped
         with mock.patch.object(engine.optimizer.readers, "wait") as updated:
             if bucket is None:
                 poison_loss(engine)
@@ -283,7 +283,7 @@ def changed_meanwhile() -> str:
         engine.optimizer.updates.add_(1),
         inner(),
     )[1]  # type: ignore[assignment, misc]
-    with pytest.raises(RuntimeError, match="while a step ran") as caught:
+    with pytest.raises(RuntimeError, match="during a step") as caught:
         engine.step(data(engine, 2))
     with pytest.raises(RuntimeError, match="load a checkpoint"):
         engine.step(data(engine, 3))

@@ -297,11 +297,11 @@ def test_a_gradient_that_comes_too_late_is_an_error_by_name() -> None:
     unit.p0.sum().backward()
     with pytest.raises(
         RuntimeError,
-        match=r"u0\.p0: a gradient came after the 2 of a micro-batch .*runs_vary = True",
+        match=r"u0\.p0: a gradient arrived after the 2 per micro-batch .*runs_vary = True",
     ):
         unit.p0.sum().backward()
     reducer.finish()
-    with pytest.raises(RuntimeError, match=r"u0\.p1: a gradient came after"):
+    with pytest.raises(RuntimeError, match=r"u0\.p1: a gradient arrived after"):
         unit.p1.sum().backward()  # its bucket has left
 
 

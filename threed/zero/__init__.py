@@ -1,1 +1,1 @@
-"""ZeRO: flat buffers and buckets, gradient reduction, and an optimizer that updates only what this rank owns."""
+"""ZeRO: flat buffers, gradient reduction, and an optimizer that updates this rank's slices."""

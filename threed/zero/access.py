@@ -1,19 +1,20 @@
 """Access to parameters whose values are not always in memory.
 
-A parameter stays the same Python object for the lifetime of the engine, wherever it is referenced: in modules,
-closures, lists, hooks. Only its class and its storage change with the state of its group:
+A parameter stays the same Python object for the lifetime of the engine, wherever it is referenced:
+in modules, closures, lists, hooks. Only its class and its storage change with the state of its
+group:
 
     gathered    its original class; the storage is the group's buffer
     in flight   `AbsentParameter`: a torch function that is called on it waits for the gather first
-    sharded     `AbsentParameter`: a torch function that is called on it gathers the group first, or raises an error
-                that names the parameter. The storage is a single NaN that cannot be written, so native code that
-                bypasses `__torch_function__` reads NaN, never freed memory
+    sharded     `AbsentParameter`: a torch function that is called on it gathers the group first, or
+                raises an error that names the parameter. The storage is a single read-only NaN, so
+                native code that bypasses `__torch_function__` reads NaN and never freed memory
 
-Sharded parameters that code outside `threed.layers` uses are guarded while they are gathered as well
-(`GuardedParameter`), and so are views of them (`GuardedView`), which raise an error if they are read after the values
-have changed. For these parameters autograd saves positions in the group's buffer, not its memory. A buffer is not freed
-while a tensor shares it: `Group.allocate` makes a new buffer for each gather, and Python frees the old one with its
-last view.
+Sharded parameters that code outside `threed.layers` uses are also guarded while they are gathered
+(`GuardedParameter`). So are views of them (`GuardedView`), which raise an error if they are read
+after the values have changed. For these parameters autograd saves positions in the group's buffer
+instead of its memory. A buffer is not freed while a tensor shares it: `Group.allocate` makes a new
+buffer for each gather, and Python frees the old one with its last view.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from threed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
 UNTRACED = (
-    "parameters of a threed engine are gathered here, which torch.compile cannot trace: compile without fullgraph=True"
+    "parameters of a threed engine are gathered here, and torch.compile cannot trace it: compile without fullgraph=True"
     " (below ZeRO stage 3 it works outside of engine.gathered())"
 )
 
 
 class Holder(enum.Enum):
-    """Holders of a gathered group (`Gatherer.open`) that have no number, as units and calls have."""
+    """Holders of a gathered group (`Gatherer.open`), except units and calls, which are numbers."""
 
-    TILE = enum.auto()  # the layer of a tile
+    TILE = enum.auto()  # the layer that uses a tile
     GATHERED = enum.auto()  # `Engine.gathered`
-    BACKWARD = enum.auto()  # of a wrapped module
-    AHEAD = enum.auto()  # a gather ahead of use
+    BACKWARD = enum.auto()  # the backward of a wrapped module
+    AHEAD = enum.auto()  # prefetch
     FUNC_TRANSFORM = enum.auto()  # a transform of `torch.func`, until the pass ends
 
 
 class Gatherer(Protocol):
     """The part of `threed.zero.gather.Gatherer` that accesses use."""
 
-    version: int  # of the sharded parameters' values
+    version: int  # counts changes of the sharded parameters' values
 
     @property
     def saving(self) -> saved_tensors_hooks: ...
@@ -71,14 +72,17 @@ class Access:
     Args:
         gatherer: gathers the parameter.
         group: the parameter's group.
-        slot: the parameter and its place in the group.
-        wrapped: whether the parameter belongs to a wrapped module, so that the program may change it.
+        slot: the parameter and its position in the group.
+        wrapped: whether the parameter belongs to a wrapped module, so that the program may change
+            it.
 
     Attributes:
-        exposed: whether the parameter is sharded and used by code outside `threed.layers`, which may keep views of it.
-        guards_views: whether the parameter is guarded while it is gathered too, so that its views are guarded.
-        touched: whether the program got memory (`.data`, NumPy, DLPack, ...) that it can write without incrementing the
-            parameter's version.
+        exposed: whether the parameter is sharded and used by code outside `threed.layers`, which
+            may keep views of it.
+        guards_views: whether the parameter is also guarded while it is gathered, so that its views
+            are guarded.
+        touched: whether the program obtained memory (`.data`, NumPy, DLPack, ...) that it can write
+            without incrementing the parameter's version.
     """
 
     def __init__(self, gatherer: Gatherer, group: Group, slot: Slot, wrapped: bool) -> None:
@@ -86,16 +90,21 @@ class Access:
         self.own_class: type[nn.Parameter] = type(slot.param)
         if wrapped and self.own_class is nn.Parameter:
             self.own_class = WatchedParameter
-        ours = all(type(owner).__module__.startswith("threed.layers.") for owner, _ in slot.places)
-        self.exposed = group.sliced and (wrapped or not ours)
+        only_threed = all(
+            type(owner).__module__.startswith("threed.layers.") for owner, _ in slot.places
+        )
+        self.exposed = group.sliced and (wrapped or not only_threed)
         self.guards_views = self.exposed
         self.touched = False
         slot.param.access = self  # type: ignore[attr-defined]
         self.guard(group.sliced)
 
     def guard(self, on: bool) -> None:
-        """Sets the parameter's class: with `on` the class for sharded values and values in flight, else the class for
-        values in memory."""
+        """Sets the parameter's class according to the state of its values.
+
+        Args:
+            on: whether the values are sharded or in flight, rather than in memory.
+        """
         self.absent = on
         kind = AbsentParameter if on else GuardedParameter if self.guards_views else None
         self.slot.param.__class__ = (
@@ -103,19 +112,24 @@ class Access:
         )
 
     def guard_views(self, on: bool) -> None:
-        """Starts or stops guarding the gathered parameter and the views that are taken of it."""
+        """Starts or stops guarding the gathered parameter and views taken from it."""
         self.guards_views = on or self.exposed
         self.guard(self.absent)
 
     def mark_touched(self, touched: bool = True) -> None:
-        """Records that the program got memory of the parameter, or that its changes were copied."""
+        """Records that the program obtained the parameter's memory.
+
+        Args:
+            touched: False if its changes were copied since.
+        """
         self.touched = touched
 
     def require(self) -> None:
         """Gathers the parameter, or waits for its gather.
 
         Raises:
-            RuntimeError: the values are not in memory and cannot be gathered here; the message names the parameter.
+            RuntimeError: the values are not in memory and cannot be gathered here; the message
+                names the parameter.
         """
         if self.group.sliced:
             self.gatherer.require(self.group, self.slot)
@@ -123,22 +137,29 @@ class Access:
             self.gatherer.wait_for(self.slot)
 
     def require_view(self, view: GuardedView, changes: bool) -> None:
-        """Does the same for a view of the parameter. A view of an earlier buffer may be read until the values change.
+        """Makes the values of a view of the parameter available.
+
+        A view of an earlier buffer may be read until the values change.
+
+        Args:
+            view: the view.
+            changes: whether the caller writes to the view.
 
         Raises:
-            RuntimeError: the view is of an earlier buffer, and `changes` is true or the values have changed since.
+            RuntimeError: the view is of an earlier buffer, and `changes` is true or the values have
+                changed since.
         """
         if not self.group.sliced or view.buffer is self.group.params:
             self.require()
         elif changes or view.version != self.gatherer.version:
             raise RuntimeError(
                 f"this tensor shares memory with {self.slot.spec.name}, which is sharded (ZeRO stage 3), and was kept"
-                f" until {'it was released' if changes else 'its values changed'}: take it again, or clone() it where"
-                " the parameter is gathered (in the forward, or inside `with engine.gathered():`)"
+                f" until {'it was released' if changes else 'its values changed'}: create the view again, or clone() it"
+                " while the parameter is gathered (in the forward, or inside `with engine.gathered():`)"
             )
 
     def share(self, out: Any) -> Any:
-        """Makes `out` a `GuardedView` if it is a tensor that shares memory with the parameter; returns it."""
+        """Returns `out`, guarded if it is a tensor that shares the parameter's memory."""
         if (
             self.guards_views
             and type(out) is Tensor
@@ -157,7 +178,7 @@ def _accessors(names: str, method: str) -> set[Any]:
     return {getattr(getattr(Tensor, name), method) for name in names.split()}
 
 
-# Functions that do not read a parameter's values.
+# Functions that do not read values.
 _METADATA: set[Any] = {
     *_accessors("shape dtype device layout ndim is_leaf grad_fn requires_grad grad name is_cpu is_cuda", "__get__"),
     *_accessors("is_meta is_sparse is_quantized is_mkldnn is_nested retains_grad output_nr _version", "__get__"),
@@ -169,7 +190,7 @@ _METADATA: set[Any] = {
     *_methods("is_same_size is_shared is_inference"),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size,
 }  # fmt: skip
-# Functions that return memory, which the program can then write without incrementing the parameter's version.
+# Functions that give access to memory without incrementing the parameter's version on writes.
 _EXPORTS: set[Any] = {
     Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,  # type: ignore[attr-defined]
     Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_, Tensor.as_subclass,
@@ -197,8 +218,14 @@ def _guarded_in(args: Iterable[Any]) -> Iterator[Any]:
 
 
 def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Gathers the guarded tensors among the arguments, calls a torch function (`func`, by way of `run`), and guards the
-    views that it returns."""
+    """Calls a torch function with its guarded arguments gathered; guards the views that it returns.
+
+    Args:
+        run: makes the call.
+        func: the torch function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+    """
     used = list(_guarded_in((*args, *kwargs.values())))
     changes, exports = _changes(func, kwargs), func in _EXPORTS
     for tensor in used:
@@ -220,8 +247,8 @@ def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any])
 def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
     """Returns the context in which autograd saves positions of sharded parameters.
 
-    If the program has installed saved-tensor hooks, these are used instead. Transforms of `torch.func` allow no hooks:
-    the parameters stay gathered until the backward has ended.
+    If the program has installed saved-tensor hooks, those are used instead. Transforms of
+    `torch.func` forbid hooks; with them the parameters stay gathered until the backward has ended.
     """
     sharded = [access for access in accesses if access.group.sliced]
     if not (sharded and torch.is_grad_enabled()):
@@ -230,8 +257,8 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
         for access in sharded:
             access.gatherer.open(access.group, Holder.FUNC_TRANSFORM)
         return nullcontext()
-    others = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return nullcontext() if others else sharded[0].gatherer.saving
+    user_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return nullcontext() if user_hooks else sharded[0].gatherer.saving
 
 
 class _Managed(nn.Parameter):
@@ -243,7 +270,7 @@ class _Managed(nn.Parameter):
         if name == "access":
             raise RuntimeError(
                 f"a parameter of shape {list(self.size())} was exchanged with another one (torch.utils.swap_tensors)"
-                " after the engine was made: change its values in place (param.copy_) instead"
+                " after the engine was built: change its values in place (param.copy_) instead"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -257,11 +284,14 @@ class _Managed(nn.Parameter):
 
 
 class WatchedParameter(_Managed):
-    """A parameter that records accesses to `.data`, because changes through it do not increment the version."""
+    """A parameter that records accesses to `.data`.
+
+    Changes through `.data` do not increment the parameter's version.
+    """
 
     @property
     def data(self) -> Any:
-        """As `torch.Tensor.data`; reading or setting it marks the parameter as touched."""
+        """Same as `torch.Tensor.data`; reading or setting it marks the parameter as touched."""
         self.access.mark_touched()
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
@@ -272,7 +302,7 @@ class WatchedParameter(_Managed):
 
 
 class _Guarded(Tensor):
-    """The methods of tensors that do not call `__torch_function__`."""
+    """The tensor methods that do not call `__torch_function__`."""
 
     def as_subclass(self, cls: Any) -> Any:
         return _call(Tensor.as_subclass, Tensor.as_subclass, (self, cls), {})
@@ -290,18 +320,18 @@ class GuardedParameter(_Guarded, _Managed):
         if torch.compiler.is_dynamo_compiling():
             torch._dynamo.graph_break(msg=UNTRACED)
         if func is torch.autograd.grad:
-            return func(args[0], [_edge(part) for part in args[1]], **kwargs)
+            return func(args[0], [_gradient_edge(part) for part in args[1]], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA:
                 return func(*args, **kwargs)
             if func in _METADATA_OF_SHARDED:
                 return _METADATA_OF_SHARDED[func](*args, **kwargs)
-            own = super().__torch_function__
-            return _call(lambda *a, **k: own(func, types, a, k), func, args, kwargs)
+            default = super().__torch_function__
+            return _call(lambda *a, **k: default(func, types, a, k), func, args, kwargs)
 
 
-def _edge(tensor: Any) -> Any:
-    """Returns where the gradient of a guarded parameter arrives in the graph; other tensors as they are."""
+def _gradient_edge(tensor: Any) -> Any:
+    """Returns the gradient edge of a guarded parameter; other tensors are returned unchanged."""
     if not (isinstance(tensor, GuardedParameter) and tensor.requires_grad):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -309,7 +339,7 @@ def _edge(tensor: Any) -> Any:
 
 
 def plain(view: Tensor) -> Tensor:
-    """Returns a tensor without its guard: a plain `torch.Tensor` that shares its memory."""
+    """Returns a plain `torch.Tensor` that shares the memory of a guarded tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return Tensor.as_subclass(view, Tensor)
 
@@ -327,8 +357,8 @@ def _repr(param: Any, **_: Any) -> str:
     return f"{access.slot.spec.name}: sharded parameter of shape {list(param.shape)}, {param.dtype}"
 
 
-def _new(func: Any) -> Callable[..., Any]:
-    """Returns a function that makes another tensor of a parameter's shape or format, without reading the parameter."""
+def _from_placeholder(func: Any) -> Callable[..., Any]:
+    """Returns a function that creates a tensor like the parameter without reading its values."""
     formats = {"memory_format": torch.contiguous_format} if func in _LIKE else {}
 
     def make(param: Any, *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +379,7 @@ _METADATA_OF_SHARDED: dict[Any, Callable[..., Any]] = {
     Tensor.stride: lambda param, dim=None: _strides(param) if dim is None else _strides(param)[dim],
     Tensor.is_contiguous: lambda param, *_, **__: True,
     Tensor.__repr__: _repr,
-    **{func: _new(func) for func in (*_LIKE, *_NEW)},
+    **{func: _from_placeholder(func) for func in (*_LIKE, *_NEW)},
 }
 
 
@@ -361,13 +391,13 @@ class AbsentParameter(GuardedParameter):
 def _guarded_class(kind: type[GuardedParameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
     """Returns the subclass of `own` that is guarded as `kind`.
 
-    `torch.func` passes parameters to native code without calling `__torch_function__`. Absent parameters are therefore
-    nodes of its pytrees, and are gathered when these are flattened.
+    `torch.func` passes parameters to native code without calling `__torch_function__`. Absent
+    parameters are therefore registered as pytree nodes, and are gathered when these are flattened.
     """
-    made = type(kind.__name__, (kind, own), {"__module__": __name__})
+    guarded = type(kind.__name__, (kind, own), {"__module__": __name__})
     if kind is AbsentParameter:
-        pytree.register_pytree_node(made, _flatten_absent, lambda parts, _: next(iter(parts)))
-    return made
+        pytree.register_pytree_node(guarded, _flatten_absent, lambda parts, _: next(iter(parts)))
+    return guarded
 
 
 def _flatten_absent(param: Any) -> tuple[list[Any], None]:
@@ -378,8 +408,10 @@ def _flatten_absent(param: Any) -> tuple[list[Any], None]:
 class GuardedView(_Guarded):
     """A tensor that shares memory with a guarded parameter.
 
-    access: that of the parameter. buffer, version: the group's buffer, and the version of the values, when the view was
-    taken.
+    Attributes:
+        access: access to the parameter.
+        buffer: the group's buffer when the view was created.
+        version: version of the values when the view was created.
     """
 
     access: Access

@@ -1,4 +1,4 @@
-"""Checks that ranks have the same configuration, plan and buckets, before any collective depends on it."""
+"""Checks that ranks have the same configuration, plan and buckets, on which collectives depend."""
 
 from __future__ import annotations
 
@@ -16,28 +16,36 @@ from threed.zero.layout import Layout
 def check_configuration(config: Config, world: Axis) -> None:
     """Checks that all ranks have the same configuration. Collective.
 
-    A rank that makes other groups or sends other shapes hangs gloo, or aborts the process.
+    A rank with different process groups or tensor shapes would hang gloo, or abort the process.
+
+    Args:
+        config: this rank's configuration.
+        world: axis of all ranks.
 
     Raises:
-        ValueError: naming the rank.
+        ValueError: the configurations differ; the message names the first rank that differs.
     """
-    text = config.model_dump_json(exclude={"zero": {"nvme_path"}})  # machines have their own drives
+    text = config.model_dump_json(exclude={"zero": {"nvme_path"}})  # may differ between machines
     fix = "start all ranks with the same flags"
-    _check_same(text, "runs another configuration", fix, world)
+    _check_same(text, "has a different configuration", fix, world)
 
 
 def check_plan(plan: Plan, world: Axis) -> None:
     """Checks that all ranks have the same plan. Collective.
 
-    A user's file or a search by times may give different ones. Each waits for messages that the
-    other never sends.
+    A user-defined schedule, or a search based on measured times, may produce different plans. Ranks
+    would then wait for messages that are never sent.
+
+    Args:
+        plan: this rank's plan.
+        world: axis of all ranks.
 
     Raises:
-        ValueError: naming the rank.
+        ValueError: the plans differ; the message names the first rank that differs.
     """
     text = f"{plan.placement} {plan.ways}\n{plan}"
-    fix = "its file or function, or the machines' arithmetic, must give the same on all ranks"
-    _check_same(text, f"has another plan of schedule {plan.name}", fix, world)
+    fix = "its file or function must return the same plan on all ranks, also on different machines"
+    _check_same(text, f"has a different plan of schedule {plan.name}", fix, world)
 
 
 def _check_same(text: str, differs: str, fix: str, axis: Axis) -> None:
@@ -48,8 +56,17 @@ def _check_same(text: str, differs: str, fix: str, axis: Axis) -> None:
 
 
 def check_buckets(layout: Layout, topology: Topology) -> None:
-    """Checks that ranks have the same parameters in each bucket, along every axis: a model that one rank builds in
-    another order has buckets of the same sizes with other parameters. Raises ValueError naming the rank. Collective.
+    """Checks that ranks have the same parameters in each bucket, along every axis. Collective.
+
+    A model that one rank builds in a different order may have buckets of the same sizes with other
+    parameters.
+
+    Args:
+        layout: this rank's layout.
+        topology: the process topology.
+
+    Raises:
+        ValueError: the buckets differ; the message names the first rank that differs.
     """
     for axis in topology.shared_axes():
         buckets = [
@@ -66,16 +83,19 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
             for b in buckets
         ]
         fix = "build the same layers, with the same names and shapes, on all ranks"
-        _check_same(repr(cuts), "has other parameters in its buckets, or another order,", fix, axis)
+        _check_same(
+            repr(cuts), "has other parameters, or a different order, in its buckets", fix, axis
+        )
 
 
 class GlobalTensor(NamedTuple):
-    """A tensor of the whole model.
+    """A tensor of the full model.
 
     Attributes:
+        shape: shape of the full tensor.
         trained: whether it is trained.
-        has_moments: whether its rule keeps moments of it.
-        over: the axis that its parameter is dealt over, or "".
+        has_moments: whether its update rule keeps moments.
+        over: axis that its parameter is distributed over (`ShardSpec.over`), or "".
     """
 
     shape: tuple[int, ...]
@@ -85,15 +105,20 @@ class GlobalTensor(NamedTuple):
 
 
 def tensors_of_model(layout: Layout, topology: Topology) -> dict[str, GlobalTensor]:
-    """Returns the weights of the whole model, by name. Collective.
+    """Returns the weights of the full model, by name. Collective.
 
-    Names differ between stages, tensor ranks, and the ranks that parameters are dealt over.
+    Ranks exchange them, because names differ between pipeline stages, tensor ranks, and the ranks
+    that parameters are distributed over.
+
+    Args:
+        layout: this rank's layout.
+        topology: the process topology.
     """
     found: dict[str, GlobalTensor] = {}
     for group in layout.groups:
         trained, moments = group.key.trainable, bool(group.key.options.rule.state_names)
         for piece in (piece for slot in group.slots for piece in slot.spec.pieces):
-            if 0 not in piece.shape:  # such parameters are not saved
+            if 0 not in piece.shape:  # empty parameters are not saved
                 about = piece.shape, trained, trained and moments, group.key.over or ""
                 found[piece.name] = GlobalTensor(*about)
 
@@ -109,10 +134,16 @@ def tensors_of_model(layout: Layout, topology: Topology) -> dict[str, GlobalTens
 
 
 def check_gathers(orders: Sequence[int]) -> None:
-    """Raises RuntimeError unless all ranks gathered the same groups in the same order. orders: `Gatherer.order` of each
-    rank."""
+    """Checks that all ranks gathered the same groups in the same order.
+
+    Args:
+        orders: `Gatherer.order` of each rank.
+
+    Raises:
+        RuntimeError: they did not.
+    """
     if len(set(orders)) > 1:
         raise RuntimeError(
-            "ranks used different parameters in this step, or in another order: ZeRO-3 gathers a parameter on all"
-            " ranks at once; route in the same way on all ranks, or use --zero.stage 2"
+            "ranks used different parameters in this step, or in a different order: ZeRO-3 gathers a parameter on all"
+            " ranks at once; use the same parameters on all ranks, or --zero.stage 2"
         )

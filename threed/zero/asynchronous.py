@@ -1,17 +1,18 @@
-"""Steps that overlap, and end with the update of the step before (PipeDream-2BW).
+"""Asynchronous steps, which overlap with the next step (PipeDream-2BW, arXiv 2006.09503).
 
     runner  = Asynchronous(plan_of, reducer, optimizer)
     losses  = runner.run(executor.run, micros)
     results = runner.update(carry)    # results() waits for the sums over all ranks
     runner.finish(executor.run)       # ends the last step, before states are read
 
-A batch's last backwards run between the next one's first forwards. A batch runs with one version of
-the weights: the newest one when it begins. The update of the batch before comes while it runs, and
-makes the version that the next one begins with.
-So an update's gradients are of weights that are one update older than those it changes (arXiv
-2006.09503, section 3.1); nothing changes in that where steps are drained in between. The gradient
-norm is that of all stages: its sum begins where the last of them has its gradients, and is waited
-for at the end of the step. Until then a copy of the gradients is kept.
+The last backwards of a batch run between the first forwards of the next batch. A batch uses one
+version of the weights: the newest one when the batch begins. The update for the previous batch is
+made during the batch, and creates the version that the next batch begins with. So gradients are
+computed with weights that are one update older than the weights they update (section 3.1). Draining
+the pipeline between steps does not change this.
+
+The gradient norm covers all pipeline stages. Its all-reduce starts when the last stage has its
+gradients, and is waited for at the end of the step. Until then a copy of the gradients is kept.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from threed.zero.update import Update
 
 
 class Asynchronous:
-    """Runs asynchronous plans, and makes their updates when the executor comes to them.
+    """Runs asynchronous plans, and applies updates when the executor reaches them in the plan.
 
     Args:
-        plan_of: `plan_of(count, part=)` returns a part of the plan of a step of so many
-            micro-batches, with its communication.
+        plan_of: `plan_of(count, part=)` returns a part of the plan, with communication, of a step
+            of `count` micro-batches.
         reducer: sums the gradients.
         optimizer: updates the weights, of which it has two versions.
 
     Attributes:
-        open: the micro-batches of the last step, while its update is not made; else 0.
+        open: number of micro-batches of the last step while its update is outstanding, else 0.
         seconds: host time of the last plan's reductions, and of its update.
     """
 
@@ -59,8 +60,8 @@ class Asynchronous:
         self.versions = optimizer.versions
         self.open = 0
         self.seconds = [0.0, 0.0]
-        self._running = 0  # micro-batches of the step that runs
-        # the newest weights are newer than those that this step's batch runs with
+        self._running = 0  # micro-batches of the running step
+        # whether the newest weights are newer than the version that the running batch uses
         self._updated = True
         self._gradients: Callable[[], list[Gradient]] = list
         self._end: Callable[[], Update]
@@ -69,29 +70,36 @@ class Asynchronous:
         self.restore({})
 
     def state(self) -> dict[str, list[float | None]]:
-        """Returns the state for a checkpoint: norm and learning rate of the newest update, None if
-        not finite."""
+        """Returns the state for a checkpoint.
+
+        Returns:
+            "last_update": gradient norm and learning rate of the newest update; None if not finite.
+        """
         numbers = float(self._last.grad_norm), float(self._last.lr)
         return {"last_update": [number if math.isfinite(number) else None for number in numbers]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores norm and rate of the newest update for the next metrics; 0 for a state without
-        them."""
+        """Restores the norm and learning rate of the newest update for metrics; 0 if missing."""
         numbers = [
             math.nan if number is None else float(number)
             for number in state.get("last_update", (0.0, 0.0))
         ]
         norm, rate = (torch.full_like(self.optimizer.updates, number) for number in numbers)
         self._last = replace(self._none, grad_norm=norm, lr=rate)
-        # this rank's numbers of the last step, not summed yet
+        # this rank's `carry` of the last step, before the sum over ranks
         self._carry = torch.zeros_like(norm)[None]
 
     def begin(self, microbatches: int) -> None:
-        """Does nothing: the gradients of a step begin when those of the step before have ended."""
+        """Does nothing: a step's gradients begin when the previous step's backwards have ended."""
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        """Runs a step: what the last one has left, and the micro-batches as far as they are not
-        left to the next. Returns their losses on the last stage."""
+        """Runs the outstanding backwards of the previous step, and this step's micro-batches.
+
+        The last backwards of this step are left to the next one.
+
+        Returns:
+            The losses of this step on the last stage.
+        """
         count = len(micros)
         if self.open not in (0, count):
             self.finish(run)
@@ -100,11 +108,13 @@ class Asynchronous:
         return self._run(run, self.plan_of(count, part=None if self.open else first), micros)
 
     def drop(self) -> None:
-        """Does nothing: the gradients are those of a step that was returned."""
+        """Does nothing: outstanding gradients belong to a step that has returned its results."""
 
     def finish(self, run: Run) -> None:
-        """Runs what the last step has left, and makes its update; layers read the newest weights
-        then. Collective."""
+        """Runs the outstanding backwards of the last step and applies its update. Collective.
+
+        Layers use the newest weights afterwards.
+        """
         if self.open:
             with torch.inference_mode(False):
                 self._run(run, self.plan_of(self.open, part=drain), ())
@@ -117,43 +127,55 @@ class Asynchronous:
         try:
             losses = run(plan, micros)
         except BaseException:
-            self.optimizer.consistency.invalidate()  # gradients of two batches are lost
+            self.optimizer.consistency.invalidate()  # the gradients of two batches are lost
             raise
         self.open = len(micros)
         return losses
 
     def update(self, carry: Tensor) -> Callable[[], Update]:
-        """Begins the sum of a step's numbers, fp64 [k], over all ranks (see `Optimizer.step`);
-        returns a function that waits for it and returns the results of the newest update with these
-        sums. Collective."""
+        """Starts the all-reduce of a step's values. Collective.
+
+        Args:
+            carry: fp64 [k], values of this rank; see `Optimizer.step`.
+
+        Returns:
+            A function that waits for the sums and returns them with the results of the newest
+            update.
+        """
         self._carry = carry
         sums = collectives.start_sum_of_scalars(carry, self.optimizer.everyone)
         last = replace(self._last, skips=self.optimizer.bad.skips.clone())
         return lambda: replace(last, sums=sums.wait())
 
-    # ------------------------------------------------------------------------------------ what the executor comes to
+    # ------------------------------------------------------------------------------ called by the executor
 
     def use(self, before: bool) -> None:
-        """Shows the layers the weights that the next pass runs with; before: it is of the step
-        before."""
+        """Points the layers at the weights of the next pass.
+
+        Args:
+            before: whether the pass belongs to the previous step.
+        """
         self.versions.show(newest=not (before or self._updated))
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends a batch's backwards on this rank; those of the next one come now."""
+        """Marks this batch's backwards as ended on this rank.
+
+        Later gradients belong to the next batch.
+        """
         with timed(self.seconds, 0):
             self._gradients = self.reducer.close()
             if self._running:
                 self.reducer.begin(self._running)
 
     def start_update(self) -> None:
-        """Begins the sum of the gradients' norm."""
+        """Starts the all-reduce of the gradient norm."""
         with timed(self.seconds, 1):
-            # else their sums would stay in memory
+            # drops the reference, so that the gradients are freed after the update
             gradients, self._gradients = self._gradients, list
             self._end = self.optimizer.start_step(gradients(), self._carry)
 
     def end_update(self) -> None:
-        """Waits for it, and updates the weights."""
+        """Waits for the gradient norm and updates the weights."""
         with timed(self.seconds, 1):
             self._last, self._updated = self._end(), True
 

@@ -1,12 +1,11 @@
-"""Contributions to gradients: whose backward they come from, how many there are, and when they are
-added.
+"""Contributions to gradients: their number, their order, and the backward that produced them.
 
 A gradient is complete when it has the expected number of contributions in a round, and a bucket is
-ready when its gradients are complete. `Reducer` says what a round is.
+ready when its gradients are complete. See `reducer` for rounds.
 
-A backward of another engine may reach this engine's parameters, as a generator's loss does the
-discriminator's. Such gradients add up in `.grad`. As in plain PyTorch they count in the next step,
-unless `zero_grad` drops them before.
+The backward of another engine may reach this engine's parameters, as the loss of a generator
+reaches the discriminator. Such gradients accumulate in `.grad`. As in plain PyTorch they count in
+the next step, unless `zero_grad` drops them first.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 from threed.zero.layout import Slot
 
-# What adds a contribution, and with what.
+# The function that adds a contribution, and its arguments.
 Contribution = tuple[Callable[..., None], tuple[Any, ...]]
 
 
@@ -27,17 +26,19 @@ class Contributions:
     """Counts the contributions to the gradient of one parameter.
 
     Args:
-        uses: the places in the model that use the parameter, and so contribute in a micro-batch.
-        known: whether that number can be expected. If not, the gradient is complete when the round
+        uses: number of places in the model that use the parameter, and so contribute per
+            micro-batch.
+        known: whether this number can be expected. If not, the gradient is complete when the round
             ends.
 
     Attributes:
-        per_pass: the number expected in the backward of a micro-batch, None if it is unknown.
-        remaining: expected contributions of the round that were not added yet.
-        added: contributions of the round in the gradient's buffer.
-        late: contributions of the round that came after the launch of a bucket of the gradient.
+        per_pass: number of contributions expected per micro-batch, None if it is unknown.
+        remaining: number of expected contributions of the round that were not added yet.
+        added: number of contributions of the round in the gradient's buffer.
+        late: number of contributions of the round that arrived after the launch of a bucket of the
+            gradient.
         used: whether there was a contribution in any step.
-        positions: of the gradient's buckets in their `LaunchQueue`, in ascending order.
+        positions: positions of the gradient's buckets in their `LaunchQueue`, in ascending order.
     """
 
     def __init__(self, uses: int = 1, known: bool = True) -> None:
@@ -49,11 +50,11 @@ class Contributions:
 
     @property
     def counted(self) -> int | None:
-        """The expected number, if it was counted, and is not that of the places."""
+        """The expected number if it was counted and differs from the number of uses, else None."""
         return None if self.per_pass == self._uses else self.per_pass
 
     def restore(self, counted: int | None) -> None:
-        """Restores `counted` of an earlier run, and forgets whether there was a contribution."""
+        """Restores `counted` of an earlier run, and resets `used`."""
         if self.per_pass is not None:
             self.per_pass = self._uses if counted is None else counted
         self.used = False
@@ -64,19 +65,19 @@ class Contributions:
         return self.per_pass is None or self.remaining > 0
 
     def add(self) -> bool:
-        """Counts a contribution in the buffer; returns whether the gradient is complete now."""
+        """Counts a contribution in the buffer; returns whether the gradient is now complete."""
         self.used = True
         self.added += 1
         self.remaining -= 1
         return self.remaining == 0
 
     def add_late(self) -> None:
-        """Counts a contribution that came too late."""
+        """Counts a contribution that arrived after the launch of its bucket."""
         self.used = True
         self.late += 1
 
     def learn(self, passes: int, dynamic: bool) -> None:
-        """Sets the expected number after a round; it decreases only if `dynamic`."""
+        """Updates the expected number after a round of `passes`; only `dynamic` may decrease it."""
         if self.per_pass is not None:
             counted = -(-(self.added + self.late) // passes)
             self.per_pass = counted if dynamic else max(self.per_pass, counted)
@@ -85,17 +86,17 @@ class Contributions:
 class LaunchQueue:
     """The buckets of one chunk of the model, or of parameters that several chunks share.
 
-    They are launched in one order, the same on every rank, and every bucket once in a round.
+    They are launched in one order, the same on every rank, and each bucket once per round.
 
     Args:
-        chunks: the chunks of the model that use the parameters.
-        parameters: the counts of all their gradients.
-        buckets: for each bucket, by its number and in launch order, the counts of its gradients.
+        chunks: chunks of the model that use the parameters.
+        parameters: counts of all their gradients.
+        buckets: counts of each bucket's gradients, by bucket number, in launch order.
 
     Attributes:
-        backwards: backwards of the chunks that have not ended in this step.
-        rounds: rounds of this step that have ended.
-        launched: buckets launched in this round.
+        backwards: number of backwards of the chunks that have not ended in this step.
+        rounds: number of rounds of this step that have ended.
+        launched: number of buckets launched in this round.
     """
 
     def __init__(
@@ -108,12 +109,12 @@ class LaunchQueue:
         for position, counts in enumerate(buckets.values()):
             for count in counts:
                 count.positions.append(position)
-        self._incomplete = [0] * len(buckets)  # gradients of each bucket
+        self._incomplete = [0] * len(buckets)  # incomplete gradients per bucket
         self.backwards, self.rounds, self.launched = 1, 0, 0
 
     @property
     def next(self) -> int:
-        """The number of the bucket to launch next, unless `is_done`."""
+        """The number of the bucket to launch next; requires that `is_done` is false."""
         return self._buckets[self.launched]
 
     @property
@@ -132,11 +133,11 @@ class LaunchQueue:
         return self.rounds == self.launched == 0
 
     def begin(self, backwards: int) -> None:
-        """Begins a step of so many backwards; `restart` begins its first round."""
+        """Begins a step with this number of backwards; `restart` begins its first round."""
         self.backwards = backwards
 
     def take(self) -> int:
-        """Returns the number of the next bucket, and marks it as launched."""
+        """Returns the number of the next bucket and marks it as launched."""
         self.launched += 1
         return self._buckets[self.launched - 1]
 
@@ -160,7 +161,7 @@ class LaunchQueue:
                     self._incomplete[position] += 1
 
     def learn(self, passes: int, dynamic: bool) -> None:
-        """Sets the expected numbers of contributions; see `Contributions.learn`."""
+        """Updates the expected numbers of contributions; see `Contributions.learn`."""
         for count in self._parameters:
             count.learn(passes, dynamic)
 
@@ -177,8 +178,8 @@ class LaunchQueue:
 class Deferral:
     """Defers contributions to weight gradients, for split backwards (arXiv 2401.10241, section 2).
 
-    with deferral.defer() as waiting: ...   # I: the input's gradient
-    deferral.add_deferred(waiting)          # W: the weights' gradients
+    with deferral.defer() as waiting: ...   # B: gradient of the input
+    deferral.add_deferred(waiting)          # W: gradients of the weights
     """
 
     def __init__(self) -> None:
@@ -188,8 +189,8 @@ class Deferral:
     def defer(self) -> Iterator[list[Contribution]]:
         """Yields a list to which sinks append contributions in the block, instead of adding them.
 
-        Of a product only the factors are kept. A round of reductions is that of the micro-batch
-        whose contributions are added, so the schedule decides how long they wait.
+        Of a matrix product only the factors are kept. A contribution counts in the round in which
+        it is added, so the schedule determines how long contributions wait.
         """
         self.waiting = waiting = list[Contribution]()
         try:
@@ -199,7 +200,7 @@ class Deferral:
 
     @torch.no_grad()
     def add_deferred(self, waiting: list[Contribution]) -> None:
-        """Adds the contributions of the list, in order, and removes each from it."""
+        """Adds the contributions of a list in order, and removes each from the list."""
         waiting.reverse()
         while waiting:
             add, arguments = waiting.pop()
@@ -212,13 +213,13 @@ class Owner(Protocol):
     def give_up(self) -> None: ...
 
 
-# owners of the running backwards, the innermost last; global, as autograd's engine is
+# owners of the running backwards, innermost last; global, like autograd's engine
 _running: list[object] = []
 
 
 @contextmanager
 def own_backward(owner: Owner) -> Iterator[None]:
-    """Marks the backwards in the block as the owner's. If the block raises, the owner's step is discarded."""
+    """Marks the backwards in the block as the owner's; discards the owner's step if it raises."""
     _running.append(owner)
     try:
         yield
@@ -230,15 +231,15 @@ def own_backward(owner: Owner) -> Iterator[None]:
 
 
 def is_own(owner: object, slot: Slot) -> bool:
-    """Returns whether the backward that computes this gradient is the owner's.
+    """Returns whether the running backward, which computes this gradient, belongs to the owner.
 
     Raises:
-        RuntimeError: it is no engine's.
+        RuntimeError: the backward belongs to no engine.
     """
     if not _running:
         slot.param.grad = None
         raise RuntimeError(
-            f"{slot.spec.name}: a gradient came in a backward that is no engine's: call engine.backward(loss) in place"
-            " of loss.backward(), or torch.autograd.grad for gradients of inputs"
+            f"{slot.spec.name}: a gradient was computed in a backward outside any engine: call engine.backward(loss)"
+            " instead of loss.backward(), or torch.autograd.grad for gradients of inputs"
         )
     return _running[-1] is owner

@@ -1,18 +1,23 @@
-"""Updates that begin in the backward: a bucket's as soon as its gradient is complete, beside the layers before it.
+"""Updates during the backward: a bucket is updated as soon as its gradient is complete.
 
-    early.begin()                    before a step: drops what one that broke off has left
-    early.take(bucket, gradient)     a complete gradient, in the order of buckets; returns whether it was taken
-    early.progress()                 between backwards: reads ahead, and updates what has arrived
-    done = early.end(now)            the step's scalars are known: the states that are updated, and need no other update
+    early.begin()                   before a step: discards the remains of an interrupted step
+    early.take(bucket, gradient)    with each complete gradient, in the order of buckets; returns
+                                    whether it was taken
+    early.progress()                between backwards: reads ahead, and updates buckets whose reads
+                                    have finished
+    done = early.end(now)           when the step's scalars are known: returns the updated states
 
-Layer by layer (`--zero.order layer`) a gradient is complete when the backwards of its layer are over, so that its state
-may pass between drive and memory while other layers run. Whether the step is skipped, or its gradients clipped, is not
-known then. The guess is that neither happens. What an update writes goes to a second region of the drive, and takes the
-place of the first one at the end of the step, if the guess was right. If it was wrong, or the step breaks off, nothing
-has changed; a step that is clipped is updated as ever, from gradients that were written to the drive for that. After a
-wrong guess updates wait, until one would have been right. Buffers are of constant size and number.
+In layer order (`--zero.order layer`) a gradient is complete when the backwards of its layer have
+ended. Its state can then be transferred between drive and memory while other layers run. At that
+time it is unknown whether the step will be skipped or clipped; the update assumes neither. It
+writes to a second region of the drive, which replaces the first one at the end of the step if the
+assumption was right. If it was wrong, or if the step is interrupted, the states are unchanged. A
+clipped step is then updated at its end, from gradients that were written to the drive for this
+purpose. After a wrong assumption, updates run at the end of the step until the assumption would
+have been right again. The number and size of buffers are constant.
 
-arXiv 2512.17570 (GreedySnake) overlaps a part of the update with the next forward instead, which is a step late for it.
+GreedySnake (arXiv 2512.17570) overlaps a part of the update with the next forward instead, so that
+this part is one step late.
 """
 
 from __future__ import annotations
@@ -29,29 +34,29 @@ from threed.zero.state import GRADIENT, State, drop_all, early_storages, fetched
 
 
 class Early:
-    """Updates buckets of an optimizer whose states are on a drive, with their parameters.
+    """Updates buckets with states and parameters on a drive during the backward.
 
     Args:
-        states: of the optimizer.
-        most: gradients that wait at a time.
+        states: states of the optimizer.
+        max_pending: limit on the number of queued gradients.
         clips: whether a step's gradients may be clipped.
-        guess: returns the next update's scalars on the host, if nothing is clipped and nothing
+        guess: returns the next update's scalars on the host for a step that is neither clipped nor
             skipped.
-        apply: updates what buffers hold of a state; see `Optimizer._apply_rule`.
+        apply: applies the update rule to the buffers of a state; see `Optimizer._apply_rule`.
     """
 
     def __init__(
-        self, states: Sequence[State], most: int, clips: bool, *,
+        self, states: Sequence[State], max_pending: int, clips: bool, *,
         guess: Callable[[], StepScalars],
         apply: Callable[[State, dict[str, StagedBuffer], StepScalars, bool], Tensor],
     ) -> None:  # fmt: skip
-        self.most, self.clips, self.guess, self.apply = most, clips, guess, apply
+        self.max_pending, self.clips, self.guess, self.apply = max_pending, clips, guess, apply
         self._states = {state.bucket: state for state in states if early_storages(state)}
-        self._hopeful = True  # the last guess would have been right
+        self._last_guess_right = True
         self._guess: StepScalars | None = None  # while a step runs
-        self._waiting = deque[tuple[State, DriveBuffer]]()  # gradients
+        self._pending = deque[tuple[State, DriveBuffer]]()  # queued gradients
         self._reads = fetched_in_turn(())
-        self._next: tuple[State, dict[str, StagedBuffer]] | None = None  # of the first gradient
+        self._next: tuple[State, dict[str, StagedBuffer]] | None = None  # for the first gradient
         self._done: list[State] = []
 
     def begin(self) -> None:
@@ -61,72 +66,89 @@ class Early:
         self._reads = fetched_in_turn((s, s.fetch(s.storages)) for s in self._states.values())
 
     def drop(self) -> None:
-        """Forgets what a step has updated so far, and releases all buffers."""
+        """Discards the updates of a step, and releases all buffers."""
         self._guess = None
         self._done.clear()
-        while self._waiting:
-            self._waiting.popleft()[1].drop()
+        while self._pending:
+            self._pending.popleft()[1].drop()
         self._reads.close()
         if self._next is not None:
             drop_all(self._next[1])
         self._next = None
 
     def take(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
-        """Takes a complete gradient and its buffer, unless the bucket is one for the end of the step."""
-        if bucket not in self._states or self._guess is None or not self._hopeful:
+        """Queues a complete gradient for an update during the backward.
+
+        Args:
+            bucket: the bucket.
+            gradient: buffer with its gradient, which is taken over.
+
+        Returns:
+            Whether it was taken. If not, the bucket must be updated at the end of the step.
+        """
+        if bucket not in self._states or self._guess is None or not self._last_guess_right:
             return False
         assert isinstance(gradient, DriveBuffer)
         if self.clips:
-            gradient.write()  # if it is clipped, it is read again
-        self._waiting.append((self._states[bucket], gradient))
+            gradient.write()  # if the step is clipped, the gradient is read again
+        self._pending.append((self._states[bucket], gradient))
         self.progress()
-        while len(self._waiting) > self.most:
+        while len(self._pending) > self.max_pending:
             self._update()
         return True
 
     def progress(self) -> None:
-        """Begins to read the next states, and updates what has arrived."""
-        if self._waiting or self._done:
+        """Begins to read the next states, and updates buckets whose reads have finished."""
+        if self._pending or self._done:
             self._read_ahead()
-        while self._waiting and self._arrived():
+        while self._pending and self._arrived():
             self._update()
 
     def end(self, now: StepScalars) -> set[State]:
-        """Ends a step whose scalars are these. Returns the states that are updated; all others, and all of them where
-        the guess was wrong, are as they were."""
-        guess, taken = self._guess, bool(self._waiting or self._done)
+        """Ends a step: makes the updates permanent if the guess was right, else discards them.
+
+        Args:
+            now: scalars of the step's update.
+
+        Returns:
+            The updated states; empty if the guess was wrong.
+
+        Raises:
+            RuntimeError: the learning rate or the loss scale was changed during the step.
+        """
+        guess, taken = self._guess, bool(self._pending or self._done)
         right = guess is not None and all(bool(a == b) for a, b in zip(guess, now, strict=True))
         if taken and not (right or bool(now.skip) or self.clips):
-            raise RuntimeError("the learning rate, or the loss scale, was changed while a step ran")
-        while right and self._waiting:
+            raise RuntimeError("the learning rate or the loss scale was changed during a step")
+        while right and self._pending:
             self._update()
         done = set(self._done) if right else set()
         self.drop()
         for state in done:
             for storage in early_storages(state):
                 storage.swap()
-        self._hopeful = right or guess is None
+        self._last_guess_right = right or guess is None
         return done
 
     def _read_ahead(self) -> None:
-        """Begins to read the next state, and those after it, unless that has begun."""
+        """Begins to read the state of the next bucket, and states after it."""
         if self._next is None:
             self._next = next(self._reads, None)
 
     def _arrived(self) -> bool:
-        """Whether the next update has nothing to wait for."""
+        """Returns whether the next update can run without waiting for the drive."""
         self._read_ahead()
         assert self._next is not None
-        buffers = (self._waiting[0][1], *self._next[1].values())
+        buffers = (self._pending[0][1], *self._next[1].values())
         return all(buffer.arrived() for buffer in buffers if isinstance(buffer, DriveBuffer))
 
     def _update(self) -> None:
-        """Updates the bucket whose gradient came first; what that changes is written beside."""
+        """Updates the bucket of the oldest queued gradient, into the drive's second regions."""
         self._read_ahead()
-        state, gradient = self._waiting.popleft()
+        state, gradient = self._pending.popleft()
         assert self._guess is not None
         assert self._next is not None
-        assert self._next[0] is state  # reductions end in the order of buckets
+        assert self._next[0] is state  # reductions finish in the order of buckets
         buffers, self._next = self._next[1], None
         buffers[GRADIENT] = gradient
         try:
@@ -140,8 +162,8 @@ class Early:
         self._done.append(state)
 
 
-def most_waiting(layout: Layout) -> int:
-    """Returns the most buckets whose gradients are complete at once: those of the largest layer."""
+def max_pending_buckets(layout: Layout) -> int:
+    """Returns the number of buckets of the largest layer, which may be complete at a time."""
     groups = [group for group in layout.groups if group.key.units and group.key.trainable]
     layers = Counter(min(group.key.units or ()) for group in groups for _ in group.buckets)
     return max(layers.values(), default=0)

@@ -1,18 +1,20 @@
-"""Gathers parameters before they are used, and releases them after.
+"""Gathers parameters before they are used and releases them afterwards.
 
     publish(bucket)   begins to gather new values, after the optimizer has updated this rank's slice
-    complete()        the same for slices of which this rank updates a portion, after it has updated all of them
+    complete()        the same for slices of which this rank updates only a portion
     start(unit)       begins to gather the parameters of a unit
     ready(unit)       waits until they are gathered
     release(unit)     frees their memory, unless another unit still needs it
 
-Parameters that stay whole (stages 1 and 2, small ones under stage 3) are gathered once, when they are published; this
-overlaps with the beginning of the next forward, and `ready` waits for it. Sliced parameters (stage 3) are gathered at
-every use, into a new buffer. The parameters stay the same objects (`zero.access`). Autograd saves positions in the
-buffer, not its memory; a backward reads them from the buffer of its own gather.
+Unsharded parameters (stages 1 and 2, small ones under stage 3) are gathered once, when they are
+published. The gather overlaps with the beginning of the next forward, and `ready` waits for it.
+Sharded parameters (stage 3) are gathered at every use, into a new buffer. The parameters stay the
+same objects (`zero.access`). Autograd saves positions in the buffer instead of its memory; a
+backward reads them from the buffer that was gathered for it.
 
-Slices may be offloaded (`threed.memory.tiers`). Then a gather has two phases, both overlapped with the unit before:
-reading this rank's slices, and the all-gather, which begins when the next group is requested.
+Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases, which both overlap
+with the previous unit: reading this rank's slices, and the all-gather, which begins when the next
+group is requested.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ from threed.sharding import storage_of
 from threed.topology import Axis
 from threed.zero.access import Access, Holder
 from threed.zero.layout import Bucket, Group, Layout, Slot
-from threed.zero.modes import unseen, without_transforms
+from threed.zero.modes import hide_from_checkpointing, without_transforms
 
 
-def _aside(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Hides a gather of a wrapped module's parameters from selective activation checkpointing."""
+def _hidden_from_checkpointing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: hides gathers for wrapped modules from selective activation checkpointing."""
 
     @functools.wraps(method)
     def run(self: Gatherer, *args: Any) -> Any:
-        with unseen() if self.wrapped else nullcontext():
+        with hide_from_checkpointing() if self.wrapped else nullcontext():
             return method(self, *args)
 
     return run
@@ -51,7 +53,12 @@ def _aside(method: Callable[..., Any]) -> Callable[..., Any]:
 class SavedView:
     """A tensor that autograd saved as a position in a group's buffer.
 
-    slot: None for a view of a gathered buffer; a parameter that was not gathered when it was saved.
+    Attributes:
+        group: the group.
+        slot: the parameter, if it was not gathered when it was saved; None for a view of a gathered
+            buffer.
+        dtype: dtype of the tensor.
+        place: its size, strides and offset in the buffer.
     """
 
     def __init__(self, group: Group, slot: Slot | None, tensor: Tensor) -> None:
@@ -67,7 +74,10 @@ class SavedView:
 
 
 class GatheredTile:
-    """Gathers one tile of a linear layer while the layer uses it (`threed.layers.slicing.TileGatherer`)."""
+    """Gathers a tile of a linear layer while the layer uses it.
+
+    Implements `threed.layers.slicing.TileGatherer`.
+    """
 
     def __init__(self, gatherer: Gatherer, group: Group) -> None:
         self.gatherer, self.group = gatherer, group
@@ -77,7 +87,7 @@ class GatheredTile:
         self.gatherer.open(self.group, Holder.TILE)
 
     def open(self) -> None:
-        """Waits until the tile is whole."""
+        """Waits until the tile is gathered; begins to gather it if `ahead` has not."""
         self.gatherer.open(self.group, Holder.TILE)
         self.gatherer.wait(self.group)
 
@@ -90,17 +100,18 @@ class Gatherer:
     """Gathers the groups of a layout.
 
     Args:
-        layout: of the parameters.
-        codec: encodes sharded parameters in gathers for layers; gathers for the program are exact.
+        layout: layout of the parameters.
+        codec: encoding of sharded parameters in gathers for layers; gathers for the user's program
+            are exact.
 
     Attributes:
-        accesses: the access to each parameter.
-        by_storage: the group (and, for the placeholder of a sharded parameter, the slot) that a storage belongs to; the
-            keys are those of `storage_of`.
-        version: incremented when the values of sharded parameters change.
-        wrapped: whether the parameters are those of a wrapped module, which the program may read
-            and change.
-        order: a hash of the groups that were gathered, in order; the same on all ranks.
+        accesses: access to each parameter.
+        by_storage: owner of each storage, by `storage_of`: a group, with a slot if the storage is
+            the placeholder of a sharded parameter.
+        version: counter, incremented when the values of sharded parameters change.
+        wrapped: whether the parameters belong to a wrapped module, so that the program may read and
+            change them.
+        order: hash of the sequence of gathered groups; must be equal on all ranks.
     """
 
     wrapped: ClassVar[bool] = False
@@ -117,21 +128,22 @@ class Gatherer:
             for slot in group.slots if group.sliced else ():
                 self.by_storage[storage_of(slot.placeholder)] = (group, slot)
         self.version = 0
-        self._published: dict[Bucket, Pending] = {}  # gathers of what stays whole
+        self._published: dict[Bucket, Pending] = {}  # gathers in flight of unsharded parameters
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
-        # slices being read, in the order requested
+        # groups with slices being read, in the order of requests
         self._reading: dict[Group, list[tuple[Bucket, StagedBuffer]]] = {}
         self._gathering: dict[Group, list[Pending]] = {}
-        self._exact: set[Group] = set()  # groups whose gather in progress is not encoded
+        self._exact: set[Group] = set()  # groups gathered without encoding
         self._holders: dict[Group, set[int | Holder]] = {}
         for drive in layout.policy.drives:
-            drive.on_full(self._end_gathers)
+            drive.on_full(self._finish_gathers)
         self._number = {group: number for number, group in enumerate(layout.groups)}
         buckets = [bucket for group in layout.groups for bucket in group.buckets]
-        self._held_twice = [b for b in reversed(buckets) if b.group.holders.size > 1]
-        self._shows_newest = True  # else passes read the version before the gathered one
+        # buckets whose slices are updated in portions
+        self._portioned = [b for b in reversed(buckets) if b.group.holders.size > 1]
+        self._shows_newest = True  # False: passes read the previous version of the parameters
         self.order = 0
         for group in layout.groups:
             if group.key.tile is not None:
@@ -144,25 +156,28 @@ class Gatherer:
                 for unit in {unit for slot in bucket.slots() for unit in slot.units}:
                     self._buckets_of_unit.setdefault(unit, []).append(bucket)
 
-    # --------------------------------------------------------------------------------------- parameters that stay whole
+    # --------------------------------------------------------------------------------------- unsharded parameters
 
     def publish(self, bucket: Bucket) -> None:
-        """Begins to gather the other ranks' slices of a bucket, if its parameters stay whole, and this rank's slice is:
-        else `complete` does it."""
+        """Begins to gather the other ranks' slices of a bucket of unsharded parameters.
+
+        Buckets updated by several pipeline ranks are gathered by `complete` instead.
+        """
         self.version += bucket.group.sliced
         if bucket.group.holders.size == 1:
             self._publish(bucket)
 
     def complete(self) -> None:
-        """Gathers the other pipeline ranks' portions of this rank's slices, then publishes these. Collective.
+        """Gathers portions of slices that other pipeline ranks update, then publishes the slices.
 
-        The order is that of groups, which ranks share, from its end: what the model begins with is needed first.
+        Collective. Gathers start in reverse order of groups, which all ranks share: the first
+        layers of the model are needed first.
         """
-        begun = [
+        gathers = [
             collectives.start_all_gather(b.portion.fetch().wait(), b.group.holders, out=b.own)
-            for b in self._held_twice
+            for b in self._portioned
         ]
-        for bucket, pending in zip(self._held_twice, begun, strict=True):
+        for bucket, pending in zip(self._portioned, gathers, strict=True):
             pending.wait()
             self._publish(bucket)
 
@@ -176,13 +191,19 @@ class Gatherer:
             self._guard(bucket)
 
     def wait_for(self, slot: Slot) -> None:
-        """Waits until one parameter that stays whole is gathered."""
+        """Waits until an unsharded parameter is gathered."""
         if self._published and self._shows_newest:
             self._wait_for(self._buckets_of_slot.get(slot, ()))
 
     def show(self, newest: bool) -> None:
-        """Sets which version of the parameters passes read. Only the newest has gathers to wait for: parameters that
-        show the version before are not guarded."""
+        """Selects the version of the parameters that passes read.
+
+        Only the newest version has gathers to wait for, so parameters that show the previous
+        version are not guarded.
+
+        Args:
+            newest: whether to show the newest version.
+        """
         if newest != self._shows_newest:
             self._shows_newest = newest
             for bucket in self._published:
@@ -192,8 +213,8 @@ class Gatherer:
         for slot in bucket.slots():
             self.accesses[slot].guard(self._shows_newest)
 
-    def settle(self) -> None:
-        """Waits until all parameters that stay whole are gathered."""
+    def wait_all(self) -> None:
+        """Waits until all unsharded parameters are gathered."""
         self._wait_for(list(self._published))
 
     def _wait_for(self, buckets: Iterable[Bucket]) -> None:
@@ -204,19 +225,19 @@ class Gatherer:
                     if self._published.keys().isdisjoint(self._buckets_of_slot[slot]):
                         self.accesses[slot].guard(False)
 
-    # ------------------------------------------------------------------------------------------------ sliced parameters
+    # ------------------------------------------------------------------------------------------------ sharded parameters
 
     def comes_and_goes(self, unit: int) -> bool:
-        """Returns whether a unit has sliced parameters."""
+        """Returns whether a unit has sharded parameters."""
         return unit in self._groups_of_unit
 
     def start(self, unit: int) -> None:
-        """Begins to gather the sliced parameters of a unit, unless they are whole or in flight."""
+        """Begins to gather the sharded parameters of a unit that are not open."""
         for group in self._groups_of_unit.get(unit, ()):
             self.open(group, unit)
 
     def ready(self, unit: int) -> None:
-        """Waits until all parameters of a unit are whole; first begins to gather them if `start` has not."""
+        """Waits until all parameters of a unit are gathered; starts gathers if needed."""
         if self._published and self._shows_newest:
             self._wait_for(self._buckets_of_unit.get(unit, ()))
         for group in self._groups_of_unit.get(unit, ()):
@@ -224,12 +245,12 @@ class Gatherer:
             self.wait(group)
 
     def release(self, unit: int) -> None:
-        """Frees the sliced parameters that only this unit held."""
+        """Frees the sharded parameters of a unit, unless another holder needs them."""
         for group in self._groups_of_unit.get(unit, ()):
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sliced parameters; raises the first error of these after all are freed."""
+        """Frees all sharded parameters, then raises the first error that occurred."""
         first: RuntimeError | None = None
         for group in list(self._holders):
             try:
@@ -240,36 +261,43 @@ class Gatherer:
             raise first
 
     def pass_ended(self) -> None:
-        """Called after each backward."""
+        """Hook: called after each backward."""
 
     def gradient_complete(self, slot: Slot) -> None:
-        """Called with each parameter whose gradient is complete, in a backward."""
+        """Hook: called in a backward with each parameter whose gradient is complete."""
 
-    # -------------------------------------------------------------------------------------------------------- one group
+    # -------------------------------------------------------------------------------------------------------- groups
 
     def before_use(self, group: Group) -> None:
-        """Called with a sharded group when one of its parameters is used; may open the group."""
+        """Hook: called when a parameter of a sharded group is used; may open the group."""
 
     def before_free(self, group: Group) -> None:
-        """Called with a group before its memory is freed."""
+        """Hook: called before a group's memory is freed."""
 
     def groups_of(self, unit: int) -> list[Group]:
-        """Returns the sliced groups that a unit uses."""
+        """Returns the sharded groups that a unit uses."""
         return self._groups_of_unit.get(unit, [])
 
     def is_open(self, group: Group) -> bool:
-        """Returns whether a sliced group is whole, or in flight."""
+        """Returns whether a sharded group is gathered or in flight."""
         return group in self._holders
 
     def is_held(self, holder: int | Holder) -> bool:
-        """Returns whether some sliced group is kept whole for `holder`."""
+        """Returns whether `holder` keeps any sharded group gathered."""
         return any(holder in holders for holders in self._holders.values())
 
     def require(self, group: Group, slot: Slot) -> None:
-        """Waits until a sliced group is gathered. Gathers it first inside a forward or backward, where all ranks do.
+        """Waits until a sharded group is gathered.
+
+        Inside a forward or backward of a wrapped module it gathers the group first, which all ranks
+        do.
+
+        Args:
+            group: the group.
+            slot: the parameter that is used, for the error message.
 
         Raises:
-            RuntimeError: the group is not gathered, elsewhere; the message names the parameter of `slot`.
+            RuntimeError: the group is not gathered and cannot be gathered here.
         """
         self.before_use(group)
         if not self.is_open(group):
@@ -285,23 +313,23 @@ class Gatherer:
             )
         self.wait(group)
 
-    @_aside
+    @_hidden_from_checkpointing
     def open(self, group: Group, holder: int | Holder) -> None:
-        """Begins to gather a sliced group, and keeps it whole for `holder`."""
+        """Begins to gather a sharded group and keeps it gathered for `holder`."""
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))
-            self._exchange()
+            self._start_gathers()
             if holder is Holder.GATHERED:
                 self._exact.add(group)
             self._reading[group] = [(bucket, bucket.storage.fetch()) for bucket in group.buckets]
             if all(bucket.own is not None for bucket in group.buckets):
-                self._exchange()
+                self._start_gathers()
             self._holders[group] = set()
         self._holders[group].add(holder)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gathers all sliced groups, and guards all parameters and their views, inside the block."""
+        """Context: gathers all sharded groups, and guards all parameters and their views."""
         sliced = [group for group in self.layout.groups if group.sliced]
         for group in sliced:
             self.open(group, Holder.GATHERED)
@@ -317,7 +345,7 @@ class Gatherer:
 
     @functools.cached_property
     def saving(self) -> saved_tensors_hooks:
-        """The hooks with which autograd saves positions in buffers."""
+        """Saved-tensor hooks with which autograd saves positions in buffers."""
         return saved_tensors_hooks(
             torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
         )
@@ -326,21 +354,23 @@ class Gatherer:
         owner = self.by_storage.get(storage_of(tensor))
         return tensor if owner is None else SavedView(*owner, tensor)
 
-    @_aside
+    @_hidden_from_checkpointing
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         self.require(packed.group, packed.slot or packed.group.slots[0])
         return packed.tensor()
 
-    def _end_gathers(self) -> None:
-        """Waits for all gathers, also of groups not used yet, so that the buffers of their slices are released."""
-        self._exchange()
+    def _finish_gathers(self) -> None:
+        """Waits for all gathers, including prefetched groups, to release drive buffers."""
+        self._start_gathers()
         for group in list(self._gathering):
             self.wait(group)
 
-    def _exchange(self) -> None:
-        """Begins the all-gather of every group whose slices are being read: in the same order on all ranks."""
+    def _start_gathers(self) -> None:
+        """Starts the all-gather of every group whose slices are being read, in the order of
+        requests.
+        """
         for group in list(self._reading):
             with without_transforms():
                 group.allocate()
@@ -358,16 +388,16 @@ class Gatherer:
         pending = collectives.start_all_gather(own, group.gather, out=window, codec=codec)
 
         def finish() -> Tensor:
-            whole = pending.wait()
+            full = pending.wait()
             staged.drop()
-            return whole
+            return full
 
         return Pending(finish)
 
     def _gather_from_host(
         self, axis: Axis, window: Tensor, own: Tensor, staged: StagedBuffer, codec: Codec
     ) -> Pending:
-        """Does the same from page-locked memory to a GPU, on a stream of its own."""
+        """Gathers from page-locked host memory to a GPU, on a separate stream."""
         stream = copy_stream(window.device, "in")
         with beside(stream):
             own = own.to(window.device, non_blocking=True)
@@ -377,19 +407,19 @@ class Gatherer:
 
         def finish() -> Tensor:
             current_stream(window.device).wait_event(gathered)
-            whole = pending.wait()
+            full = pending.wait()
             if not isinstance(staged, InMemory):
-                copied.synchronize()  # a drive's buffer is reused
+                copied.synchronize()  # the drive reuses its buffer after `drop`
             staged.drop()
-            return whole
+            return full
 
         return Pending(finish)
 
-    @_aside
+    @_hidden_from_checkpointing
     def wait(self, group: Group) -> None:
         """Waits for the gather of a group."""
         if group in self._reading:
-            self._exchange()
+            self._start_gathers()
         if group in self._gathering:
             with without_transforms():
                 for pending in self._gathering.pop(group):
@@ -398,16 +428,16 @@ class Gatherer:
                 self.accesses[slot].guard(False)
 
     def close(self, group: Group, holder: int | Holder) -> None:
-        """Frees a sliced group if `holder` was the last one."""
+        """Frees a sharded group if `holder` was the last one that needed it."""
         holders = self._holders.get(group)
         if holders is not None:
             holders.discard(holder)
             if not holders:
                 self._free(group)
 
-    @_aside
+    @_hidden_from_checkpointing
     def _free(self, group: Group) -> None:
-        self.wait(group)  # a gather in flight still writes into it
+        self.wait(group)  # a gather in flight still writes to the buffer
         del self._holders[group]
         self._exact.discard(group)
         try:

@@ -4,11 +4,13 @@
     gatherer.gradient_complete(slot)    when the gradient of a parameter is complete
     gatherer.pass_ended()               after each backward
 
-A unit gathers all its parameters when it is called, and releases them when it returns. Any other use of a parameter, or
-of a tensor that autograd saved as a view of it, gathers its group (`zero.access`). In a backward a group is released
-when the gradients of all its parameters have been added, when `RECENT` other groups were used after it, or at the end.
+A unit gathers all its parameters when it is called, and releases them when it returns. Any other
+use of a parameter, or of a tensor that autograd saved as a view of it, gathers its group
+(`zero.access`). In a backward a group is released when the gradients of all its parameters have
+been added, when `RECENT` other groups were used after it, or at the end of the backward.
 
-Groups are gathered ahead in the order of the last pass. A wrong prediction costs its bytes and nothing else.
+Groups are prefetched in the order of the previous pass. A wrong prediction only costs bandwidth and
+memory.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.manual_edits import Changes
 from threed.zero.modes import compiles
 
-# groups used last in a backward, which stay gathered until all their gradients are there
+# number of most recently used groups that stay gathered in a backward
 RECENT = 3
 
 
@@ -37,44 +39,52 @@ class Trace:
     """The order in which a pass used groups, as a prediction for the next pass."""
 
     def __init__(self) -> None:
-        self._seen: list[Group] = []
-        self._before: list[Group] = []
+        self._used: list[Group] = []
+        self._predicted: list[Group] = []
         self._at = 0
 
     @property
     def last(self) -> Group | None:
-        """The group that the last pass used last."""
-        return self._before[-1] if self._before else None
+        """The last group used in the previous pass."""
+        return self._predicted[-1] if self._predicted else None
 
-    def note(self, group: Group, ahead: int) -> list[Group]:
-        """Records a use; returns the next `ahead` groups, as far as the last pass predicts them."""
-        if self._seen and self._seen[-1] is group:
+    def record(self, group: Group, ahead: int) -> list[Group]:
+        """Records a use of a group.
+
+        Args:
+            group: the group.
+            ahead: number of groups to predict.
+
+        Returns:
+            The next `ahead` groups predicted from the previous pass; empty if it predicts none.
+        """
+        if self._used and self._used[-1] is group:
             return []
-        self._seen.append(group)
-        if group not in self._before[self._at :]:
+        self._used.append(group)
+        if group not in self._predicted[self._at :]:
             return []
-        self._at = self._before.index(group, self._at) + 1
-        return self._before[self._at : self._at + ahead]
+        self._at = self._predicted.index(group, self._at) + 1
+        return self._predicted[self._at : self._at + ahead]
 
     def end(self) -> None:
         """Ends the pass."""
-        if self._seen:
-            self._before, self._seen, self._at = self._seen, [], 0
+        if self._used:
+            self._predicted, self._used, self._at = self._used, [], 0
 
 
 class _Hook:
     """The forward hooks of a module.
 
-    A copied or pickled module belongs to no engine: copies share this object, whose hooks ignore them, and pickles hold
-    an empty one.
+    A copied or pickled module belongs to no engine. Copies share this object, whose hooks ignore
+    them; pickles contain an empty one.
     """
 
     module: nn.Module | None = None
 
     def __init__(self, gatherer: ModuleGatherer, module: nn.Module, unit: int | None) -> None:
         self.gatherer, self.module, self.unit = gatherer, module, unit
-        self.saving: list[saved_tensors_hooks] = []  # of running calls
-        # Here, not as decorators: `torch.compiler.disable` imports a compiler that most programs do not need.
+        self.saving: list[saved_tensors_hooks] = []  # one per running call
+        # not as decorators: `torch.compiler.disable` imports a compiler that few programs need
         self._begin = torch.compiler.disable(self._enter, reason=UNTRACED)
         self._end = torch.compiler.disable(self._leave, reason=UNTRACED)
         module.register_forward_pre_hook(self.before, prepend=True)
@@ -90,10 +100,10 @@ class _Hook:
 
     def _enter(self, module: nn.Module) -> None:
         hooks: Any = module._forward_hooks
-        hooks.move_to_end(self.after_id)  # so that hooks added by the user may use parameters
+        hooks.move_to_end(self.after_id)  # run last: the user's hooks may use parameters
         self.gatherer.enter(self.unit)
         if self.gatherer.runs_compiled(module):
-            # Compiled code reads parameters, and autograd saves them, without a call of `__torch_function__`.
+            # compiled code and autograd bypass `__torch_function__`
             self.saving.append(self.gatherer.saving)
             self.saving[-1].__enter__()
 
@@ -113,10 +123,10 @@ class ModuleGatherer(Gatherer):
     """Gathers the parameters of a wrapped module, which the program may use and change anywhere.
 
     Args:
-        layout: of the parameters.
-        model: the module, with its units, in which the gatherer installs its hooks.
-        prefetch: how many groups to gather ahead.
-        codec: as for `Gatherer`.
+        layout: layout of the parameters.
+        model: the module and its units; the gatherer installs its hooks in them.
+        prefetch: number of groups to gather ahead of their use.
+        codec: see `Gatherer`.
 
     Attributes:
         changes: tracks parameters that the program changes.
@@ -129,10 +139,10 @@ class ModuleGatherer(Gatherer):
         self.changes = Changes(model.module, layout, self)
         self.prefetch = prefetch
         self.forwards, self.backwards = Trace(), Trace()
-        self._calls: list[list[Group]] = []  # the groups that each running call holds
+        self._calls: list[list[Group]] = []  # groups that each running call holds, innermost last
         self._recent: list[Group] = []
-        self._node: Any = None  # the running autograd node, and the groups it uses
-        self._in_use: set[Group] = set()
+        self._node: Any = None  # the running autograd node
+        self._in_use: set[Group] = set()  # groups that this node uses
         sliced = [group for group in layout.groups if group.sliced]
         self._group_of_slot = {slot: group for group in sliced for slot in group.slots}
         self._due: dict[Group, int] = {}
@@ -149,21 +159,21 @@ class ModuleGatherer(Gatherer):
     # -------------------------------------------------------------------------------------------------------- forward
 
     def enter(self, unit: int | None) -> None:
-        """Begins a module's call."""
+        """Begins a call of a module."""
         self._calls.append([])
         for group in self.groups_of(unit) if unit is not None else ():
             self.before_use(group)
 
     def runs_compiled(self, module: nn.Module) -> bool:
-        """Returns whether the module, or a part of it, is compiled."""
-        # `torch._dynamo.reset` forgets, compiled modules stay
+        """Returns whether the module, or a submodule, is compiled."""
+        # after `torch._dynamo.reset` modules are still compiled, but `compiles()` returns False
         self._compiles = self._compiles or compiles()
         return self._compiles and any(
             part._compiled_call_impl or "_orig_mod" in part._modules for part in module.modules()
         )
 
     def before_use(self, group: Group) -> None:
-        """Gathers a group before use in a forward or backward; does nothing elsewhere."""
+        """Gathers a group before its use in a forward or backward; does nothing elsewhere."""
         if self._calls:
             if group not in self._calls[-1]:
                 self._calls[-1].append(group)
@@ -172,26 +182,26 @@ class ModuleGatherer(Gatherer):
             self._use(group)
 
     def leave(self, output: Any) -> None:
-        """Ends a module's call."""
+        """Ends a call of a module."""
         if not self._calls:
             return
-        depth, held = len(self._calls), self._calls.pop()
+        depth, groups = len(self._calls), self._calls.pop()
         returned = self._groups_in(output)
-        for group in held:
-            stays = in_backward() or (torch.is_grad_enabled() and group is self.forwards.last)
-            if group in returned and self._calls:  # the caller holds it now
+        for group in groups:
+            keep = in_backward() or (torch.is_grad_enabled() and group is self.forwards.last)
+            if group in returned and self._calls:  # hand it over to the caller
                 if group not in self._calls[-1]:
                     self._calls[-1].append(group)
                     self.open(group, depth - 1)
-            elif stays or group in returned:
-                # a recompute, whose backward follows; or where the backward begins
+            elif keep or group in returned:
+                # recomputed, so that its backward is next, or the first group of the backward
                 self.open(group, Holder.BACKWARD)
             self.close(group, depth)
         if not self._calls and not in_backward():
             self.forwards.end()
 
     def _groups_in(self, output: Any) -> set[Group]:
-        """Returns the groups whose parameters, or views of them, are in a module's output."""
+        """Returns the groups of parameters that share memory with tensors in a module's output."""
         owners = (
             self.by_storage.get(storage_of(leaf))
             for leaf in tree_leaves(output)
@@ -200,9 +210,11 @@ class ModuleGatherer(Gatherer):
         return {owner[0] for owner in owners if owner is not None}
 
     def _hold(self, group: Group, holder: int | Holder) -> None:
-        """Gathers a group, and begins to gather those predicted next."""
+        """Gathers a group and prefetches the groups predicted next."""
         self.open(group, holder)
-        following = (self.backwards if in_backward() else self.forwards).note(group, self.prefetch)
+        following = (self.backwards if in_backward() else self.forwards).record(
+            group, self.prefetch
+        )
         self.wait(group)
         self.close(group, Holder.AHEAD)
         for other in following:
@@ -211,7 +223,7 @@ class ModuleGatherer(Gatherer):
     # ------------------------------------------------------------------------------------------------------- backward
 
     def _use(self, group: Group) -> None:
-        """Gathers a group in a backward; the groups that the running node uses stay whole."""
+        """Gathers a group in a backward; groups in use by the running node stay gathered."""
         node = torch._C._current_autograd_node()
         if node is not self._node:
             self._node, self._in_use = node, set()
@@ -226,7 +238,7 @@ class ModuleGatherer(Gatherer):
 
     def _publish(self, bucket: Bucket) -> None:
         super()._publish(bucket)
-        if compiles():  # what is in flight cannot be traced
+        if compiles():  # torch.compile cannot trace the wait for a gather in flight
             self._wait_for((bucket,))
 
     def gradient_complete(self, slot: Slot) -> None:
@@ -245,9 +257,9 @@ class ModuleGatherer(Gatherer):
         self.release_all()
 
     def release_all(self) -> None:
-        """Releases all groups, and ends the pass that used them."""
+        """Releases all groups and ends the pass that used them."""
         self.backwards.end()
-        self._calls.clear()  # of a forward that was interrupted
+        self._calls.clear()  # left over if a forward was interrupted
         self._recent.clear()
         self._due.clear()
         self._node, self._in_use = None, set()

@@ -1,4 +1,4 @@
-"""Gradients that come after the launch of their bucket: kept, and reduced when the step ends."""
+"""Gradients that arrive after the launch of their bucket: kept, and reduced when the step ends."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LateGradients:
     """Keeps the late gradients of a step.
 
     Args:
-        layout: the parameters and their buckets.
-        codecs: how gradients are encoded between ranks.
-        gatherer: gathers the parameters, in an order that ranks compare.
+        layout: parameters and their buckets.
+        codecs: how gradients are encoded for communication.
+        gatherer: gathers the parameters; ranks compare the order of its gathers.
     """
 
     def __init__(self, layout: Layout, codecs: GradientCodecs, gatherer: Gatherer | None) -> None:
@@ -31,12 +31,12 @@ class LateGradients:
         self._gradients: dict[Slot, Tensor] = {}
 
     def add(self, slot: Slot, grad: Tensor) -> None:
-        """Adds a late gradient of a parameter to those before it."""
+        """Adds a late gradient of a parameter to its earlier ones."""
         if slot in self._gradients:
             self._gradients[slot].add_(grad)
         else:
             copied = grad.to(self.layout.policy.grad_dtype, copy=True)
-            self._gradients[slot] = copied.contiguous()  # a product may come transposed
+            self._gradients[slot] = copied.contiguous()  # a product may be transposed
 
     def clear(self) -> None:
         """Drops all gradients."""
@@ -70,7 +70,7 @@ class LateGradients:
             if any(slot in self._gradients for slot in bucket.slots())
         ]
         order = 0 if self.gatherer is None else self.gatherer.order
-        shards = {bucket.group.shard for bucket in buckets}  # other axes have no gathers
+        shards = {bucket.group.shard for bucket in buckets}  # gathers use these axes only
         for axis in dict.fromkeys(chain.from_iterable(self._axes)):
             answers = collectives.exchange([order, own], axis)
             if axis in shards:

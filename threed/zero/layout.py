@@ -1,20 +1,24 @@
-"""Units, groups, buckets: where every parameter of a pipeline stage lies, and which rank owns which slice of it.
+"""Units, groups and buckets: the memory layout of a pipeline stage's parameters.
 
     layout = build(units, tied, topology, policy)
-    unit    a pipeline layer, or a module of a wrapped model; its parameters are gathered and released together
-    group   a flat buffer of parameters with the same options (rate, decay) and the same axes to sum gradients over
-    bucket  a window of at most `bucket-mib` on a group; it may cut parameters
-    slice   the part of a bucket that this rank owns: the r-th of its shard group S
-    portion the part of a slice that this rank updates: all of it, unless other pipeline ranks have the same slice and
-            all of them share the optimizer's states (bidirectional schedules)
+    unit     a pipeline layer, or a module of a wrapped model; its parameters are gathered and
+             released together
+    group    a flat buffer of parameters with the same options (learning rate, weight decay) and the
+             same axes to sum gradients over
+    bucket   a window of at most `bucket-mib` on a group; parameters may span buckets
+    slice    the part of a bucket that this rank owns: the r-th of its shard group S
+    portion  the part of a slice that this rank updates: all of it, unless other pipeline ranks have
+             the same slice and they share the optimizer's states (bidirectional schedules)
 
-Parameters lie in backward order, so that buckets complete one after the other while backward runs. The axes are those
-of a group, not of a parameter: so a bucket needs one collective per axis, one call of the optimizer's rule and one
-decision about which rank counts it in the norm. With uneven vocabulary shards, only parameters that have one shape on
-all tensor ranks may share a buffer with a tensor-parallel sum: else slices would not align.
+Parameters are stored in backward order, so that buckets complete one after the other during the
+backward. The reduction axes belong to a group, not to a parameter. So a bucket needs one collective
+per axis, one call of the update rule, and one owner that counts it in the gradient norm. If
+vocabulary shards are uneven, a buffer with a tensor-parallel sum holds only parameters with the
+same shape on all tensor ranks; otherwise slices would not align.
 
-The ZeRO stages (arXiv 1910.02054) differ in what of a group exists in full. Under stage 3 each unit has groups of its
-own, so that one can be whole while the others are slices; small parameters stay whole, as under stage 2.
+The ZeRO stages (arXiv 1910.02054) differ in which tensors of a group are kept in full. Under stage
+3 each unit has separate groups, so that units can be gathered one at a time. Small parameters stay
+unsharded, as under stage 2.
 """
 
 from __future__ import annotations
@@ -36,14 +40,20 @@ from threed.sharding import Piece, ShardSpec, attach, spec_of, split
 from threed.topology import Axis, Topology, alone
 
 CPU = torch.device("cpu")
-ALIGN = 32  # elements: every parameter starts on a 64-byte line or better
-PIECES = 8  # a group has at least so many buckets,
-SMALLEST = 2**18  # unless they had fewer elements
+ALIGN = 32  # elements; parameters start at multiples, which are 64 bytes or more
+MIN_BUCKETS = 8  # per group, unless buckets would have fewer than MIN_BUCKET_NUMEL elements
+MIN_BUCKET_NUMEL = 2**18
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """The options of a parameter group: its rule, a factor on the learning rate, and the weight decay."""
+    """The options of a parameter group.
+
+    Attributes:
+        rule: update rule.
+        factor: factor on the learning rate.
+        decay: weight decay.
+    """
 
     rule: Rule = field(default_factory=Adam)
     factor: float = 1.0
@@ -55,9 +65,9 @@ class DataAxes:
     """The axes of the data ranks that hold the same parameters.
 
     Attributes:
-        shard: the axis S that slices are spread over.
-        replicas: the axis R of ranks that hold the same slice.
-        gather: S with the communicator for gathers.
+        shard: shard group S, over which buckets are split into slices.
+        replicas: replica group R, of ranks that hold the same slice.
+        gather: S with a separate communicator for gathers.
     """
 
     shard: Axis
@@ -67,31 +77,31 @@ class DataAxes:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a stage's parameters are laid out: which ranks have slices, and where they are stored.
+    """How a stage's parameters are laid out: sharding, axes, dtypes and storage.
 
-    With a tier, parameters and states are slices also on one rank.
+    With an offload tier, parameters and states are kept as slices even on a single rank.
 
     Attributes:
-        stage: of ZeRO, 0 to 3.
-        data: the axes of parameters that all data ranks hold.
-        bucket_bytes: the largest size of a bucket.
-        param_dtype: of the layers.
-        grad_dtype: of the summed gradients.
-        resident: parameters with fewer elements stay whole under stage 3.
-        options: returns the options of a parameter's group.
-        arena: gradient buffers are kept from step to step, also under stage 3.
-        params_tier: stores slices of parameters under stage 3; None for the device.
-        optimizer_tier: stores the optimizer's states and, from stage 2 on, slices of gradients;
-            None for the device.
-        host: where a tier's values are worked on.
-        states_once: pipeline ranks that hold the same parameters share the optimizer's states of
-            them, each a part; not with tiers.
-        versions: 2 if a step begins before the update of the one before it: of parameters, and a
-            copy of the slices of gradients.
-        early: updates begin in the backward, and write to second regions of the drive
+        stage: ZeRO stage, 0 to 3.
+        data: axes of the parameters that all data ranks hold.
+        bucket_bytes: largest size of a bucket, in bytes of `grad_dtype`.
+        param_dtype: dtype of the parameters that layers use.
+        grad_dtype: dtype of the summed gradients.
+        resident: number of elements below which parameters stay unsharded under stage 3.
+        options: function from a parameter's `ShardSpec` to its group's options.
+        arena: whether gradient buffers are kept from step to step, under stage 3 as well.
+        params_tier: storage of the slices of parameters under stage 3; None for the device.
+        optimizer_tier: storage of the optimizer's states and, from stage 2 on, of the slices of
+            gradients; None for the device.
+        host: device on which offloaded values are processed.
+        states_once: whether pipeline ranks that hold the same parameters share their optimizer
+            states, each rank a portion. Not with offload tiers.
+        versions: number of versions of the parameters; 2 if a step begins before the update of the
+            previous one. Slices of gradients then have separate memory as well.
+        early: whether updates run during the backward and write to second regions of the drive
             (`threed.zero.early`).
-        delayed: an update runs during the next step, which uses the parameters from before it.
-        dealt: the axes of the others, by `ShardSpec.over`.
+        delayed: whether an update runs during the next step, which still uses the old parameters.
+        dealt: axes of the parameters that are distributed over data ranks, by `ShardSpec.over`.
     """
 
     stage: int
@@ -122,43 +132,63 @@ class Policy:
 
     @property
     def slices_gradients(self) -> bool:
-        """Whether gradients exist in full only bucket by bucket (stages 2 and 3)."""
+        """Whether full gradients exist only bucket by bucket (stages 2 and 3)."""
         return self.stage >= 2 and (self.data.shard.size > 1 or self.optimizer_tier is not None)
 
     def slices_parameter(self, param: nn.Parameter) -> bool:
-        """Returns whether a parameter is whole only while it is used (stage 3)."""
+        """Returns whether a parameter is sharded and gathered only while it is used (stage 3)."""
         spec = spec_of(param)
         spread = self.axes(spec.over).shard.size > 1 or self.params_tier is not None
-        whole = param.numel() * spec.tile[1]  # of the whole matrix, for a tile
-        return self.stage == 3 and spread and whole >= max(self.resident, 1)
+        full_numel = param.numel() * spec.tile[1]  # for a tile: elements of the full matrix
+        return self.stage == 3 and spread and full_numel >= max(self.resident, 1)
 
 
 @dataclass(frozen=True)
 class GroupKey:
-    """The properties that all parameters of a group share."""
+    """The properties that all parameters of a group share.
+
+    Attributes:
+        options: rule, learning-rate factor and weight decay.
+        trainable: whether the parameters are trained.
+        replicated: see `ShardSpec`.
+        partial: see `ShardSpec`; None if not trainable.
+        tied: pipeline stages that hold a copy, if several do.
+        units: units that gather the parameters if they are sharded, else None.
+        layers: all layers of the model that use the parameters, if they are tied and sharded.
+        tile: name of a tile, which its layer gathers separately while using it; None for other
+            parameters.
+        chunks: this rank's chunks of the model that use the parameters.
+        tied_chunks: for tied parameters, the chunks of each stage in `tied` that use them.
+        over: see `ShardSpec`.
+    """
 
     options: GroupOptions
     trainable: bool
     replicated: str | None
     partial: str | None
-    tied: tuple[int, ...]  # the pipeline stages that hold a copy, if several do
-    units: tuple[int, ...] | None  # the units that gather it, where it is kept as slices
-    layers: tuple[int, ...] = ()  # of a tied and sliced one: all layers of the model that use it
-    # the name of a tile, which is gathered by itself while its layer uses it
+    tied: tuple[int, ...]
+    units: tuple[int, ...] | None
+    layers: tuple[int, ...] = ()
     tile: str | None = None
-    chunks: tuple[int, ...] = (0,)  # this rank's chunks of the model that use it
-    # of a tied one: the chunks of each of these stages that use it
+    chunks: tuple[int, ...] = (0,)
     tied_chunks: tuple[tuple[int, ...], ...] = ()
     over: str | None = None
 
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter and its place in its group: elements [first, last) of the flat buffer.
+    """A parameter and its position in its group: elements [first, last) of the flat buffer.
 
-    places: the modules and attributes that hold it, one for each use. units: the numbers of the units (layers) that use
-    it. varies: whether one of these declares that it does not always run equally often. placeholder: the tensor that a
-    sharded parameter points to while it is not gathered.
+    Attributes:
+        param: the parameter.
+        spec: its sharding record.
+        places: module and attribute of each use of the parameter.
+        units: numbers of the units that use it.
+        varies: whether one of these units declares that its number of runs varies (`runs_vary`).
+        first: first element in the flat buffer.
+        last: end of the range in the flat buffer.
+        shape: shape of the full parameter.
+        placeholder: tensor that a sharded parameter points to while it is not gathered.
     """
 
     param: nn.Parameter
@@ -174,13 +204,14 @@ class Slot:
     def __post_init__(self) -> None:
         self.shape = self.param.shape
 
-    def settle(self, storage: Tensor) -> None:
-        """Points the parameter at its view of a flat buffer, in every place that holds it.
+    def bind(self, storage: Tensor) -> None:
+        """Points the parameter at its view of a flat buffer, in every module that holds it.
 
-        A parameter with values stays the same object, for others may refer to it; one on the meta device is replaced.
+        A parameter with values stays the same object, because other objects may refer to it. A
+        parameter on the meta device is replaced.
         """
-        # `.data` has a version counter of its own. Otherwise the gather of another bucket of the same buffer, when it
-        # ends during the forward, makes autograd believe that a weight it has saved was changed.
+        # `.data` has a separate version counter. With the buffer's counter, a gather of another
+        # bucket that ends during the forward would make autograd report a modified weight.
         if self.param.device.type != "meta":
             point(self.param, storage)
             return
@@ -191,8 +222,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """A contiguous part of a piece in a rank's portion of a bucket: elements [first, last) of the piece, at `offset` of
-    the portion."""
+    """A contiguous part of a piece in this rank's portion of a bucket.
+
+    Attributes:
+        piece: the piece of a global tensor.
+        first: first element of the piece in the run.
+        last: end of the range of elements of the piece.
+        offset: position of the run in the portion, in elements.
+    """
 
     piece: Piece
     first: int
@@ -200,17 +237,26 @@ class Run:
     offset: int
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the boxes of the global tensor that the run consists of; offsets are those in the portion."""
+        """Yields the boxes of the global tensor in the run, with offsets in the portion."""
         return split(self.piece, self.first, self.last, self.offset)
 
 
 @dataclass(eq=False)
 class Bucket:
-    """The window [first, last) of a group's buffer; this rank owns [own_first, own_last) of it, and updates
-    [portion_first, portion_last).
+    """The window [first, last) of a group's flat buffer.
 
-    storage: holds this rank's slice of the parameters, in the compute dtype. grad: holds its slice of the gradients.
-    portion, portion_grad: what of these it updates; they are the same storages where that is all.
+    Attributes:
+        group: the group.
+        first: first element of the window.
+        last: end of the window.
+        own_first: first element of this rank's slice.
+        own_last: end of this rank's slice.
+        portion_first: first element of the portion of the slice that this rank updates.
+        portion_last: end of this portion.
+        storage: this rank's slice of the parameters, in the compute dtype.
+        grad: this rank's slice of the gradients.
+        portion: the portion of `storage`; the same storage if the portion is the full slice.
+        portion_grad: the portion of `grad`, likewise.
     """
 
     group: Group
@@ -227,26 +273,25 @@ class Bucket:
 
     @property
     def share(self) -> int:
-        """Elements of this rank's slice."""
+        """Number of elements of this rank's slice."""
         return self.own_last - self.own_first
 
     @property
     def updates(self) -> int:
-        """Elements of it that this rank updates."""
+        """Number of elements that this rank updates."""
         return self.portion_last - self.portion_first
 
     @property
     def own(self) -> Tensor | None:
-        """This rank's slice of the parameters, if it is in memory."""
+        """This rank's slice of the parameters, or None if it is on a drive."""
         return self.storage.tensor if isinstance(self.storage, InMemory) else None
 
     def runs(self, first: int | None = None, last: int | None = None) -> Iterator[Run]:
-        """Yields the runs of this rank's portion of the slice, in the order of the buffer.
-
-        Padding belongs to no run.
+        """Yields the runs of this rank's portion, in the order of the buffer; padding is skipped.
 
         Args:
-            first, last: Elements of the group that limit the runs; by default those of the portion.
+            first: first element of the group to include; by default `portion_first`.
+            last: end of the range of elements; by default `portion_last`.
         """
         first = self.portion_first if first is None else first
         last = self.portion_last if last is None else last
@@ -259,15 +304,15 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """The first unit that uses a parameter of this bucket; -1 if none does."""
+        """The first unit that uses a parameter of this bucket; -1 for an empty bucket."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
-        """Returns the parameter's part of a tensor of the bucket's elements [last - first]."""
+        """Returns a parameter's part of `window`, the bucket's elements [last - first]."""
         return window[max(slot.first - self.first, 0) : slot.last - self.first]
 
     def slots(self) -> list[Slot]:
-        """Returns the parameters that lie in this bucket, wholly or in part."""
+        """Returns the parameters that are fully or partly in this bucket."""
         return [
             slot for slot in self.group.slots if slot.first < self.last and slot.last > self.first
         ]
@@ -278,16 +323,21 @@ class Group:
     """A flat buffer of parameters [numel], in the compute dtype.
 
     Attributes:
-        shard: the axis S that slices are spread over.
-        gather: S with the communicator for gathers.
-        sums: the axes that a slice's gradient is summed over after that.
-        holders: the pipeline ranks that each update a portion of the same slice; the last of `sums`
-            if they are several.
-        copies: the axes over which ranks hold the same portion.
-        granule: every bucket has a multiple of so many elements.
-        params: the buffer; of a sliced group a new one for every gather, and [0] between gathers.
-        previous: the buffer of the version before, if there are two versions; else `params`.
-        grads: all gradients, in their dtype, if they are kept in full, else [0].
+        key: the properties that its parameters share.
+        slots: its parameters.
+        numel: number of elements, with padding.
+        shard: shard group S, over which buckets are split into slices.
+        gather: S with a separate communicator for gathers.
+        sums: axes over which a slice's gradient is summed after the reduction over S.
+        holders: pipeline ranks that each update a portion of the same slice; the last axis of
+            `sums` if there are several.
+        copies: axes over which portions are replicated.
+        granule: number of elements of which every bucket is a multiple.
+        params: the buffer. A sharded group has a new one for every gather, and an empty one between
+            gathers.
+        previous: buffer of the previous version if there are two versions, else `params`.
+        grads: all gradients if they are kept in full, else empty.
+        buckets: its buckets.
     """
 
     key: GroupKey
@@ -306,37 +356,40 @@ class Group:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank's portion, among its copies, is the one that counts (in the gradient norm, say)."""
+        """Whether this rank's replica is the one that counts, e.g. in the gradient norm."""
         return all(axis.index == 0 for axis in self.copies)
 
     @property
     def sliced(self) -> bool:
-        """Whether its parameters are whole only while they are used."""
+        """Whether its parameters are sharded and gathered only while they are used."""
         return self.key.units is not None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the parameters take between steps."""
-        held = [self.params] if not self.sliced else [bucket.own for bucket in self.buckets]
-        held += [self.previous] if self.previous is not self.params else []
-        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+        """Bytes of memory that the parameters occupy between steps."""
+        tensors = [self.params] if not self.sliced else [bucket.own for bucket in self.buckets]
+        tensors += [self.previous] if self.previous is not self.params else []
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
-        """Returns the parameter's part of a flat buffer, in its shape."""
+        """Returns the view of a parameter in a flat buffer, in its shape."""
         return buffer[slot.first : slot.last].view(slot.shape)
 
     def allocate(self) -> None:
-        """Allocates `params` with undefined values, and points the parameters to views of it."""
+        """Allocates `params` with undefined values and points the parameters at views of it."""
         self.params = torch.empty(self.numel, dtype=self.params.dtype, device=self.params.device)
         for slot in self.slots:
             point(slot.param, self.view(slot, self.params))
 
-    def turn(self) -> None:
-        """Exchanges the buffers of the two versions."""
+    def swap_versions(self) -> None:
+        """Swaps the buffers of the two versions."""
         self.params, self.previous = self.previous, self.params
 
     def free(self) -> None:
-        """Drops `params` and points the parameters to their placeholders. The memory is freed with its last view."""
+        """Drops `params` and points the parameters at their placeholders.
+
+        The memory is freed with its last view.
+        """
         self.params = self.params.new_empty(0)
         for slot in self.slots:
             assert slot.placeholder is not None
@@ -345,9 +398,13 @@ class Group:
 
 @dataclass(eq=False)
 class Layout:
-    """All groups of a stage, and the buckets of trainable parameters in the order in which backward completes them.
+    """All groups of a stage.
 
-    frozen: the buckets of parameters that are not trained.
+    Attributes:
+        policy: how the parameters are laid out.
+        groups: all groups.
+        buckets: buckets of trainable parameters, in the order in which the backward completes them.
+        frozen: buckets of frozen parameters.
     """
 
     policy: Policy
@@ -362,29 +419,32 @@ class Layout:
 
     @property
     def slices_parameters(self) -> bool:
-        """Whether some parameters are whole only while they are used."""
+        """Whether any group is sharded (stage 3)."""
         return any(group.sliced for group in self.groups)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that parameters, and a drive's buffers, take between steps."""
+        """Bytes of memory that parameters and drive buffers occupy between steps."""
         buffers = sum(drive.nbytes * drive.count for drive in self.policy.drives)
         return buffers + sum(group.nbytes for group in self.groups)
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters, padding not counted."""
+        """Number of elements of all parameters, without padding."""
         return sum(slot.param.numel() for slot in self.slots)
 
 
 class HasModules(Protocol):
-    """A unit: a layer, or some modules of a wrapped one."""
+    """A unit: a pipeline layer, or a set of modules of a wrapped model."""
 
     def modules(self) -> Iterator[nn.Module]: ...
 
 
 def point(param: nn.Parameter, values: Tensor) -> None:
-    """Sets the data of a parameter without `__torch_function__`; the object and its autograd history are unchanged."""
+    """Sets a parameter's data without `__torch_function__`.
+
+    The parameter stays the same object and keeps its autograd history.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(param, values.data)  # type: ignore[attr-defined]
 
@@ -392,7 +452,7 @@ def point(param: nn.Parameter, values: Tensor) -> None:
 def collect(units: Sequence[HasModules]) -> list[Slot]:
     """Returns every parameter of the units once, in forward order, with the units that use it.
 
-    Parameters with the same name are one (tied weights).
+    Parameters with the same name are one parameter (tied weights).
     """
     found: dict[str, Slot] = {}
     for number, unit in enumerate(units):
@@ -410,12 +470,17 @@ def build(
     units: Sequence[HasModules], tied: Mapping[str, Tie], topology: Topology, policy: Policy,
     chunks: Sequence[int] | None = None,
 ) -> Layout:  # fmt: skip
-    """Lays the parameters of a stage out, allocates their buffers, and points every parameter into them.
+    """Lays out the parameters of a stage, allocates the buffers, and sets the parameters.
 
-    units: the rank's layers, on the meta device. chunks: the chunk of the model that each is in, by default all in one;
-    chunks have buffers of their own, since each is reduced when its own backwards have ended. tied: by name, the
-    parameters that several stages hold. Their groups come last. All stages group them in the same way and order, by the
-    chunks of every stage: so slices align, and sums over stages are called in the same order.
+    Args:
+        units: this rank's layers, on the meta device, or the units of a wrapped module.
+        tied: parameters that several stages hold, by name. Their groups are last. All stages group
+            them in the same way and order, by the chunks of every stage, so that slices align and
+            sums over stages are called in the same order.
+        topology: the process topology.
+        policy: how the parameters are laid out.
+        chunks: chunk of the model that each unit belongs to; by default one chunk. Chunks have
+            separate buffers, because each is reduced when its own backwards have ended.
     """
     keys: dict[GroupKey, list[Slot]] = {}
     for slot in _backward_order(collect(units), tied):
@@ -435,13 +500,13 @@ def build(
     groups = [_group(key, slots, topology, policy) for key, slots in keys.items()]
     trained = [bucket for group in groups if group.key.trainable for bucket in group.buckets]
     frozen = [bucket for group in groups if not group.key.trainable for bucket in group.buckets]
-    # A bucket is complete when the backward of its earliest unit is.
+    # A bucket is complete when the backward of its earliest unit has ended.
     trained.sort(key=lambda bucket: -bucket.earliest_unit)
     return Layout(policy, groups, trained, frozen)
 
 
 def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
-    """Returns slots in the order in which backward completes them, then the tied ones, the last tie first."""
+    """Returns slots in backward order, then the tied ones, last tie first."""
     shared = [slot for slot in slots if slot.spec.name in tied]
     own = [slot for slot in slots if slot.spec.name not in tied]
     return [*reversed(own), *sorted(shared, key=lambda slot: -tied[slot.spec.name].number)]
@@ -463,7 +528,7 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     for slot in slots:
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
-    granule = data.shard.size * holders.size * ALIGN  # so that all portions are aligned
+    granule = data.shard.size * holders.size * ALIGN  # aligns all portions
     numel = max(1, -(-end // granule)) * granule
     several = tuple(axis for axis in sums if axis.size > 1)
     axes = data.shard, data.gather, several, holders, tuple(copies)
@@ -472,9 +537,9 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     for slot in slots:
         if group.sliced:
             slot.placeholder = _placeholder(slot, policy.param_dtype, topology.device)
-            slot.settle(slot.placeholder)
+            slot.bind(slot.placeholder)
         else:
-            slot.settle(group.view(slot, group.params))
+            slot.bind(group.view(slot, group.params))
     group.buckets.extend(_buckets(group, topology.device, policy))
     return group
 
@@ -483,8 +548,8 @@ def _buffers(
     key: GroupKey, numel: int, device: torch.device, policy: Policy
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocates `params`, `previous` and `grads` of a group."""
-    whole = numel if key.units is None else 0
-    params = torch.zeros(whole, dtype=policy.param_dtype, device=device)
+    unsharded = numel if key.units is None else 0
+    params = torch.zeros(unsharded, dtype=policy.param_dtype, device=device)
     twice = key.trainable and policy.versions > 1
     previous = torch.zeros_like(params) if twice else params
     full = numel if key.trainable and not policy.slices_gradients else 0
@@ -492,7 +557,7 @@ def _buffers(
 
 
 def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of the parameter's shape with one NaN as its storage, which torch refuses to write."""
+    """Returns a tensor of the parameter's shape that is backed by a single read-only NaN."""
     if device.type == "meta":
         return torch.empty(slot.shape, dtype=dtype, device=device)
     nan = torch.full((), torch.nan, dtype=dtype, device=device)
@@ -501,13 +566,13 @@ def _placeholder(slot: Slot, dtype: torch.dtype, device: torch.device) -> Tensor
 
 
 def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Bucket]:
-    """Cuts a group into buckets, and allocates the storages of this rank's slices."""
+    """Splits a group into buckets and allocates the storages of this rank's slices."""
     shard, holders, memory = group.shard, group.holders, memory_tier(device)
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     apart = group.key.trainable and (policy.slices_gradients or policy.versions > 1)
     elements = max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)
-    if group.key.units is None:  # a unit's groups are small already
-        elements = min(elements, max(group.numel // PIECES, SMALLEST))
+    if group.key.units is None:  # groups of a single unit are already small
+        elements = min(elements, max(group.numel // MIN_BUCKETS, MIN_BUCKET_NUMEL))
     step = max(group.granule, elements // group.granule * group.granule)
     for first in range(0, group.numel, step):
         last = min(first + step, group.numel)

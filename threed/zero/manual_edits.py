@@ -1,12 +1,13 @@
-"""Parameters that the program changes itself: an EMA teacher, clipped weights, renormalised embeddings.
+"""Changes of parameters by the program: an EMA teacher, clipped weights, renormalised embeddings.
 
     changes = Changes(module, layout, gatherer)
     changes.begin()                 tracks every change from now on
     changes.take_in(optimizer)      call it before an update, and before states are read or written
 
-A change in place increments the parameter's version, and its class records accesses to `.data`. So changes are known
-without reading values. When a changed group is released, this rank's slice is stored; a `.data` that was replaced is
-copied into the flat buffer; a separate master weight takes over values that differ from its own rounding.
+A change in place increments the parameter's version, and the parameter's class records accesses to
+`.data`. So changes are detected without reading values. When a changed group is released, this
+rank's slice is stored. A replaced `.data` is copied into the flat buffer. If a changed value
+differs from the rounded value of a separate master weight, it is copied to the master weight.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from threed.zero.state import WEIGHT, State, store_all
 
 
 class Changes:
-    """Tracks changes of a wrapped module's parameters, and copies them to slices and master weights."""
+    """Tracks changes of a wrapped module's parameters; copies them to slices and master weights.
+
+    Args:
+        module: the wrapped module.
+        layout: layout of its parameters.
+        gatherer: gathers them.
+    """
 
     def __init__(self, module: nn.Module, layout: Layout, gatherer: Gatherer) -> None:
         self.module, self.layout, self.gatherer = module, layout, gatherer
@@ -33,9 +40,9 @@ class Changes:
     def begin(self) -> None:
         """Begins to track changes."""
         for slot in self.layout.slots:
-            self._note(slot)
+            self._mark_unchanged(slot)
 
-    def _note(self, slot: Slot) -> None:
+    def _mark_unchanged(self, slot: Slot) -> None:
         self._versions[slot] = slot.param._version
         self.gatherer.accesses[slot].mark_touched(False)
 
@@ -49,12 +56,12 @@ class Changes:
                 if accesses[s].touched or s.param._version != self._versions[s]
             ]
             for slot in found:
-                self._settle(group, slot)
-                self._note(slot)
+                self._copy_into_buffer(group, slot)
+                self._mark_unchanged(slot)
         return found
 
-    def _settle(self, group: Group, slot: Slot) -> None:
-        """Copies values outside the buffer into it, and points the parameter at the buffer again."""
+    def _copy_into_buffer(self, group: Group, slot: Slot) -> None:
+        """Copies values outside the buffer into it, and points the parameter at it again."""
         param = slot.param
         got, has = ([*param.shape], param.dtype), ([*slot.shape], group.params.dtype)
         if got != has:
@@ -62,17 +69,21 @@ class Changes:
                 f"{slot.spec.name} was set to values of shape {got[0]} and {got[1]}, but has shape {has[0]} and"
                 f" {has[1]}: build a new engine to change the shape or dtype of a parameter"
             )
-        place = group.view(slot, group.params)
-        if param.data_ptr() == place.data_ptr():
+        view = group.view(slot, group.params)
+        if param.data_ptr() == view.data_ptr():
             return
         self.gatherer.wait_for(slot)
-        place.copy_(param.detach())
-        point(param, place)
+        view.copy_(param.detach())
+        point(param, view)
 
     def store(self, group: Group) -> bool:
         """Stores this rank's slices of changed parameters, before the group's memory is freed.
 
-        Returns whether there are any.
+        Args:
+            group: a sharded group.
+
+        Returns:
+            Whether any parameter was changed.
         """
         changed = self._changed(group)
         for bucket in group.buckets if changed else ():
@@ -83,23 +94,31 @@ class Changes:
         return bool(changed)
 
     def take_in(self, optimizer: Optimizer) -> None:
-        """Copies all changes so far to the states; RuntimeError naming a parameter for which that is impossible.
-        Sliced groups must have been released."""
+        """Copies all changes so far to the optimizer's states.
+
+        Sharded groups must have been released.
+
+        Args:
+            optimizer: has the states.
+
+        Raises:
+            RuntimeError: a change cannot be copied; the message names the parameter.
+        """
         _check_structure(self.module, self.layout)
         for group in self.layout.groups:
             if not group.sliced and (changed := self._changed(group)):
                 self._newer |= dict.fromkeys(group.buckets, changed[0])
-        apart = [s for s in optimizer.states if s.bucket in self._newer and not s.shared]
-        if apart:
-            self._update_masters(optimizer, apart)
+        separate = [s for s in optimizer.states if s.bucket in self._newer and not s.shared]
+        if separate:
+            self._update_masters(optimizer, separate)
         self._newer.clear()
 
     def _update_masters(self, optimizer: Optimizer, states: Sequence[State]) -> None:
         slot = self._newer[states[0].bucket]
         if self.layout.policy.delayed:
             raise RuntimeError(
-                f"{slot.spec.name} was changed by hand, or its .data was read, while a delayed update of it"
-                " was running: set --zero.delayed-update false"
+                f"{slot.spec.name} was changed by the program, or its .data was accessed, while a delayed update"
+                " of it was running: set --zero.delayed-update false"
             )
         optimizer.wait()
         for state in states:
@@ -113,7 +132,7 @@ class Changes:
 
 
 def _check_structure(module: nn.Module, layout: Layout) -> None:
-    """Raises RuntimeError naming a parameter that the module has lost or got since the engine was made."""
+    """Raises RuntimeError if the module lost or gained a parameter since the engine was built."""
     managed = {
         id(slot.param): slot.spec.name for slot in layout.slots if "access" in vars(slot.param)
     }
@@ -123,24 +142,24 @@ def _check_structure(module: nn.Module, layout: Layout) -> None:
     for key, name in managed.items():
         if key not in found:
             raise RuntimeError(
-                f"{name} was replaced by another parameter, or removed, after the engine was made: change"
+                f"{name} was replaced by another parameter, or removed, after the engine was built: change"
                 " its values in place (param.copy_) instead"
             )
     for name, param in module.named_parameters():
         if id(param) not in managed:
             raise RuntimeError(
-                f"{name} came into the module after the engine was made, which would neither train nor save it: add it"
-                " before, make a new engine, or keep it outside the module"
+                f"{name} was added to the module after the engine was built, which would neither train nor save it:"
+                " add it before, build a new engine, or keep it outside the module"
             )
 
 
 def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields all parameters of a module, in no order; faster than `module.parameters()`."""
-    left, seen = [module], {module}
-    while left:
-        one = left.pop()
-        yield from (param for param in one._parameters.values() if param is not None)
-        for child in one._modules.values():
+    """Yields all parameters of a module, in arbitrary order; faster than `module.parameters()`."""
+    stack, seen = [module], {module}
+    while stack:
+        module = stack.pop()
+        yield from (param for param in module._parameters.values() if param is not None)
+        for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
-                left.append(child)
+                stack.append(child)

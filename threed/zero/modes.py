@@ -1,4 +1,4 @@
-"""Modes and transforms of torch that the caller of a gather may be in."""
+"""Torch modes and transforms that may be active when a gather is called."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ _SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
 
 
 def compiles() -> bool:
-    """Returns whether the program has functions or modules that torch.compile compiles."""
+    """Returns whether the program uses functions or modules compiled by torch.compile."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     backends = {} if frames is None else vars(frames).get("cached_backends", {})
     return any(backend is not None for backend in backends.values())
 
 
 def without_transforms() -> AbstractContextManager[Any]:
-    """Returns a context that suspends inference mode and transforms of `torch.func`, so that gathers write plain
-    tensors."""
+    """Returns a context that suspends inference mode and `torch.func` transforms.
+
+    Gathers in it write plain tensors.
+    """
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     inferring = torch.is_inference_mode_enabled()
     if not (transformed or inferring):
@@ -36,9 +38,11 @@ def without_transforms() -> AbstractContextManager[Any]:
     return stack
 
 
-def unseen() -> AbstractContextManager[Any]:
-    """Returns a context that hides gathers from selective activation checkpointing, which requires a recomputation to
-    have exactly the operations of the forward."""
+def hide_from_checkpointing() -> AbstractContextManager[Any]:
+    """Returns a context that hides gathers from selective activation checkpointing.
+
+    Selective checkpointing requires a recomputation to run exactly the operations of the forward.
+    """
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
     selective = any(isinstance(mode, _SELECTIVE) for mode in modes)
     return _disable_current_modes() if selective else nullcontext()

@@ -1,8 +1,8 @@
-"""The optimizer of offloaded parameters or states: the host updates them, or reads whether to.
+"""The optimizer for offloaded states or parameters.
 
-An update reads its scalars on the host. It may run in a thread beside the next step
-(`zero.delayed_update`): the parameters then get its weights at the next update, one step late. Or
-it may run bucket by bucket while the backward runs (`early.py`).
+An update reads its scalars on the host. It may run in a thread during the next step
+(`zero.delayed_update`); the parameters then receive its weights at the next update, one step late.
+Or it may run bucket by bucket during the backward (`early.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from threed.collectives import done
 from threed.device import is_accelerator, synchronize
 from threed.memory.tiers import InMemory, start_copy
 from threed.ops.update import StepScalars
-from threed.zero.early import Early, most_waiting
+from threed.zero.early import Early, max_pending_buckets
 from threed.zero.optimizer import Optimizer, scalars_of
 from threed.zero.reductions import Gradient
 from threed.zero.state import PREVIOUS, WEIGHT, State
@@ -26,26 +26,29 @@ HOST = torch.device("cpu")
 
 
 class OffloadedOptimizer(Optimizer):
-    """Updates states in host memory or on a drive, or parameters there; arguments as for `Optimizer`."""
+    """Updates states or parameters in host memory or on a drive; arguments as for `Optimizer`."""
 
     def __init__(self, *args: Any, grad_clip: float, **keywords: Any) -> None:
         super().__init__(*args, grad_clip=grad_clip, **keywords)
         layout, policy = self.layout, self.layout.policy
         if policy.early:
             self.early = Early(
-                self.states, most_waiting(layout), grad_clip > 0,
+                self.states, max_pending_buckets(layout), grad_clip > 0,
                 guess=self._guess, apply=self._apply_rule,
             )  # fmt: skip
         if policy.delayed:
             self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
         self._thread = ThreadPoolExecutor(1, "delayed-update") if policy.delayed else None
-        self._delayed: Future[None] | None = None  # the update that the thread runs, or has run
-        self._unpublished = False  # the parameters do not have a delayed update's weights yet
+        self._delayed: Future[None] | None = None  # the update in the thread, running or finished
+        self._unpublished = False  # whether the parameters lack the weights of a delayed update
 
     def wait(self) -> None:
-        """Waits as `Optimizer.wait`. Parameters do not get the weights of a delayed update by this."""
+        """Waits for the last update, as `Optimizer.wait`.
+
+        Does not copy the weights of a delayed update to the parameters.
+        """
         if self.early is not None:
-            self.early.drop()  # the updates of a step that raised an error
+            self.early.drop()  # updates of a step that raised an error
         super().wait()
 
     def _wait_for_update(self) -> None:
@@ -54,7 +57,7 @@ class OffloadedOptimizer(Optimizer):
         super()._wait_for_update()
 
     def _guess(self) -> StepScalars:
-        """Returns the next update's scalars on the host, if nothing is clipped and nothing skipped."""
+        """Returns the next update's scalars on the host, assuming no clipping and no skip."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
         return _on_host(scalars_of(self._outcome()(sums), self.updates + 1))
 
@@ -71,15 +74,15 @@ class OffloadedOptimizer(Optimizer):
         if self._thread is None:
             self._update_all(gradients, now, done=done)
         else:
-            kept = _copies_on_host(gradients)
+            copies = _copies_on_host(gradients)
             self._unpublished = True
-            self._delayed = self._thread.submit(self._update_all, kept, now, publish=False)
+            self._delayed = self._thread.submit(self._update_all, copies, now, publish=False)
 
     def publish_delayed(self) -> None:
         """Waits for a delayed update, and copies its weights to the parameters.
 
-        Only the next update may do this, and whoever sets weights: the next step would not be
-        delayed.
+        Only the next update and code that sets weights may call it. Called earlier, it would let
+        the next step use the new weights, so that the update would not be delayed.
         """
         self._wait_for_update()
         self._delayed = None
@@ -110,19 +113,21 @@ class OffloadedOptimizer(Optimizer):
             self._unpublished = True
 
     def _let_device_read(self) -> None:
-        """Waits until the GPU has finished its reads of host memory, which is about to change."""
+        """Waits until the GPU has finished reading host memory that is about to change."""
         if is_accelerator(self.updates.device):
             synchronize(self.updates.device)
 
 
 def _on_host(now: StepScalars) -> StepScalars:
-    """Returns a step's scalars on the host, by one copy."""
+    """Returns a step's scalars on the host, with a single copy."""
     return StepScalars(*start_copy(torch.stack(now), HOST).wait().unbind())
 
 
 def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Returns gradients that the next step does not overwrite; from a device they are copied all at
-    once."""
+    """Returns copies of gradients in host memory, which the next step does not overwrite.
+
+    Copies from a GPU are all enqueued before the first one is waited for.
+    """
     copies = []
     for gradient in gradients:
         values = gradient.storage.fetch().wait()

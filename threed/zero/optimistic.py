@@ -1,14 +1,16 @@
-"""Updates that do not wait for the global gradient norm: done on a guess, validated later, undone if it was wrong.
+"""Optimistic updates: applied before the global gradient norm is known, and undone if wrong.
 
-    update = optimistic.step(gradients, mine)     begins the sum over all ranks, guesses it, updates
-    optimistic.validate()                         is it as guessed? if not: restore, update with what it is
+    update = optimistic.step(gradients, own_sums)   starts the all-reduce, guesses its sum, updates
+    optimistic.validate()                           if the guess was wrong: restores, updates again
 
-The sum makes every rank wait for the last one; a pipeline whose ranks end their steps at different times gets back at
-the step what its plan has saved (post-update validation, arXiv 2401.10241, section 4). The guess is that nothing is
-clipped and nothing skipped. What an update changes is copied before, and copied back: so the result is the same, bit
-for bit, as if it had waited. All ranks learn from the same sum, and at the same place of the next step's plan
-(`threed.schedules.validation`), whether they begin that step again. After a wrong guess updates wait, until one would
-have been right: where every step is clipped nothing is undone twice.
+This is post-update validation (arXiv 2401.10241, section 4). The all-reduce of the norm makes every
+rank wait for the last one. A schedule that lets ranks end their steps at different times would lose
+its gain there. The guess is that the step is neither clipped nor skipped. Everything that an update
+changes is copied first, and restored if the guess was wrong. So the result is bit-identical to an
+update that waits. All ranks read the same sum at the same point of the next step's plan
+(`threed.schedules.validation`), and therefore agree on whether to begin that step again. After a
+wrong guess, updates wait for the norm until a guess would have been right. So if every step is
+clipped, only the first update is undone.
 """
 
 from __future__ import annotations
@@ -35,8 +37,14 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """An update that was not validated yet. results: waits for the sums, and gives what they make of it. wrong: whether
-    that is not what was guessed, a scalar on the host. guessed: it was done on a guess."""
+    """An update that has not been validated yet.
+
+    Attributes:
+        gradients: portions of the summed gradients, per bucket.
+        results: waits for the sums, and returns the results of the update.
+        wrong: whether the results differ from the guess; a pending scalar on the host.
+        guessed: whether the update was applied on the guess.
+    """
 
     gradients: Sequence[Gradient]
     results: Callable[[], Update]
@@ -44,28 +52,29 @@ class Attempt:
     guessed: bool
 
 
-class Unspent(InMemory):
-    """Gradients of which a rule, which may use them up, gets a copy."""
+class PreservedGradient(InMemory):
+    """Gradients that yield a copy to the update rule, which may overwrite it."""
 
     def fetch(self) -> InMemory:
         return InMemory(self.tensor.clone())
 
 
 class Optimistic:
-    """Does the updates of an optimizer whose states are in the device's memory.
+    """Applies the updates of an optimizer with states in the device's memory.
 
     Args:
-        states: of the optimizer.
-        gatherer: of their parameters.
-        everyone: the axis of all ranks.
-        consistency: of the states.
+        states: states of the optimizer.
+        gatherer: gathers their parameters.
+        everyone: axis of all ranks.
+        consistency: consistency of the states.
         counters: scalar tensors that an update changes.
-        outcome: returns a function from the sums to the results of the next update.
-        apply: does an update; its third argument is whether it is done on a guess.
-        observe: if not None, called with the results of an update that was done on a guess, once they are known.
+        outcome: returns the function from the sums to the results of the next update.
+        apply: applies an update; its third argument is whether it runs on a guess.
+        observe: called with the results of an update that ran on a guess, when they are known; or
+            None.
 
     Attributes:
-        restarts: how many updates were undone.
+        restarts: number of updates that were undone.
     """
 
     def __init__(
@@ -78,26 +87,34 @@ class Optimistic:
         self.consistency, self.counters = consistency, counters
         self.outcome, self.apply, self.observe = outcome, apply, observe
         self.restarts = 0
-        self._hopeful = True  # the last guess would have been right; the same on all ranks
+        self._last_guess_right = True  # or would have been right; the same on all ranks
         self._attempt: Attempt | None = None
-        self._copies: list[Tensor] = []  # of what an update changes
+        self._copies: list[Tensor] = []  # copies of the tensors that an update changes
 
     @property
     def pending(self) -> bool:
-        """Whether an update may have to be undone."""
+        """Whether the last update may have to be undone."""
         return self._attempt is not None and self._attempt.guessed
 
-    def step(self, gradients: Sequence[Gradient], mine: Tensor) -> Callable[[], Update]:
-        """Updates, without waiting for others if that may be right; returns what gives the results.
+    def step(self, gradients: Sequence[Gradient], own_sums: Tensor) -> Callable[[], Update]:
+        """Updates the weights, without waiting for the norm if the last guess was right.
+        Collective.
 
-        mine: this rank's share of the sums that an update depends on, fp64 [k].
+        Args:
+            gradients: portions of the summed gradients, per bucket.
+            own_sums: fp64 [k], this rank's contribution to the sums that an update depends on.
+
+        Returns:
+            A function that waits for the sums and returns the results.
         """
         outcome = self.outcome()
-        guess, guessed = outcome(torch.zeros_like(mine)), self._hopeful
-        attempt = self._begin(gradients, outcome, guess, mine)
+        guess, guessed = outcome(torch.zeros_like(own_sums)), self._last_guess_right
+        attempt = self._begin(gradients, outcome, guess, own_sums)
         if guessed:
             self._copy()
-            copies = [Gradient(Unspent(g.storage.fetch().wait()), g.squares) for g in gradients]
+            copies = [
+                Gradient(PreservedGradient(g.storage.fetch().wait()), g.squares) for g in gradients
+            ]
             self.apply(copies, guess, True)
         else:
             self.apply(gradients, attempt.results(), False)
@@ -105,10 +122,10 @@ class Optimistic:
         return attempt.results
 
     def _begin(
-        self, gradients: Sequence[Gradient], outcome: Outcome, guess: Update, mine: Tensor
+        self, gradients: Sequence[Gradient], outcome: Outcome, guess: Update, own_sums: Tensor
     ) -> Attempt:
-        """Begins the sum; on a GPU what it says goes to the host as soon as it is there, beside the update."""
-        pending, device = collectives.start_sum_of_scalars(mine, self.everyone), mine.device
+        """Starts the all-reduce; on a GPU, `wrong` is copied to the host during the update."""
+        pending, device = collectives.start_sum_of_scalars(own_sums, self.everyone), own_sums.device
 
         def is_wrong() -> Tensor:
             found = outcome(pending.wait())
@@ -126,20 +143,24 @@ class Optimistic:
                 current_stream(device).wait_stream(copy_stream(device, "out"))
             return outcome(sums.clone())
 
-        return Attempt(gradients, results, wrong, self._hopeful)
+        return Attempt(gradients, results, wrong, self._last_guess_right)
 
     def validate(self) -> bool:
-        """Whether the last update was right; one that was not is undone, and done again as it should have been.
+        """Validates the last update; if it was wrong, undoes it and applies the right one.
 
-        Collective where it was not: what is gathered is released, and changed parameters are gathered again.
+        Collective if it was wrong: gathered parameters are released, and changed parameters are
+        gathered again.
+
+        Returns:
+            Whether the update was right.
         """
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return True
-        self._hopeful = not bool(attempt.wrong.wait())
-        if self._hopeful and attempt.guessed and self.observe is not None:
+        self._last_guess_right = not bool(attempt.wrong.wait())
+        if self._last_guess_right and attempt.guessed and self.observe is not None:
             self.observe(attempt.results())
-        if self._hopeful or not attempt.guessed:
+        if self._last_guess_right or not attempt.guessed:
             return True
         self.restarts += 1
         self._restore()
@@ -152,10 +173,10 @@ class Optimistic:
             self._attempt.results()
         self._attempt = None
 
-    # --------------------------------------------------------------------------------------------------------- copies
+    # --------------------------------------------------------------------------------------------------------- backup
 
     def _changed(self) -> list[Tensor]:
-        """Returns what an update changes: counters, and the slices of every bucket."""
+        """Returns the tensors that an update changes: counters, and the slices of every bucket."""
         slices = [storage.fetch().wait() for state in self.states for storage in state.changed]
         return [*self.counters, *slices]
 
@@ -166,7 +187,7 @@ class Optimistic:
             copy.copy_(tensor)
 
     def _restore(self) -> None:
-        self.gatherer.settle()  # gathers in flight still read the slices
+        self.gatherer.wait_all()  # gathers in flight still read the slices
         self.gatherer.release_all()
         with self.consistency.changing():
             for copy, tensor in zip(self._copies, self._changed(), strict=True):
@@ -174,7 +195,7 @@ class Optimistic:
 
 
 def copied_bytes(states: Sequence[State]) -> int:
-    """The bytes of the copies of what an update changes, counters aside."""
+    """Returns the bytes of the copies that optimistic updates keep, without counters."""
     return sum(
         state.bucket.updates * storage.dtype.itemsize
         for state in states

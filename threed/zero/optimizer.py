@@ -1,18 +1,18 @@
-"""The ZeRO optimizer (arXiv 1910.02054): each rank updates the slices it owns and gathers the rest.
+"""The ZeRO optimizer (arXiv 1910.02054): each rank updates its slices and gathers the others.
 
-    step(gradients, carry)   global norm -> clip factor and skip flag -> bucket by bucket: apply the rule
+    step(gradients, carry)   global norm -> clip factor and skip flag -> per bucket: apply the rule
                              (AdamW, SGD, Lion) to the slice, copy it to the parameters, begin to
                              gather them
-    validate()               of an optimistic update, which did not wait for the norm (`optimistic.py`)
-    wait()                   then states can be read: `staged(state, parts)`
-    overwriting(everything)  around values that are set from outside
+    validate()               validates an optimistic update, which did not wait for the norm
+                             (`optimistic.py`)
+    wait()                   waits until states can be read: `staged(state, parts)`
+    overwriting(everything)  context for setting values from outside, as a load does
 
-`Synchronous` runs a step's plan, waits for its gradients, and does the update.
+`Synchronous` runs a step's plan, waits for its gradients, and runs the update.
 
-Slices are staged from their storages: while one bucket is updated, the next is read and the
-previous one written. Nothing here reads a tensor's value on the host: norm, clip factor, skip flag,
-loss scale and learning rate stay tensors. Offloaded states have an optimizer of their own
-(`offload.py`).
+Slices are staged from their storages: while one bucket is updated, the next one is read and the
+previous one written. No tensor's value is read on the host: norm, clip factor, skip flag, loss
+scale and learning rate stay tensors. Offloaded states have a separate optimizer (`offload.py`).
 """
 
 from __future__ import annotations
@@ -54,31 +54,32 @@ from threed.zero.unused import Stretch, Unused, update_stretches
 from threed.zero.update import BadSteps, Outcome, Scaler, Update, sum_of_squares
 from threed.zero.versions import Versions
 
-Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # a plan, as `Executor.run`
+Run = Callable[[Plan, Sequence[MicroBatch]], list[Tensor]]  # runs a plan: `Executor.run`
 
 
 class Optimizer:
-    """Applies the rules of the groups of a layout to their buckets.
+    """Applies the update rules of a layout's groups to their buckets.
 
     Args:
-        layout: the parameters and their buckets.
+        layout: parameters and their buckets.
         gatherer: gathers the parameters after an update.
-        everyone: the axis of all ranks, for the norm.
-        learning_rate: maps the number of updates done (a tensor) to a learning rate (a tensor).
-        device: of the layers.
-        grad_clip: the largest norm that a step may have, 0 for no clipping.
+        everyone: axis of all ranks, for the norm.
+        learning_rate: function from the number of updates done (a tensor) to a learning rate (a
+            tensor).
+        device: device of the layers.
+        grad_clip: largest gradient norm of a step, 0 for no clipping.
         loss_scale: the factor in the gradients.
-        optimistic: updates do not wait for the norm, and are validated later.
+        optimistic: whether updates run before the norm is known and are validated later (arXiv
+            2401.10241).
         max_spike: see `BadSteps`.
-        dynamic: parameters may be unused, as those of a wrapped module.
+        dynamic: whether parameters may be unused, as in a wrapped module.
 
     Attributes:
-        earlier: for checkpoints, states of the parameters that are one update older than the
-            weights.
-        updates: the number of updates done, a scalar tensor; a skipped step is none.
-        consistency: whether all states are of the same step.
-        readers: the saves that still read the states.
-        early: updates buckets while the backward runs.
+        earlier: for checkpoints, states of parameters that are one update older than the weights.
+        updates: number of updates done, without skipped steps; fp64 scalar tensor.
+        consistency: whether all states belong to the same step.
+        readers: asynchronous saves that still read the states.
+        early: runs updates during the backward, or None.
     """
 
     early: Early | None = None
@@ -113,12 +114,13 @@ class Optimizer:
         """Updates the weights. Collective.
 
         Args:
-            gradients: every bucket's slice of the summed gradients.
-            carry: fp64 [1 + k], numbers of this rank, summed over all ranks in the same all-reduce
-                as the norm: its loss, and flags of invalid data, for which the step is skipped.
+            gradients: this rank's portion of every bucket's summed gradients.
+            carry: fp64 [1 + k], values of this rank that are summed over all ranks in the same
+                all-reduce as the norm: its loss, and flags of invalid data; a nonzero flag skips
+                the step.
 
         Returns:
-            A function that returns the results. Of an optimistic update it waits for the sum.
+            A function that returns the results. After an optimistic update it waits for the sum.
         """
         if self.optimistic is not None:
             return self.optimistic.step(gradients, self._own_sums(gradients, carry))
@@ -126,10 +128,10 @@ class Optimizer:
         return lambda: update
 
     def start_step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
-        """Starts the sum over all ranks of an update, with arguments as in `step`. Collective.
+        """Starts the all-reduce that an update needs, with arguments as in `step`. Collective.
 
         Returns:
-            A function that waits for the sum, updates, and returns the results.
+            A function that waits for the sum, updates the weights, and returns the results.
         """
         own = self._own_sums(gradients, carry)
         outcome, pending = self._outcome(), collectives.start_sum_of_scalars(own, self.everyone)
@@ -147,29 +149,34 @@ class Optimizer:
         return self.optimistic is not None and self.optimistic.pending
 
     def validate(self) -> bool:
-        """Returns whether the last update was right. If not, it was undone, and done again.
-        Parameters are not gathered then. Collective if it was wrong."""
+        """Validates the last update; if it was wrong, undoes it and applies the right one.
+
+        Sharded parameters are released in that case. Collective if the update was wrong.
+
+        Returns:
+            Whether the update was right.
+        """
         return self.optimistic is None or self.optimistic.validate()
 
     def wait(self) -> None:
-        """Waits for the last update and for gathers in flight: then the states can be read.
+        """Waits for the last update and for gathers in flight, so that states can be read.
 
-        Parameters do not get the weights of a delayed update by this.
+        Does not copy the weights of a delayed update to the parameters.
         """
         self._wait_for_update()
-        self.gatherer.settle()
+        self.gatherer.wait_all()
 
     @contextmanager
     def staged(
         self, state: State, parts: Iterable[str], write: bool = False, publish: bool = True
     ) -> Iterator[dict[str, Tensor]]:
-        """Yields the values of some parts of a state.
+        """Context: yields the values of some parts of a state, by name.
 
         Args:
-            state: one of a bucket.
-            parts: their names.
-            write: the block may change the values; they are stored after it.
-            publish: copy changed weights to the parameters, too.
+            state: state of a bucket.
+            parts: names of its parts.
+            write: whether the block may change the values; they are stored after it.
+            publish: whether changed weights are also copied to the parameters.
         """
         if write:
             self.consistency.mark_changed()
@@ -186,61 +193,60 @@ class Optimizer:
 
     @contextmanager
     def overwriting(self, everything: bool) -> Iterator[None]:
-        """Prepares the states for values that the block sets by `staged`; gathers parameters after
-        it. Collective.
+        """Context for setting values with `staged`; gathers the parameters at its end. Collective.
 
         Args:
-            everything: all values are set. A delayed update is discarded then; else the parameters
-                get its weights first.
+            everything: whether all values are set. If so, a delayed update is discarded; otherwise
+                its weights are copied to the parameters first.
         """
         self._before_overwriting(everything)
         with self.consistency.changing():
-            self.gatherer.settle()  # a gather in flight may still read what is written here
-            self.gatherer.release_all()  # what is gathered now would be stale
+            self.gatherer.wait_all()  # a gather in flight may still read the slices
+            self.gatherer.release_all()  # gathered parameters would be stale
             yield
             self._after_overwriting(everything)
             self.gatherer.complete()
-            self.gatherer.settle()
+            self.gatherer.wait_all()
             if self.versions is not None:
-                self.versions.restore(whole=everything)
+                self.versions.restore(both=everything)
 
     def _before_overwriting(self, everything: bool) -> None:
-        """Ends the last update, or discards it if everything is overwritten."""
+        """Waits for the last update, or discards it if everything is overwritten."""
         if not everything:
             self.wait()
         elif self.optimistic is not None:
             self.optimistic.discard()
 
     def _after_overwriting(self, everything: bool) -> None:
-        """Called when the values are set, before parameters are gathered."""
+        """Hook: called after the values are set and before parameters are gathered."""
 
-    # -------------------------------------------------------------------------------- the scalars of an update
+    # -------------------------------------------------------------------------------- scalars of an update
 
     def _own_sums(self, gradients: Sequence[Gradient], carry: Tensor) -> Tensor:
-        """Returns this rank's part of the sums that an update depends on, fp64 [2 + k]."""
+        """Returns this rank's contribution to the sums that an update depends on, fp64 [3 + k]."""
         self._wait_for_update()
         self._stretches = {} if self.unused is None else self.unused.stretches
         found = [gradient.squares for gradient in gradients]
         return torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
 
     def _outcome(self) -> Outcome:
-        """Returns a function from the sums over all ranks to the results of the next update."""
+        """Returns the function from the sums over all ranks to the results of the next update."""
         rate = self.learning_rate(self.updates)
         return self.bad.outcome(rate, self.scaler.scale.clone(), self.grad_clip)
 
     def _wait_for_update(self) -> None:
-        """Ends the last update: validates an optimistic one."""
+        """Waits for the last update; validates an optimistic one."""
         self.validate()
         self.consistency.check()
 
-    # ----------------------------------------------------------------------------------------------- an update
+    # ----------------------------------------------------------------------------------------------- update
 
     def _apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
-        """Counts an update, and begins to do it. guessed: its norm is not known yet."""
+        """Counts an update and starts it; `guessed` means that its norm is not known yet."""
         if self.versions is not None:
             for state in self.earlier:
                 self.readers.wait(state)
-            self.versions.turn()
+            self.versions.rotate()
         self.updates += 1 - update.skip
         self.bad.count(update)
         if self.bad.max_spike and not guessed:
@@ -249,14 +255,14 @@ class Optimizer:
         self._start_update(gradients, scalars_of(update, self.updates))
 
     def _start_update(self, gradients: Sequence[Gradient], now: StepScalars) -> None:
-        """Does an update, or lets a thread do it."""
+        """Runs the update; `OffloadedOptimizer` may run it in a thread."""
         self._update_all(gradients, now)
 
     def _update_all(
         self, gradients: Sequence[Gradient], now: StepScalars, publish: bool = True,
         done: Set[State] = frozenset(),
     ) -> None:  # fmt: skip
-        """Updates all states but those `done`, from the last layers to the first."""
+        """Updates all states except `done`, from the last layers to the first."""
         pairs = zip(reversed(self.states), reversed(gradients), strict=True)
         reads = (
             (state, state.fetch_for_update(gradient.storage))
@@ -289,12 +295,13 @@ class Optimizer:
     def _apply_rule(
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, fused: bool
     ) -> Tensor:
-        """Updates what buffers hold of a state; returns the weights.
+        """Applies the update rule to the staged values of a state; returns the weights.
 
         Args:
-            buffers: of all parts and the gradient, which is used up, and dropped.
-            now: the scalars of the update.
-            fused: also write the new parameters, to one more buffer.
+            buffers: staged buffers of all parts and of the gradient, which the rule may overwrite
+                and which is dropped.
+            now: scalars of the update.
+            fused: whether the rule also writes the new parameters, to an additional buffer.
         """
         self.readers.wait(state)
         weight, *moments = (buffers[part].wait() for part in state.storages)
@@ -314,29 +321,28 @@ class Optimizer:
         return weight
 
     def _publish(self, state: State, weight: Tensor) -> None:
-        """Copies a bucket's weights to the parameters, and begins to gather those that stay
-        whole."""
+        """Copies a bucket's weights to the parameters and begins to gather unsharded ones."""
         if not state.shared:
             params = state.bucket.portion
             parameter = params.empty()
             stay = isinstance(state.weight, InMemory) and isinstance(params, InMemory)
-            # else one of the buffers is reused, or written, at once
+            # a staged buffer of a drive is reused or written immediately: copy synchronously
             parameter.values.copy_(weight, non_blocking=stay)
             parameter.store()
         self.gatherer.publish(state.bucket)
 
 
 class Synchronous:
-    """Runs plans, and updates the weights at the end of each; `Asynchronous` has the same methods.
+    """Runs plans and updates the weights at the end of each. `Asynchronous` has the same methods.
 
     Args:
-        plan_of: `plan_of(count)` returns the plan of a step of so many micro-batches, with its
-            communication.
+        plan_of: `plan_of(count)` returns the plan, with communication, of a step of `count`
+            micro-batches.
         reducer: sums the gradients.
         optimizer: updates the weights.
 
     Attributes:
-        seconds: host time of the last step's reductions that was not overlapped, and of its update.
+        seconds: host time of the last step's reductions after the backward, and of its update.
     """
 
     def __init__(
@@ -347,7 +353,7 @@ class Synchronous:
 
     @property
     def pending(self) -> bool:
-        """Whether the results depend on other ranks' next step."""
+        """Whether the results depend on the next step of other ranks."""
         return self.optimizer.pending
 
     def begin(self, microbatches: int) -> None:
@@ -359,11 +365,14 @@ class Synchronous:
         return run(self.plan_of(len(micros)), micros)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends the step's backwards on this rank, or those of one chunk."""
+        """Ends the step's backwards on this rank, or the backwards of one chunk."""
         self.reducer.all_passes_ended(chunk)
 
     def update(self, carry: Tensor) -> Callable[[], Update]:
-        """Waits for the summed gradients, and updates the weights; see `Optimizer.step`. Collective."""
+        """Waits for the summed gradients and updates the weights. Collective.
+
+        Arguments and result are as for `Optimizer.step`.
+        """
         began = time.perf_counter()
         gradients = self.reducer.finish()
         reduced = time.perf_counter()
@@ -372,15 +381,15 @@ class Synchronous:
         return results
 
     def drop(self) -> None:
-        """Drops the gradients of the step in progress."""
+        """Discards the gradients of the step in progress."""
         self.reducer.drop()
 
     def finish(self, run: Run) -> None:
-        """Ends the last step. Does not change the training. Collective."""
+        """Ends the last step, without changing the training result. Collective."""
         self.optimizer.validate()
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint."""
+        """Returns the state for a checkpoint (empty)."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -388,6 +397,11 @@ class Synchronous:
 
 
 def scalars_of(update: Update, updates: Tensor) -> StepScalars:
-    """Returns the scalars of an update; updates: how many it makes."""
+    """Returns the scalars that update rules need.
+
+    Args:
+        update: results of the step.
+        updates: number of updates done, including this one unless it is skipped.
+    """
     scale = torch.where(update.skip == 0, update.clip / update.loss_scale, 1.0)
     return StepScalars(update.lr, updates.clamp(min=1), scale, update.skip)

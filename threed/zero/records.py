@@ -1,7 +1,8 @@
-"""The optimizer's state as pieces of global tensors: for initialisation, saving, loading and collecting.
+"""The optimizer's states as pieces of global tensors, for initialisation, saving and loading.
 
-What a rank updates of a bucket is a series of runs, every run a few pieces of one global tensor. A record is one piece of
-one part (the weight, or a tensor of the optimizer's rule) in a state's tensor; `read` yields the values, bucket by bucket.
+This rank's portion of a bucket is a series of runs, and each run consists of a few pieces of one
+global tensor. A record is one piece of one part (the weight, or a tensor of the optimizer's rule)
+in a state's tensor. `read` yields the values of records, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from threed.zero.state import Initial, State, drop_all, fetched_in_turn
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A piece of the part `part` of a global tensor; its offset is that in a state's tensor.
+    """A piece of one part of a global tensor.
 
-    owned: whether this rank's copy is the one that counts, if several ranks hold one.
+    Attributes:
+        part: name of the part: "weight", or a tensor of the rule.
+        piece: the piece; its offset is the position in the state's tensor.
+        state: the state.
+        owned: whether this rank's replica is the one that counts, if several ranks hold one.
     """
 
     part: str
@@ -50,13 +55,18 @@ class Record:
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields every piece this rank holds, part by part within each run, in buffer order; by default all parts."""
+    """Yields every piece that this rank holds, in buffer order, part by part within each run.
+
+    Args:
+        optimizer: has the states.
+        parts: names of the parts; by default all.
+    """
     for state in states(optimizer):
         yield from records_of(state, parts)
 
 
 def states(optimizer: Optimizer) -> list[State]:
-    """Returns the states of everything this rank updates, of frozen parameters, and of the version before."""
+    """Returns all states of this rank: trained, frozen, and of the previous version."""
     return [*optimizer.states, *optimizer.frozen, *optimizer.earlier]
 
 
@@ -69,7 +79,10 @@ def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[R
 
 
 def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
-    """Yields records with their values [*piece.size]: views of this rank's state, valid until the next iteration."""
+    """Yields records with their values [*piece.size].
+
+    The values are views of this rank's state and valid until the next iteration.
+    """
     optimizer.wait()
     by_state = [
         (state, list(some)) for state, some in groupby(wanted, key=lambda record: record.state)
@@ -91,8 +104,15 @@ def fill_in_place(
     write: Callable[[str, Piece, Tensor], None],
     parts: tuple[str, ...] | None = None,
 ) -> None:
-    """Calls `write(part, piece, out)` for every piece this rank holds, to set out [*piece.size], and gathers the
-    parameters. If there are two versions of them and one is set, the other becomes the same."""
+    """Sets the values of this rank's pieces and gathers the parameters. Collective.
+
+    If there are two versions of the parameters and only one is set, the other becomes equal to it.
+
+    Args:
+        optimizer: has the states.
+        write: called as `write(part, piece, out)` for every piece; sets out [*piece.size].
+        parts: names of the parts to set; by default all.
+    """
     late = parts is None and optimizer.layout.policy.delayed
     with optimizer.overwriting(everything=parts is None):
         for state in states(optimizer):
@@ -106,13 +126,13 @@ def fill_in_place(
 def initialise(
     optimizer: Optimizer, initial: Initial, again: bool, everything: bool = False
 ) -> None:
-    """Sets the weights to their initial values.
+    """Sets the weights to their initial values. Collective.
 
     Args:
         optimizer: has the states.
-        initial: returns the values of a piece.
-        again: whether it can be called later, for a load that fails.
-        everything: set all other states to zero, which they are in a new optimizer.
+        initial: function from a piece to its initial values.
+        again: whether `initial` may be called later, to undo a failed load.
+        everything: whether to set all other states to zero, which they are in a new optimizer.
     """
 
     def write(part: str, piece: Piece, out: Tensor) -> None:

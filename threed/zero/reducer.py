@@ -1,19 +1,20 @@
 """Gradient reduction: sums buckets of gradients over ranks while the backward runs.
 
-Four steps:
+The life of a gradient has four steps:
 
-    add     a layer adds to a gradient by the parameter's `Sink`, autograd by the sink's hook
-    ready   a bucket is, when its gradients have the expected number of contributions (`counting`)
-    launch  the reductions of ready buckets, in one fixed order on all ranks (`reductions`)
-    wait    for the reductions, whose slices are stored, at the latest in `finish`
+    add     a layer adds its contribution to the parameter's `Sink`; autograd calls the sink's hook
+    ready   a bucket is ready when its gradients have all expected contributions (`counting`)
+    launch  ready buckets are reduced in one fixed order, which is the same on all ranks
+            (`reductions`)
+    wait    waits for the reductions and stores this rank's slices, in `finish` at the latest
 
-This happens in rounds. A round is a step where gradients are kept in full (ZeRO stages 0 and 1),
-and a micro-batch where they are slices (stages 2 and 3): then the sum of each round is added to
-this rank's slice. If all micro-batches of a layer run before the next layer (`whole_step`), a
-round is a step under every stage.
+The reduction is organised in rounds. If gradients are kept in full (ZeRO stages 0 and 1), a round
+is a step. If they are kept as slices (stages 2 and 3), a round is a micro-batch, and the sum of
+each round is added to this rank's slice. If every layer runs all micro-batches before the next
+layer (`whole_step`), a round is a step under every ZeRO stage.
 
-A gradient that comes after the launch of its bucket is kept, and reduced at the end of the step
-(`late`): none is lost, and none is counted twice.
+A gradient that arrives after the launch of its bucket is kept and reduced at the end of the step
+(`late`). Every gradient is counted exactly once.
 """
 
 from __future__ import annotations
@@ -55,25 +56,28 @@ class StepState(enum.Enum):
 
     ENDED = enum.auto()
     RUNNING = enum.auto()
-    ABORTED = enum.auto()  # its gradients are to be discarded
+    ABORTED = enum.auto()  # gradients must be discarded
 
 
 class Reducer:
     """Sums the gradients of every bucket over the ranks that share it.
 
-    Call begin(microbatches) before the first backward, pass_ended(chunk) after each, and finish()
-    after the last. With `whole_step` call unit_ended(unit) after the last backward of each unit.
+    Call `begin(microbatches)` before the first backward, `pass_ended(chunk)` after each backward,
+    and `finish()` after the last one. With `whole_step`, also call `unit_ended(unit)` after the
+    last backward of each unit.
 
     Args:
-        layout: the parameters and their buckets.
-        codecs: how gradients are encoded between ranks.
-        dynamic: whether the parameters are those of a wrapped module, which may use them
-            differently in every step. Its backwards run inside `own_backward`.
-        whole_step: whether all micro-batches of a layer run before the next layer.
-        early: updates complete slices while the backward runs, except in the first step.
-        unused: tracks which parameters of a wrapped module were used.
-        warns: whether this rank warns of unused parameters, as one of the tensor ranks does.
-        gatherer: gathers the parameters; is told when a gradient is complete.
+        layout: parameters and their buckets.
+        codecs: encodings of gradients that are sent between ranks.
+        dynamic: whether the parameters belong to a wrapped module, which may use different
+            parameters in every step. Its backwards must run inside `own_backward`.
+        whole_step: whether every layer runs all micro-batches before the next layer.
+        early: updates complete slices during the backward, except in the first step.
+        unused: tracks which parameters of a wrapped module have been used.
+        warns: whether this rank may warn of unused parameters (one rank of each tensor-parallel
+            group does).
+        gatherer: gathers the parameters; notified when a gradient is complete and when a backward
+            ends.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class Reducer:
         self.layout, self.early, self.unused, self.warns = layout, early, unused, warns
         self.gatherer = gatherer
         sliced = layout.policy.slices_gradients
-        self.rounds = sliced and not whole_step  # several in a step
+        self.rounds = sliced and not whole_step  # one round per micro-batch, else per step
         self.dynamic = dynamic
         self._first_step = True
         self.memory: Gradients = BucketGradients(layout) if sliced else FullGradients(layout)
@@ -101,21 +105,23 @@ class Reducer:
         )  # fmt: skip
         self.late = LateGradients(layout, codecs, gatherer)
         self.deferral = Deferral()
-        self.scope = ForwardScope()  # shared with the stages
+        self.scope = ForwardScope()  # shared with the pipeline stages
         self._queues: list[LaunchQueue] = []
         self._sinks: dict[Slot, Sink] = {}
         for chunks in dict.fromkeys(group.key.chunks for group in layout.groups):
             self._add_queue(chunks)
         self.sinks = [self._sinks[slot] for slot in layout.slots if slot in self._sinks]
-        self._sinks_of = [[self._sinks[s] for s in bucket.slots()] for bucket in layout.buckets]
+        self._sinks_of_bucket = [
+            [self._sinks[s] for s in bucket.slots()] for bucket in layout.buckets
+        ]
         self._state = StepState.ENDED
-        self._passes = 1  # of a round
-        self._passes_ended = 0  # of the step
+        self._passes = 1  # micro-batches per round
+        self._passes_ended = 0  # backwards ended in this step
         self._observer: Callable[[Tensor], None] | None = None
 
     @contextmanager
     def observed(self, observer: Callable[[Tensor], None]) -> Iterator[None]:
-        """Calls `observer` with this rank's gradients of each bucket that is reduced inside the block."""
+        """Calls `observer` with this rank's gradients of each bucket reduced inside the block."""
         self._observer = observer
         try:
             yield
@@ -123,9 +129,9 @@ class Reducer:
             self._observer = None
 
     def _add_queue(self, chunks: tuple[int, ...]) -> None:
-        """Adds the launch queue of some chunks of the model, and the sinks of their parameters."""
+        """Adds the launch queue of these chunks of the model, and their parameters' sinks."""
         groups = [g for g in self.layout.groups if g.key.trainable and g.key.chunks == chunks]
-        split = self.rounds and len(chunks) > 1  # each chunk's round gets some contributions
+        split = self.rounds and len(chunks) > 1  # contributions are spread over several rounds
         counts = {
             slot: Contributions(1) if self.dynamic
             else Contributions(len(slot.places), known=not (split or slot.varies))
@@ -147,20 +153,20 @@ class Reducer:
     # ------------------------------------------------------------------------ add, ready, launch
 
     def mark_complete(self, sink: Sink) -> None:
-        """Marks a gradient as complete, and launches the buckets that are ready, in order."""
+        """Marks a gradient as complete and launches, in order, all buckets that are ready."""
         if self.gatherer is not None:
             self.gatherer.gradient_complete(sink.slot)
-        if not sink.counts.positions:  # an empty shard of the vocabulary
+        if not sink.counts.positions:  # an empty vocabulary shard
             return
         sink.queue.mark_complete(sink.counts)
         while sink.queue.is_ready:
             self._launch(sink.queue)
 
     def _launch(self, queue: LaunchQueue) -> None:
-        """Launches the reduction of a queue's next bucket; absent gradients count as zero."""
+        """Launches the reduction of the queue's next bucket; missing gradients count as zero."""
         number = queue.take()
         bucket = self.layout.buckets[number]
-        for sink in self._sinks_of[number]:
+        for sink in self._sinks_of_bucket[number]:
             if not sink.counts.added:
                 self.memory.set_zero(sink.slot, bucket)
         self.reductions.make_room(bucket)
@@ -180,38 +186,47 @@ class Reducer:
             self._launch(queue)
 
     def _end_round(self, queue: LaunchQueue) -> None:
-        """Launches the remaining buckets of a round; counts what to expect in the next one."""
+        """Launches the remaining buckets of a round and updates the expected contributions."""
         self._launch_all(queue)
         if self._counts_change:
             queue.learn(self._passes, self.dynamic)
 
     @property
     def _counts_change(self) -> bool:
-        """Whether gradients may get more contributions, or fewer, than expected."""
+        """Whether the number of contributions per gradient may still change."""
         return self.dynamic or self._first_step
 
     def add_late(self, sink: Sink, grad: Tensor) -> None:
-        """Keeps a gradient that came after the launch of its bucket."""
+        """Keeps a gradient that arrived after the launch of its bucket.
+
+        Raises:
+            RuntimeError: the number of contributions was fixed in the first step.
+        """
         if not self._counts_change:
             raise RuntimeError(
-                f"{sink.slot.spec.name}: a gradient came after the {sink.counts.per_pass} of a"
-                " micro-batch that the first step had, and after its bucket was sent: how often this"
-                " layer runs depends on the data; give the pipeline layer the attribute"
-                " `runs_vary = True`"
+                f"{sink.slot.spec.name}: a gradient arrived after the {sink.counts.per_pass} per"
+                " micro-batch of the first step, and after the reduction of its bucket was launched:"
+                " the layer runs a data-dependent number of times; set the attribute"
+                " `runs_vary = True` on the pipeline layer"
             )
         sink.counts.add_late()
         self.late.add(sink.slot, grad)
 
     def _update_in_backward(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
-        """Has a complete slice updated now, if that is possible; returns whether it is."""
-        if self.early is None or self._first_step:  # its late gradients are not added yet
+        """Updates a complete slice during the backward, if possible; returns whether it did."""
+        # in the first step late gradients may still have to be added
+        if self.early is None or self._first_step:
             return False
         return self.early.take(bucket, gradient)
 
-    # ------------------------------------------------------------------------- the course of a step
+    # ------------------------------------------------------------------------- begin and end of a step
 
     def begin(self, microbatches: int) -> None:
-        """Begins a step. Discards the gradients of an unfinished step, which is collective."""
+        """Begins a step. Discards the gradients of an unfinished step, which is collective.
+
+        Args:
+            microbatches: number of micro-batches in the step.
+        """
         for sink in self.sinks:
             sink.run_last(microbatches)
         self._abort()
@@ -223,9 +238,9 @@ class Reducer:
         self._state = StepState.RUNNING
 
     def _restart(self) -> None:
-        """Discards all gradients of the step, and begins its first round."""
+        """Discards all gradients of the step and begins its first round."""
         self._passes_ended = 0
-        self.reductions.forget()
+        self.reductions.discard()
         self.memory.reset()
         self.late.clear()
         if self.early is not None:
@@ -234,7 +249,7 @@ class Reducer:
             queue.restart(self._passes)
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """Ends the backward of one micro-batch on a chunk, and the round if it has no other."""
+        """Ends a backward of one micro-batch on a chunk, and the round if it is one micro-batch."""
         self._passes_ended += 1
         for queue in self._queues if self.rounds else ():
             if chunk in queue.chunks:
@@ -244,30 +259,34 @@ class Reducer:
             self.gatherer.pass_ended()
 
     def unit_ended(self, unit: int) -> None:
-        """Ends all backwards of a unit and of the units behind it; launches their buckets."""
+        """Marks the backwards of `unit` and of all later units as ended; launches their buckets."""
         for queue in self._queues:
             while not queue.is_done and self.layout.buckets[queue.next].earliest_unit >= unit:
                 self._launch(queue)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends the backwards of the step, or those of one chunk, and so the round of the step."""
+        """Ends the backwards of the step, or of one chunk; ends the round if a round is a step."""
         for queue in self._queues if not self.rounds else ():
             if chunk is None or queue.chunks == (chunk,):
                 self._end_round(queue)
 
     def finish(self) -> list[Gradient]:
-        """Ends the step: returns what this rank updates of the summed gradients, per bucket."""
+        """Ends the step and waits for all reductions.
+
+        Returns:
+            For each bucket, the portion of the summed gradients that this rank updates.
+        """
         self._end_backwards()
         return self.reductions.finish()
 
     def close(self) -> Callable[[], list[Gradient]]:
-        """Ends the step as `finish` does, without waiting for other stages.
+        """Ends the step like `finish`, but does not wait for other pipeline stages.
 
-        The next step may begin before the result is called; it must not end before. Slices need
-        memory of their own.
+        The next step may begin before the returned function is called, but must not end before.
+        This requires gradient slices with separate memory (`Policy.versions` of 2).
 
         Returns:
-            A function that waits, and returns the gradients.
+            A function that waits for the remaining sums and returns the gradients, one per bucket.
         """
         self._end_backwards()
         return self.reductions.close()
@@ -275,44 +294,45 @@ class Reducer:
     def _end_backwards(self) -> None:
         self.all_passes_ended()
         for queue in self._queues:
-            if queue.is_untouched:  # no micro-batch came to its chunk: gradients of zero
+            if queue.is_untouched:  # its chunk ran no micro-batch: gradients are zero
                 self._launch_all(queue)
         self.reductions.wait_all()
         if self.layout.slices_parameters:
-            self.memory.trim()  # the next to need memory are gathered parameters
+            self.memory.trim()  # gathered parameters need the memory next
         if self._counts_change:
             self._end_counting()
         self._passes_ended, self._first_step, self._state = 0, False, StepState.ENDED
 
     def _end_counting(self) -> None:
-        """Adds the gradients that came late, and finds the parameters that were not used."""
+        """Adds the late gradients and determines which parameters were not used."""
         for slot, grad in self.foreign if self.dynamic else ():
             slot.param.grad = None
             self.add_late(self._sinks[slot], grad.to_dense() if grad.is_sparse else grad)
         for bucket, staged in self.late.reduce():
             self.reductions.store(bucket, staged, complete=not later_sums(bucket))
         if self.unused is not None:
-            self.unused.agree({sink.slot for sink in self.sinks if sink.counts.used})
+            self.unused.synchronize({sink.slot for sink in self.sinks if sink.counts.used})
         elif self._first_step:
-            never = {sink.slot for sink in self.sinks if not sink.counts.used}
-            warn_of_unused(self.layout, never, self.warns)
+            unused = {sink.slot for sink in self.sinks if not sink.counts.used}
+            warn_of_unused(self.layout, unused, self.warns)
 
     @property
     def foreign(self) -> list[tuple[Slot, Tensor]]:
-        """The gradients of other engines' backwards, with their parameters."""
+        """Parameters with a gradient from another engine's backward, and that gradient."""
         return [(s, s.param.grad) for s in self._sinks if s.param.grad is not None]
 
-    # --------------------------------------------------------------------- steps that are discarded
+    # --------------------------------------------------------------------- discarding a step
 
     def give_up(self) -> None:
         """Discards the step after an error.
 
-        Calls `recover` at once, since the program may call collectives next. With sliced
-        parameters the engine calls it later, since another rank may wait for a gather.
+        Calls `recover` immediately, because the program may call collectives next. If parameters
+        are sharded, the engine calls `recover` later: another rank may be waiting for a gather
+        first.
         """
         self._abort()
         if not self.layout.slices_parameters:
-            with suppress(RuntimeError):  # so that the first error is raised
+            with suppress(RuntimeError):  # the original error must be raised instead
                 self.recover()
 
     def _abort(self) -> None:
@@ -320,10 +340,11 @@ class Reducer:
             self._state = StepState.ABORTED
 
     def recover(self) -> None:
-        """Launches the remaining buckets of a discarded step of a wrapped module.
+        """Launches the remaining buckets of a discarded step of a wrapped module. Collective.
 
         Ranks that failed at different points have then called the same collectives. Call it before
-        any other collective. Does nothing with `early`, which would apply the gradients.
+        any other collective. With `early` it does nothing, because launching would apply the
+        gradients.
         """
         if self._state is not StepState.ABORTED or not self.dynamic or self.early is not None:
             return
@@ -334,9 +355,10 @@ class Reducer:
                 queue.next_round(self._passes)
 
     def drop(self) -> None:
-        """Discards all gradients so far, also of other engines' backwards, as `zero_grad` does.
+        """Discards all gradients so far, also from other engines' backwards.
 
-        Those of a step that an error broke off are discarded by `begin`.
+        Implements `zero_grad`. Gradients of a step that was interrupted by an error are discarded
+        by `begin`.
         """
         self.recover()
         for sink in self.sinks:
@@ -344,16 +366,24 @@ class Reducer:
         if not self._passes_ended or self._state is not StepState.RUNNING:
             return
         if not self.rounds:
-            for queue in self._queues:  # other ranks may have launched more, or less
+            for queue in self._queues:  # other ranks may have launched more or fewer buckets
                 self._launch_all(queue)
             self._passes = max(1, self._passes - self._passes_ended)
         self._restart()
 
-    # ------------------------------------------------------------------------ counts in checkpoints
+    # ------------------------------------------------------------------------ checkpoints
 
     def state(self, stages: Axis) -> dict[str, Any]:
-        """Returns the state for a checkpoint: which parameters are unused, and the contributions of
-        a micro-batch that are not one for each module. Collective over the pipeline stages."""
+        """Returns the state for a checkpoint. Collective over the pipeline stages.
+
+        Args:
+            stages: axis of the pipeline stages.
+
+        Returns:
+            Contributions per micro-batch of the parameters for which this number differs from the
+            number of modules that use them ("uses"), and the record of unused parameters
+            ("unused").
+        """
         own = {sink.slot.spec.name: sink.counts.counted for sink in self.sinks}
         own = {name: count for name, count in own.items() if count is not None}
         state: dict[str, Any] = {"uses": {}}
@@ -364,7 +394,7 @@ class Reducer:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint, so that this run sums in the same order."""
+        """Restores the state of a checkpoint, so that this run adds gradients in the same order."""
         for sink in self.sinks:
             sink.counts.restore(state.get("uses", {}).get(sink.slot.spec.name))
         if self.unused is not None:
@@ -374,13 +404,13 @@ class Reducer:
 class Sink:
     """Collects the gradient of one parameter.
 
-    The first contribution of a round overwrites the memory, later ones add to it.
+    The first contribution of a round overwrites the gradient's memory; later ones are added to it.
 
     Args:
         reducer: reduces the gradient.
         slot: the parameter.
         counts: counts the contributions.
-        queue: holds the parameter's buckets.
+        queue: launch queue of the parameter's buckets.
     """
 
     def __init__(
@@ -388,15 +418,15 @@ class Sink:
     ) -> None:
         self.reducer, self.slot, self.counts, self.queue = reducer, slot, counts, queue
         slot.param.sink = self  # type: ignore[attr-defined]
-        taken = _taken_by(weakref.ref(self))
-        self._hook = slot.param.register_post_accumulate_grad_hook(taken)
+        hook = _grad_hook(weakref.ref(self))
+        self._hook = slot.param.register_post_accumulate_grad_hook(hook)
 
     def run_last(self, microbatches: int) -> None:
-        """Moves the sink's hook behind the user's post-accumulate hooks, which use `param.grad`.
+        """Moves the sink's hook behind the user's post-accumulate hooks, which read `param.grad`.
 
         Raises:
-            RuntimeError: there are such hooks and several micro-batches, whose sum `param.grad`
-                never has.
+            RuntimeError: there are such hooks and several micro-batches; `param.grad` never holds
+                their sum.
         """
         hooks = self.slot.param._post_accumulate_grad_hooks
         if hooks is None or len(hooks) < 2:
@@ -411,8 +441,8 @@ class Sink:
         hooks[self._hook.id] = hooks.pop(self._hook.id)
 
     def add(self, grad: Tensor) -> None:
-        """Adds a whole gradient."""
-        if self._deferred(self.add, grad):
+        """Adds a gradient of the parameter's full shape."""
+        if self._try_defer(self.add, grad):
             return
         if self.is_late():
             self.reducer.add_late(self, grad)
@@ -425,9 +455,9 @@ class Sink:
         self.mark_added()
 
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
-        """Adds the matrix product a @ b; in the buffer itself, unless its reduction was launched."""
+        """Adds the matrix product `a @ b`, in place unless the bucket's reduction was launched."""
         self._check_loss()
-        if self._deferred(self.add_product, a, b, by):
+        if self._try_defer(self.add_product, a, b, by):
             return None
         if self.is_late():
             return self.add(by.product(a, b))
@@ -435,10 +465,11 @@ class Sink:
         return self.mark_added()
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds matrix products a @ b, made one after the other, as one contribution.
+        """Adds matrix products `a @ b`, computed one after the other, as one contribution.
 
-        If contributions are deferred, a single pair is; of several pairs only the sum is, since
-        they are made one after the other to save memory.
+        If contributions are deferred, a single pair is deferred as its two factors. Several pairs
+        are multiplied now and only their sum is deferred, since they are computed one at a time to
+        save memory.
         """
         self._check_loss()
         total, fresh = None, not self.counts.added
@@ -458,16 +489,16 @@ class Sink:
         self.mark_added() if total is None else self.add(total)
 
     def _check_loss(self) -> None:
-        """Raises RuntimeError for a gradient that a layer computes in its forward."""
+        """Raises RuntimeError if the gradient was computed during a layer's forward."""
         if self.reducer.scope.active:
             raise RuntimeError(
-                f"{self.slot.spec.name}: a gradient came while a layer ran its forward:"
-                " torch.autograd.grad there must not go through a layer of threed.layers, which"
-                " adds to the loss's gradient; use torch's own modules"
+                f"{self.slot.spec.name}: a gradient was computed during a layer's forward:"
+                " torch.autograd.grad in a forward must not differentiate a layer of threed.layers,"
+                " which adds to the gradient of the loss; use torch's own modules"
             )
 
-    def _deferred(self, add: Callable[..., None], *arguments: Any) -> bool:
-        """Returns whether contributions wait for a W now; then this one is set aside."""
+    def _try_defer(self, add: Callable[..., None], *arguments: Any) -> bool:
+        """Defers a contribution if a split backward computes its B part; returns whether it did."""
         waiting = self.reducer.deferral.waiting
         if waiting is None:
             return False
@@ -475,13 +506,13 @@ class Sink:
         return True
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds rows [n h] at row numbers [n]."""
+        """Adds rows [n h] to the gradient at row indices [n]."""
         self._check_loss()
-        if self._deferred(self.add_rows, index, rows):
+        if self._try_defer(self.add_rows, index, rows):
             return None
         if self.is_late():
-            whole = rows.new_zeros(self.slot.param.shape)
-            return self.add(whole.index_add_(0, index, rows) if len(whole) else whole)
+            full = rows.new_zeros(self.slot.param.shape)
+            return self.add(full.index_add_(0, index, rows) if len(full) else full)
         target = self._target()
         if not self.counts.added:
             target.zero_()
@@ -492,7 +523,8 @@ class Sink:
     def memory(self) -> tuple[Tensor, bool] | None:
         """Returns the gradient's memory, in the parameter's shape, and whether to add to it.
 
-        Call `mark_added` after that. Returns None if the memory must not be written now: use `add`.
+        Call `mark_added` after writing. Returns None if the memory must not be written now; use
+        `add` then.
         """
         self._check_loss()
         if self.defers() or self.is_late():
@@ -500,27 +532,27 @@ class Sink:
         return self._target(), self.counts.added > 0
 
     def mark_added(self) -> None:
-        """Counts a contribution that is in the memory now."""
+        """Counts a contribution that was written to the gradient's memory."""
         if self.counts.add():
             self.reducer.mark_complete(self)
 
     def is_late(self) -> bool:
-        """Returns whether the reduction of a part of the gradient was launched in this round."""
+        """Returns whether the reduction of some part of the gradient was launched in this round."""
         return self.queue.is_late(self.counts)
 
     def in_forward(self) -> bool:
-        """Returns whether a forward is running, during which the sink takes no gradients."""
+        """Returns whether a forward is running; the sink accepts no gradients during a forward."""
         return self.reducer.scope.active
 
     def defers(self) -> bool:
-        """Returns whether contributions are kept and added later, as in a split backward."""
+        """Returns whether contributions are deferred to the W pass of a split backward."""
         return self.reducer.deferral.waiting is not None
 
     def take(self, param: Tensor) -> None:
-        """Moves `param.grad` into the sink, when autograd calls its hook.
+        """Moves `param.grad` into the sink; called by autograd's post-accumulate hook.
 
-        In another engine's backward the gradient stays in `.grad`, and adds up, until it is dropped
-        or the step ends.
+        In another engine's backward the gradient stays in `.grad` and accumulates there until it is
+        dropped or the step ends.
         """
         if self.reducer.dynamic and not is_own(self.reducer, self.slot):
             if self.reducer.gatherer is not None:
@@ -534,15 +566,15 @@ class Sink:
         return self.reducer.memory.view(self.slot)
 
 
-def _taken_by(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
-    """Returns a hook for autograd that calls `sink.take`.
+def _grad_hook(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
+    """Returns a post-accumulate hook for autograd that calls `sink.take`.
 
-    Python's garbage collector does not see autograd's hooks: a strong reference would keep the
-    whole engine, with its drive, alive forever.
+    The hook holds a weak reference. Python's garbage collector cannot traverse autograd's hooks, so
+    a strong reference would keep the whole engine and its drive alive forever.
     """
 
-    def taken(param: Tensor) -> None:
+    def hook(param: Tensor) -> None:
         if (alive := sink()) is not None:
             alive.take(param)
 
-    return taken
+    return hook

@@ -1,5 +1,7 @@
-"""The memory of gradients, and their sums over ranks: launched during the backward, waited for in
-order, and stored."""
+"""Memory of gradients, and their reduction over ranks.
+
+Reductions are launched during the backward, waited for in launch order, and stored as slices.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ from threed.zero.layout import Bucket, Layout, Slot
 
 
 class Gradients:
-    """The memory of gradients until they are reduced."""
+    """Holds gradients until they are reduced."""
 
     def view(self, slot: Slot) -> Tensor:
-        """Returns the memory of a parameter's gradient, in its shape; undefined at first."""
+        """Returns the memory of a parameter's gradient, in its shape; initially undefined."""
         raise NotImplementedError
 
     def window(self, bucket: Bucket) -> Tensor:
@@ -33,25 +35,25 @@ class Gradients:
         raise NotImplementedError
 
     def set_zero(self, slot: Slot, bucket: Bucket) -> None:
-        """Sets the gradient of a parameter, which got no contribution, to zero in a bucket."""
+        """Zeroes the part of a parameter without contributions in a bucket."""
         bucket.part(slot, self.window(bucket)).zero_()
 
     def take_window(self, bucket: Bucket) -> Tensor:
-        """Takes the gradients of a bucket [last - first] for their reduction."""
+        """Returns a bucket's gradients [last - first] for reduction."""
         return self.window(bucket)
 
     def release_window(self, window: Tensor) -> None:
         """Releases a window after its reduction."""
 
     def reset(self) -> None:
-        """Discards what was written, after an aborted step."""
+        """Discards all gradients, after an aborted step."""
 
     def trim(self) -> None:
         """Frees buffers that are not in use."""
 
 
 class FullGradients(Gradients):
-    """All gradients in full, in the group's flat buffer (stages 0 and 1)."""
+    """All gradients in full, in the groups' flat buffers (stages 0 and 1)."""
 
     def __init__(self, layout: Layout) -> None:
         groups = [group for group in layout.groups if group.key.trainable]
@@ -67,13 +69,13 @@ class FullGradients(Gradients):
 
 
 class BucketGradients(Gradients):
-    """Gradients in full for the buckets that are being filled or reduced only (stages 2 and 3).
+    """Full gradients of only those buckets that are being filled or reduced (stages 2 and 3).
 
-    A bucket takes a buffer when its first gradient comes, and releases it after its reduction;
-    buffers are reused. A parameter that lies in several buckets gets a buffer of its own, from
-    which its buckets take their parts. So memory is that of the open buckets and of the largest
-    single gradient, however large the model. With an arena (see `Policy`) the large buffers are
-    reused too: after every bucket was in use once, nothing is allocated.
+    A bucket takes a buffer when its first gradient arrives and releases it after its reduction;
+    buffers are reused. A parameter that spans several buckets has a separate buffer, from which the
+    buckets take their parts. So the memory is bounded by the open buckets and the largest single
+    gradient, independent of the model's size. With an arena (see `Policy`) the buffers are also
+    kept from step to step: once every bucket has been used, no more memory is allocated.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -83,14 +85,15 @@ class BucketGradients(Gradients):
             for slot in bucket.slots():
                 self._buckets_of.setdefault(slot, []).append(bucket)
         self._gaps = {bucket: _gaps(bucket) for bucket in layout.buckets}
-        self._cut_slots = {
+        self._spanning_slots = {
             b: [s for s in b.slots() if len(self._buckets_of[s]) > 1] for b in layout.buckets
         }
         self._open: dict[Bucket, Tensor] = {}
-        self._cut: dict[Slot, Tensor] = {}
-        self._to_take: dict[Slot, int] = {}  # of a cut gradient: buckets not taken yet
+        self._spanning: dict[Slot, Tensor] = {}
+        # per spanning gradient: buckets that have not taken their part yet
+        self._parts_left: dict[Slot, int] = {}
         self._free: list[Tensor] = []
-        # of a buffer that is reused: who fills it, and its windows not released yet
+        # per reusable buffer, by id: its writer and its unreleased windows
         self._users: dict[int, int] = {}
 
     def view(self, slot: Slot) -> Tensor:
@@ -98,11 +101,13 @@ class BucketGradients(Gradients):
         if len(buckets) == 1:
             at = slot.first - buckets[0].first
             return self.window(buckets[0])[at : at + slot.param.numel()].view(slot.param.shape)
-        if slot not in self._cut:
+        if slot not in self._spanning:
             size, device = slot.param.numel(), slot.param.device
-            self._cut[slot] = self._take(size, device) if self.arena else self._new(size, device)
-            self._to_take[slot] = len(buckets)
-        return self._cut[slot][: slot.param.numel()].view(slot.param.shape)
+            self._spanning[slot] = (
+                self._take(size, device) if self.arena else self._new(size, device)
+            )
+            self._parts_left[slot] = len(buckets)
+        return self._spanning[slot][: slot.param.numel()].view(slot.param.shape)
 
     def window(self, bucket: Bucket) -> Tensor:
         if bucket not in self._open:
@@ -114,11 +119,11 @@ class BucketGradients(Gradients):
         return self._open[bucket]
 
     def take_window(self, bucket: Bucket) -> Tensor:
-        alone: Tensor | None = None  # the window, if nothing else is in the bucket
-        for slot in self._cut_slots[bucket]:
-            if slot not in self._cut:
+        alone: Tensor | None = None  # the window, if one parameter fills the bucket
+        for slot in self._spanning_slots[bucket]:
+            if slot not in self._spanning:
                 continue
-            buffer, begin = self._cut[slot], max(bucket.first - slot.first, 0)
+            buffer, begin = self._spanning[slot], max(bucket.first - slot.first, 0)
             part = buffer[begin : min(slot.last, bucket.last) - slot.first]
             if len(part) == bucket.last - bucket.first:
                 alone = part
@@ -126,9 +131,9 @@ class BucketGradients(Gradients):
                     self._users[id(buffer)] += 1
             else:
                 bucket.part(slot, self.window(bucket)).copy_(part)
-            self._to_take[slot] -= 1
-            if not self._to_take[slot]:
-                self.release_window(self._cut.pop(slot))
+            self._parts_left[slot] -= 1
+            if not self._parts_left[slot]:
+                self.release_window(self._spanning.pop(slot))
         if alone is not None:
             return alone
         window = self.window(bucket)
@@ -144,10 +149,10 @@ class BucketGradients(Gradients):
             self._free.append(buffer)
 
     def reset(self) -> None:
-        for window in (*self._open.values(), *self._cut.values()):
+        for window in (*self._open.values(), *self._spanning.values()):
             self.release_window(window)
         self._open.clear()
-        self._cut.clear()
+        self._spanning.clear()
 
     def trim(self) -> None:
         if not self.arena:
@@ -166,7 +171,7 @@ class BucketGradients(Gradients):
 
 
 def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
-    """Returns the ranges of a bucket's window that no parameter covers."""
+    """Returns the ranges of a bucket's window that no parameter covers (padding)."""
     slots = bucket.slots()
     firsts = [*(slot.first - bucket.first for slot in slots), bucket.last - bucket.first]
     lasts = [0, *(slot.last - bucket.first for slot in slots)]
@@ -175,8 +180,12 @@ def _gaps(bucket: Bucket) -> list[tuple[int, int]]:
 
 @dataclass(eq=False)
 class Gradient:
-    """What this rank updates of a bucket's summed gradients, in its storage, and the sum of its
-    squares."""
+    """The portion of a bucket's summed gradients that this rank updates.
+
+    Attributes:
+        storage: storage of the portion.
+        squares: sum of its squares, fp64 scalar.
+    """
 
     storage: Storage
     squares: Tensor
@@ -184,18 +193,18 @@ class Gradient:
 
 @dataclass(frozen=True)
 class GradientCodecs:
-    """How gradients are encoded.
+    """How gradients are encoded for communication.
 
     Attributes:
-        data: between data ranks.
-        other: between ranks of other axes, which sum partial gradients and those of tied weights.
+        data: codec between data ranks.
+        other: codec on all other axes, which sum partial gradients and gradients of tied weights.
     """
 
     data: Codec = EXACT
     other: Codec = EXACT
 
     def of(self, axis: Axis) -> Codec:
-        """Returns the codec of sums over an axis."""
+        """Returns the codec for sums over an axis."""
         return self.data if axis.label == "dp" else self.other
 
 
@@ -204,13 +213,15 @@ PLAIN = GradientCodecs()
 
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """A bucket whose gradients are being summed.
+    """A bucket with a reduction in flight.
 
     Attributes:
-        window: the gradients that are sent, None for the slice itself.
-        staged: the buffer of the slice.
-        add: whether to add to the sum of earlier rounds, which `staged` holds.
-        complete: whether the slice is the whole sum afterwards.
+        bucket: the bucket.
+        window: gradients that are sent; None if the slice itself is sent.
+        pending: the reduction.
+        staged: buffer of this rank's slice.
+        add: whether to add the result to the sum of earlier rounds, which `staged` holds.
+        complete: whether the slice holds the complete sum afterwards.
     """
 
     bucket: Bucket
@@ -225,11 +236,11 @@ class Reductions:
     """Launches the reductions of buckets, waits for them, and stores their slices.
 
     Args:
-        layout: the parameters and their buckets.
-        codecs: how gradients are encoded between ranks.
-        release: called with a window of gradients after its reduction.
-        update: called with a bucket and its complete slice before the slice is stored; returns
-            whether it stores the slice itself. None if nothing is updated before the step ends.
+        layout: parameters and their buckets.
+        codecs: how gradients are encoded for communication.
+        release: called with each window of gradients after its reduction.
+        update: called with a bucket and its complete slice before the slice is stored; returns True
+            if it takes over the slice. None if updates only run after the backward.
     """
 
     def __init__(
@@ -241,11 +252,11 @@ class Reductions:
     ) -> None:
         self.layout, self.codecs, self._release, self._update = layout, codecs, release, update
         self._in_flight = deque[InFlight]()
-        self._copying = deque[tuple[InFlight, Pending]]()  # sums on their way to the slice
-        self._squares: dict[Bucket, Tensor] = {}  # of complete slices
+        self._copying = deque[tuple[InFlight, Pending]]()  # sums being copied to the slice's device
+        self._squares: dict[Bucket, Tensor] = {}  # sums of squares of complete slices
 
     def make_room(self, bucket: Bucket) -> None:
-        """Waits until one more reduction may be in flight, and until none of this bucket is."""
+        """Waits until another reduction may be launched and none of this bucket is in flight."""
         while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
             self.wait_oldest()
         while any(reduction.bucket is bucket for reduction in self._in_flight):
@@ -254,7 +265,14 @@ class Reductions:
             self._store_oldest()
 
     def launch(self, bucket: Bucket, window: Tensor, add: bool, complete: bool) -> None:
-        """Launches the reduction of a window of gradients [last - first]; see `InFlight`."""
+        """Launches the reduction of a bucket's gradients over its shard group, or over `early_sum`.
+
+        Args:
+            bucket: the bucket.
+            window: its full gradients [last - first].
+            add: whether to add the result to the sum of earlier rounds.
+            complete: whether the slice holds the complete sum afterwards.
+        """
         shard = bucket.group.shard
         staged = bucket.grad.fetch() if add else bucket.grad.empty()
         into, codec = staged.values, self.codecs.of(shard)
@@ -270,12 +288,12 @@ class Reductions:
         at_hand = not add or isinstance(bucket.grad, InMemory)
         local = self.layout.policy.slices_gradients and shard.size == 1 and not early_sum(bucket)
         if local and at_hand:
-            self.wait_oldest()  # without communication there is nothing to wait for
+            self.wait_oldest()  # no communication: the result is available now
 
     def wait_oldest(self) -> None:
-        """Waits for the oldest reduction, and begins to copy its sum to the slice's device."""
+        """Waits for the oldest reduction and begins to copy its sum to the slice's device."""
         reduction = self._in_flight.popleft()
-        reduction.staged.wait()  # may hold the sum of earlier rounds
+        reduction.staged.wait()  # may still be reading the sum of earlier rounds
         total, device = reduction.pending.wait(), reduction.staged.values.device
         if total.device == device:
             self._store(reduction, total)
@@ -285,7 +303,7 @@ class Reductions:
             self._store_oldest()
 
     def wait_all(self) -> None:
-        """Waits for all reductions, and stores their slices."""
+        """Waits for all reductions and stores their slices."""
         while self._in_flight:
             self.wait_oldest()
         while self._copying:
@@ -296,7 +314,7 @@ class Reductions:
         self._store(reduction, copy.wait())
 
     def _store(self, reduction: InFlight, total: Tensor) -> None:
-        """Adds a sum to its slice, or copies it there, if it is not there already."""
+        """Adds a sum to its slice, or copies it there unless it was reduced in place."""
         own = reduction.staged.wait()
         if not collectives.same_start(total, own):
             own.add_(total) if reduction.add else own.copy_(total)
@@ -305,20 +323,26 @@ class Reductions:
             self._release(reduction.window)
 
     def store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
-        """Stores a slice, unless `update` does; computes its sum of squares first."""
+        """Stores a slice, unless `update` takes it over. Computes its sum of squares first.
+
+        Args:
+            bucket: the bucket.
+            staged: buffer of this rank's slice.
+            complete: whether the slice holds the complete sum.
+        """
         if complete:
-            self._squares[bucket] = squares(staged.values)  # while it is in a cache
+            self._squares[bucket] = squares(staged.values)  # while the values are in the CPU cache
             if self._update is not None and self._update(bucket, staged):
                 return
         staged.store()
 
-    def forget(self) -> None:
-        """Waits for all reductions, and drops their results before a new step."""
+    def discard(self) -> None:
+        """Waits for all reductions and discards their results, before a new step."""
         self.wait_all()
         self._squares.clear()
 
     def finish(self) -> list[Gradient]:
-        """Sums slices over the remaining axes; waits, and returns the gradient of each bucket."""
+        """Sums slices over the remaining axes; returns the gradient of each bucket. Collective."""
         for bucket in with_later_sums(self.layout):
             self.make_room(bucket)
             self._in_flight.append(self._start_later_sums(bucket))
@@ -326,9 +350,12 @@ class Reductions:
         return [self._gradient(bucket) for bucket in self.layout.buckets]
 
     def close(self) -> Callable[[], list[Gradient]]:
-        """Launches the same sums; returns a function that waits for them and returns the gradients.
+        """Launches the sums over the remaining axes without waiting for them. Collective.
 
-        The next step may launch reductions before that function is called.
+        The next step may launch reductions before the returned function is called.
+
+        Returns:
+            A function that waits for the sums and returns the gradient of each bucket.
         """
         before, self._squares = self._squares, {}
         later = [self._start_later_sums(bucket) for bucket in with_later_sums(self.layout)]
@@ -347,7 +374,7 @@ class Reductions:
         return InFlight(bucket, None, pending, staged, add=False, complete=True)
 
     def _gradient(self, bucket: Bucket) -> Gradient:
-        if bucket not in self._squares:  # the step had fewer micro-batches than announced
+        if bucket not in self._squares:  # fewer micro-batches ran than `begin` announced
             staged = bucket.portion_grad.fetch()
             self._squares[bucket] = squares(staged.wait())
             staged.drop()
@@ -355,30 +382,39 @@ class Reductions:
 
 
 def early_sum(bucket: Bucket) -> tuple[Axis, ...]:
-    """Returns the axis whose sum may begin while the backward runs: that of data ranks.
+    """Returns the axes to all-reduce over during the backward: the data axis, or none.
 
-    They have the same buckets. Tensor ranks may have others (their vocabulary shards differ in
-    size), and their layers communicate on the same axis during the backward: a sum that begins as
-    soon as it is ready could pair with another collective there.
+    Data ranks have identical buckets. Tensor ranks may not (vocabulary shards differ in size), and
+    their layers use the same axis for communication during the backward: a sum launched as soon as
+    its bucket is ready could be matched with another collective there.
     """
     first = bucket.group.sums[:1]
     return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
 
 
 def later_sums(bucket: Bucket) -> tuple[Axis, ...]:
-    """Returns the axes to sum over after `early_sum`."""
+    """Returns the axes to sum over after `early_sum`, at the end of the step."""
     return bucket.group.sums[len(early_sum(bucket)) :]
 
 
 def with_later_sums(layout: Layout) -> list[Bucket]:
-    """Returns the buckets with `later_sums`, in the order of groups, which is the same on all ranks
-    that share one. In the order of completion, stages could deadlock."""
+    """Returns the buckets with `later_sums`, in the order of groups.
+
+    All ranks that share a group have this order. In the order of completion, pipeline stages could
+    deadlock.
+    """
     groups = [group for group in layout.groups if group.key.trainable]
     return [bucket for group in groups for bucket in group.buckets if later_sums(bucket)]
 
 
 def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pending:
-    """Begins to sum a tensor over the axes, one after the other."""
+    """Sums a tensor over the axes one after the other; the last sum stays in flight.
+
+    Args:
+        tensor: the tensor to sum.
+        axes: the axes.
+        codecs: how it is encoded for communication.
+    """
     if not axes:
         return collectives.done(tensor)
     for axis in axes[:-1]:
@@ -387,20 +423,20 @@ def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pe
 
 
 def sum_portion(bucket: Bucket, portion: Tensor, codecs: GradientCodecs) -> Pending:
-    """Begins to sum what this rank updates of a bucket over its `later_sums`."""
+    """Launches the sum over `later_sums` of the portion of a bucket that this rank updates."""
     holders, axes = bucket.group.holders, later_sums(bucket)
     if holders.size == 1:
         return sum_over(start_copy_in(portion, bucket.group.params.device), axes, codecs)
-    whole = sum_over(bucket.grad.fetch().wait(), axes[:-1], codecs).wait()
+    full = sum_over(bucket.grad.fetch().wait(), axes[:-1], codecs).wait()
     codec = codecs.of(holders)
-    return collectives.start_reduce_scatter(whole, holders, codec=codec, into=portion)
+    return collectives.start_reduce_scatter(full, holders, codec=codec, into=portion)
 
 
 def squares(part: Tensor) -> Tensor:
-    """Returns the sum of the squares of a slice of gradients, fp64 scalar."""
+    """Returns the sum of squares of a slice of gradients, as an fp64 scalar."""
     if sums.fits(part):
         return sums.square_sum(part)
-    # an fp32 sum of 16 million terms is off by 6e-4, of rows of 1024 by 5e-10
+    # relative error of an fp32 sum of 16 million terms: 6e-4; in rows of 1024: 5e-10
     rows = part.reshape(-1, math.gcd(part.numel(), 1024))
     wide = part.dtype if part.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(rows, dim=1, dtype=wide).double().square().sum()

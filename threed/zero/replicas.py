@@ -1,14 +1,17 @@
-"""Are copies still copies? Ranks that hold the same weights and moments compare hashes of the bits.
+"""Checks that replicated weights and optimizer states are bit-identical across ranks.
 
-    check(optimizer, topology, step)    ReplicaError on every rank, naming the ranks that differ; collective
-    compared(optimizer)       bytes that this rank holds copies of, and bytes that it holds alone
+    check(optimizer, topology, step)    raises ReplicaError on every rank, naming the ranks that
+                                        differ; collective
+    compared(optimizer)                 bytes on this rank with and without replicas on other ranks
 
-Copies are: under stage 0 everything on all data ranks; with `zero.shard-size` the slices of different groups (HSDP);
-parameters that stay whole (stages 0 to 2) on all data ranks; weights that every tensor rank has, such as norms; weights
-tied over pipeline stages. What only one rank holds has nothing to be compared with. Phases: a number for each group of
-parameters and part of its state · an all-gather along each axis · where they differ, the same for each parameter of the
-group. The hash is the sum of all bit patterns times odd numbers that differ by place, modulo 2^64: a change of one
-element always changes it.
+The following are replicated: under stage 0 everything, on all data ranks; with `zero.shard-size`
+the slices, across shard groups (HSDP); unsharded parameters (stages 0 to 2), on all data ranks;
+weights that every tensor rank has, such as norms; weights tied over pipeline stages. Values that
+only one rank holds cannot be checked.
+
+A check hashes each parameter of each group, per part of its state, and all-gathers the hashes along
+each axis. The hash is the sum of all bit patterns times odd numbers that depend on the position,
+modulo 2^64: changing one element always changes it.
 """
 
 from __future__ import annotations
@@ -29,24 +32,30 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT, State, drop_all, fetched_in_turn
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-PIECE = 2**20  # elements at once
-FACTOR = 6364136223846793005  # odd, so that nothing is lost modulo 2^64
+PIECE = 2**20  # elements hashed at a time
+FACTOR = 6364136223846793005  # odd, so that multiplication modulo 2^64 is invertible
 PARAMETERS, BEFORE = "parameters", "parameters of the version before"
 
 
 class ReplicaError(RuntimeError):
-    """Ranks that should hold the same values do not; the same on every rank."""
+    """Replicas differ between ranks. The message is the same on every rank."""
 
 
-# what it is of, the ranks in the minority, all that hold it
+# name of the value, ranks that deviate from the majority, all ranks that hold a replica
 Difference = tuple[str, list[int], list[int]]
 
 
 @dataclass(frozen=True)
-class Copied:
-    """Values of a group of parameters that this rank holds: a part of its state, or the parameters themselves.
+class GroupHashes:
+    """Hashes of a group's values on this rank: of one part of its state, or of its parameters.
 
-    axes: along which other ranks hold copies. names, hashes: of its parameters, int64 [k].
+    Attributes:
+        group: the group.
+        part: name of the part.
+        axes: axes over which the values are replicated.
+        names: names of the parameters (or pieces) that are hashed.
+        hashes: their hashes, int64 [k].
+        nbytes: bytes of the values.
     """
 
     group: Group
@@ -58,7 +67,10 @@ class Copied:
 
 
 def fingerprint(values: Tensor) -> Tensor:
-    """Returns the hash of a tensor's bits, an int64 scalar on its device; memory of 2^20 elements is taken."""
+    """Returns the hash of a tensor's bits, an int64 scalar on the tensor's device.
+
+    Needs temporary memory for 2^20 int64 elements.
+    """
     bits = values.detach().reshape(-1)
     bits = bits.view(INTEGERS[bits.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
@@ -69,54 +81,62 @@ def fingerprint(values: Tensor) -> Tensor:
 
 
 def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
-    """Compares all copies after a step. ReplicaError on every rank where any differ. Collective; the host waits for the
-    device."""
+    """Compares all replicas after a step. Collective; the host waits for the device.
+
+    Args:
+        optimizer: has the states.
+        topology: the process topology.
+        step: number of the step, for the message.
+
+    Raises:
+        ReplicaError: replicas differ; raised on every rank.
+    """
     optimizer.wait()
-    held = list(_held(optimizer))
+    hashed = list(_group_hashes(optimizer))
     found = [
         text
         for axis in topology.shared_axes()
-        for text in _differences(held, axis, topology.device)
+        for text in _differences(hashed, axis, topology.device)
     ]
     everyone = collectives.exchange([found, socket.gethostname()], topology.axis("world"))
     problems = [problem for some, _ in everyone for problem in some]
     if problems:
-        raise ReplicaError(f"step {step}: {_told(problems, [host for _, host in everyone])}")
+        raise ReplicaError(f"step {step}: {_message(problems, [host for _, host in everyone])}")
 
 
 def compared(optimizer: Optimizer) -> tuple[int, int]:
-    """Returns the bytes of weights and moments that this rank holds copies of, and of those that it alone holds."""
+    """Returns the bytes on this rank that have replicas on other ranks, and the bytes without."""
     optimizer.wait()
     sizes = Counter[bool]()
-    for one in _held(optimizer):
-        sizes[any(axis.size > 1 for axis in one.axes)] += one.nbytes
+    for entry in _group_hashes(optimizer):
+        sizes[any(axis.size > 1 for axis in entry.axes)] += entry.nbytes
     return sizes[True], sizes[False]
 
 
-# ---------------------------------------------------------------------------------------------------------- what it is
+# ---------------------------------------------------------------------------------------------------------- hashing
 
 
-def _held(optimizer: Optimizer) -> Iterator[Copied]:
-    """Yields what this rank holds, group by group, in an order that all ranks of an axis share."""
+def _group_hashes(optimizer: Optimizer) -> Iterator[GroupHashes]:
+    """Yields the hashes of all values, in an order that all ranks of an axis share."""
     # The optimizer's states are in the order of updates, which pipeline stages do not share.
     states = {state.bucket: state for state in (*optimizer.states, *optimizer.frozen)}
     for group in optimizer.layout.groups:
         if not group.sliced:
-            yield _whole(group, PARAMETERS, group.params)
+            yield _full_parameters(group, PARAMETERS, group.params)
             if group.previous is not group.params:
-                yield _whole(group, BEFORE, group.previous)
+                yield _full_parameters(group, BEFORE, group.previous)
         yield from _slices(group, [states[bucket] for bucket in group.buckets if bucket in states])
 
 
-def _whole(group: Group, part: str, buffer: Tensor) -> Copied:
+def _full_parameters(group: Group, part: str, buffer: Tensor) -> GroupHashes:
     axes = (*group.copies, group.shard, group.holders)
     names = tuple(slot.spec.name for slot in group.slots)
     hashes = torch.stack([fingerprint(group.view(slot, buffer)) for slot in group.slots])
-    return Copied(group, part, axes, names, hashes, buffer.nbytes)
+    return GroupHashes(group, part, axes, names, hashes, buffer.nbytes)
 
 
-def _slices(group: Group, states: Sequence[State]) -> Iterator[Copied]:
-    """Yields the parts of the state of a group that are not its parameters themselves, or are sliced."""
+def _slices(group: Group, states: Sequence[State]) -> Iterator[GroupHashes]:
+    """Yields hashes of the state's parts; skips weights that are unsharded parameters."""
     parts = list(states[0].storages) if states else []
     found: dict[str, list[tuple[str, Tensor, int]]] = {part: [] for part in parts}
     fetched = ((state, state.fetch(parts)) for state in states)
@@ -130,39 +150,44 @@ def _slices(group: Group, states: Sequence[State]) -> Iterator[Copied]:
     for part, runs in found.items():
         if runs and not (part == WEIGHT and states[0].shared and not group.sliced):
             names, hashes, sizes = zip(*runs, strict=True)
-            yield Copied(group, part, group.copies, names, torch.stack(hashes), sum(sizes))
+            yield GroupHashes(group, part, group.copies, names, torch.stack(hashes), sum(sizes))
 
 
-# ----------------------------------------------------------------------------------------------------------- comparing
+# ----------------------------------------------------------------------------------------------------------- comparison
 
 
-def _differences(held: Sequence[Copied], axis: Axis, device: torch.device) -> list[Difference]:
-    """Returns what differs first along an axis, if anything does. Collective."""
-    own = [one for one in held if any(other is axis for other in one.axes)]
+def _differences(
+    hashed: Sequence[GroupHashes], axis: Axis, device: torch.device
+) -> list[Difference]:
+    """Returns the first difference along an axis, or an empty list. Collective."""
+    own = [entry for entry in hashed if any(other is axis for other in entry.axes)]
     if not own or axis.size == 1:
         return []
-    hashes = torch.cat([start_copy_in(one.hashes, device) for one in own])
+    hashes = torch.cat([start_copy_in(entry.hashes, device) for entry in own])
     rows = collectives.all_gather(hashes, axis).view(axis.size, -1)
     columns = (rows != rows[0]).any(0).nonzero().flatten().tolist()
-    names = [f"{name} ({one.part})" for one in own for name in one.names]
+    names = [f"{name} ({entry.part})" for entry in own for name in entry.names]
     return [
         (
             names[column],
-            [axis.ranks[n] for n in _odd_ones(rows[:, column].tolist())],
+            [axis.ranks[n] for n in _minority(rows[:, column].tolist())],
             list(axis.ranks),
         )
         for column in columns[:1]
     ]
 
 
-def _odd_ones(values: Sequence[int]) -> list[int]:
-    """The places of what is not as the majority; all places where there is none."""
+def _minority(values: Sequence[int]) -> list[int]:
+    """Returns the positions that deviate from the majority; all if there is no majority."""
     (value, most), *_ = Counter(values).most_common(1)
     return [n for n, other in enumerate(values) if other != value or 2 * most <= len(values)]
 
 
-def _told(problems: Sequence[Difference], hosts: Sequence[str]) -> str:
-    """The message. Where a value has copies along several axes, the ranks that every one of them suspects."""
+def _message(problems: Sequence[Difference], hosts: Sequence[str]) -> str:
+    """Returns the error message.
+
+    If a value is replicated along several axes, it names the ranks that deviate along all of them.
+    """
     what = problems[0][0]
     same = [(set(odd), set(ranks)) for name, odd, ranks in problems if name == what]
     suspects = set.intersection(*(odd for odd, _ in same))
@@ -174,5 +199,5 @@ def _told(problems: Sequence[Difference], hosts: Sequence[str]) -> str:
     if others:
         text = f"rank{'' if one else 's'} {named} ha{'s' if one else 've'} other values than ranks {others}"
     else:
-        text = f"ranks {named} hold different values, and two copies do not tell which is right"
-    return f"copies of {what} differ: {text}; take the machine out, and go on from the newest checkpoint"
+        text = f"ranks {named} hold different values, and two replicas cannot show which is right"
+    return f"replicas of {what} differ: {text}; remove the machine and resume from the newest checkpoint"

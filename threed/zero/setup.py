@@ -1,4 +1,4 @@
-"""Builds what ZeRO needs from the configuration: the layout's policy, the optimizer's rule, rates, the loss scale."""
+"""Builds the parts of ZeRO from the configuration: policy, update rule, rates, loss scale."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from threed.resolution import default_warmup
 from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
 from threed.sharding import ShardSpec, spec_of
 from threed.topology import Axis, Topology
-from threed.zero.early import most_waiting
+from threed.zero.early import max_pending_buckets
 from threed.zero.layout import DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reductions import GradientCodecs
 
-# From progress after warm-up (0 to 1) to a share between 0 (min_lr) and 1 (lr).
+# Functions from progress after warm-up (0 to 1) to a factor between 0 (min_lr) and 1 (lr).
 RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": torch.ones_like,
     "linear": lambda done: 1 - done,
@@ -40,12 +40,22 @@ RATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def shard_axes(config: Config, topology: Topology, over: str | None = None) -> tuple[str, str, str]:
-    """Returns the names of the axes S (slices), R (ranks with the same slice), and S with a communicator of its own for
-    gathers; an empty name is an axis of this rank alone. `Topology.prepare` makes them.
+    """Returns the names of the axes of parameters.
+
+    An empty name is an axis of this rank alone. `Topology.prepare` creates the axes.
 
     Args:
-        over: `ShardSpec.over` of the parameters. Slices are then spread over all ranks with the same pieces, whatever
-            the shard size.
+        config: the configuration.
+        topology: the process topology.
+        over: `ShardSpec.over` of the parameters. If set, slices are spread over all ranks with the
+            same pieces, whatever the shard size.
+
+    Returns:
+        Names of the shard group S, the replica group R (ranks with the same slice), and S with a
+        separate communicator for gathers.
+
+    Raises:
+        ConfigError: the shard size does not divide the number of data ranks.
     """
     stage, data, copies = config.zero.stage, topology.data_name, topology.data.size
     if over is None:
@@ -62,16 +72,28 @@ def shard_axes(config: Config, topology: Topology, over: str | None = None) -> t
 
 
 def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
-    """Raises ConfigError where a model is cut into another number of tiles than asked for."""
+    """Raises ConfigError if a model has another number of tiles than the configuration.
+
+    Args:
+        wanted: number of tiles in the configuration.
+        tile: number of tiles of the model.
+        wrapped: whether the model is a wrapped module.
+    """
     if wanted != tile:
         own = "build it with Slicing(..., tile=config.zero.tile)"
-        fix = "modules are wrapped whole: leave it out" if wrapped else own
-        raise ConfigError([f"--zero.tile {wanted}: this model is cut into {tile}; {fix}"])
+        fix = "wrapped modules are not tiled: leave it out" if wrapped else own
+        raise ConfigError([f"--zero.tile {wanted}: this model was built with tile {tile}; {fix}"])
 
 
 def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[str] = ()) -> Policy:
-    """Returns how parameters are laid out. ways: 2 where two pipeline ranks hold every stage. overs: each
-    `ShardSpec.over` of the model."""
+    """Returns the policy for the layout of parameters.
+
+    Args:
+        config: the configuration.
+        topology: the process topology.
+        ways: 2 if two pipeline ranks hold every stage (bidirectional schedules), else 1.
+        overs: all values of `ShardSpec.over` in the model.
+    """
     alone = Axis("dp", (topology.rank,), 0, None, topology.traffic)
 
     def axes(over: str | None = None) -> DataAxes:
@@ -92,7 +114,7 @@ def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[st
 
 
 def _tiers(config: Config, host: torch.device, on_paper: bool) -> tuple[Tier | None, Tier | None]:
-    """Returns the tiers of parameters and of the optimizer's state; None for the device."""
+    """Returns the tiers of parameters and of the optimizer's states; None for the device."""
     zero = config.zero
     places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(host)}
     if "nvme" in (zero.offload_params, zero.offload_optimizer):
@@ -103,7 +125,15 @@ def _tiers(config: Config, host: torch.device, on_paper: bool) -> tuple[Tier | N
 
 
 def size_buffers(layout: Layout, config: Config, moments: int) -> None:
-    """Sets the number and size of the drive's buffers, if there is one, to what will be in use at once."""
+    """Sets the number and size of drive buffers to the maximum that is in use at a time.
+
+    Does nothing without a drive.
+
+    Args:
+        layout: layout of the parameters.
+        config: the configuration.
+        moments: number of tensors that the update rule keeps per parameter.
+    """
     zero, policy = config.zero, layout.policy
     slices: Counter[int] = Counter()
     for group in layout.groups:
@@ -117,15 +147,18 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
     narrow, stage = policy.param_dtype.itemsize < 4, policy.stage
     swapped = zero.offload_optimizer == "nvme", zero.offload_params == "nvme"
     buffers = update_buffers(*swapped, narrow=narrow, zero_stage=stage, moments=moments)
-    waiting = most_waiting(layout) if policy.early else 0
+    waiting = max_pending_buckets(layout) if policy.early else 0
     for drive in policy.drives:
-        mine = gathered if drive is policy.params_tier else 0
+        gather_buffers = gathered if drive is policy.params_tier else 0
         largest = max((b.share for group in layout.groups for b in group.buckets), default=1)
-        drive.size_buffers(largest * width, drive_buffers(mine, buffers, waiting))
+        drive.size_buffers(largest * width, drive_buffers(gather_buffers, buffers, waiting))
 
 
 def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
-    """Returns the options of a parameter: those of the first group that its name matches, else the optimizer's."""
+    """Returns the function from a parameter's `ShardSpec` to its options.
+
+    The first parameter group that matches a parameter's name overrides the optimizer's options.
+    """
     groups = optim.groups
 
     def of_name(name: str, decays: bool) -> GroupOptions:
@@ -149,9 +182,10 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
 
 
 def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iterator[str]:
-    """Yields each pattern of `optim.groups` that no parameter of the model matches.
+    """Yields an error for each pattern of `optim.groups` that matches no parameter of the model.
 
-    Names of parameters that are dealt over ranks (`ShardSpec.over`) differ between ranks: then nothing is checked.
+    Names of parameters that are distributed over ranks (`ShardSpec.over`) differ between ranks; if
+    there are any, no pattern is checked.
     """
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
@@ -162,19 +196,19 @@ def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iter
 
 
 def gradient_codecs(config: Config) -> GradientCodecs:
-    """Returns how gradients are encoded between ranks."""
+    """Returns how gradients are encoded for communication."""
     precision = config.precision
     cast = Cast(dtype(precision.reduce_dtype or precision.grad_dtype or "fp32"))
     return GradientCodecs(cast if config.zero.compress_gradients == "none" else Int8Blocks(), cast)
 
 
 def weight_codec(config: Config) -> Codec:
-    """Returns how sharded parameters are encoded when they are gathered."""
+    """Returns how sharded parameters are encoded in gathers."""
     return EXACT if config.zero.compress_weights == "none" else Int8Blocks()
 
 
 def rule(optim: OptimConfig, name: str | None = None) -> Rule:
-    """Returns the update rule of an optimizer, by default `optim.name`, with the constants of `optim`."""
+    """Returns the update rule `name`, by default `optim.name`, with the constants of `optim`."""
     name = name or optim.name
     if name == "sgd":
         return SGD(optim.momentum)
@@ -184,26 +218,32 @@ def rule(optim: OptimConfig, name: str | None = None) -> Rule:
 
 
 def state_names(optim: OptimConfig) -> tuple[str, ...]:
-    """Returns the names of all tensors that the rules of some parameters keep."""
+    """Returns the names of all tensors that the rules of the parameter groups keep."""
     rules = [rule(optim, name) for name in (None, *(group.name for group in optim.groups))]
     return tuple(dict.fromkeys(name for each in rules for name in each.state_names))
 
 
 def is_optimistic(config: Config, plan: Plan) -> bool:
-    """Whether updates begin before the gradient norm is known: as configured, or (auto) where the plan's ranks need not
-    wait for each other between steps, and every state is on the device."""
+    """Returns whether updates run before the gradient norm is known.
+
+    With "auto" they do if the plan lets ranks end their steps at different times, and every state
+    is on the device.
+    """
     zero, asked = config.zero, config.parallel.optimistic_step
     if asked != "auto":
         return asked
     offloads = {zero.offload_optimizer, zero.offload_params} != {"none"}
     if plan.stages == 1 or plan.asynchronous or zero.delayed_update or offloads:
         return False
-    # rounding of parts of chunks is no gain
+    # a smaller difference is rounding error
     return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6
 
 
 def is_early(config: Config) -> bool:
-    """Whether updates begin in the backward (`threed.zero.early`): as configured, or (auto) where they can."""
+    """Returns whether updates run during the backward (`threed.zero.early`).
+
+    With "auto" they do in layer order if parameters and optimizer states are both on a drive.
+    """
     zero = config.zero
     if zero.early_update != "auto":
         return zero.early_update
@@ -211,10 +251,10 @@ def is_early(config: Config) -> bool:
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
-    """Returns a function from the number of updates done (a scalar tensor, fp64) to the next rate.
+    """Returns the function from the number of updates done (fp64 scalar tensor) to the next rate.
 
-    A skipped step does not advance it. The rate rises linearly over the warm-up to `optim.lr`, then
-    follows the named shape down to the smallest rate at `steps`.
+    A skipped step does not advance it. The rate rises linearly during warm-up to `optim.lr`, then
+    follows the schedule to the minimum rate at `steps`.
     """
     shape, lr = RATES[optim.schedule], optim.lr
     min_lr, warmup = _end_and_warmup(optim, steps)
@@ -242,7 +282,7 @@ def _end_and_warmup(optim: OptimConfig, steps: int) -> tuple[float, int]:
 
 
 def loss_scale(precision: PrecisionConfig) -> LossScale:
-    """Returns how the loss is scaled: only fp16 needs it."""
+    """Returns the loss scale; only fp16 needs one."""
     if precision.dtype != "fp16":
         return LossScale(initial=1.0, dynamic=False)
     given = precision.loss_scale

@@ -1,14 +1,14 @@
 """The optimizer's states at one moment, read while training continues and changes them.
 
-    snapshot = Snapshot(records, optimizer, room)     the moment; a GPU begins to copy
-    optimizer.readers.add("disk", snapshot.release)   an update waits for its state, one at a time
-    for values in snapshot.values(): ...              in another thread: the values of the records, in order
-    snapshot.close()                                  no update waits any more
+    snapshot = Snapshot(records, optimizer, room)     takes the snapshot; a GPU begins to copy
+    optimizer.readers.add("disk", snapshot.release)   updates wait until their state may change
+    for values in snapshot.values(): ...              in another thread: the values of the records
+    snapshot.close()                                  updates no longer wait
 
 States on the device are copied to host memory during the next forward and backward: on a GPU by a
-stream, on a CPU by the thread or by the update that changes the state, whichever comes first. States
-on the host or on a drive are written from where they are; an update waits until its state is written.
-`Room(copies=False)` treats the states of a CPU like that, too.
+separate stream, on a CPU by the reading thread or by the update that changes the state, whichever
+is first. States in host memory or on a drive are written from their storage; an update waits until
+its state is written. `Room(copies=False)` treats states on a CPU device in the same way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.records import Record
 from threed.zero.state import PREVIOUS, State
 
-LINE = 4096  # bytes: parts of a state on a drive are read to multiples, as direct I/O requires
+LINE = 4096  # bytes; alignment of buffers that direct I/O requires
 
 
 class GivenUp(RuntimeError):
@@ -42,14 +42,16 @@ class _Item:
     """A state of the snapshot, with consecutive records of it.
 
     Attributes:
-        is_copied: Whether it is copied, or else written from where it is.
-        first: The first element of each part in memory that the records use.
-        memory: The values of these parts, from that element on.
-        drive: The parts on a drive.
-        copies: The copies of the values.
-        copied: Recorded when a GPU has copied them.
-        safe: Set when the state may change.
-        lock: Held by the thread that copies the state.
+        state: the state.
+        records: its records.
+        is_copied: whether it is copied, rather than written from its storage.
+        first: for each part, the first element that the records use.
+        memory: values of the parts in memory, from that element on.
+        drive: storages of the parts on a drive.
+        copies: copies of the values.
+        copied: event recorded when a GPU has copied them.
+        safe: set when the state may change.
+        lock: held by the thread that copies the state.
     """
 
     state: State
@@ -78,7 +80,7 @@ class _Item:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its copies, or of the buffer for the parts on a drive."""
+        """Bytes of its copies, or of the buffer for its parts on a drive."""
         if self.is_copied:
             return sum(values.nbytes for values in self.memory.values())
         return sum(_aligned(storage.nbytes) for storage in self.drive.values())
@@ -96,7 +98,7 @@ def _items(records: Iterable[Record], policy: Policy, gpu: bool, copies: bool) -
 
 
 def _is_copied(state: State, policy: Policy, gpu: bool) -> bool:
-    """Returns whether a state is on the device and changes, or is on a GPU."""
+    """Returns whether a state must be copied: it is on a GPU, or on the device and trainable."""
     group = state.bucket.group
     parameters = policy.delayed and PREVIOUS in state.storages  # not on the optimizer's tier
     if group.key.trainable and not parameters:
@@ -105,7 +107,13 @@ def _is_copied(state: State, policy: Policy, gpu: bool) -> bool:
 
 
 def copy_bytes(records: Iterable[Record], policy: Policy, gpu: bool) -> int:
-    """Returns the host memory that a save of records takes: the copies, and a buffer for drives."""
+    """Returns the bytes of host memory that a save needs: copies, and a read buffer for drives.
+
+    Args:
+        records: records to save.
+        policy: policy of the layout.
+        gpu: whether the device is a GPU.
+    """
     items = _items(records, policy, gpu, copies=True)
     read = max((item.nbytes for item in items if not item.is_copied), default=0)
     return read + sum(item.nbytes for item in items if item.is_copied)
@@ -115,7 +123,7 @@ class Room:
     """Host memory for the copies of states, reused by later saves.
 
     Args:
-        copies: Whether states in the memory of a CPU are copied. A GPU's always are.
+        copies: whether states on a CPU device are copied. States on a GPU always are.
     """
 
     def __init__(self, copies: bool = True) -> None:
@@ -123,7 +131,13 @@ class Room:
         self._buffers: dict[tuple[State, str, int, int], Tensor] = {}
 
     def make(self, records: Iterable[Record], policy: Policy, gpu: bool) -> None:
-        """Allocates the memory of all copies that a save of these records makes."""
+        """Allocates the memory for all copies that a save of these records makes.
+
+        Args:
+            records: records to save.
+            policy: policy of the layout.
+            gpu: whether the device is a GPU.
+        """
         for item in _items(records, policy, gpu, self.copies):
             for part in item.memory if item.is_copied else ():
                 self.buffer(item, part)
@@ -138,10 +152,15 @@ class Room:
 
 
 class Snapshot:
-    """The values of some records at the moment when it is made. Updates must be done.
+    """The values of some records at the moment of construction. Updates must have finished.
+
+    Args:
+        wanted: the records.
+        optimizer: has the states.
+        room: memory for copies.
 
     Attributes:
-        waited_s: Seconds for which updates waited for it, or copied for it.
+        waited_s: seconds for which updates waited for this snapshot, or made copies for it.
     """
 
     def __init__(self, wanted: Iterable[Record], optimizer: Optimizer, room: Room) -> None:
@@ -150,21 +169,21 @@ class Snapshot:
         self._reading = torch.empty(0, dtype=torch.uint8)  # for values on a drive
         gpu = is_accelerator(self._device)
         self._items = _items(wanted, optimizer.layout.policy, gpu, room.copies)
-        self._of: dict[State, list[_Item]] = {}
+        self._items_of: dict[State, list[_Item]] = {}
         for item in self._items:
-            self._of.setdefault(item.state, []).append(item)
+            self._items_of.setdefault(item.state, []).append(item)
         # in the order of updates
         turn = {state: number for number, state in enumerate(reversed(optimizer.states))}
         self._to_copy = sorted(self._items, key=lambda item: turn.get(item.state, len(turn)))
         for item in self._to_copy if gpu else ():
-            self._copy(item)  # by the caller's thread, which has the stream that made the values
+            self._copy(item)  # in the caller's thread: its current stream has computed the values
 
     # -------------------------------------------------------------------------------------------------------- updates
 
     def release(self, state: State) -> None:
-        """Returns when a state may change; copies it here if the thread has not yet."""
+        """Waits until a state may change; copies it now if the reading thread has not."""
         began = time.perf_counter()
-        for item in self._of.get(state, ()):
+        for item in self._items_of.get(state, ()):
             self._release(item)
         self.waited_s += time.perf_counter() - began
 
@@ -175,7 +194,7 @@ class Snapshot:
             current_stream(self._device).wait_event(copied)
 
     def release_all(self) -> None:
-        """Returns when every state may change."""
+        """Waits until every state may change."""
         for item in self._items:
             self._release(item)
 
@@ -188,12 +207,12 @@ class Snapshot:
     # -------------------------------------------------------------------------------------------------------- reading
 
     def values(self) -> Iterator[Tensor]:
-        """Yields the values [numel] of every record, in order: views, valid until the next one.
+        """Yields the values [numel] of every record, in order; a view is valid until the next one.
 
-        For one other thread than that of the updates.
+        Must run in a single thread other than the thread of the updates.
 
         Raises:
-            GivenUp: The snapshot, or the program, has ended.
+            GivenUp: the snapshot was closed, or the program has ended.
         """
         for item in self._to_copy:
             self._copy(item)
@@ -202,15 +221,15 @@ class Snapshot:
             for one in item.records:
                 at = one.piece.offset - item.first[one.part]
                 yield parts[one.part][at : at + one.piece.numel]
-                self._check()  # it may have changed meanwhile
+                self._check()  # if closed, the state may have changed while the caller read it
             item.safe.set()
 
     def _check(self) -> None:
         if self._closed or not threading.main_thread().is_alive():
-            raise GivenUp("the program ended before it was written")
+            raise GivenUp("the program ended before the snapshot was written")
 
     def _read(self, item: _Item) -> dict[str, Tensor]:
-        """Returns a state's values: its copy, or those that do not change until it is safe."""
+        """Returns a state's values: its copy, or its storages while no update may change them."""
         self._check()
         if item.is_copied:
             if item.copied is not None:
@@ -219,7 +238,7 @@ class Snapshot:
         return item.memory | self._from_drive(item) if item.drive else item.memory
 
     def _from_drive(self, item: _Item) -> dict[str, Tensor]:
-        """Returns the parts of a state that are on a drive."""
+        """Reads the parts of a state that are on a drive."""
         if self._reading.numel() < item.nbytes:
             self._reading = pool.host_buffer(item.nbytes)
         found, at = dict[str, Tensor](), 0
@@ -232,14 +251,14 @@ class Snapshot:
         return found
 
     def _copy(self, item: _Item) -> None:
-        """Copies a state, unless it needs no copy, was copied, or may have changed."""
+        """Copies a state, unless it needs no copy, was already copied, or may have changed."""
         with item.lock:
             if item.is_copied and not item.safe.is_set():
                 self._into(item)
                 item.safe.set()
 
     def _into(self, item: _Item) -> None:
-        """Copies the values of a state to host memory; a GPU begins to."""
+        """Copies a state's values to host memory; on a GPU only enqueues the copy."""
         for part, values in item.memory.items():
             item.copies[part] = self._room.buffer(item, part)
             if is_accelerator(values.device):

@@ -1,8 +1,9 @@
-"""The optimizer's state of what a rank updates of each bucket: where it is stored, and how it is read and written.
+"""The optimizer's states: where they are stored, and how they are read and written.
 
 state = new_state(bucket, policy)
-for state, buffers in fetched_in_turn((state, state.fetch(parts)) for state in states):    reads ahead by one
-    buffers["weight"].wait()                                                               [n]
+reads = ((state, state.fetch(parts)) for state in states)
+for state, buffers in fetched_in_turn(reads):     reads ahead by one state
+    buffers["weight"].wait()                      [n]
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from threed.zero.reductions import later_sums
 WEIGHT = "weight"
 Initial = Callable[[Piece], Tensor]
 PREVIOUS = "previous"  # parameters one update older than the weights, under 2bw and delayed updates
-GRADIENT, PARAMETER = "gradient", "parameter"  # what an update stages besides a bucket's state
+GRADIENT, PARAMETER = "gradient", "parameter"  # further buffers that an update stages
 
 
 @dataclass(eq=False)
 class State:
-    """The optimizer's state of a portion [n] of a bucket: the weights it updates, and the tensors of its rule (its
-    moments).
+    """The optimizer's state of a bucket's portion [n]: weights and the tensors of the update rule.
 
-    The weights are the parameters themselves unless parameters are narrower than fp32, or frozen, or the optimizer
-    works on another device.
+    The weights are the parameters themselves if these are fp32 or fp64 and on the optimizer's
+    device, and updates are not delayed. Otherwise they are separate master weights. The state of a
+    frozen bucket has only the parameters, in their own dtype.
+
+    Attributes:
+        bucket: the bucket.
+        storages: storage of each part ("weight" and the names of the rule's tensors).
     """
 
     bucket: Bucket
@@ -41,7 +46,7 @@ class State:
 
     @property
     def weight(self) -> Storage:
-        """The storage of the master weights, at least fp32."""
+        """The storage of the weights; at least fp32 if they are trained."""
         return self.storages[WEIGHT]
 
     @property
@@ -51,15 +56,15 @@ class State:
 
     @property
     def changed(self) -> tuple[Storage, ...]:
-        """What an update changes: the state, and the parameters where they are narrower."""
+        """The storages that an update writes: the state, and separate parameters."""
         return (*self.storages.values(), *(() if self.shared else (self.bucket.portion,)))
 
     def fetch(self, parts: Iterable[str]) -> dict[str, StagedBuffer]:
-        """Begins to read some parts."""
+        """Begins to read some parts; returns their buffers by name."""
         return _fetch_all({part: self.storages[part] for part in parts})
 
     def fetch_for_update(self, gradient: Storage) -> dict[str, StagedBuffer]:
-        """Begins to read all parts, and a slice of gradients to the device of the weights."""
+        """Begins to read all parts, and the gradient to the device of the weights."""
         found = _fetch_all({**self.storages, GRADIENT: gradient})
         if gradient.device != self.weight.device:
             found[GRADIENT] = Copied(found[GRADIENT], self.weight.device)
@@ -67,63 +72,68 @@ class State:
 
 
 class Consistency:
-    """Whether all states are of the same step.
+    """Tracks whether all states belong to the same step.
 
     Attributes:
-        initial: returns the initial weights of a piece, while all values are those of the
-            initialisation; else None.
+        initial: function from a piece to its initial weights, while all values are initial values;
+            else None.
     """
 
     def __init__(self) -> None:
         self.initial: Initial | None = None
-        self._broken, self._depth = False, 0
+        self._inconsistent, self._depth = False, 0
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Marks the states as inconsistent while the block changes them.
+        """Context: marks the states as inconsistent while the block changes them.
 
-        If it raises they stay so, until a block that overwrites them has ended.
+        If the block raises, they stay inconsistent until a later block, which overwrites them, has
+        ended.
         """
-        self._broken, self._depth, self.initial = True, self._depth + 1, None
+        self._inconsistent, self._depth, self.initial = True, self._depth + 1, None
         try:
             yield
         finally:
             self._depth -= 1
-        self._broken = self._depth > 0
+        self._inconsistent = self._depth > 0
 
     def invalidate(self) -> None:
-        """Marks the states as inconsistent, until a load."""
-        self._broken = True
+        """Marks the states as inconsistent until a checkpoint is loaded."""
+        self._inconsistent = True
 
     def mark_initialised(self, initial: Initial) -> None:
-        """Records that all values are those of the initialisation, which can be repeated."""
+        """Records that all values are initial values, which `initial` can compute again."""
         self.initial = initial
 
     def mark_changed(self) -> None:
-        """Records that some values are not those of the initialisation."""
+        """Records that some values are no longer initial values."""
         self.initial = None
 
     def check(self) -> None:
-        """Raises RuntimeError if a change of the states was interrupted."""
-        if self._broken:
+        """Checks that the states are consistent.
+
+        Raises:
+            RuntimeError: a change of the states was interrupted.
+        """
+        if self._inconsistent:
             raise RuntimeError(
-                "an update, or a load, broke off (see the first error): some values are a step older than others, and"
-                " training on, or saving, would mix them; load a checkpoint"
+                "an update or a load was interrupted (see the first error): some values are one step older than others,"
+                " and training or saving would mix them; load a checkpoint"
             )
 
 
 class Readers:
-    """The asynchronous saves that still read states: an update waits for them, state by state."""
+    """The asynchronous saves that still read states; an update waits for them, state by state."""
 
     def __init__(self) -> None:
         self._waits: dict[str, Callable[[State], None]] = {}
 
     def add(self, purpose: str, wait: Callable[[State], None]) -> None:
-        """Adds a save, in place of the earlier one for the same purpose.
+        """Adds a save; replaces the earlier one with the same purpose.
 
         Args:
             purpose: "disk" or "memory".
-            wait: returns when a state may change.
+            wait: function that blocks until a state may change.
         """
         self._waits[purpose] = wait
 
@@ -136,16 +146,16 @@ class Readers:
 def fetched_in_turn(
     wanted: Iterable[tuple[State, dict[str, StagedBuffer]]],
 ) -> Generator[tuple[State, dict[str, StagedBuffer]]]:
-    """Yields each state with its buffers, in turn; the reads of the next one are in flight meanwhile."""
+    """Yields each state with its buffers, while the reads of the next state are in flight."""
     ahead: deque[tuple[State, dict[str, StagedBuffer]]] = deque()
     try:
-        for both in wanted:
-            ahead.append(both)
+        for pair in wanted:
+            ahead.append(pair)
             if len(ahead) > UPDATES_AHEAD:
                 yield ahead.popleft()
         while ahead:
             yield ahead.popleft()
-    finally:  # also when the caller stops early: releases the buffers it did not get to
+    finally:  # if the caller stops early, buffers of later states are in use
         for _, buffers in ahead:
             drop_all(buffers)
 
@@ -158,12 +168,13 @@ def drop_all(buffers: dict[str, StagedBuffer]) -> None:
 
 def store_all(buffers: dict[str, StagedBuffer]) -> None:
     """Begins to write the buffers to their storages, and empties the dict."""
-    while buffers:  # a buffer is removed even if it cannot be stored: an error must not lead to a second attempt
+    while buffers:
+        # removed first: if `store` fails, the buffer must not be stored or dropped again
         buffers.popitem()[1].store()
 
 
 def _fetch_all(storages: Mapping[str, Storage]) -> dict[str, StagedBuffer]:
-    """Fetches every storage; on an error it releases all buffers."""
+    """Fetches every storage; releases all buffers if one fails."""
     buffers: dict[str, StagedBuffer] = {}
     try:
         for part, storage in storages.items():
@@ -175,8 +186,11 @@ def _fetch_all(storages: Mapping[str, Storage]) -> dict[str, StagedBuffer]:
 
 
 def new_state(bucket: Bucket, policy: Policy) -> State:
-    """Returns a bucket's state, on the tier that the policy names. On one device weights and parameters share memory,
-    unless parameters are narrower than fp32, or in use while the weights are updated."""
+    """Returns a bucket's state, stored on the policy's tier.
+
+    Weights and parameters share memory if they are on the same device, unless parameters are
+    narrower than fp32, or in use while the weights are updated (delayed updates).
+    """
     device = bucket.group.params.device
     tier = policy.optimizer_tier or memory_tier(device)
     params, n = bucket.portion, bucket.updates
@@ -192,15 +206,18 @@ def new_state(bucket: Bucket, policy: Policy) -> State:
 
 
 def early_storages(state: State) -> list[OnDrive]:
-    """What an update in the backward changes of a bucket; nothing where it cannot begin there: its parameters stay
-    whole, its gradient is summed at the end of a step, or not all of this is on a drive."""
+    """Returns the storages that an update during the backward changes; empty if there can be none.
+
+    Such an update requires that the bucket's parameters are sharded, that its gradient is complete
+    in the backward, and that all changed storages are on a drive.
+    """
     found = [storage for storage in state.changed if isinstance(storage, OnDrive)]
-    whole_sum = state.bucket.group.sliced and not later_sums(state.bucket)
-    return found if whole_sum and len(found) == len(state.changed) else []
+    complete_early = state.bucket.group.sliced and not later_sums(state.bucket)
+    return found if complete_early and len(found) == len(state.changed) else []
 
 
 def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Storage, bool]]:
-    """Yields what holds parameters, gradients and optimizer states, with what it is of, and whether it is in a tier."""
+    """Yields (category, storage, whether it is on a tier) for parameters, gradients and states."""
     params, optimizer = layout.policy.params_tier, layout.policy.optimizer_tier
     for group in layout.groups:
         yield "parameters", InMemory(group.params), False
@@ -215,16 +232,23 @@ def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Stor
 
 
 def storages(layout: Layout, states: Sequence[State]) -> list[Tensor]:
-    """Returns a tensor of every storage that parameters, gradients and optimizer states have in memory."""
+    """Returns a tensor for each storage in memory of parameters, gradients and optimizer states."""
     return [s.tensor for _, s, _ in _places(layout, states) if isinstance(s, InMemory)]
 
 
 def holdings(layout: Layout, states: Sequence[State], beside_gpu: bool) -> dict[str, int]:
-    """Returns the bytes of parameters, gradients and optimizer states on the device, and of those elsewhere
-    (`offloaded`): every storage, and every region of a drive, once.
+    """Returns the bytes of parameters, gradients, optimizer states and offloaded values.
+
+    Every storage, and every region of a drive, counts once.
 
     Args:
-        beside_gpu: the host's memory is elsewhere.
+        layout: parameters and gradients.
+        states: states of the optimizer.
+        beside_gpu: whether the host's memory counts as offloaded, because layers run on a GPU.
+
+    Returns:
+        Bytes by category: "parameters", "gradients", "optimizer", and "offloaded" for everything
+        that is not on the device.
     """
     seen: set[int] = set()
     held = {"parameters": 0, "gradients": 0, "optimizer": 0, "offloaded": 0}

@@ -1,10 +1,11 @@
-"""Keeps parameters that no rank has used yet unchanged, as torch's optimizers do without a gradient.
+"""Keeps parameters unchanged that no rank has used yet, like torch's optimizers without a gradient.
 
     unused = Unused(layout, updates)
-    unused.agree(used)          at the end of every step, on all ranks that share the parameters
-    unused.stretches            for buckets with such parameters: the parts that an update treats differently
+    unused.synchronize(used)    at the end of every step, on all ranks that share the parameters
+    unused.stretches            for buckets with such parameters: the ranges that an update treats
+                                differently
 
-A parameter that is used later counts its updates from then on (Adam's bias correction).
+For a parameter that is first used later, updates are counted from then on (Adam's bias correction).
 """
 
 from __future__ import annotations
@@ -20,18 +21,24 @@ from threed import collectives
 from threed.ops.update import StepScalars
 from threed.zero.layout import Bucket, GroupOptions, Layout, Slot
 
-# elements [first, last) of a slice; updates before first use
 T = TypeVar("T", int, str)
+# elements [first, last) of a slice; the number of updates before their first use, None if unused
 Stretch = tuple[int, int, Tensor | None]
 
 
 def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
-    """Warns of the parameters that no rank used in the first step, if this rank `warns`. Collective."""
+    """Warns of parameters that no rank used in the first step. Collective.
+
+    Args:
+        layout: layout of the parameters.
+        unused: parameters that this rank has not used.
+        warns: whether this rank may emit the warning.
+    """
     groups = [group for group in layout.groups if not group.key.tied]
     names = {s.spec.name for group in groups for s in group.slots if s in unused}
     never = _on_all_ranks(layout, names)
     if warns:
-        text = "no gradient came to {} in the first step: they change by weight decay only"
+        text = "{} received no gradient in the first step: only weight decay changes them"
         _warn(layout, text, sorted(never))
 
 
@@ -43,7 +50,7 @@ def _on_all_ranks(layout: Layout, own: set[T]) -> set[T]:
 
 
 def _warn(layout: Layout, text: str, names: Sequence[str]) -> None:
-    """Warns of parameters, if there are any, on the first data rank."""
+    """Emits a warning that names parameters, if there are any, on the first data rank."""
     if names and layout.policy.data.shard.index == layout.policy.data.replicas.index == 0:
         warnings.warn(text.format(", ".join(names)), stacklevel=4)
 
@@ -52,11 +59,17 @@ def update_stretches(
     options: GroupOptions, stretches: Sequence[Stretch], values: Sequence[Tensor], now: StepScalars,
     out: Tensor | None,
 ) -> None:  # fmt: skip
-    """Updates a bucket part by part: unused parameters not at all, others by their own step number.
+    """Updates a bucket range by range.
+
+    Unused parameters are not updated. Parameters that were first used later are updated with their
+    own step number.
 
     Args:
-        values: weights, gradient and moments, all [n].
-        out: gets the new weights [n].
+        options: the rule and its options.
+        stretches: the ranges.
+        values: weights, gradient and moments, each [n].
+        now: scalars of the update.
+        out: receives the new weights [n], or None.
     """
     for first, last, since in stretches:
         weight, gradient, *moments = (tensor[first:last] for tensor in values)
@@ -69,7 +82,16 @@ def update_stretches(
 
 
 class Unused:
-    """Tracks which trainable parameters were never used. updates: the number done so far, a scalar tensor."""
+    """Tracks which trainable parameters were never used.
+
+    Args:
+        layout: layout of the parameters.
+        updates: number of updates done so far, a scalar tensor.
+
+    Attributes:
+        stretches: for each bucket with unused parameters, or parameters first used after the first
+            step: the ranges of this rank's slice with equal treatment.
+    """
 
     def __init__(self, layout: Layout, updates: Tensor) -> None:
         self.layout, self.updates = layout, updates
@@ -78,12 +100,18 @@ class Unused:
             slot for group in layout.groups if group.key.trainable for slot in group.slots
         ]
         self._never = set(range(len(self._slots)))  # the same on all ranks
-        self._since: dict[Slot, Tensor] = {}  # for parameters first used after the first step
+        # updates done before the first use, for parameters first used after the first step
+        self._updates_before_use: dict[Slot, Tensor] = {}
         self._first = True
 
     def check_frozen(self) -> None:
-        """Raises RuntimeError naming a parameter that was frozen or unfrozen since the engine was made. One that was
-        frozen before its first use stays as it is."""
+        """Checks that no parameter was frozen or unfrozen after the engine was built.
+
+        A parameter that was frozen before its first use is ignored: it stays unchanged.
+
+        Raises:
+            RuntimeError: a parameter was frozen or unfrozen; the message names it.
+        """
         never = {self._slots[number] for number in self._never}
         with torch._C.DisableTorchFunctionSubclass():
             for group in self.layout.groups:
@@ -93,45 +121,56 @@ class Unused:
     def _check_frozen(self, slot: Slot, trained: bool, never: set[Slot]) -> None:
         if slot.param.requires_grad == trained or slot in never:
             return
-        what = "frozen (requires_grad) after the engine was made, and its moments would move it"
+        what = "frozen (requires_grad) after the engine was built, but its moments would still change it"
         if not trained:
-            what = "unfrozen (requires_grad) after the engine was made, and it would not be trained"
+            what = (
+                "unfrozen (requires_grad) after the engine was built, but it would not be trained"
+            )
         raise RuntimeError(
-            f"{slot.spec.name} was {what}: set requires_grad back before the update, or save, and load into a new engine"
+            f"{slot.spec.name} was {what}: set requires_grad back before the update, or save and load into a new engine"
         )
 
-    def agree(self, used: Set[Slot]) -> None:
-        """Updates the record from what this rank and the others have used so far. Collective while any parameter is
-        unused."""
+    def synchronize(self, used: Set[Slot]) -> None:
+        """Updates the record with the parameters that were used so far.
+
+        Collective over the data ranks while any parameter is unused.
+
+        Args:
+            used: trainable parameters that this rank has used.
+        """
         self.check_frozen()
         if not self._never:
             return
         own = {number for number in self._never if self._slots[number] not in used}
         never = _on_all_ranks(self.layout, own)
-        came, self._never = self._never - never, never
+        newly_used, self._never = self._never - never, never
         if self._first:
-            text = "not used in the first step, and left as they are until they are: {}"
+            text = "not used in the first step, and unchanged until they are used: {}"
             _warn(self.layout, text, [self._slots[n].spec.name for n in sorted(never)])
-        self._since |= {} if self._first else {self._slots[n]: self.updates.clone() for n in came}
-        if came or self._first:
-            self._lay_out()
+        self._updates_before_use |= (
+            {} if self._first else {self._slots[n]: self.updates.clone() for n in newly_used}
+        )
+        if newly_used or self._first:
+            self._set_stretches()
         self._first = False
 
-    def _lay_out(self) -> None:
+    def _set_stretches(self) -> None:
         never = {self._slots[number] for number in self._never}
-        special = {
-            b for b in self.layout.buckets if any(s in never or s in self._since for s in b.slots())
+        affected = {
+            b
+            for b in self.layout.buckets
+            if any(s in never or s in self._updates_before_use for s in b.slots())
         }
-        self.stretches = {bucket: self._stretches_of(bucket, never) for bucket in special}
+        self.stretches = {bucket: self._stretches_of(bucket, never) for bucket in affected}
 
     def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
-        """Returns the parts of a slice, cut where parameters begin; padding belongs to the parameter before it."""
+        """Returns the ranges of a slice, split at parameters; padding joins the one before it."""
         first, last = bucket.own_first, bucket.own_last
         start = torch.zeros_like(self.updates)
         slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]
         found: list[Stretch] = []
         for slot, end in zip(slots, [*(slot.first for slot in slots[1:]), last], strict=False):
-            since = None if slot in never else self._since.get(slot, start)
+            since = None if slot in never else self._updates_before_use.get(slot, start)
             begin = found[-1][1] if found else 0
             if found and found[-1][2] is since:
                 begin, *_ = found.pop()
@@ -139,21 +178,28 @@ class Unused:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint: names of unused parameters; updates before the first use of others."""
-        since = {slot.spec.name: float(updates) for slot, updates in self._since.items()}
+        """Returns the state for a checkpoint.
+
+        Returns:
+            "never": names of unused parameters; "since": number of updates before the first use of
+            other parameters, by name; "first": whether no step has ended yet.
+        """
+        since = {
+            slot.spec.name: float(updates) for slot, updates in self._updates_before_use.items()
+        }
         never = sorted(self._slots[number].spec.name for number in self._never)
         return {"never": never, "since": since, "first": self._first}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restores a checkpoint's state; in one without it, every parameter counts as used."""
+        """Restores the state of a checkpoint; without one, all parameters count as used."""
         state = state or {"never": (), "since": {}, "first": False}
         never, since = set(state["never"]), state["since"]
         self._never = {number for number, slot in enumerate(self._slots) if slot.spec.name in never}
         named = {slot.spec.name: slot for slot in self._slots}
-        self._since = {
+        self._updates_before_use = {
             named[n]: torch.full_like(self.updates, u) for n, u in since.items() if n in named
         }
         self._first = bool(state["first"])
         self.stretches = {}
         if not self._first:
-            self._lay_out()
+            self._set_stretches()

@@ -1,17 +1,17 @@
-"""What an update begins with, what it finds out, and whether it is skipped: as scalar tensors.
+"""The results of a step, as scalar tensors: gradient norm, clip factor, and whether it is skipped.
 
     bad = BadSteps(device, max_spike=0.0, rule=scale.rule)
     outcome = bad.outcome(learning_rate, loss_scale, grad_clip)
-    update = outcome(sums)                once the sums over all ranks are known, or guessed
-    bad.count(update)                     once it is done
-    bad.observe(update)                   once its norm is known, and not guessed
+    update = outcome(sums)                when the sums over all ranks are known, or guessed
+    bad.count(update)                     when the update is applied
+    bad.observe(update)                   when its norm is known, and not only guessed
 
-A step is skipped if its loss or gradient norm is not finite, if its data are invalid, or as a
-spike: if its norm is more than `max_spike` times the running mean of the norms of the steps that
-were not skipped. This is the mean of all, later one whose newest norm counts a hundredth; it is
-judged from the twentieth on, since the first norms of a run fall fast. Nothing here is read on the
-host. While a loss scale falls, gradients that are not finite are expected: such steps are skipped,
-but do not count in a row of bad steps.
+A step is skipped if its loss or gradient norm is not finite, if its data are invalid, or if its
+norm is a spike: more than `max_spike` times the running mean of the norms of steps that were not
+skipped. The running mean weighs all norms equally for the first hundred steps; later the newest
+norm has a weight of 1/100. Spikes are only detected once the mean has twenty norms, since the first
+norms of a run fall fast. No value is read on the host. While a dynamic loss scale falls, gradients
+that are not finite are expected: such steps are skipped, but do not count as consecutive bad steps.
 """
 
 from __future__ import annotations
@@ -27,18 +27,24 @@ from threed.device import start_copy_in
 from threed.precision import LossScale
 from threed.zero.layout import Bucket
 
-WINDOW, JUDGED_FROM = 100.0, 20.0  # norms
+WINDOW, JUDGED_FROM = 100.0, 20.0  # number of norms
 
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """The results of a step: the gradient norm before clipping, the factor that clips it, the
-    learning rate used, the loss scale of its backward, whether the step is skipped (1.0), how many
-    were so far; and the sums over all ranks of its `carry` [k].
+    """The results of a step, as scalar tensors.
 
-    overflow: whether it is skipped because its loss or norm is not finite (1.0), and not as a spike
-    or for its data.
-    in_a_row: skipped steps that count (`BadSteps`) since the last one that was not.
+    Attributes:
+        grad_norm: gradient norm before clipping.
+        clip: factor that clips the gradients.
+        lr: learning rate.
+        loss_scale: loss scale of its backward.
+        skip: 1.0 if the step is skipped, else 0.0.
+        skips: number of skipped steps so far, including this one.
+        sums: sums over all ranks of `carry` [k]; see `Optimizer.step`.
+        overflow: 1.0 if it is skipped because its loss or norm is not finite, rather than as a
+            spike or because of invalid data.
+        in_a_row: number of consecutive skipped steps that count (see `BadSteps`).
     """
 
     grad_norm: Tensor
@@ -56,11 +62,20 @@ Outcome = Callable[[Tensor], Update]
 
 
 class BadSteps:
-    """Counts skipped steps. max_spike: a factor over the running mean of norms, 0 for none. rule:
-    of the loss scale.
+    """Determines which steps are skipped, and counts them.
 
-    skips: all of them. in_a_row: those that ended the run so far. mean, norms: of how many norms,
-    and their mean.
+    Args:
+        device: device of the scalar tensors.
+        max_spike: limit on the gradient norm, as a factor over the running mean of norms; 0 for no
+            limit.
+        rule: rule of the loss scale.
+
+    Attributes:
+        skips: number of skipped steps.
+        in_a_row: number of skipped steps since the last one that was not. Overflows with a dynamic
+            loss scale above its minimum do not count.
+        mean: running mean of the norms.
+        norms: number of norms in the mean.
     """
 
     def __init__(self, device: torch.device, max_spike: float, rule: LossScale) -> None:
@@ -71,16 +86,19 @@ class BadSteps:
         ).unbind()
 
     def outcome(self, lr: Tensor, loss_scale: Tensor, grad_clip: float) -> Outcome:
-        """Returns a function that gives the results of the next step, which is not changed by
-        updates in the meantime.
+        """Returns a function that computes the results of the next step.
+
+        The function uses the counters at the time of this call; later updates do not affect it.
 
         Args:
-            grad_clip: the largest norm, 0 for no clipping.
+            lr: learning rate.
+            loss_scale: loss scale of the step's backward.
+            grad_clip: largest norm, 0 for no clipping.
 
         Returns:
-            A function of sums over all ranks, fp64 [3 + k]: the squared norm, ranks with gradients
-            that are not finite, the loss, and k flags of invalid data, which skip the step if they
-            are not 0.
+            A function of the sums over all ranks, fp64 [3 + k]: the squared norm, the number of
+            ranks with gradients that are not finite, the loss, and k flags of invalid data, which
+            skip the step if they are not 0.
         """
         skips, in_a_row, limit = self.skips.clone(), self.in_a_row.clone(), None
         if self.max_spike:
@@ -102,12 +120,12 @@ class BadSteps:
         return update
 
     def count(self, update: Update) -> None:
-        """Counts a step, which may be one that is undone and counted again."""
+        """Counts a step, which may later be undone and counted again."""
         self.skips += update.skip
         self.in_a_row.copy_(update.in_a_row)
 
     def observe(self, update: Update) -> None:
-        """Adds the norm of a step that was not skipped to the running mean, if `max_spike` is set."""
+        """Adds the norm of a step that was not skipped to the running mean."""
         good = update.skip == 0
         norms = self.norms + good
         mean = self.mean + (update.grad_norm - self.mean) / norms.clamp(min=1, max=WINDOW)
@@ -115,12 +133,15 @@ class BadSteps:
         self.norms.copy_(norms)
 
     def state(self) -> dict[str, float]:
-        """Returns what a checkpoint keeps of it, beside the number of skips."""
+        """Returns the state for a checkpoint, without the number of skips."""
         return {"norm_mean": float(self.mean), "norms": float(self.norms)} if self.max_spike else {}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Takes up where a checkpoint left off; rows begin anew. One without norms begins to
-        observe them."""
+        """Restores the counters of a checkpoint.
+
+        The count of consecutive skips restarts at 0. If no norms were saved, the running mean
+        starts without norms.
+        """
         self.skips.fill_(state["skips"])
         self.in_a_row.zero_()
         self.mean.fill_(state.get("norm_mean") or 0.0)
@@ -128,69 +149,86 @@ class BadSteps:
 
 
 class Scaler:
-    """The loss scale of a run, as scalar tensors (fp64)."""
+    """The loss scale of a run, as fp64 scalar tensors."""
 
     def __init__(self, rule: LossScale, device: torch.device) -> None:
         self.rule = rule
         self.scale = torch.full((), rule.initial, dtype=torch.float64, device=device)
-        # updates since the last overflow
+        # steps since the last overflow
         self.good = torch.zeros((), dtype=torch.float64, device=device)
-        self.left = torch.full((), float(rule.hysteresis), dtype=torch.float64, device=device)
+        self.hysteresis_left = torch.full(
+            (), float(rule.hysteresis), dtype=torch.float64, device=device
+        )
 
     def update(self, skipped: Tensor) -> None:
-        """Updates the scale after a step. skipped: 1.0 if it overflowed, else 0.0."""
+        """Updates the scale after a step.
+
+        Args:
+            skipped: 1.0 if the step overflowed, else 0.0.
+        """
         if not self.rule.dynamic:
             return
         bad, full = skipped != 0, float(self.rule.hysteresis)
         self.good.copy_(torch.where(bad, 0.0, self.good + 1))
-        halve = bad & (self.left <= 1)
+        halve = bad & (self.hysteresis_left <= 1)
         double = ~bad & (self.good % self.rule.window == 0)
         halved = (self.scale / 2).clamp(min=self.rule.minimum)
         grown = torch.where(double, self.scale * 2, self.scale)
         self.scale.copy_(torch.where(halve, halved, grown))
         refill = ~bad if self.rule.consecutive else double
-        spent = torch.where(bad & ~halve, self.left - 1, self.left)
-        self.left.copy_(torch.where(refill, full, spent))
+        spent = torch.where(bad & ~halve, self.hysteresis_left - 1, self.hysteresis_left)
+        self.hysteresis_left.copy_(torch.where(refill, full, spent))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that an update changes."""
-        return self.scale, self.good, self.left
+        return self.scale, self.good, self.hysteresis_left
 
     def state(self) -> dict[str, float]:
-        """Returns the state for a checkpoint; a constant scale has none."""
+        """Returns the state for a checkpoint; empty for a constant scale."""
         if not self.rule.dynamic:
             return {}
         return {
             "loss_scale": float(self.scale),
             "good_steps": float(self.good),
-            "hysteresis_left": float(self.left),
+            "hysteresis_left": float(self.hysteresis_left),
         }
 
     def restore(self, state: dict[str, float]) -> None:
-        """Restores the state of a checkpoint; without a loss scale there, the initial one."""
+        """Restores the state of a checkpoint; uses the initial scale if the checkpoint has none."""
         if self.rule.dynamic:
             self.scale.fill_(state.get("loss_scale", self.rule.initial))
             self.good.fill_(state.get("good_steps", 0.0))
-            self.left.fill_(state.get("hysteresis_left", float(self.rule.hysteresis)))
+            self.hysteresis_left.fill_(state.get("hysteresis_left", float(self.rule.hysteresis)))
 
 
 def sum_of_squares(
     parts: Sequence[Tensor], buckets: Sequence[Bucket], device: torch.device
 ) -> Tensor:
-    """Returns this rank's share of the squared norm, and whether any gradient it holds is not finite (1.0): fp64 [2].
+    """Returns this rank's contribution to the squared norm, and whether a gradient is not finite.
 
-    parts: the squares of each bucket's slice. A bucket counts on its owner: the first of the ranks that replicate it,
-    and the first stage that holds a tied weight. The other copies are only checked to be finite. Padding is zero.
+    A bucket counts on its owner: the first of the ranks that replicate it, on the first stage that
+    holds a tied weight. Other replicas are only checked to be finite. Padding is zero.
+
+    Args:
+        parts: sum of squares of this rank's portion of each bucket.
+        buckets: the buckets.
+        device: device of the result.
+
+    Returns:
+        fp64 [2]: the sum of squares of the owned buckets, and 1.0 if any sum is not finite, else
+        0.0.
     """
-    total, others = torch.zeros(2, dtype=torch.float64, device=device).unbind()
-    for part, bucket in zip(_on(device, parts), buckets, strict=True):
-        total, others = (total + part, others) if bucket.group.owned else (total, others + part)
-    return torch.stack((total, (~torch.isfinite(total + others)).double()))
+    total, replicas = torch.zeros(2, dtype=torch.float64, device=device).unbind()
+    for part, bucket in zip(_to_device(device, parts), buckets, strict=True):
+        total, replicas = (
+            (total + part, replicas) if bucket.group.owned else (total, replicas + part)
+        )
+    return torch.stack((total, (~torch.isfinite(total + replicas)).double()))
 
 
-def _on(device: torch.device, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns scalars on a device; those of the host by one copy."""
+def _to_device(device: torch.device, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns scalars on a device; scalars on the host are copied together."""
     away = [part for part in parts if part.device != device]
     arrived = iter(start_copy_in(torch.stack(away), device).unbind() if away else ())
     return [part if part.device == device else next(arrived) for part in parts]

@@ -1,11 +1,14 @@
-"""Two versions of the parameters: passes of one batch read one, while the other is updated (arXiv 2006.09503).
+"""Two versions of the parameters: passes of one batch read one while the other is updated.
 
-    versions.turn()              the one before the newest becomes the newest, with its values: ready to be updated
-    versions.show(newest)        layers read the newest version, or the one before
-    versions.restore(whole)      after a load
+See PipeDream-2BW (arXiv 2006.09503).
 
-An update writes what is older than all passes that are under way. Autograd saves a parameter itself, or a view of it: a
-pass must find the version of its batch shown, whichever it is, and that one must not be written to.
+    versions.rotate()           makes the older version the newest, with its values, to be updated
+    versions.show(newest)       layers read the newest version, or the previous one
+    versions.restore(both)      after a load
+
+An update writes to a version that no running pass reads. Autograd saves a parameter itself, or a
+view of it. So every pass must be shown the version of its batch, and that version must not be
+written to.
 """
 
 from __future__ import annotations
@@ -20,8 +23,15 @@ from threed.zero.state import PREVIOUS, State
 
 
 class Versions:
-    """The versions of all trainable parameters of a layout whose policy has two. earlier: the slices of the one before
-    the newest, as states of their own, for checkpoints."""
+    """The versions of all trainable parameters of a layout with two versions (`Policy.versions`).
+
+    Args:
+        layout: layout of the parameters.
+        gatherer: gathers the parameters.
+
+    Attributes:
+        earlier: slices of the previous version, as separate states for checkpoints.
+    """
 
     def __init__(self, layout: Layout, gatherer: Gatherer) -> None:
         self.gatherer = gatherer
@@ -39,12 +49,14 @@ class Versions:
         }
         self.earlier = [State(bucket, {PREVIOUS: own}) for bucket, own in self._before.items()]
 
-    def turn(self) -> None:
-        """Makes the older version the newest, with the values of this rank's slices of the newest so far; the slices of
-        others come with the gathers of the update."""
-        self.gatherer.settle()
+    def rotate(self) -> None:
+        """Makes the older version the newest, with this rank's slices of the newest values so far.
+
+        The other ranks' slices follow with the gathers of the update.
+        """
+        self.gatherer.wait_all()
         for group in self._groups:
-            group.turn()
+            group.swap_versions()
         self._newest = 1 - self._newest
         self.gatherer.show(self._shown == self._newest)
         for bucket, storage in self._before.items():
@@ -53,21 +65,30 @@ class Versions:
             bucket.storage.tensor.copy_(storage.tensor)
 
     def show(self, newest: bool) -> None:
-        """Points the layers' parameters at a version. Only passes on the newest wait for its gathers."""
+        """Points the layers' parameters at a version.
+
+        Only passes on the newest version wait for its gathers.
+        """
         which = self._newest if newest else 1 - self._newest
         if which != self._shown:
             self._shown = which
-            self.gatherer.show(newest=False)  # setting the data of a guarded parameter waits for it
+            # unguards the parameters: setting the data of a guarded parameter waits for its gather
+            self.gatherer.show(newest=False)
             for param, views in self._views:
                 param.data = views[which]
         self.gatherer.show(newest)
 
-    def restore(self, whole: bool) -> None:
-        """Makes both versions whole after their slices were set; or the older one equal to the newest. Collective."""
-        self.gatherer.settle()
+    def restore(self, both: bool) -> None:
+        """Completes the previous version after slices were set. Collective.
+
+        Args:
+            both: whether slices of both versions were set, so that the previous version must be
+                gathered. Otherwise it becomes equal to the newest.
+        """
+        self.gatherer.wait_all()
         for bucket, storage in self._before.items():
-            if whole:
+            if both:
                 window = bucket.group.previous[bucket.first : bucket.last]
                 collectives.start_all_gather(storage.tensor, bucket.group.gather, out=window).wait()
-        for group in self._groups if not whole else ():
+        for group in self._groups if not both else ():
             group.previous.copy_(group.params)
