@@ -42,8 +42,8 @@ from threed.data.tokenizer import Bos, SpecialTokens, Tokenizer, Tokens, load_to
 
 # Part of every cache key. Increase it when the content of the entries changes.
 LAYOUT = 2
-# A file system with a coarse clock may not record a second change within this time. So the stamp of
-# files that are younger does not prove that they are unchanged.
+# A file system with a coarse clock may not record a second change within this time, so the stamp
+# of files that were changed more recently is not trusted.
 FRESH_S = 2.0
 # Number of tokens to check at a time.
 BLOCK = 1 << 22

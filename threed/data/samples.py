@@ -80,7 +80,7 @@ class Samples:
 
         Returns:
             int64 tensors: "tokens" [b, s], "labels" [b, s] (shifted by one token), "samples" [b]
-                (the sample indices).
+            (the sample indices).
         """
         if first < 0:
             raise ValueError(f"sample index {first}: must not be negative")

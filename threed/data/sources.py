@@ -1,8 +1,8 @@
 """Text sources: the files of a corpus, its sha256, and its documents as a stream of pieces.
 
 Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder of them, or
-`standard_library()`, which is always available; then `source.sha256()` and `for piece in
-source.pieces(): …`. At most one piece is in memory (about 1 MiB; one line for .jsonl).
+`standard_library()`, which is always available; then `source.sha256()` and
+`for piece in source.pieces(): …`. At most one piece is in memory (about 1 MiB; one line for .jsonl).
 """
 
 from __future__ import annotations

@@ -285,9 +285,9 @@ def check_reductions(plan: Plan) -> None:
 
 
 def _check_gathers(plan: Plan) -> None:
-    """Checks that every F, B and I directly follows the gathers of its chunks, and no others.
+    """Checks that each compute action has the gathers of its chunks, and no others, before it.
 
-    W uses no parameters and has no gather.
+    A gather must follow the previous compute action. W uses no parameters and has no gather.
     """
     for rank, actions in enumerate(plan.ranks):
         begun: list[int] = []

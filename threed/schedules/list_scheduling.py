@@ -50,7 +50,7 @@ def list_orders(flow: Flow, priority: Priority, limit: int) -> list[list[int]] |
 
     Returns:
         Per rank, its positions in order; None if ranks deadlock, such as without memory for a
-            second chunk.
+        second chunk.
     """
     ranks = _Ranks(flow, priority, limit)
     events = [(0.0, rank) for rank in range(flow.ranks)]

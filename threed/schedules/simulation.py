@@ -1,7 +1,7 @@
 """Simulated times of a plan: makespan, bubble and peak activation memory per rank.
 
-Use: `simulate(build("1f1b", stages=4, microbatches=8), Costs(forward=1, backward_input=1,
-backward_weight=1)).bubble`.
+    plan = build("1f1b", stages=4, microbatches=8)
+    simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
 `simulate` runs the plan with its costs (play.py) and derives makespan, bubble, peak activations and
 message counts from the times. `span_and_bubble` and `idle_shares` do the same for measured times.

@@ -49,7 +49,7 @@ def zb_auto(
 
     Returns:
         The plan. With one chunk it ends no later than 1F1B, ZB-H1 and ZB-H2, if they keep
-            to the limit.
+        to the limit.
 
     Raises:
         SizesError: chunks is not 1 or 2.
