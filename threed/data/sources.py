@@ -2,7 +2,8 @@
 
 Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder of them, or
 `standard_library()`, which is always available; then `source.sha256()` and
-`for piece in source.pieces(): …`. At most one piece is in memory (about 1 MiB; one line for .jsonl).
+`for piece in source.pieces(): …`. At most one piece (about 1 MiB; one line for .jsonl) is
+in memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conversion of plans to and from the CSV format of torch.distributed.pipelining.
 
-    text = to_csv(build("1f1b", stages=4, microbatches=8))    one row per rank: 0F0,0F1,0F2,0F3,0B0,...
+    text = to_csv(build("1f1b", stages=4, microbatches=8))    one row per rank: 0F0,0F1,0F2,0F3...
     plan = from_csv(text, "mine.csv")                         errors name the row and the cell
 
 A cell is one action: stage of the model, kind (F, B, I, W), micro-batch. `(0F7;7B3)OVERLAP_F_B`
