@@ -119,17 +119,17 @@ def test_reads_every_token_dtype(tmp_path: Path, code: int, form: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"magic": b"MMIDIDX\x00\x01"}, "is no Megatron index"),
+        ({"magic": b"MMIDIDX\x00\x01"}, "is not a Megatron index"),
         ({"version": 2}, "index version 2"),
-        ({"code": 9}, "dtype code 9 is none of token ids"),
-        ({"code": 6}, "dtype code 6 is none of token ids"),
-        ({"sequences": 5}, "cut short, damaged, or multimodal"),
-        ({"sequences": 2**62}, "cut short, damaged, or multimodal"),
-        ({"documents": (0, 1, 2, 3)}, "document indices do not rise from 0 to 4"),
-        ({"documents": (0, 3, 2, 4)}, "document indices do not rise"),
-        ({"offsets": (0, 8, 6, 10)}, "do not follow one another"),
-        ({"lengths": (3, 1, 1, 2)}, "has 12 bytes and g.idx says 14"),
-        ({"lengths": (3, 1, 1, -1)}, "do not follow one another"),
+        ({"code": 9}, "dtype code 9 is not a token dtype"),
+        ({"code": 6}, "dtype code 6 is not a token dtype"),
+        ({"sequences": 5}, "truncated, damaged, or multimodal"),
+        ({"sequences": 2**62}, "truncated, damaged, or multimodal"),
+        ({"documents": (0, 1, 2, 3)}, "document indices do not increase from 0 to 4"),
+        ({"documents": (0, 3, 2, 4)}, "document indices do not increase"),
+        ({"offsets": (0, 8, 6, 10)}, "are not contiguous"),
+        ({"lengths": (3, 1, 1, 2)}, "has 12 bytes and g.idx requires 14"),
+        ({"lengths": (3, 1, 1, -1)}, "are not contiguous"),
     ],
 )
 def test_an_unsound_index_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -146,7 +146,8 @@ def test_halves_and_empty_files_are_refused(tmp_path: Path) -> None:
             open_tokens(prefix)
     (tmp_path / "g.idx").unlink()
     with pytest.raises(
-        ValueError, match=r"g\.idx is missing\. A Megatron data set is a pair: put it beside g\.bin"
+        ValueError,
+        match=r"g\.idx is missing\. A Megatron data set is a pair: put it next to g\.bin",
     ):
         open_tokens(prefix)
     write_golden(tmp_path)

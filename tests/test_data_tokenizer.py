@@ -188,7 +188,7 @@ def test_bad_tokenizers_are_refused_with_advice(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"does not exist\. Use --data\.tokenizer bytes"):
         load_tokenizer(str(tmp_path / "missing.json"))
     (tmp_path / "broken.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"broken\.json is no tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"broken\.json is not a tokenizer\.json"):
         load_tokenizer(str(tmp_path / "broken.json"))
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "endless.json"))
     with pytest.raises(ValueError, match="no end-of-text token"):

@@ -403,7 +403,7 @@ def assert_cut(plan: Plan) -> None:
             Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.GATHER,
         }  # fmt: skip
         if place + 1 < len(actions):
-            with pytest.raises(ValueError, match=r"is on its way|appears after"):
+            with pytest.raises(ValueError, match=r"is in flight|appears after"):
                 check_rendezvous(with_validation_at(cut, rank, place + 1))
 
 

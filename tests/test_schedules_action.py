@@ -59,7 +59,7 @@ def test_every_kind_has_a_text_form() -> None:
     ],
 )
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no action is written"):
+    with pytest.raises(ValueError, match="invalid action"):
         Action.parse(text)
 
 

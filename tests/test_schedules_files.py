@@ -162,25 +162,25 @@ def test_a_function_is_found_by_its_name_or_that_of_its_schedule(mine: str) -> N
 
 
 WRONG_FUNCTIONS = (
-    ("nothing", None, r"mine\.py:nothing\(2, 4\): it gives None, not a threed\.schedules\.Plan"),
-    ("words", None, r"words\(2, 4\): plan words: rank 0: 'F0\.0' is no Action"),
+    ("nothing", None, r"mine\.py:nothing\(2, 4\): it returns None, not a threed\.schedules\.Plan"),
+    ("words", None, r"words\(2, 4\): plan words: rank 0: 'F0\.0' is not an Action"),
     (
         "texts",
         None,
-        r"texts\(2, 4\): plan texts: rank 0: \('F', 0, 0, None\) is no Action; .* Action\.parse",
+        r"texts\(2, 4\): plan texts: rank 0: \('F', 0, 0, None\) is not an Action; .* Action\.parse",
     ),
     (
         "floats",
         None,
-        r"plan floats: rank 0: \(<Kind\.F: 'F'>, 0\.0, 0, None\) is no Action; .* whole numbers",
+        r"plan floats: rank 0: \(<Kind\.F: 'F'>, 0\.0, 0, None\) is not an Action; .* whole numbers",
     ),
-    ("pairs", None, r"plan pairs: rank 0: .* \('B', 0, 0\)\) is no Action"),
+    ("pairs", None, r"plan pairs: rank 0: .* \('B', 0, 0\)\) is not an Action"),
     (
         "halves",
         None,
         r"plan halves: stages, micro-batches and chunks must be whole numbers of at least 1",
     ),
-    ("sends", None, r"plan gpipe: rank 0: SF0\.0: give compute actions only"),
+    ("sends", None, r"plan gpipe: rank 0: SF0\.0: use compute actions only"),
     ("fails", None, r"fails\(2, 4\): ZeroDivisionError at line \d+ of mine\.py: "),
     ("of_any", None, r"of_any\(stages, microbatches, chunks\): it needs a number of chunks"),
     ("of_any", 2, r"of_any: a plan of 1 chunks, not 2"),
@@ -194,7 +194,7 @@ WRONG_FUNCTIONS = (
     (
         "other",
         None,
-        r"other: a plan for 3 stages and 4 micro-batches, and needed is one for 2 and 4",
+        r"other: a plan for 3 stages and 4 micro-batches, but the run needs one for 2 and 4",
     ),
     ("strange", None, r"strange\(2, 4\): TypeError: "),
     ("leaves", None, r"leaves\(2, 4\): SystemExit at line \d+ of mine\.py: 3"),
@@ -247,32 +247,32 @@ def test_the_decorator_leaves_the_function_and_takes_a_name_once(
 
 
 WRONG_TEXTS = (
-    ("", "there is nothing in it"),
-    (" ,\n\n", "there is nothing in it"),
+    ("", "the file is empty"),
+    (" ,\n\n", "the file is empty"),
     ("0F0,0B0\n\n1F0,1B0", "row 2 computes nothing"),
     ("0F0,0B0\n1SEND_F0", "row 2 computes nothing"),
-    ("0F0,0X0", r"row 1, cell 2: '0X0': no action of torch"),
-    ("F0.0", "row 1, cell 1: 'F0.0': no action of torch"),
-    ("\0\1", "row 1, cell 1: .*: no action of torch"),
-    ("0F0junk", "row 1, cell 1: '0F0junk': no action of torch"),
-    ("0F0,(0F1;0W0)OVERLAP_F_B", "row 1, cell 2: .*no action of torch"),
-    ("0F0,(0F1)OVERLAP_F_B", "row 1, cell 2: .*no action of torch"),
-    ("0" * 9000, "row 1, cell 1: .*no action of torch"),
+    ("0F0,0X0", r"row 1, cell 2: '0X0': not an action of torch"),
+    ("F0.0", "row 1, cell 1: 'F0.0': not an action of torch"),
+    ("\0\1", "row 1, cell 1: .*: not an action of torch"),
+    ("0F0junk", "row 1, cell 1: '0F0junk': not an action of torch"),
+    ("0F0,(0F1;0W0)OVERLAP_F_B", "row 1, cell 2: .*not an action of torch"),
+    ("0F0,(0F1)OVERLAP_F_B", "row 1, cell 2: .*not an action of torch"),
+    ("0" * 9000, "row 1, cell 1: .*not an action of torch"),
     ('"' + "0F0," * 50_000, "not CSV: field larger than field limit"),
-    ("0F0,-1B0", "row 1, cell 2: '-1B0': no action of torch"),
-    ("0F0;0B0", "row 1, cell 1: '0F0;0B0': no action of torch"),
-    ("rank,action\n0F0,0B0", "row 1, cell 1: 'rank': no action of torch"),
-    ("9" * 9000 + "F0", "row 1, cell 1: .*no action of torch"),
-    ("0F0,0B0\n1F0,1B0,0F1", "row 2, cell 3: '0F1': stage 0 is that of row 1 already"),
+    ("0F0,-1B0", "row 1, cell 2: '-1B0': not an action of torch"),
+    ("0F0;0B0", "row 1, cell 1: '0F0;0B0': not an action of torch"),
+    ("rank,action\n0F0,0B0", "row 1, cell 1: 'rank': not an action of torch"),
+    ("9" * 9000 + "F0", "row 1, cell 1: .*not an action of torch"),
+    ("0F0,0B0\n1F0,1B0,0F1", "row 2, cell 3: '0F1': stage 0 is in row 1 already"),
     (
         "0F0,0B0\n1F0,0RECV_F0,1B0",
         "row 2, cell 2: '0RECV_F0': this row computes nothing of stage 0",
     ),
-    ("0F0,0B0\n2F0,2B0", "no row has stage 1, and one has stage 2"),
-    ("999999999F0", "no row has stage 0, and one has stage 999999999"),
+    ("0F0,0B0\n2F0,2B0", "no row has stage 1, but one has stage 2"),
+    ("999999999F0", "no row has stage 0, but one has stage 999999999"),
     (
         "0F0,1F0,1B0,0B0\n2F0,2B0",
-        "row 1 has 2 stages and row 2 has 1; every rank must have equally many",
+        "row 1 has 2 stages and row 2 has 1; all ranks must have the same number",
     ),
     ("0F0,0F2,0B0,0B2", "stage 0 has no F of micro-batch 1; there are 2 micro-batches"),
     ("0F0,0F999999999,0B0,0B999999999", "stage 0 has no F of micro-batch 1"),
@@ -283,7 +283,7 @@ WRONG_TEXTS = (
     ("0B0,0F0", "row 1, cell 1: '0B0': 0B0 appears before 0F0"),
     ("0F0,0W0,0I0", "row 1, cell 2: '0W0': 0W0 appears before 0I0"),
     ("0F0,(0F1;0B1)OVERLAP_F_B", "row 1, cell 2: .*: 0B1 appears before 0F1"),
-    ("0F0,0I0,0B0", "row 1, cell 3: '0B0': this micro-batch had its backward"),
+    ("0F0,0I0,0B0", "row 1, cell 3: '0B0': this micro-batch already had its backward"),
     ("1F0,0F0,1B0,0B0", "stalls: rank 0 waits at F1.0 for F0.0 of rank 0"),
 )
 
@@ -313,8 +313,8 @@ def test_a_csv_file_is_read_or_it_is_said_why_not(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.csv")
     (tmp_path / "zero.csv").symlink_to("/dev/zero")
     for name, message in (
-        ("gone", "No such file"), ("folder", "Is a directory"), ("bytes", "not text"), ("pipe", "it is no file, but a"),
-        ("zero", "it is no file, but a pipe or a device"),
+        ("gone", "No such file"), ("folder", "Is a directory"), ("bytes", "not text"), ("pipe", "it is not a regular file, but a"),
+        ("zero", "it is not a regular file, but a pipe"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"{name}\.csv: {message}"):
             read_csv(f"{tmp_path}/{name}.csv")
@@ -323,7 +323,7 @@ def test_a_csv_file_is_read_or_it_is_said_why_not(tmp_path: Path) -> None:
     assert build(f"{tmp_path}/plan.csv", 2, 3).ranks == build("1f1b", 2, 3).ranks
     with pytest.raises(
         ValueError,
-        match=r"plan\.csv: a plan for 2 stages and 3 micro-batches, and needed is .* 4 and 3",
+        match=r"plan\.csv: a plan for 2 stages and 3 micro-batches, but the run needs .* 4 and 3",
     ):
         build(f"{tmp_path}/plan.csv", 4, 3)
     with pytest.raises(ValueError, match="chunks is 2; this schedule has 1"):
@@ -344,7 +344,7 @@ def test_the_tool_takes_files_and_writes_csv(
     assert capsys.readouterr().out == first
     assert "rounds.csv: 2 stages, 4 micro-batches" in Path("rounds.svg").read_text()
     for words, message in (
-        (["rounds.csv", "--stages", "3"], "needed is one for 3 and 4"),
+        (["rounds.csv", "--stages", "3"], "the run needs one for 3 and 4"),
         (["1f1b", "--stages", "3"], "give --stages and --microbatches"),
         (["mine.py:fails", *sizes], "ZeroDivisionError"),
         (["ZBH1", *sizes], "did you mean 'zb-h1'?"),
@@ -382,7 +382,7 @@ def test_wrong_files_are_among_all_problems_of_a_run(mine: str, tmp_path: Path) 
         (
             f"{tmp_path}/plan.csv",
             (
-                "plan.csv: a plan for 4 stages and 8 micro-batches, and needed is one for 2 and 4; "
+                "plan.csv: a plan for 4 stages and 8 micro-batches, but the run needs one for 2 and 4; "
                 "use --parallel.pp 4 and --train.global-batch 8 × --train.micro-batch × dp, or another"
             ),
         ),

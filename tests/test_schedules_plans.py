@@ -268,8 +268,8 @@ def test_exchanged_messages_are_reported() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        (("F0.0 SF0.0", "F0.0 RF0.0"), r"rank 1: F0\.0 comes before RF0\.0"),
-        (("SF0.0 F0.0", "RF0.0 F0.0"), r"rank 0: SF0\.0 comes before F0\.0"),
+        (("F0.0 SF0.0", "F0.0 RF0.0"), r"rank 1: F0\.0 appears before RF0\.0"),
+        (("SF0.0 F0.0", "RF0.0 F0.0"), r"rank 0: SF0\.0 appears before F0\.0"),
         (("F0.0 SF0.0", "RF0.0 F0.0 RF0.0"), r"rank 1: RF0\.0 appears twice"),
         (("F0.0 SF0.0 SF0.0", "RF0.0 F0.0"), r"rank 0: SF0\.0 appears twice"),
         (("F0.0 SF0.0 RF0.0", "RF0.0 F0.0"), r"rank 0: RF0\.0 has no other rank"),

@@ -86,19 +86,19 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
         "rank 1: UPDATE0 appears after B0.2, which overwrites gradients": moved(
             plan, 1, "UPDATE0", 12
         ),
-        "rank 0: B0.0 appears before REDUCE0 of the step before": moved(plan, 0, "REDUCE0", 9),
+        "rank 0: B0.0 appears before REDUCE0 of the previous step": moved(plan, 0, "REDUCE0", 9),
         "rank 0: UPDATE0 is missing": replace(plan, ranks=(plan.ranks[0][:-2], plan.ranks[1])),
-        "rank 0: NORM0 without a step before": replace(
+        "rank 0: NORM0 without a previous step": replace(
             start, ranks=(plan.ranks[0][4:5] + start.ranks[0], start.ranks[1])
         ),
         "deadlocks: rank 0 at UPDATE0 with all ranks; rank 1 at RF0.1 with rank 0": moved(
             moved(plan, 1, "NORM0", 10), 0, "UPDATE0", 5
         ),
-        "begun is (0, 1): rank 0 has B0.-1 behind it, which comes after that of rank 1": replace(
+        "begun is (0, 1): rank 0 runs B0.-1 one step before its producer, rank 1": replace(
             bare, begun=(0, 1)
         ),
         "rank 0: B0.-2 is missing": replace(bare, begun=(2, 0)),
-        "rank 0: B0.1 is the next plan's": replace(bare, left=(2, 0)),
+        "rank 0: B0.1 belongs to the next plan": replace(bare, left=(2, 0)),
         "left is (4, 0): there are 3 micro-batches": replace(bare, left=(4, 0)),
     }
     for message, one in wrong.items():

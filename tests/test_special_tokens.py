@@ -214,7 +214,7 @@ def test_bos_without_a_bos_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--data\.bos true: tokenizer bytes has no bos token"):
         load_tokenizer("bytes", True)
     with pytest.raises(
-        ValueError, match=r"--data\.bos true: .* names no bos_token that is in its vocabulary\. "
+        ValueError, match=r"--data\.bos true: .* has no bos_token in its vocabulary\. "
     ):
         load_tokenizer(str(folder_of(tmp_path, ["<eos>"])), True)
 
@@ -222,11 +222,11 @@ def test_bos_without_a_bos_token_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "files", "words"),
     [
-        ("", {"tokenizer_config": {"add_bos_token": True}}, "add_bos_token true, and no bos_token"),
+        ("", {"tokenizer_config": {"add_bos_token": True}}, "add_bos_token true, but no bos_token"),
         (
             "",
             {"tokenizer_config": {"add_bos_token": True, "bos_token": "<s>"}},
-            "add_bos_token true, and no bos_token",
+            "add_bos_token true, but no bos_token",
         ),
         (
             "",

@@ -1,10 +1,12 @@
 """Data: from text or token files to batches that are a pure function of (seed, samples consumed).
 
-Use: `data = open_data(None, "bytes", split=0.05, seq=128, seed=1)`, then `data.train.batch(first=0, count=8)`.
+Use: `data = open_data(None, "bytes", split=0.05, seq=128, seed=1)`, then
+`data.train.batch(first=0, count=8)`.
 
-Files, in the order data flow: sources (.txt, .jsonl, folders, and this Python's standard library, the default),
-tokenizer, encode, cache, megatron (.bin/.idx, read and written), samples (windows and their order), prefetch (a
-background thread), dataset (`open_data`, which puts them together).
+Files, in the order of the data flow: sources (.txt, .jsonl, folders, and the default: Python's
+standard library), tokenizer, encode, cache, megatron (.bin/.idx, read and written), samples
+(windows and their order), prefetch (a background thread), dataset (`open_data`, which combines
+them).
 """
 
 from __future__ import annotations

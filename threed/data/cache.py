@@ -1,11 +1,13 @@
-"""The cache folder: entries that are built once, appear whole or not at all, and are never changed afterwards.
+"""The cache folder. An entry is built once, appears atomically, and never changes afterwards.
 
-Use: `folder, notice = cache_folder()`; `entry = build_once(folder, name, build)`, where `build(scratch)` writes files
-into an empty folder and returns a JSON-able record; then `entry.record` and `entry.folder / "tokens.bin"`.
+Use: `folder, notice = cache_folder()`; `entry = build_once(folder, name, build)`, where
+`build(scratch)` writes files into an empty folder and returns a record for JSON; then
+`entry.record` and `entry.folder / "tokens.bin"`.
 
-Phases of a build: scratch folder with a name of its own -> fsync -> one atomic rename. That rename alone makes it safe
-for any number of processes, and a killed one leaves nothing that is taken for an entry. A kernel file lock, which dies
-with its holder, only spares the others the same work; where a file system has none, they all build and one rename wins.
+A build writes into a scratch folder with a unique name, calls fsync, and renames the folder. The
+atomic rename alone makes this safe for any number of processes, and a killed process leaves no
+invalid entry. A kernel file lock, which is released when its process exits, only avoids duplicate
+work. On a file system without locks all processes build the entry and one rename succeeds.
 """
 
 from __future__ import annotations
@@ -31,16 +33,22 @@ ABANDONED_S = 86400.0
 
 @dataclass(frozen=True)
 class Entry:
-    """One finished entry: its folder, and the record its builder returned."""
+    """A complete entry: its folder, and the record from its builder."""
 
     folder: Path
     record: dict[str, Any]
 
 
 def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
-    """Returns the entry `name`, building it if it is not there or is damaged.
+    """Returns the entry `name`. Builds it if it is missing or damaged.
 
-    Raises what `build` raises; a full disk as OSError that names the folder.
+    Args:
+        folder: the cache folder.
+        name: the name of the entry.
+        build: writes the files of the entry into an empty folder and returns the record.
+
+    Raises:
+        OSError: the disk is full; the message has the folder. Errors of `build` pass through.
     """
     with _lock(folder / f"{name}.lock"):
         entry = _read(folder / name)
@@ -64,10 +72,10 @@ def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]])
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    # Read-only, so that users who share a cache can lock files that others made.
+    # Read-only, so that users who share a cache can lock each other's files.
     descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
-        # OSError: a file system without locks. Entries stay right without one.
+        # OSError: a file system without locks. Entries are valid without a lock too.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -78,14 +86,14 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _scratch(folder: Path, name: str) -> Path:
-    """Makes a folder with a name of its own; unlike tempfile's, others may read it as far as the umask lets them."""
+    """Makes a folder with a unique name. Unlike tempfile's, its permissions follow the umask."""
     path = folder / f"{name}.building-{secrets.token_hex(8)}"
     path.mkdir()
     return path
 
 
 def _read(folder: Path) -> Entry | None:
-    """Returns the entry in `folder` if it is whole: every file has the size that was written."""
+    """Returns the entry in `folder` if it is complete: every file has the recorded size."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
@@ -106,7 +114,7 @@ def _fill(scratch: Path, build: Callable[[Path], dict[str, Any]]) -> None:
 
 
 def _publish(scratch: Path, folder: Path) -> Entry:
-    """Renames `scratch` to `folder`, unless another process was first; returns what is there then."""
+    """Renames `scratch` to `folder` if that does not exist, and returns the entry in `folder`."""
     for _ in range(2):
         try:
             scratch.rename(folder)
@@ -117,7 +125,7 @@ def _publish(scratch: Path, folder: Path) -> Entry:
         entry = _read(folder)
         if entry is not None:
             return entry
-        # What is there is damaged. Moving it aside is atomic too, so nobody sees half of it go.
+        # The entry is damaged. Rename it atomically first, so that no process reads a partial one.
         aside = _scratch(folder.parent, folder.name)
         with contextlib.suppress(OSError):
             folder.rename(aside / "damaged")
@@ -130,8 +138,11 @@ def _publish(scratch: Path, folder: Path) -> Entry:
 
 
 def _remove_abandoned(scratch: Path, name: str) -> None:
-    """Removes scratch folders that killed builders of this entry left more than a day before this new one was made, by
-    the file system's clock: that of another machine may be days off."""
+    """Removes scratch folders of this entry that are more than a day older than `scratch`.
+
+    Killed builders leave them. The age is by the file system's clock, since the clock of another
+    machine may be days off.
+    """
     now = scratch.stat().st_mtime
     for path in scratch.parent.glob(f"{name}.building-*"):
         with contextlib.suppress(OSError):

@@ -1,10 +1,11 @@
-"""`open_data`: from a path, or none, to training and validation samples; and the checks before that.
+"""`open_data`: training and validation samples from a path or the default corpus, with checks.
 
-Use: `problems = find_problems(path, tokenizer, split)`, then
-`data = open_data(path, tokenizer, split, seq, seed)`; `data.train.batch(first, count)`.
+Use: `problems = find_problems(path, tokenizer, split)`, then `data = open_data(path, tokenizer,
+split, seq, seed)`; `data.train.batch(first, count)`.
 
-Phases: find the source -> sha256 (cached by what the file system says of the files) -> token file and facts (cached by
-that sha256, the tokenizer and the split) -> two views of one memory map. All ranks call it at once; one builds.
+Steps: find the source; compute its sha256 (cached by file sizes and times); write the token file
+and measure statistics (cached by that sha256, the tokenizer and the split); create two views of one
+memory map. All ranks may call it at the same time; one of them builds the cache entries.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ from threed.data.sources import (
     read_pieces,
     standard_library,
 )
-from threed.data.tokenizer import Bos, Spelt, Tokenizer, Tokens, load_tokenizer, token_dtype
+from threed.data.tokenizer import Bos, SpecialTokens, Tokenizer, Tokens, load_tokenizer, token_dtype
 
-# A part of every cache key: raised when what the entries hold changes.
+# Part of every cache key. Increase it when the content of the entries changes.
 LAYOUT = 2
-# File systems with coarse clocks show no second change within this time, so a stamp this fresh proves nothing.
+# A file system with a coarse clock may not record a second change within this time, so the stamp
+# of files that were changed more recently is not trusted.
 FRESH_S = 2.0
-# Tokens that are looked at at once.
+# Number of tokens to check at a time.
 BLOCK = 1 << 22
-# Entropy and bytes a token hardly change beyond this many tokens; decoding all of them could take hours.
+# Number of tokens to measure entropy and bytes per token. More would hardly change the result, and
+# decoding all tokens could take hours.
 MEASURED_TOKENS = 1 << 22
 
 
@@ -53,8 +56,17 @@ MEASURED_TOKENS = 1 << 22
 class Data:
     """The training and validation data of a run.
 
-    `sha256` is over the names and contents of the corpus' files. `notice` is for the user to read; empty if there is
-    nothing to say. `unigram_entropy` (nats a token) and `bytes_per_token` are of the validation split.
+    Attributes:
+        train: training samples.
+        valid: validation samples.
+        tokenizer: the tokenizer of both.
+        vocab: vocabulary size of the tokenizer.
+        sha256: hash of the names and contents of the corpus' files.
+        description: name and size of the corpus, for logs.
+        notice: warnings for the user, one per line; may be empty.
+        unigram_entropy: entropy of the token frequencies in the validation split, in nats per
+            token.
+        bytes_per_token: mean bytes of text per token in the validation split.
     """
 
     train: Samples
@@ -69,7 +81,7 @@ class Data:
 
     @property
     def uniform_entropy(self) -> float:
-        """The loss, in nats a token, of a model that finds all ids equally likely."""
+        """The loss of a uniform prediction, in nats per token."""
         return math.log(self.vocab)
 
     def bytes_per_label(self, windows: int) -> float:
@@ -79,14 +91,24 @@ class Data:
 
 def open_data(
     path: str | None, tokenizer: str, split: float, seq: int, seed: int, cache: Path | None = None, *,
-    bos: Bos = "auto", special_tokens: Spelt = "text",
+    bos: Bos = "auto", special_tokens: SpecialTokens = "text",
 ) -> Data:  # fmt: skip
-    """Opens the data at `path` (None: the default corpus) as samples of `seq` tokens, shuffled by `seed` for training.
+    """Opens the data at `path` as training and validation samples.
 
-    `tokenizer`, `bos`, `special_tokens`: see `load_tokenizer`. `split`: the fraction for validation, the end of the
-    tokens; of the default corpus, files chosen by a hash of their path. `cache`: see `cache_folder`.
-    Raises ValueError, saying what to do, for data that are missing, empty, malformed, too short for one sample of
-    either split, or beyond the tokenizer's vocabulary.
+    Args:
+        path: a .txt, a .jsonl, a folder of them or a Megatron pair; None: the default corpus.
+        tokenizer: see `load_tokenizer`.
+        split: fraction of the data for validation. It is the end of the tokens; for the default
+            corpus it is a set of files, chosen by a hash of their path.
+        seq: sample length in tokens.
+        seed: seed of the training order.
+        cache: see `cache_folder`.
+        bos: see `load_tokenizer`.
+        special_tokens: see `load_tokenizer`.
+
+    Raises:
+        ValueError: the data are missing, empty, malformed, too short for one sample of either
+            split, or have ids outside of the vocabulary; the message has the fix.
     """
     _check_split(split)
     encoder = load_tokenizer(tokenizer, bos, special_tokens)
@@ -95,7 +117,7 @@ def open_data(
     if where and is_megatron(where):
         opened = _open_pair(where, encoder, split, folder)
     else:
-        opened = _open_text(_find(where), encoder, split, folder)
+        opened = _open_text(_find_source(where), encoder, split, folder)
     train, valid = opened.tokens[: opened.cut], opened.tokens[opened.cut :]
     advice = "Give more data, or a smaller --model.seq"
     return Data(
@@ -120,13 +142,18 @@ def find_problems(
     split: float,
     *,
     bos: Bos = "auto",
-    special_tokens: Spelt = "text",
+    special_tokens: SpecialTokens = "text",
     fits: Callable[[Tokenizer], Iterable[str]] = lambda tokenizer: (),
 ) -> list[str]:
-    """Returns the problems that are found without reading the data in full, each with its fix.
+    """Returns the problems that can be found without reading all data, each with its fix.
 
     Args:
-        fits: returns further problems of the tokenizer.
+        path: as in `open_data`.
+        tokenizer: as in `open_data`.
+        split: as in `open_data`.
+        bos: as in `open_data`.
+        special_tokens: as in `open_data`.
+        fits: a function that returns further problems of the tokenizer.
     """
     problems: list[str] = []
     checks: list[Callable[[], object]] = [
@@ -144,7 +171,7 @@ def find_problems(
 
 @dataclass(frozen=True)
 class _Opened:
-    """A corpus as one flat sequence of tokens; those from `cut` on are for validation."""
+    """A corpus as one flat sequence of tokens; tokens from `cut` on are for validation."""
 
     tokens: Tokens
     cut: int
@@ -157,7 +184,7 @@ class _Opened:
 def _check_split(split: float) -> None:
     if not 0.0 < split < 1.0:
         raise ValueError(
-            f"--data.split {split}: the fraction for validation must lie between 0 and 1, e.g. 0.05"
+            f"--data.split {split}: the fraction for validation must be between 0 and 1, e.g. 0.05"
         )
 
 
@@ -166,14 +193,14 @@ def _check_path(path: str | None) -> None:
     if where and is_megatron(where):
         open_tokens(where)
         return
-    for file in _find(where).files:
+    for file in _find_source(where).files:
         if file.name.endswith(".jsonl"):
             next(read_pieces(file), None)
         with file.open():
             pass
 
 
-def _find(path: Path | None) -> TextSource:
+def _find_source(path: Path | None) -> TextSource:
     return standard_library() if path is None else find_text(path)
 
 
@@ -203,13 +230,20 @@ def _text_sha256(source: TextSource, folder: Path) -> str:
     def read(_: Path) -> dict[str, Any]:
         return {"sha256": source.sha256()}
 
-    return str(_known(folder, *source.stamp(), read)["sha256"])
+    return str(_cached(folder, *source.stamp(), read)["sha256"])
 
 
-def _known(
+def _cached(
     folder: Path, stamp: str, newest: float, read: Callable[[Path], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns what `read` finds in files, from the cache if the file system shows them unchanged since."""
+    """Returns the result of `read`, from the cache if the files have not changed since.
+
+    Args:
+        folder: the cache folder.
+        stamp: hash of the files' metadata.
+        newest: time of the last change of the files, in seconds since the epoch.
+        read: computes the result.
+    """
     if time.time() - newest < FRESH_S:
         return read(folder)
     return build_once(folder, f"files-{_key(stamp)}", read).record
@@ -218,14 +252,14 @@ def _known(
 def _tokenize(
     source: TextSource, tokenizer: Tokenizer, split: float, scratch: Path
 ) -> dict[str, Any]:
-    """Writes tokens.bin, the validation tokens last."""
+    """Writes tokens.bin, with the validation tokens last, and returns the record."""
     before = source.stamp()
     groups = _by_path(source.files, split) if source.split_by == "path" else [source.files]
     with (scratch / "tokens.bin").open("wb") as out:
         counts = [_write_tokens(out, files, tokenizer) for files in groups]
     if source.stamp() != before:
         raise ValueError(
-            f"{source.description} changed while it was read. Start again when nothing writes to it"
+            f"{source.description} changed while it was read. Start again when no process writes to it"
         )
     if sum(counts) == 0:
         raise ValueError(
@@ -239,8 +273,9 @@ def _tokenize(
 def _by_path(files: tuple[TextFile, ...], split: float) -> list[tuple[TextFile, ...]]:
     """Returns the training and the validation files.
 
-    The hash of its name decides a file's side, except that a file larger than the whole validation share trains: in
-    Python 3.11, one file of help texts would else be 62 % of what a model of source code is judged by.
+    The hash of its name decides the split of a file. But a file that is larger than the validation
+    share is always used for training: in Python 3.11 one file of help texts would otherwise be 62 %
+    of the validation data.
     """
     share = split * sum(f.size for f in files)
     held_out = {f.name for f in files if _fraction(f.name) < split and f.size <= share}
@@ -274,7 +309,7 @@ def _open_pair(path: Path, tokenizer: Tokenizer, split: float, folder: Path) -> 
     def read(_: Path) -> dict[str, Any]:
         return {"sha256": source.sha256(), "range": id_range(tokens)}
 
-    known = _known(folder, *source.stamp(), read)
+    known = _cached(folder, *source.stamp(), read)
     low, high = known["range"]
     if low < 0 or high >= tokenizer.vocab_size:
         _refuse_ids(data, tokens, tokenizer)
@@ -304,7 +339,7 @@ def _cut(tokens: int, split: float) -> int:
 
 
 def _measure(valid: Tokens, tokenizer: Tokenizer, split: float) -> dict[str, float]:
-    """Returns the facts about a validation split in `Data`, of its first `MEASURED_TOKENS` tokens."""
+    """Returns the statistics of a validation split for `Data`, from its first `MEASURED_TOKENS`."""
     if not len(valid):
         raise ValueError(
             f"--data.split {split} leaves no validation data. Give a larger one, or more data"
@@ -320,13 +355,16 @@ def _key(*parts: str) -> str:
 
 
 def bytes_per_token(tokens: Tokens, tokenizer: Tokenizer) -> float:
-    """Returns the mean bytes of text per token, of the first `MEASURED_TOKENS` tokens (at least one)."""
+    """Returns the mean bytes of text per token, from the first `MEASURED_TOKENS`.
+
+    tokens: [n], n > 0.
+    """
     part = tokens[:MEASURED_TOKENS]
     return tokenizer.count_bytes(part) / len(part)
 
 
 def entropy(counts: Tokens) -> float:
-    """Returns the entropy, in nats, of the frequencies that `counts` stand for: log n - (sum of c log c) / n."""
+    """Returns the entropy of the frequencies `counts`, in nats: log n - (sum of c log c) / n."""
     seen = counts[counts > 0].astype(np.float64)
     total = seen.sum()
     return max(0.0, math.log(total) - float((seen * np.log(seen)).sum()) / float(total))
@@ -339,7 +377,7 @@ def id_range(tokens: Tokens) -> tuple[int, int]:
 
 
 def first_outside(tokens: Tokens, vocab: int) -> int | None:
-    """Returns the offset of the first id that is negative or not below `vocab`."""
+    """Returns the offset of the first id below 0 or from `vocab` on, or None."""
     for start, block in _blocks(tokens):
         outside = (block < 0) | (block >= vocab)
         if outside.any():

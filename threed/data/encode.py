@@ -1,8 +1,8 @@
-"""From pieces of text to token arrays, a few MiB at a time.
+"""Encodes pieces of text into token arrays, a few MiB at a time.
 
-Use: `for tokens, ends in encode(source.pieces(), tokenizer): …`. Before the first piece of every document comes the
-bos token, if the tokenizer begins documents with one, and after the last piece the end of text, so that documents stay
-apart in the flat run that training reads.
+Use: `for tokens, ends in encode(source.pieces(), tokenizer): …`. A document begins with the bos
+token, if the tokenizer adds one, and ends with the end-of-text token, which separates documents in
+the flat sequence of training tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import numpy as np
 from threed.data.sources import Piece
 from threed.data.tokenizer import Tokenizer, Tokens
 
-# Enough pieces at once for the `tokenizers` library to use all its threads.
+# Bytes per batch: enough pieces for the `tokenizers` library to use all its threads.
 GROUP_BYTES = 4 << 20
 
 
 def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Tokens, bool]]:
-    """Yields each piece's tokens, with bos at the beginning and the end of text at the end of a document, and whether
-    the piece ends a document."""
+    """Yields the tokens of each piece, and whether the piece ends a document.
+
+    The tokens include bos at the beginning and the end of text at the end of a document.
+    """
     begins = True
     for group in _groups(pieces):
         encoded = tokenizer.encode_pieces([piece.data for piece in group])
@@ -34,11 +36,11 @@ def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Toke
 
 def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     group: list[Piece] = []
-    held = 0
+    size = 0
     for piece in pieces:
         group.append(piece)
-        held += len(piece.data)
-        if held >= GROUP_BYTES:
+        size += len(piece.data)
+        if size >= GROUP_BYTES:
             yield group
-            group, held = [], 0
+            group, size = [], 0
     yield group

@@ -1,13 +1,15 @@
-"""Megatron's indexed data sets: `prefix.bin` holds the tokens, `prefix.idx` says where each sequence begins.
+"""Megatron's indexed data sets: `prefix.bin` has the tokens, `prefix.idx` the sequence offsets.
 
-Use: `tokens = open_tokens(prefix)` (memory-mapped, 1-D), `read_index(prefix.idx)`, `count_borders(tokens, index,
-tokenizer).notice(name, tokenizer)`, a report of documents that do not begin and end as the tokenizer requires, and
-`tokenize_to_megatron("texts/", "out/prefix", tokenizer)` to write a pair from text.
+Use: `tokens = open_tokens(prefix)` (memory-mapped, 1-D) and `read_index(prefix.idx)` to read a
+pair. `count_borders(tokens, index, tokenizer).notice(name, tokenizer)` reports documents that do
+not begin and end as the tokenizer requires. `tokenize_to_megatron("texts/", "out/prefix",
+tokenizer)` writes a pair from text.
 
-Layout of the .idx, all little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py): "MMIDIDX" and two zero
-bytes · uint64 version = 1 · uint8 dtype code · uint64 sequences · uint64 document indices (one more than documents) ·
-int32 length of each sequence · int64 byte offset of each sequence · int64 index of each document's first sequence, and
-last the number of sequences.
+Layout of the .idx, all little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py):
+"MMIDIDX" and two zero bytes · uint64 version = 1 · uint8 dtype code · uint64 sequences · uint64
+document indices (number of documents + 1) · int32 length of each sequence · int64 byte offset of
+each sequence · int64 index of each document's first sequence, and at the end the number of
+sequences.
 """
 
 from __future__ import annotations
@@ -31,12 +33,19 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 LONGEST_SEQUENCE = (1 << 31) - 1
-BLOCK = 1 << 20  # documents that are counted at once
+BLOCK = 1 << 20  # number of documents to count at a time
 
 
 @dataclass(frozen=True)
 class MegatronIndex:
-    """The content of an .idx: the tokens' dtype; lengths [n] in tokens; offsets [n] in bytes; documents [d + 1]."""
+    """The content of an .idx file.
+
+    Attributes:
+        dtype: dtype of the tokens.
+        lengths: [n], length of each sequence in tokens.
+        offsets: [n], offset of each sequence in bytes.
+        documents: [d + 1], index of each document's first sequence, and n.
+    """
 
     dtype: np.dtype[Any]
     lengths: NDArray[np.int32]
@@ -46,7 +55,7 @@ class MegatronIndex:
 
 @dataclass(frozen=True)
 class TokenizeSummary:
-    """The counts of what `tokenize_to_megatron` wrote."""
+    """The counts and files of a pair written by `tokenize_to_megatron`."""
 
     documents: int
     tokens: int
@@ -56,7 +65,7 @@ class TokenizeSummary:
 
 
 def pair_of(path: Path) -> tuple[Path, Path]:
-    """Returns (.bin, .idx) of a pair named by its prefix or by either file."""
+    """Returns (.bin, .idx) of a pair, from its prefix or either file."""
     prefix = str(path)
     if prefix.endswith((".bin", ".idx")):
         prefix = prefix[:-4]
@@ -64,29 +73,29 @@ def pair_of(path: Path) -> tuple[Path, Path]:
 
 
 def is_megatron(path: Path) -> bool:
-    """Returns whether `path` names a pair: ends in .bin or .idx, or is the prefix of a file that does."""
+    """Returns whether `path` names a pair: a .bin or .idx file, or an existing one's prefix."""
     return path.name.endswith((".bin", ".idx")) or (
         not path.exists() and any(p.exists() for p in pair_of(path))
     )
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """Reads an .idx, memory-mapped. Raises ValueError, saying what is wrong, when it is no sound index of tokens."""
+    """Memory-maps an .idx file. Raises ValueError with the problem if it is not a valid index."""
     size = path.stat().st_size
     head = len(MAGIC) + HEADER.size
     with path.open("rb") as file:
         start = file.read(head)
         if len(start) < head or not start.startswith(MAGIC):
             raise ValueError(
-                f"{path} is no Megatron index: it does not begin with {MAGIC!r} and a whole header"
+                f"{path} is not a Megatron index: it does not begin with {MAGIC!r} and a complete header"
             )
         version, code, sequences, indices = HEADER.unpack(start[len(MAGIC) :])
         dtype = _dtype_of(path, version, code)
         expected = head + 12 * sequences + 8 * indices
         if size != expected:
             raise ValueError(
-                f"{path}: {size} bytes, where {sequences} sequences and {indices} document indices take "
-                f"{expected}: cut short, damaged, or multimodal (not supported)"
+                f"{path}: {size} bytes, but {sequences} sequences and {indices} document indices need "
+                f"{expected}: truncated, damaged, or multimodal (not supported)"
             )
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     lengths = np.frombuffer(mapped, "<i4", sequences, head)
@@ -99,22 +108,26 @@ def read_index(path: Path) -> MegatronIndex:
         or (np.diff(documents) < 0).any()
     ):
         raise ValueError(
-            f"{path} is damaged: its document indices do not rise from 0 to {sequences} sequences"
+            f"{path} is damaged: its document indices do not increase from 0 to {sequences} sequences"
         )
     return MegatronIndex(dtype, lengths, offsets, documents)
 
 
 def open_tokens(path: Path) -> Tokens:
-    """Memory-maps all tokens of the pair at `path` (prefix or either file) as one flat array, in the file's dtype.
+    """Memory-maps all tokens of the pair at `path` as one flat array, in the file's dtype.
 
-    Raises ValueError, saying what to do, when a file is missing, they do not fit together, or sequences are not stored
-    one after the other.
+    Args:
+        path: the prefix or either file of the pair.
+
+    Raises:
+        ValueError: a file is missing, the files do not match, or sequences are not contiguous; the
+            message has the fix.
     """
     data, index_path = pair_of(path)
     for file, other in ((data, index_path), (index_path, data)):
         if not file.is_file():
             raise ValueError(
-                f"{file} is missing. A Megatron data set is a pair: put it beside {other.name}"
+                f"{file} is missing. A Megatron data set is a pair: put it next to {other.name}"
             )
     index = read_index(index_path)
     if data.stat().st_size == 0:
@@ -127,37 +140,29 @@ def open_tokens(path: Path) -> Tokens:
     )
     if not begins_where_last_ended or (index.lengths < 0).any():
         raise ValueError(
-            f"{index_path}: the sequences do not follow one another in {data.name}. Write the pair anew"
+            f"{index_path}: the sequences are not contiguous in {data.name}. Write the pair again"
         )
     total = int(ends[-1]) if len(ends) else 0
     if total != data.stat().st_size:
         raise ValueError(
-            f"{data} has {data.stat().st_size} bytes and {index_path.name} says {total}: not a pair, or "
-            "one was cut short. Copy or write both again"
+            f"{data} has {data.stat().st_size} bytes and {index_path.name} requires {total}: not a pair, or "
+            "one file was truncated. Copy or write both again"
         )
     return np.memmap(data, dtype=index.dtype, mode="r")
 
 
 @dataclass(frozen=True)
 class Borders:
-    """Counts of the documents of a pair.
+    """Counts of the first and last tokens of the documents of a pair."""
 
-    Attributes:
-        documents: documents with tokens.
-        ended: documents that end with the end of text.
-        begun: documents that begin with bos.
-        alike: of the documents without an end of text, those that end with `last_id`.
-        last_id: the most frequent last id of documents without an end of text.
-    """
-
-    documents: int
-    ended: int
-    begun: int
-    alike: int
-    last_id: int
+    documents: int  # documents with tokens
+    ended: int  # documents that end with the end-of-text token
+    begun: int  # documents that begin with bos
+    alike: int  # documents that end with `last_id`
+    last_id: int  # the most frequent last id of documents without the end-of-text token
 
     def notice(self, name: str, tokenizer: Tokenizer) -> str:
-        """Returns the differences from the tokenizer's bos and end of text, one line each."""
+        """Returns the differences from the tokenizer's bos and end of text, one per line."""
         lines = []
         if missing := self.documents - self.ended:
             which = (
@@ -167,7 +172,7 @@ class Borders:
             )
             lines.append(
                 f"{name}: {missing:,} of {self.documents:,} documents do not end with the end of text (id"
-                f" {tokenizer.eot}){which}: they run into one another. Write the pair with --append-eod, or give the"
+                f" {tokenizer.eot}){which}: nothing separates documents. Write the pair with --append-eod, or give the"
                 " --data.tokenizer that wrote it"
             )
         if tokenizer.bos_ids and self.begun < self.documents:
@@ -184,7 +189,7 @@ class Borders:
 
 
 def count_borders(tokens: Tokens, index: MegatronIndex, tokenizer: Tokenizer) -> Borders:
-    """Counts how the documents of a pair begin and end. tokens: [n], all of the pair."""
+    """Counts how the documents of a pair begin and end. tokens: [n], all tokens of the pair."""
     bos = tokenizer.bos_ids[0] if tokenizer.bos_ids else tokenizer.bos_token_id
     starts = np.concatenate([[0], np.cumsum(index.lengths, dtype=np.int64)])[index.documents]
     documents = ended = begun = 0
@@ -204,7 +209,7 @@ def count_borders(tokens: Tokens, index: MegatronIndex, tokenizer: Tokenizer) ->
 
 
 def _with_tokens(borders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the index of the first token of each non-empty document, and the index after its last one."""
+    """Returns the offsets of the first token of each non-empty document, and after its last one."""
     first, end = borders[:-1], borders[1:]
     return first[end > first], end[end > first]
 
@@ -212,19 +217,26 @@ def _with_tokens(borders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray
 def tokenize_to_megatron(
     src: Path | str, dst_prefix: Path | str, tokenizer: Tokenizer
 ) -> TokenizeSummary:
-    """Writes the text at `src` (.txt, .jsonl or a folder of them) as a pair, one sequence a document.
+    """Writes the text at `src` as a pair, with one sequence per document.
 
-    Every document begins with the tokenizer's `bos_ids`, if it has any, and ends with its end of text.
-    Streams: memory does not grow with the text (some 30 MiB with bytes, 300 with a tokenizer.json), but for 12 bytes a
-    document. Nothing appears under the final names before all is written.
-    Raises ValueError for unreadable text, or when the pair is there already.
+    Every document begins with the tokenizer's `bos_ids`, if any, and ends with its end of text. The
+    text is streamed: memory is about 30 MiB with bytes or 300 MiB with a tokenizer.json, plus 12
+    bytes per document. The final names appear when the files are complete.
+
+    Args:
+        src: a .txt, a .jsonl or a folder of them.
+        dst_prefix: the prefix of the pair.
+        tokenizer: the tokenizer.
+
+    Raises:
+        ValueError: the text is invalid, or the pair exists.
     """
     source = find_text(Path(src).expanduser())
     finals = pair_of(Path(dst_prefix).expanduser())
     for final in finals:
         if final.exists():
             raise ValueError(f"{final} exists. Remove it, or choose another name")
-    # The index comes last: a pair without it is refused, so no moment shows half a data set as a whole one.
+    # The index is renamed last. A pair without it is rejected, so a partial data set is never read.
     with (
         building(*finals) as (bin_path, idx_path),
         bin_path.open("xb") as data,
@@ -253,7 +265,7 @@ class MegatronWriter:
         self.tokens = 0
         self._data = data
         self._longest = longest  # the .idx counts a sequence's tokens in 31 bits
-        self._begin = 0  # the token at which the open sequence begins
+        self._begin = 0  # offset of the open sequence's first token
         self._lengths = array("i")
         self._documents = array("q", [0])
 
@@ -294,10 +306,10 @@ class MegatronWriter:
 def _dtype_of(path: Path, version: int, code: int) -> np.dtype[Any]:
     if version != 1:
         raise ValueError(
-            f"{path}: index version {version}, where 1 is the only one known. Write the pair anew"
+            f"{path}: index version {version}, but only version 1 is supported. Write the pair again"
         )
     if code not in DTYPES:
         raise ValueError(
-            f"{path}: dtype code {code} is none of token ids, whose codes are 1 to 5 and 8"
+            f"{path}: dtype code {code} is not a token dtype; the codes are 1 to 5 and 8"
         )
     return np.dtype(DTYPES[code])

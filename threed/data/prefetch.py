@@ -1,9 +1,9 @@
-"""A background thread that computes the next steps' batches while the current one trains.
+"""A background thread that computes the next steps' batches during the current step.
 
 Use: `with Prefetcher(fetch, start=7) as batches: batches.get(7); batches.get(8); …`
 
-The thread calls `fetch(step)` for step, step + 1, … and keeps at most `depth` results. A request for any other step
-discards the results and restarts there.
+The thread calls `fetch(step)` for step, step + 1, … and keeps at most `depth` results. A request
+for any other step discards the results and restarts at that step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ T = TypeVar("T")
 
 
 class Prefetcher(Generic[T]):
-    """Computes `fetch(step)` for rising steps, up to `depth` steps ahead in one background thread.
+    """Computes `fetch(step)` up to `depth` steps ahead in one background thread.
 
-    `fetch` must be a pure function of the step. What it raises is raised by `get` of that step, with the original
-    traceback. `close` (or leaving the `with` block) waits for the running fetch and ends the thread.
+    An exception in `fetch` is raised by `get` of that step, with the original traceback.
+
+    Args:
+        fetch: a pure function of the step.
+        start: the first step.
+        depth: maximum number of results to keep.
+
+    Raises:
+        ValueError: depth is below 1.
     """
 
     def __init__(self, fetch: Callable[[int], T], start: int, depth: int = 2) -> None:
@@ -32,11 +39,11 @@ class Prefetcher(Generic[T]):
         self._closed: Future[Any] = Future()
         self._stop = threading.Event()
         self._ahead: deque[Future[T]] = deque()
-        self._wanted = start  # the step of the first of `_ahead`
+        self._wanted = start  # the step of the first future in `_ahead`
         self._restart(start)
 
     def get(self, step: int) -> T:
-        """Returns `fetch(step)`, waiting for it if needed; raises what `fetch(step)` raised."""
+        """Returns `fetch(step)`, waiting for it if needed, or raises its exception."""
         if step != self._wanted:
             self._restart(step)
         future = self._ahead.popleft()
@@ -47,11 +54,11 @@ class Prefetcher(Generic[T]):
         self._submit()
         try:
             return future.result()
-        except _Skipped:  # an earlier step failed
+        except _Skipped:  # a fetch of an earlier step failed
             return self.get(step)
 
     def close(self) -> None:
-        """Ends the thread, after the running fetch; harmless when called again."""
+        """Ends the thread after the running fetch. Further calls have no effect."""
         if not self._closed.done():
             self._closed.set_result(None)
         self._stop.set()
@@ -66,7 +73,7 @@ class Prefetcher(Generic[T]):
         self.close()
 
     def _restart(self, step: int) -> None:
-        """Discards all results, and begins at `step`."""
+        """Discards all results and restarts at `step`."""
         self._stop.set()
         self._stop = threading.Event()
         self._wanted = step
@@ -79,7 +86,7 @@ class Prefetcher(Generic[T]):
         self._ahead.append(self._thread.submit(self._run, step, self._stop))
 
     def _run(self, step: int, stop: threading.Event) -> T:
-        """Returns `fetch(step)`, unless `stop` is set; sets it if the fetch fails."""
+        """Returns `fetch(step)`, unless `stop` is set. Sets `stop` if the fetch fails."""
         if stop.is_set():
             raise _Skipped
         try:
@@ -90,4 +97,4 @@ class Prefetcher(Generic[T]):
 
 
 class _Skipped(Exception):
-    """A fetch that did not run."""
+    """Raised for a fetch that did not run."""

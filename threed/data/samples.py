@@ -1,9 +1,10 @@
-"""Fixed-length samples over a flat run of tokens, in an order that is a function and not a state.
+"""Fixed-length samples from a flat token sequence, in an order that is a stateless function.
 
-Use: `samples = Samples(tokens, seq=128, seed=1)`; `samples.batch(first, count)` gives the samples that a run consumes
-after `first` samples. Nothing else needs saving to resume: one integer says all.
+Use: `samples = Samples(tokens, seq=128, seed=1)`; `samples.batch(first, count)` returns the samples
+that a run consumes after `first` samples. This integer is the only state to save for a resume.
 
-Phases of a batch: sample index -> (epoch, position) -> window, by a permutation keyed with (seed, epoch) -> tokens.
+A batch maps each sample index to (epoch, position), the position to a window by a permutation keyed
+with (seed, epoch), and the window to its tokens.
 """
 
 from __future__ import annotations
@@ -16,20 +17,32 @@ from numpy.typing import NDArray
 
 from threed.data.tokenizer import Tokens
 
-# With four rounds the permutations of fewer than ten windows are visibly uneven over epochs; with six they are not.
+# Number of Feistel rounds. With four, the permutations of fewer than ten windows are visibly uneven
+# over epochs; with six they are even.
 ROUNDS = 6
-# The multipliers of splitmix64's finaliser: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators".
+# The multipliers of splitmix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
+# number generators").
 MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 Words = NDArray[np.uint64]
 
 
 class Samples:
-    """A view of 1-D `tokens` as windows of `seq` tokens with stride `seq`, plus one token for the shifted labels.
+    """Windows of `seq` tokens with stride `seq`, each with one more token for the shifted labels.
 
-    Shuffled, sample i of the run is window permutation(seed, i // n)[i % n] of the n windows; in order, window i % n.
-    `i` counts all samples the run has consumed, over all ranks and epochs, without bound.
-    Raises ValueError when there are too few tokens for one sample.
+    With `shuffle`, sample i of the run is window permutation(seed, i // n)[i % n] of the n windows;
+    otherwise it is window i % n. `i` counts all samples that the run has consumed over all ranks
+    and epochs; it has no upper limit.
+
+    Args:
+        tokens: [n], token ids.
+        seq: length of a window in tokens.
+        seed: seed of the permutation.
+        shuffle: whether to permute the windows in each epoch.
+        name: name for error messages.
+
+    Raises:
+        ValueError: there are too few tokens for one sample.
     """
 
     def __init__(
@@ -48,21 +61,26 @@ class Samples:
         self._windows = (len(tokens) - 1) // seq
 
     def __len__(self) -> int:
-        """Returns the number of windows, i.e. of samples an epoch."""
+        """Returns the number of windows, i.e. of samples per epoch."""
         return self._windows
 
     def labels(self, windows: int) -> Tokens:
-        """Returns the labels of the first `windows` windows [windows * seq]; without `shuffle` of the first samples."""
+        """Returns the labels of the first `windows` windows, [windows * seq].
+
+        Without `shuffle` these are the labels of the first samples.
+        """
         return self.tokens[1 : windows * self.seq + 1]
 
     def order(self, index: int) -> int:
-        """Returns the window that sample `index` (>= 0) of the run reads."""
+        """Returns the window of sample `index` (>= 0) of the run."""
         return int(self._windows_of(np.asarray([index], dtype=np.uint64))[0])
 
     def batch(self, first: int, count: int) -> dict[str, torch.Tensor]:
         """Returns samples first … first + count - 1 of the run.
 
-        Returns int64 tensors: "tokens" [b, s], "labels" [b, s] (one token further on), "samples" [b] (the indices).
+        Returns:
+            int64 tensors: "tokens" [b, s], "labels" [b, s] (shifted by one token), "samples" [b]
+            (the sample indices).
         """
         if first < 0:
             raise ValueError(f"sample index {first}: must not be negative")
@@ -91,10 +109,11 @@ class Samples:
 
 
 def permute(index: Words, size: int, seed: int, epoch: int) -> Words:
-    """Maps each index below `size` by a pseudorandom permutation of 0 … size - 1, keyed with (seed, epoch).
+    """Maps each index below `size` by a pseudorandom permutation keyed with (seed, epoch).
 
-    O(1) memory: a Feistel network permutes the next power of four, and a value that falls outside walks on until it is
-    inside (fewer than four steps on average). Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+    Uses O(1) memory: a Feistel network permutes the range up to the next power of four. A result
+    outside of `size` is permuted again until it is inside (fewer than four steps on average).
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
@@ -112,7 +131,10 @@ def _round_keys(seed: int, epoch: int) -> Words:
 
 
 def _feistel(value: Words, half: int, keys: Words) -> Words:
-    """Permutes the numbers of 2·half bits: each round adds a hash of one half to the other, which can be undone."""
+    """Permutes the numbers of 2 * half bits.
+
+    Each round XORs a hash of one half into the other half, which is invertible.
+    """
     bits, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = value >> bits, value & mask
     for key in keys:

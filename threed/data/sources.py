@@ -1,8 +1,9 @@
-"""Text sources: which files a corpus is made of, its sha256, and its documents as a stream of pieces.
+"""Text sources: the files of a corpus, its sha256, and its documents as a stream of pieces.
 
-Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder of them, or `standard_library()`, which
-is always there; `source.sha256()`;
-`for piece in source.pieces(): …`. Nothing here holds more than one piece (about 1 MiB; one line for .jsonl) in memory.
+Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder of them, or
+`standard_library()`, which is always available; then `source.sha256()` and
+`for piece in source.pieces(): …`. At most one piece (about 1 MiB; one line for .jsonl) is
+in memory.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from typing import BinaryIO, Literal, NamedTuple
 from threed.parse import ParseError, parse_json, plain
 
 PIECE_BYTES = 1 << 20
-# white space, and the mark that some editors put at the start of a file
+# white space and the UTF-8 byte-order mark
 BLANK = b" \t\r\n\xef\xbb\xbf"
-# Byte-order marks: that of UTF-8 is removed, files with the others are refused. UTF-32 comes first, since its
-# little-endian mark begins with that of UTF-16.
+# Byte-order marks. The UTF-8 mark is removed; files with the other marks are rejected. UTF-32 is
+# tried first, since its little-endian mark begins with the UTF-16 mark.
 UTF8_MARK = b"\xef\xbb\xbf"
 OTHER_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
 }  # fmt: skip
-# share of NULs in a piece above which it is taken for UTF-16 or UTF-32 without a mark
-MOST_NULS = 0.25
+# fraction of NULs in a piece above which it is treated as UTF-16 or UTF-32 without a mark
+MAX_NUL_SHARE = 0.25
 TEXT_ENDINGS = (".txt", ".jsonl")
-# Third-party code and tests are no part of the corpus; the folders of compiled files hold no sources.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# A whole standard library has about 12 MB. Less than this is a stripped one, too little to learn from.
-ENOUGH_BYTES = 1_000_000
+# The corpus excludes third-party code, tests, and folders with compiled files.
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# A complete standard library has about 12 MB. Below this limit it is stripped, and too small.
+MIN_LIBRARY_BYTES = 1_000_000
 
 
 class Piece(NamedTuple):
-    """Some bytes of a document (UTF-8 text, as a rule), and whether the document ends with them."""
+    """A part of a document (normally UTF-8 text), and whether the document ends with it."""
 
     data: bytes
     ends: bool
@@ -51,12 +52,12 @@ class TextFile:
     path: Path
 
     def open(self) -> BinaryIO:
-        """Opens it for reading."""
+        """Opens the file for reading."""
         return self.path.open("rb")
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.path.stat().st_size
 
 
@@ -64,8 +65,13 @@ class TextFile:
 class TextSource:
     """A corpus of text files, in a fixed order.
 
-    `split_by`: "end" gives the last tokens to validation; "path" gives it the files whose hashed name falls below the
-    fraction, so that a file stays on its side when others come or go.
+    Attributes:
+        description: name and size of the corpus, for logs.
+        files: its files.
+        split_by: "end": the last tokens are for validation. "path": the files are for validation if
+            the hash of their name is below the fraction, so that files keep their split if others
+            are added or removed.
+        notice: a warning about ignored files; may be empty.
     """
 
     description: str
@@ -75,11 +81,11 @@ class TextSource:
 
     @property
     def size(self) -> int:
-        """Bytes in all files."""
+        """Size of all files in bytes."""
         return sum(file.size for file in self.files)
 
     def sha256(self) -> str:
-        """Hashes every file's name and content, each preceded by its length."""
+        """Returns the hash of every file's name and content, each preceded by its length."""
         digest = hashlib.sha256()
         for file in self.files:
             label = file.name.encode("utf-8", errors="surrogateescape")
@@ -96,9 +102,10 @@ class TextSource:
             yield from read_pieces(file, any_bytes)
 
     def stamp(self) -> tuple[str, float]:
-        """Returns a hash of names, places, sizes and times of the files, and when the newest changed (Unix time).
+        """Returns a hash of the files' metadata, and the time of the newest change in Unix time.
 
-        The same hash means unchanged contents, unless a file was just written.
+        The metadata are names, paths, sizes, times and inodes. The same hash means unchanged
+        contents, unless a file was written very recently.
         """
         digest, newest = hashlib.sha256(), 0.0
         for file in self.files:
@@ -111,9 +118,12 @@ class TextSource:
 
 
 def find_text(path: Path) -> TextSource:
-    """Returns the source at `path`: a .txt, a .jsonl or a folder of them (recursively, sorted by name).
+    """Returns the source at `path`: a .txt, a .jsonl or a folder of them.
 
-    Raises ValueError, saying what to do, when there is nothing to read.
+    A folder is read recursively, in the order of the names.
+
+    Raises:
+        ValueError: the path has no text; the message has the fix.
     """
     if not path.exists():
         raise ValueError(
@@ -121,7 +131,7 @@ def find_text(path: Path) -> TextSource:
         )
     ignored: list[str] = []
     if path.is_dir():
-        names = _walk(path)
+        names = _list_files(path)
         ignored = [name for name in names if not name.endswith(TEXT_ENDINGS)]
         files = tuple(TextFile(name, path / name) for name in names if name.endswith(TEXT_ENDINGS))
         description = f"{path}: {len(files)} files"
@@ -129,13 +139,13 @@ def find_text(path: Path) -> TextSource:
         files = (TextFile(path.name, path),) if path.name.endswith(TEXT_ENDINGS) else ()
         description = str(path)
     if not files:
-        found = f" (found {_some(ignored)})" if ignored else ""
+        found = f" (found {_summary(ignored)})" if ignored else ""
         raise ValueError(
             f"{path}: nothing to read here{found}. --data.path takes .txt, .jsonl, a folder of them, "
             "or a Megatron .bin/.idx pair by its prefix"
         )
     source = TextSource(
-        description, files, notice=f"{path}: ignored {_some(ignored)}" if ignored else ""
+        description, files, notice=f"{path}: ignored {_summary(ignored)}" if ignored else ""
     )
     if source.size == 0:
         raise ValueError(f"{path} is empty. Put text into it, or give another --data.path")
@@ -143,18 +153,24 @@ def find_text(path: Path) -> TextSource:
 
 
 def standard_library(folder: Path | None = None) -> TextSource:
-    """Returns the .py files of the standard library in `folder` (default: this Python's): the default corpus.
+    """Returns the default corpus: the .py files of the standard library.
 
-    Left out are tests and installed packages. Files differ between Python versions, so runs record their sha256.
+    Tests and installed packages are excluded. The files differ between Python versions, so runs
+    record their sha256.
 
-    Raises ValueError, saying what to do, where there are no sources: in a zipped or stripped Python.
+    Args:
+        folder: the library's folder; None: the library of this Python.
+
+    Raises:
+        ValueError: the folder has no sources, as in a zipped or stripped Python; the message has
+            the fix.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     files = tuple(TextFile(name, root / name) for name in _python_files(root))
     source = TextSource(
         f"Python {platform.python_version()} standard library, {len(files)} files", files, "path"
     )
-    if source.size < ENOUGH_BYTES:
+    if source.size < MIN_LIBRARY_BYTES:
         raise ValueError(
             f"{root} has no Python sources, which are the default corpus. Give text by --data.path: a .txt, a .jsonl, "
             "a folder of them, or a Megatron .bin/.idx pair"
@@ -165,7 +181,7 @@ def standard_library(folder: Path | None = None) -> TextSource:
 def _python_files(root: Path) -> list[str]:
     names: list[str] = []
     for here, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        folders[:] = [name for name in folders if name not in EXCLUDED_FOLDERS]
         names += [
             Path(here, name).relative_to(root).as_posix() for name in files if name.endswith(".py")
         ]
@@ -175,24 +191,26 @@ def _python_files(root: Path) -> list[str]:
 
 
 def read_pieces(file: TextFile, any_bytes: bool = False) -> Iterator[Piece]:
-    """Returns the documents of one file: the lines of a .jsonl, else the whole file.
+    """Returns the documents of one file as pieces: the lines of a .jsonl, or all of a .txt.
 
-    Empty documents are skipped, and so is the byte-order mark of UTF-8 at the start.
+    Empty documents and a leading UTF-8 byte-order mark are skipped.
 
     Args:
         file: the file to read.
-        any_bytes: whether a .txt may have invalid UTF-8, which is passed on unchanged. A .jsonl must be UTF-8.
+        any_bytes: whether a .txt may contain invalid UTF-8, which is returned unchanged. A .jsonl
+            must be UTF-8.
 
     Raises:
-        ValueError: invalid UTF-8, or a malformed line of a .jsonl; the message has the file and the byte or line.
+        ValueError: invalid UTF-8, or a malformed line of a .jsonl; the message has the file and the
+            byte or line.
     """
     if file.name.endswith(".jsonl"):
         return _read_jsonl(file)
-    return _read_whole(file) if any_bytes else _checked(file, _read_whole(file))
+    return _read_text(file) if any_bytes else _check_pieces(file, _read_text(file))
 
 
-def _walk(folder: Path) -> list[str]:
-    """Lists the files under `folder`, links followed but never in a circle, hidden names left out."""
+def _list_files(folder: Path) -> list[str]:
+    """Lists the files under `folder`, except hidden ones. Each linked folder is visited once."""
     names: list[str] = []
     visited: set[str] = set()
     for here, folders, files in os.walk(folder, followlinks=True):
@@ -211,20 +229,20 @@ def _walk(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def _read_whole(file: TextFile) -> Iterator[Piece]:
+def _read_text(file: TextFile) -> Iterator[Piece]:
     with file.open() as stream:
         kept = stream.read(PIECE_BYTES).removeprefix(UTF8_MARK)
         while block := stream.read(PIECE_BYTES):
             kept += block
             if len(kept) > PIECE_BYTES:
-                cut = _cut(kept)
+                cut = _piece_end(kept)
                 yield Piece(kept[:cut], ends=False)
                 kept = kept[cut:]
         if kept:
             yield Piece(kept, ends=True)
 
 
-def _checked(file: TextFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _check_pieces(file: TextFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
     """Yields the pieces. Raises ValueError at the first byte that is not UTF-8."""
     with file.open() as stream:
         offset = len(UTF8_MARK) if stream.read(len(UTF8_MARK)) == UTF8_MARK else 0
@@ -235,7 +253,13 @@ def _checked(file: TextFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def check_utf8(data: bytes, place: str, offset: int) -> None:
-    """Raises ValueError, with the fix, if `data`, at `offset` in the file `place`, is not UTF-8 text."""
+    """Raises ValueError, with the fix, if bytes are not UTF-8 text.
+
+    Args:
+        data: the bytes.
+        place: the file and line, for the message.
+        offset: offset of `data` in the file, in bytes.
+    """
     mark = next(
         (name for mark, name in OTHER_MARKS.items() if offset == 0 and data.startswith(mark)), None
     )
@@ -251,7 +275,7 @@ def check_utf8(data: bytes, place: str, offset: int) -> None:
             f"{place} is not UTF-8: invalid byte 0x{data[error.start]:02x} at byte {at:,} ({error.reason}). If it is in"
             f" another encoding, {_fix('latin1')}"
         ) from None
-    if data.count(0) > MOST_NULS * len(data):
+    if data.count(0) > MAX_NUL_SHARE * len(data):
         at = offset + data.index(0)
         raise ValueError(
             f"{place} has a NUL at byte {at:,} and many more: it looks like UTF-16 or UTF-32. {_fix('UTF-16')}"
@@ -262,11 +286,11 @@ def _fix(encoding: str) -> str:
     return f"convert it, such as by iconv -f {encoding} -t UTF-8"
 
 
-def _cut(data: bytes) -> int:
-    """Returns where to cut so that a tokenizer sees whole lines, else whole words, else whole UTF-8 characters."""
+def _piece_end(data: bytes) -> int:
+    """Returns the end of a piece: at a line if possible, else a word, else a UTF-8 character."""
     tail = len(data) - PIECE_BYTES
     line = data.rfind(b"\n", tail, len(data) - 1)
-    # The white space before a word belongs to its token, so a new piece starts with the break, not with the word.
+    # White space before a word belongs to its token, so a new piece starts with the line break.
     while line > tail and data[line - 1 : line].isspace():
         line -= 1
     if line > tail:
@@ -295,13 +319,13 @@ def _read_jsonl(file: TextFile) -> Iterator[Piece]:
 
 def _text_of(line: bytes, place: str) -> str:
     try:
-        # Many tools write NaN, into keys that are not read here.
+        # Many tools write NaN into other keys, so NaN is accepted.
         record = parse_json(line.rstrip(), place, finite=False)
     except ParseError as error:
         raise ValueError(f"{error}. Every line is one object with a key 'text'") from None
     if not isinstance(record, dict):
         raise ValueError(
-            f"{place}: a JSON {type(record).__name__}, where an object with a key 'text' is needed"
+            f"{place}: a JSON {type(record).__name__}, but an object with a key 'text' is required"
         )
     if "text" not in record:
         raise ValueError(
@@ -314,6 +338,6 @@ def _text_of(line: bytes, place: str) -> str:
     return record["text"]
 
 
-def _some(names: list[str]) -> str:
+def _summary(names: list[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{more}"

@@ -1,8 +1,8 @@
-"""Special tokens by a tokenizer's configuration: the token that ends a document, and the one that begins it.
+"""Special tokens from a tokenizer's configuration: the end of a document, and bos.
 
-Use: `named = read_specials(files)`; `named.complete(document)`; `end_of_document(named, ids, specials)`;
-`beginning(named, document, ids)`; `hide(document, specials)`. A `document` is the object in a tokenizer.json, and `ids`
-maps its tokens to their ids.
+Use: `named = read_specials(files)`; `named.complete(document)`; `end_of_document(named, ids,
+specials)`; `beginning(named, document, ids)`; `hide(document)`. A `document` is the
+object in a tokenizer.json, and `ids` maps its tokens to their ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from threed.data.tokenizer_files import ADDED, CONFIG, SPECIALS_MAP, TokenizerFiles
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-# Names of the token that ends a document in published tokenizers, most specific first.
+# Names of the end-of-document token in published tokenizers, most specific first.
 DOCUMENT_ENDS = (
     "<|endoftext|>",
     "</s>",
@@ -24,7 +24,7 @@ DOCUMENT_ENDS = (
     "<eos>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-# Names of the token that ends a turn of a conversation, which is the eos_token of chat models.
+# Names of the end-of-turn token, which is the eos_token of chat models.
 TURN_ENDS = frozenset({
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|end_of_turn|>", "<end_of_turn>", "<turn|>",
     "<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|assistant|>", "<|observation|>",
@@ -36,11 +36,12 @@ class NamedSpecials:
     """The special tokens in a tokenizer's configuration files.
 
     Attributes:
-        roles: the token of each role that is named, such as eos_token.
-        added: further tokens, as entries of a tokenizer.json's added_tokens; the id is None if it is not known.
+        roles: the token of each specified role, such as eos_token.
+        added: further tokens, as entries of a tokenizer.json's added_tokens; an unknown id is
+            None.
         add_bos: whether texts begin with the bos token; None if it is not specified.
-        model_ends: the ids that end a generation, by config.json and generation_config.json.
-        model_bos: the bos id by config.json.
+        model_ends: the ids that end a generation, from config.json and generation_config.json.
+        model_bos: the bos id from config.json.
     """
 
     roles: Mapping[str, str]
@@ -50,7 +51,10 @@ class NamedSpecials:
     model_bos: int | None
 
     def complete(self, document: dict[str, Any]) -> bool:
-        """Adds the tokens that a tokenizer.json lacks, and marks special ones as such; returns whether it changed."""
+        """Adds missing tokens to a tokenizer.json, and marks special tokens as special.
+
+        Returns whether the document changed.
+        """
         entries = {entry["content"]: entry for entry in document.get("added_tokens") or []}
         vocabulary = model_vocabulary(document)
         changed = False
@@ -68,27 +72,35 @@ class NamedSpecials:
 
 
 def read_specials(files: TokenizerFiles) -> NamedSpecials:
-    """Reads tokenizer_config.json, special_tokens_map.json and added_tokens.json, and config.json and
-    generation_config.json of the model in the same folder. Raises ValueError naming a malformed file."""
+    """Reads the special tokens from the configuration files of a tokenizer.
+
+    These are tokenizer_config.json, special_tokens_map.json and added_tokens.json, and the model's
+    config.json and generation_config.json in the same folder. Raises ValueError naming a malformed
+    file.
+    """
     config, mapped = files.read(CONFIG), files.read(SPECIALS_MAP)
-    both = {**mapped, **{key: value for key, value in config.items() if value is not None}}
-    roles = {role: name for role in ROLES if (name := _content(both.get(role)))}
+    merged = {**mapped, **{key: value for key, value in config.items() if value is not None}}
+    roles = {role: name for role in ROLES if (name := _content(merged.get(role)))}
     add_bos = config.get("add_bos_token")
-    models = [files.read_beside(name) for name in ("config.json", "generation_config.json")]
+    models = [files.read_model_config(name) for name in ("config.json", "generation_config.json")]
     ends = [number for model in models for number in _numbers(model.get("eos_token_id"))]
     return NamedSpecials(
-        roles, tuple(_added(config, both, files.read(ADDED), roles)), add_bos if isinstance(add_bos, bool) else None,
+        roles, tuple(_added(config, merged, files.read(ADDED), roles)), add_bos if isinstance(add_bos, bool) else None,
         tuple(dict.fromkeys(ends)), next(iter(_numbers(models[0].get("bos_token_id"))), None),
     )  # fmt: skip
 
 
 def _added(
     config: Mapping[str, Any],
-    both: Mapping[str, Any],
+    merged: Mapping[str, Any],
     numbers: Mapping[str, Any],
     roles: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-    """Returns the tokens of added_tokens_decoder, added_tokens.json, the lists of special tokens and the roles."""
+    """Returns the tokens of all configuration files, as entries of added_tokens.
+
+    The sources are added_tokens_decoder, added_tokens.json, the lists of special tokens and the
+    roles.
+    """
     decoder = config.get("added_tokens_decoder")
     by_id = decoder.items() if isinstance(decoder, dict) else ()
     tokens = [_entry(value, int(key)) for key, value in by_id if re.fullmatch("[0-9]{1,9}", key)]
@@ -98,7 +110,7 @@ def _added(
         for n in _numbers(value)
     ]
     for key in ("additional_special_tokens", "extra_special_tokens"):
-        more = both.get(key)
+        more = merged.get(key)
         values = more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
         tokens += [_entry(value, None) for value in values]
     tokens += [_entry(name, None) for name in roles.values()]
@@ -106,7 +118,7 @@ def _added(
 
 
 def _entry(value: object, number: int | None) -> dict[str, Any]:
-    """Returns an entry of added_tokens: by default special, and matched exactly."""
+    """Returns an entry of added_tokens; by default it is special and matched exactly."""
     given = value if isinstance(value, Mapping) else {}
     flags = {
         name: bool(given.get(name, False))
@@ -127,12 +139,12 @@ def _content(value: object) -> str:
 
 def _numbers(value: object) -> list[int]:
     """Returns the ids in a value, which is an id or a list of ids."""
-    some = value if isinstance(value, list) else [value]
-    return [n for n in some if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
+    values = value if isinstance(value, list) else [value]
+    return [n for n in values if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
 
 
 def model_vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the ids of the tokens of a tokenizer.json's model, without the added ones."""
+    """Returns the vocabulary of a tokenizer.json's model, without added tokens."""
     vocabulary = document["model"]["vocab"]
     return (
         vocabulary
@@ -144,17 +156,16 @@ def model_vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
 def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: frozenset[str]) -> str:
     """Returns the token that ends a document.
 
-    In this order:
+    The first match of these rules, among special tokens only:
     1. The tokenizer's eos_token, if it is one of `DOCUMENT_ENDS`.
     2. The first of `DOCUMENT_ENDS` among the model's eos ids.
     3. The tokenizer's eos_token, unless it ends a turn (`TURN_ENDS`).
     4. The first of `DOCUMENT_ENDS` among the special tokens.
     5. The model's first eos id that does not end a turn.
     6. The tokenizer's eos_token.
-    Only special tokens are considered.
 
     Raises:
-        ValueError: no rule gives a token, or the eos_token is not in the vocabulary.
+        ValueError: no rule matches, or the eos_token is not in the vocabulary.
     """
     named_end = named.roles.get("eos_token", "")
     if named_end and named_end not in ids:
@@ -182,8 +193,9 @@ def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: froz
 def beginning(
     named: NamedSpecials, document: Mapping[str, Any], ids: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Returns the ids that the tokenizer itself adds before a text: by add_bos_token, or without it by the
-    post-processor.
+    """Returns the ids that the tokenizer itself adds before a text.
+
+    They follow from add_bos_token, or from the post-processor if that is not specified.
 
     Raises:
         ValueError: the ids are not in the vocabulary.
@@ -199,14 +211,16 @@ def beginning(
     bos = bos_id(named, ids)
     if named.add_bos and bos is None:
         raise ValueError(
-            f"{CONFIG} has add_bos_token true, and no bos_token that is in the vocabulary"
+            f"{CONFIG} has add_bos_token true, but no bos_token that is in the vocabulary"
         )
     return (bos,) if named.add_bos and bos is not None else ()
 
 
 def bos_id(named: NamedSpecials, ids: Mapping[str, int]) -> int | None:
-    """Returns the id of the bos token: by the tokenizer's configuration, else by the model's. None if it is not in the
-    vocabulary."""
+    """Returns the id of the bos token, or None if it is not in the vocabulary.
+
+    The tokenizer's configuration has precedence over the model's.
+    """
     if "bos_token" in named.roles:
         return ids.get(named.roles["bos_token"])
     return named.model_bos if named.model_bos in ids.values() else None
@@ -231,7 +245,10 @@ def _prefix(processor: Any) -> tuple[int, ...]:
 
 
 def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the special tokens that no text has if their spelling is text: all but the unknown token."""
+    """Returns the special tokens that do not occur in text if their spelling is treated as text.
+
+    These are all but the unknown token.
+    """
     unknown = document["model"].get("unk_token")
     specials = (
         entry["content"] for entry in document.get("added_tokens") or [] if entry["special"]
@@ -240,10 +257,14 @@ def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
 
 
 def hide(document: dict[str, Any]) -> bool:
-    """Renames special tokens in the vocabulary of a tokenizer.json's model; returns whether there are any.
+    """Renames special tokens in the vocabulary of a tokenizer.json's model.
 
-    Unigram and WordLevel models find the tokens of their vocabulary in text by spelling, special or not. The new names
-    are random, so that no text contains them. The unknown token is not renamed, since the model refers to it by name.
+    Unigram and WordLevel models match the tokens of their vocabulary in text by spelling, special
+    or not. The new names are random, so that no text contains them. The unknown token keeps its
+    name, since the model refers to it.
+
+    Returns:
+        Whether the vocabulary has any such tokens.
     """
     model, vocabulary = document["model"], model_vocabulary(document)
     names = sorted(specials_in_text(document) & vocabulary.keys())
@@ -262,6 +283,6 @@ def hide(document: dict[str, Any]) -> bool:
 
 
 def _touches(merge: str | list[str], hidden: Mapping[str, str]) -> bool:
-    """Returns whether a merge of a BPE model has one of these tokens as its input or result."""
-    one, other = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return one in hidden or other in hidden or one + other in hidden
+    """Returns whether one of these tokens is an input or the result of a BPE merge."""
+    left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return left in hidden or right in hidden or left + right in hidden

@@ -1,11 +1,12 @@
 """Tokenizers: text to token ids and back, with one end-of-text id between documents.
 
-Use: `tokenizer = load_tokenizer("bytes")` or `load_tokenizer("path/to/folder")`; then `encode`, `decode`, `eot`,
-`bos_ids`, `vocab_size`, and `save_hf(folder)` for an export that `transformers.AutoTokenizer` loads.
+Use: `tokenizer = load_tokenizer("bytes")` or `load_tokenizer("path/to/folder")`; then `encode`,
+`decode`, `eot`, `bos_ids`, `vocab_size`, and `save_hf(folder)` for an export that
+`transformers.AutoTokenizer` loads.
 
-Two kinds: `ByteTokenizer` (byte b is id b, 256 is the end of text) needs nothing; `TokenizerJson` reads a Hugging Face
-tokenizer through the `tokenizers` library, which is imported only where it is used. A folder without a tokenizer.json
-is read by `transformers`.
+`ByteTokenizer` (byte b is id b, 256 is the end of text) has no dependencies. `TokenizerJson` runs a
+Hugging Face tokenizer with the `tokenizers` library, which is imported on first use. `transformers`
+converts folders without a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -35,29 +36,31 @@ from threed.parse import plain
 
 Tokens = NDArray[np.integer[Any]]
 Bos = Literal["auto"] | bool
-Spelt = Literal["text", "parse"]
+SpecialTokens = Literal["text", "parse"]
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 class EncodeError(ValueError):
-    """Text with characters for which a tokenizer has no token, not even an unknown one."""
+    """Raised for text with characters that have no token, without an unknown token to use."""
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer, for data and engine.
+    """The interface of a tokenizer.
 
     Attributes:
         name: its name in messages.
-        vocab_size: one more than the largest id.
-        text_vocab_size: one more than the largest id that documents can have.
+        vocab_size: the largest id + 1.
+        text_vocab_size: the largest id that documents can contain, + 1.
         eot: the id that ends a document.
         bos_ids: the ids that begin a document; empty if documents begin without bos.
-        bos_token_id: the id of the tokenizer's bos token, also if documents do not begin with it; None if it has none.
-        takes_any_bytes: whether `encode_pieces` takes bytes that are not UTF-8.
-        fingerprint: changes whenever the meaning of an id, or the end of a document, could change.
-        cache_key: changes whenever the ids of a text could change: also with bos and the reading of special tokens.
-        files: the sha256 of each file that `save_hf` copies, by the name it copies it to.
+        bos_token_id: the id of the tokenizer's bos token, even if documents do not begin with it;
+            None if it has no bos.
+        takes_any_bytes: whether `encode_pieces` accepts invalid UTF-8.
+        fingerprint: changes if the meaning of an id or the end of a document may change.
+        cache_key: changes if the ids of a text may change, also by bos and the handling of special
+            tokens.
+        files: the sha256 of each file that `save_hf` copies, by the name of the copy.
     """
 
     name: str
@@ -75,34 +78,38 @@ class Tokenizer(Protocol):
         """Returns the ids of `text`, without any special token added."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; specials are skipped, bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of `ids` without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
         """Returns the ids of each piece of UTF-8 text, in `token_dtype(vocab_size)`."""
 
     def count_bytes(self, ids: Tokens) -> int:
-        """Counts the bytes of text that `ids` stand for; specials count none."""
+        """Returns the number of bytes of text of `ids`, without special tokens."""
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
-        """Writes the tokenizer files that `transformers.AutoTokenizer.from_pretrained(folder)` loads.
+        """Writes the files that `transformers.AutoTokenizer.from_pretrained(folder)` loads.
 
         Args:
-            folder: where to write them.
-            model_type: `model_type` in the config.json in `folder`.
+            folder: the output folder.
+            model_type: `model_type` of the config.json in `folder`.
         """
 
 
-def load_tokenizer(spec: str, bos: Bos = "auto", special_tokens: Spelt = "text") -> Tokenizer:
-    """Returns the tokenizer named by `spec`: "bytes", a folder, or the path of a Hugging Face tokenizer.json.
+def load_tokenizer(
+    spec: str, bos: Bos = "auto", special_tokens: SpecialTokens = "text"
+) -> Tokenizer:
+    """Returns a tokenizer.
 
     Args:
-        spec: the name, folder or file.
-        bos: whether documents begin with the bos token; "auto": if the tokenizer itself adds it to texts.
-        special_tokens: "text" encodes the spelling of a special token as ordinary text, "parse" as the token.
+        spec: "bytes", a folder, or the path of a Hugging Face tokenizer.json.
+        bos: whether documents begin with the bos token; "auto": if the tokenizer itself adds it to
+            texts.
+        special_tokens: "text" encodes the spelling of a special token as ordinary text, "parse" as
+            the token.
 
     Raises:
-        ValueError: the file does not exist or is not a tokenizer, or bos is True and there is no bos token; the message
-            has the fix.
+        ValueError: the file does not exist or is not a tokenizer, or bos is True and there is no
+            bos token; the message has the fix.
     """
     if spec == "bytes":
         if bos is True:
@@ -114,12 +121,12 @@ def load_tokenizer(spec: str, bos: Bos = "auto", special_tokens: Spelt = "text")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Returns the smallest dtype, uint16 or int32 (little-endian), that holds every id below `vocab_size`."""
+    """Returns the smallest dtype for ids below `vocab_size`: uint16 or int32, little-endian."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
 
 
 class ByteTokenizer:
-    """Byte b of the UTF-8 text is id b; the only special, 256, ends a document."""
+    """Byte b of the UTF-8 text is id b; 256, the only special token, ends a document."""
 
     name = "bytes"
     vocab_size = text_vocab_size = 257
@@ -133,26 +140,29 @@ class ByteTokenizer:
         self.files: dict[str, str] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Returns the UTF-8 bytes of `text`; a lone surrogate, which UTF-8 cannot say, becomes '?'."""
+        """Returns the UTF-8 bytes of `text`; a lone surrogate (invalid UTF-8) becomes '?'."""
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; ids from 256 are skipped, bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of `ids` below 256; invalid UTF-8 becomes U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Returns each piece's bytes as uint16; unlike `encode`, any bytes at all pass unchanged."""
+        """Returns each piece's bytes as uint16; unlike `encode`, it accepts any bytes."""
         return [
             np.frombuffer(piece, dtype=np.uint8).astype(token_dtype(self.vocab_size))
             for piece in pieces
         ]
 
     def count_bytes(self, ids: Tokens) -> int:
-        """Counts the ids below 256: each is one byte."""
+        """Returns the number of ids below 256, each of which is one byte."""
         return int(np.count_nonzero(ids < 256))
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
-        """Writes a byte-pair tokenizer.json without merges that maps byte b to id b, and its two companions."""
+        """Writes a byte-level BPE tokenizer.json without merges, in which byte b has id b.
+
+        Also writes its two configuration files.
+        """
         library: Any = needed("tokenizers", "a tokenizer.json for exported weights")
         vocab = {character: byte for byte, character in enumerate(byte_characters())}
         backend = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
@@ -169,18 +179,20 @@ class ByteTokenizer:
 
 
 class TokenizerJson:
-    """A Hugging Face tokenizer, run by the `tokenizers` library. Its special tokens: see `data.special_tokens`.
+    """A Hugging Face tokenizer, run by the `tokenizers` library.
+
+    `data.special_tokens` finds its special tokens.
 
     Args:
         files: the tokenizer's files.
-        bos: as in `load_tokenizer`.
-        special_tokens: as in `load_tokenizer`.
+        bos: see `load_tokenizer`.
+        special_tokens: see `load_tokenizer`.
     """
 
     takes_any_bytes = False
 
     def __init__(
-        self, files: TokenizerFiles, bos: Bos = "auto", special_tokens: Spelt = "text"
+        self, files: TokenizerFiles, bos: Bos = "auto", special_tokens: SpecialTokens = "text"
     ) -> None:
         path = files.files.get(JSON, files.place)
         self.name, self.files, self._files = str(path), files.hashes(), files
@@ -192,15 +204,15 @@ class TokenizerJson:
         ids = _ids(self._backend, document, self.name)
         self.vocab_size = max(ids.values()) + 1
         specials = frozenset(t["content"] for t in document["added_tokens"] if t["special"])
-        with _naming(self.name):
+        with _name_in_errors(self.name):
             self._eot_name = end_of_document(named, ids, specials)
         self.eot, self.bos_token_id = ids[self._eot_name], bos_id(named, ids)
         self.bos_ids: tuple[int, ...] = ()
         if bos is not False:
-            with _naming(self.name, ". Correct it, or use --data.bos false"):
+            with _name_in_errors(self.name, ". Correct it, or use --data.bos false"):
                 own = beginning(named, document, ids)
             self.bos_ids = self._choose_bos(bos, own)
-        self.text_vocab_size = self._largest(document, ids, special_tokens) + 1
+        self.text_vocab_size = self._largest_text_id(document, ids, special_tokens) + 1
         known = json.dumps((self.eot, document["added_tokens"]))
         self.fingerprint = hashlib.sha256(self._text + known.encode()).hexdigest()
         self.cache_key = f"{self.fingerprint} {special_tokens} {self.bos_ids}"
@@ -209,8 +221,13 @@ class TokenizerJson:
                 self._backend = _load_backend(json.dumps(document).encode(), self.name)
             self._backend.encode_special_tokens = True
 
-    def _largest(self, document: dict[str, Any], ids: dict[str, int], special_tokens: Spelt) -> int:
-        """Returns the largest id that documents can have: without special tokens, if text that spells them is text."""
+    def _largest_text_id(
+        self, document: dict[str, Any], ids: dict[str, int], special_tokens: SpecialTokens
+    ) -> int:
+        """Returns the largest id that documents can contain.
+
+        With special_tokens "text" most special tokens cannot occur in documents.
+        """
         unseen = specials_in_text(document) if special_tokens == "text" else frozenset()
         unknown = document["model"].get("unk_id") or 0  # of a Unigram model
         return max(
@@ -225,22 +242,22 @@ class TokenizerJson:
             return own
         if self.bos_token_id is None:
             raise ValueError(
-                f"--data.bos true: {self.name} names no bos_token that is in its vocabulary. Name one in its {CONFIG}"
+                f"--data.bos true: {self.name} has no bos_token in its vocabulary. Specify one in its {CONFIG}"
             )
         return (self.bos_token_id,)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without any special token added."""
-        ids: list[int] = self._encode([_clean(text)])[0].ids
+        ids: list[int] = self._encode([_replace_surrogates(text)])[0].ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`; specials and ids without a token are skipped."""
+        """Returns the text of `ids`, without special tokens and unknown ids."""
         text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Returns the ids of each piece, encoded in parallel; bytes that are no UTF-8 are read as U+FFFD."""
+        """Returns the ids of each piece, encoded in parallel; invalid UTF-8 is read as U+FFFD."""
         texts = [piece.decode("utf-8", errors="replace") for piece in pieces]
         dtype = token_dtype(self.vocab_size)
         return [np.asarray(encoding.ids, dtype=dtype) for encoding in self._encode(texts)]
@@ -250,27 +267,30 @@ class TokenizerJson:
             encodings: list[Any] = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except (
             Exception
-        ) as error:  # the library raises a bare Exception for characters without a token
+        ) as error:  # the library raises a plain Exception for characters without a token
             raise EncodeError(
-                f"{self.name} cannot encode this text: {plain(error)}. Name an unknown token that is in the vocabulary"
+                f"{self.name} cannot encode this text: {plain(error)}. Specify an unknown token from the vocabulary"
                 " as the unk_token (unk_id of a Unigram model) in its model, or give another --data.tokenizer"
             ) from error
         return encodings
 
     def count_bytes(self, ids: Tokens) -> int:
-        """Counts the bytes of the decoded text, 65,536 tokens at a time.
+        """Returns the number of bytes of the decoded text, decoded in blocks of 65,536 tokens.
 
-        A character cut by the edge of such a block is counted as two U+FFFD: a few bytes in 65,536 tokens.
+        A character that spans two blocks counts as two U+FFFD: an error of a few bytes per block.
         """
         blocks = (ids[i : i + 65536].tolist() for i in range(0, len(ids), 65536))
         return sum(len(self.decode(block).encode()) for block in blocks)
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
-        """Copies the tokenizer's files. Adds a tokenizer_config.json if `transformers` would otherwise use the
-        tokenizer class of another model."""
+        """Copies the tokenizer's files.
+
+        Adds a tokenizer_config.json if `transformers` would otherwise use the tokenizer class of
+        another model.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._files.save_hf(folder)
-        own_type = self._files.read_beside("config.json").get("model_type")
+        own_type = self._files.read_model_config("config.json").get("model_type")
         if CONFIG in self._files.files or (
             own_type is not None and own_type == (model_type or own_type)
         ):
@@ -281,14 +301,15 @@ class TokenizerJson:
 
 
 def byte_characters() -> list[str]:
-    """Returns the printable character by which GPT-2's byte-level vocabularies write each of the 256 bytes.
+    """Returns the character of each of the 256 bytes in GPT-2's byte-level vocabularies.
 
-    Printable Latin-1 bytes stand for themselves; the other 68, in order, for the characters from U+0100.
-    Source: byte-level BPE, Radford et al. 2019, "Language models are unsupervised multitask learners", section 2.2.
+    Printable Latin-1 bytes have their own character; the other 68 have the characters from U+0100
+    on, in order. Source: byte-level BPE, Radford et al. 2019, "Language models are unsupervised
+    multitask learners", section 2.2.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    substitutes = {byte: chr(0x100 + rank) for rank, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    substitutes = {byte: chr(0x100 + rank) for rank, byte in enumerate(unprintable)}
     return [substitutes.get(byte, chr(byte)) for byte in range(256)]
 
 
@@ -296,21 +317,20 @@ def _load_backend(text: bytes, name: str) -> Any:
     library: Any = needed("tokenizers", name)
     try:
         backend = library.Tokenizer.from_str(text.decode("utf-8"))
-    except (
-        Exception
-    ) as error:  # the library raises a bare Exception for every kind of malformed file
+    except Exception as error:  # the library raises a plain Exception for any malformed file
         raise ValueError(
-            f"{name} is no tokenizer.json that the `tokenizers` library reads: {plain(error)}. Copy it again from its"
+            f"{name} is not a tokenizer.json that the `tokenizers` library reads: {plain(error)}. Copy it again from its"
             " source, or give another --data.tokenizer"
         ) from error
-    # Many published files switch these on for short inputs; here they would cut or fill documents in silence.
+    # Many published files enable these for short inputs. They would truncate or pad documents
+    # silently.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _ids(backend: Any, document: dict[str, Any], name: str) -> dict[str, int]:
-    """Returns the id of every token. Raises ValueError if the configuration has another id for an added token."""
+    """Returns the id of every token. Raises ValueError if the configuration has another id."""
     ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     if not ids:
         raise ValueError(f"{name}: the vocabulary is empty")
@@ -324,7 +344,7 @@ def _ids(backend: Any, document: dict[str, Any], name: str) -> dict[str, int]:
 
 
 @contextmanager
-def _naming(name: str, fix: str = "") -> Iterator[None]:
+def _name_in_errors(name: str, fix: str = "") -> Iterator[None]:
     """Adds the name of a tokenizer, and a fix, to the message of a ValueError."""
     try:
         yield
@@ -332,13 +352,13 @@ def _naming(name: str, fix: str = "") -> Iterator[None]:
         raise ValueError(f"{name}: {error}{fix}") from None
 
 
-def _clean(text: str) -> str:
-    """Replaces lone surrogates by '?': the library takes only what UTF-8 can say."""
+def _replace_surrogates(text: str) -> str:
+    """Replaces lone surrogates by '?', since the library accepts only valid UTF-8."""
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _write_configs(folder: Path, eot: str) -> None:
-    """Writes the configuration files that `transformers` needs for a tokenizer.json, unless they exist."""
+    """Writes the configuration files that a tokenizer.json needs, unless they exist."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eot,

@@ -1,9 +1,10 @@
-"""The files of a tokenizer in a folder: finding, hashing and copying them.
+"""The files of a tokenizer in a folder: find, hash and copy them.
 
-Use: `files = find_files("path/to/folder")` (or the path of a tokenizer.json); `files.hashes()`; `files.save_hf(out)`.
+Use: `files = find_files("path/to/folder")` (or the path of a tokenizer.json); `files.hashes()`;
+`files.save_hf(out)`.
 
-`PATTERNS` are the files that `transformers` reads and writes, all of them plain data. Code (`*.py`) and pickles are
-neither read nor copied.
+`PATTERNS` are the files that `transformers` reads and writes; they contain data only. Code (`*.py`)
+and pickles are neither read nor copied.
 """
 
 from __future__ import annotations
@@ -38,29 +39,32 @@ PATTERNS = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer in the folder `place`, by the names under which they are copied."""
+    """The files of a tokenizer in the folder `place`, by the names of their copies."""
 
     place: Path
     files: Mapping[str, Path]
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """The names of the files with the vocabulary; empty without a vocabulary."""
+        """The names of the vocabulary files; empty without a vocabulary."""
         return next(
             (names for names in VOCABULARIES if all(name in self.files for name in names)), ()
         )
 
     @property
     def spec(self) -> str:
-        """The absolute path by which `find_files` finds these files again."""
+        """The absolute path with which `find_files` finds the same files."""
         return str(self.files.get(JSON, self.place).absolute())
 
     def read(self, name: str) -> dict[str, Any]:
-        """Returns the object in a JSON file; empty without the file. Raises ValueError if it is not an object."""
+        """Returns the object in a JSON file, or {} without the file.
+
+        Raises ValueError if the content is not an object.
+        """
         return read_json(self.files[name]) if name in self.files else {}
 
-    def read_beside(self, name: str) -> dict[str, Any]:
-        """Returns the object in a JSON file of the model in the same folder; empty without the file."""
+    def read_model_config(self, name: str) -> dict[str, Any]:
+        """Returns the object in a JSON file of the model in the same folder, or {} without it."""
         path = self.place / name
         return read_json(path) if path.is_file() else {}
 
@@ -72,7 +76,7 @@ class TokenizerFiles:
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Copies all files into `folder`."""
-        # Read before anything is written: the folder may be the one that the files are in.
+        # Read all files before writing, since `folder` may be their own folder.
         contents = {name: path.read_bytes() for name, path in self.files.items()}
         for name, content in contents.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +84,7 @@ class TokenizerFiles:
 
 
 def folder_files(folder: Path) -> TokenizerFiles:
-    """Returns the files of a tokenizer in a folder; there may be none."""
+    """Returns the files of a tokenizer in a folder; the result may be empty."""
     found = sorted(
         {path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()}
     )
@@ -88,12 +92,14 @@ def folder_files(folder: Path) -> TokenizerFiles:
 
 
 def find_files(spec: str) -> TokenizerFiles:
-    """Returns the tokenizer files that `spec` names: a folder, or the path of a tokenizer.json.
+    """Returns the tokenizer files of a folder or of a tokenizer.json.
 
-    With the path of a tokenizer.json the other files in its folder are included.
+    Args:
+        spec: a folder, or the path of a tokenizer.json; then the other files in its folder are
+            included.
 
     Raises:
-        ValueError: there is no vocabulary; the message has the fix.
+        ValueError: no vocabulary was found; the message has the fix.
     """
     path = Path(spec).expanduser()
     if path.is_dir():

@@ -1,9 +1,9 @@
-"""Converts tokenizers without a tokenizer.json by `transformers`, and compares the result with their files.
+"""Converts tokenizers without a tokenizer.json with `transformers`, and checks the result.
 
 Use: `text = import_tokenizer(files)`, the text of a tokenizer.json.
 
-`transformers` builds a tokenizer from nearly any folder, even an empty one. So the vocabulary of the result is compared
-with the one in the files.
+`transformers` builds a tokenizer from nearly any folder, even an empty one. So the vocabulary of
+the result is compared with the vocabulary files.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any
 from threed.data.tokenizer_files import SENTENCEPIECE, TokenizerFiles
 from threed.parse import plain, read_file
 
-# Share of a vocabulary that must have the ids in the file; a configuration may rename some placeholders.
+# Fraction of tokens that must have the id in the file. A configuration may rename placeholders.
 SAME_IDS = 0.9
 
 
 def import_tokenizer(files: TokenizerFiles) -> str:
-    """Returns the text of a tokenizer.json that `transformers` makes of a folder, without running code of the folder.
+    """Returns the text of a tokenizer.json, converted from a folder without running its code.
 
     Raises:
-        ValueError: a package is missing, the files cannot be read, or the vocabulary differs; the message has the fix.
+        ValueError: a package is missing, the files cannot be read, or the vocabulary differs; the
+            message has the fix.
     """
     names = " and ".join(files.vocabulary)
     fix = "or give --data.tokenizer a folder with a tokenizer.json"
@@ -33,10 +34,10 @@ def import_tokenizer(files: TokenizerFiles) -> str:
         *(("sentencepiece", "google.protobuf") if names in SENTENCEPIECE else ()),
     )
     if missing := [name for name in packages if not _is_installed(name)]:
-        wanted = " ".join(missing).replace("google.", "")
+        pip_names = " ".join(missing).replace("google.", "")
         raise ValueError(
             f"tokenizer {files.place}: {names} without a tokenizer.json is read by {', '.join(missing)}, which is not"
-            f" installed. pip install {wanted} (all of them: 'threed[hf]'), {fix}"
+            f" installed. pip install {pip_names} (all of them: 'threed[hf]'), {fix}"
         )
     try:
         backend = _load(files)
@@ -47,7 +48,7 @@ def import_tokenizer(files: TokenizerFiles) -> str:
         ) from error
     if same < SAME_IDS:
         raise ValueError(
-            f"tokenizer {files.place}: transformers makes another vocabulary of it than that in {names} ({same:.0%} of"
+            f"tokenizer {files.place}: transformers converts it to a vocabulary that differs from {names} ({same:.0%} of"
             f" the ids are the same). Name its tokenizer_class in tokenizer_config.json, {fix}"
         )
     text: str = backend.to_str()
@@ -57,7 +58,7 @@ def import_tokenizer(files: TokenizerFiles) -> str:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that `name` is in
+    except ModuleNotFoundError:  # the parent package of `name` is missing
         return False
 
 
@@ -68,7 +69,9 @@ def _load(files: TokenizerFiles) -> Any:
         str(files.place), local_files_only=True, trust_remote_code=False
     )
     if not tokenizer.is_fast:
-        raise ValueError(f"{type(tokenizer).__name__} has no form in the `tokenizers` library")
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no equivalent in the `tokenizers` library"
+        )
     return tokenizer.backend_tokenizer
 
 

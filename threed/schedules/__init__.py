@@ -1,13 +1,14 @@
 """Pipeline schedules as data: build a plan, check it, play it out, add its communication, draw it.
 
-    plan = build("1f1b", stages=4, microbatches=8)      each rank's compute actions, checked
+    plan = build("1f1b", stages=4, microbatches=8)      compute actions per rank, checked
     simulate(plan, Costs(1, 1, 1))                      makespan, bubble, peak activations, messages
-    lower(plan)                                         with sends, receives and reductions, for the executor
-    svg(simulate(plan, Costs(1, 1, 1)).spans)           a Gantt chart; of measured times too
+    lower(plan)                                         adds sends, receives and reductions
+    svg(simulate(plan, Costs(1, 1, 1)).spans)           Gantt chart of simulated or measured times
 
-A schedule of your own is a function (stages, microbatches) -> Plan. The decorator `@schedule("mine")` gives it a name.
-Without one, `build` and `--parallel.schedule` find it in its file, as FILE.py:function; and a plan in the CSV text of
-torch.distributed.pipelining as FILE.csv. `to_csv` writes that text.
+A custom schedule is a function (stages, microbatches) -> Plan. The decorator `@schedule("mine")`
+registers it under a name. `build` and `--parallel.schedule` also accept FILE.py:function for a
+function that is not registered, and FILE.csv for a plan in the CSV format of
+torch.distributed.pipelining. `to_csv` writes that format.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ ScheduleName = Literal[
     "1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "chimera", "dualpipe",
     "dualpipev", "2bw",
 ]  # fmt: skip
-"""All names that a configuration may give, beside those that are registered."""
+"""The built-in schedule names. A configuration may also use registered names and files."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Plan])
@@ -68,11 +69,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Plan])
 class _Entry(NamedTuple):
     fn: Callable[..., Plan]
     chunks: int | None
-    by_times: bool = False  # whether `fn` takes costs and a limit too
+    by_times: bool = False  # whether `fn` also takes `costs` and `limit`
     asynchronous: bool = False
 
 
-# The one thing here that changes after import, and only by `register`: names exist per process, like imported modules.
+# Changed after import only by `register`. Registered names are per process, like imported modules.
 _SCHEDULES = {
     "gpipe": _Entry(gpipe, 1),
     "1f1b": _Entry(one_f_one_b, 1),
@@ -91,7 +92,7 @@ _SCHEDULES = {
 
 
 def available() -> tuple[str, ...]:
-    """The names that `build` knows, registered ones included."""
+    """Returns the schedule names that `build` accepts, including registered ones."""
     return tuple(_SCHEDULES)
 
 
@@ -101,15 +102,26 @@ def names_file(name: str) -> bool:
 
 
 def absolute(name: str) -> str:
-    """Returns the name of the same schedule for a process in another folder."""
+    """Returns the schedule's name with an absolute path, valid in any working directory."""
     return str(Path(name).absolute()) if names_file(name) else name
 
 
 def own_chunks(name: str, stages: int | None = None, microbatches: int | None = None) -> int | None:
-    """How many chunks a rank has under a schedule where nothing else is asked for; 1 of one that is not there.
+    """Returns a schedule's default number of chunks per rank.
 
-    Where the schedule leaves it open its plan says it, for these stages and micro-batches, and it is None while they
-    are not known. Raises ValueError where a schedule's file or plan is wrong.
+    If the schedule does not fix the number, its plan for `stages` and `microbatches` is built to
+    find it.
+
+    Args:
+        name: a schedule's name or file; an unknown name gives 1.
+        stages: number of pipeline ranks, if known.
+        microbatches: number of micro-batches per step, if known.
+
+    Returns:
+        Chunks per rank, or None if only the plan defines it and the sizes are not known.
+
+    Raises:
+        ValueError: the schedule's file or plan is invalid.
     """
     if name not in _SCHEDULES and not names_file(name):
         return 1
@@ -121,6 +133,7 @@ def own_chunks(name: str, stages: int | None = None, microbatches: int | None = 
 
 
 def _default_chunks(fn: Callable[..., Plan]) -> int | None:
+    """Returns the default value of the third parameter of `fn`, if it is an integer."""
     third = list(inspect.signature(fn).parameters.values())[2:3]
     return next(
         (parameter.default for parameter in third if isinstance(parameter.default, int)), None
@@ -128,26 +141,34 @@ def _default_chunks(fn: Callable[..., Plan]) -> int | None:
 
 
 def chunks_are_free(name: str) -> bool:
-    """Whether whoever builds a schedule chooses how many chunks a rank has."""
+    """Returns whether the caller of `build` may choose the number of chunks per rank."""
     return name in _SCHEDULES and _SCHEDULES[name].chunks is None
 
 
 def plans_by_times(name: str) -> bool:
-    """Whether `build` takes costs and a limit for a schedule, which then looks for the best plan with these."""
+    """Returns whether a schedule searches for its best plan.
+
+    Only then `build` accepts costs and a limit for it.
+    """
     return name in _SCHEDULES and _SCHEDULES[name].by_times
 
 
 def is_asynchronous(name: str) -> bool:
-    """Whether steps of a schedule overlap, and so need two versions of the weights."""
+    """Returns whether the steps of a schedule overlap; this requires two weight versions."""
     return name in _SCHEDULES and _SCHEDULES[name].asynchronous
 
 
 def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None:
     """Makes a schedule available by name.
 
-    `fn(stages, microbatches)` gives a plan with `chunks` chunks a rank. With chunks=None whoever builds it may
-    choose, and then it is `fn(stages, microbatches, chunks)`, or without the last for its own default. Raises
-    ValueError if the name is taken, but for the same function of a file that is read again.
+    Args:
+        name: the name for `build` and `--parallel.schedule`.
+        fn: `fn(stages, microbatches)` returns the plan. With chunks=None it is called as
+            `fn(stages, microbatches, chunks)`, or without `chunks` to use its own default.
+        chunks: chunks per rank in its plans; None if the caller may choose.
+
+    Raises:
+        ValueError: another function has this name. Importing the same file again is allowed.
     """
     if name in _SCHEDULES and not _is_again(_SCHEDULES[name].fn, fn):
         raise ValueError(f"schedule {name!r} exists already: register yours under another name")
@@ -155,7 +176,7 @@ def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None
 
 
 def schedule(name: str, chunks: int | None = 1) -> Callable[[_Function], _Function]:
-    """A decorator that makes the function a schedule, as `register` does, and leaves it as it is."""
+    """Returns a decorator that calls `register` on a function and returns it unchanged."""
 
     def decorate(fn: _Function) -> _Function:
         register(name, fn, chunks)
@@ -165,7 +186,7 @@ def schedule(name: str, chunks: int | None = 1) -> Callable[[_Function], _Functi
 
 
 def _is_again(old: Callable[..., Plan], new: Callable[..., Plan]) -> bool:
-    """Whether both are the same function of a file, which was read twice."""
+    """Returns whether both are the same function of a file that was imported twice."""
     names = {getattr(fn, "__qualname__", None) for fn in (old, new)}
     files = {getattr(getattr(fn, "__code__", None), "co_filename", None) for fn in (old, new)}
     return (
@@ -177,13 +198,21 @@ def build(
     name: str, stages: int, microbatches: int, chunks: int | None = None,
     costs: Costs | None = None, limit: float | None = None,
 ) -> Plan:  # fmt: skip
-    """Returns the plan of a schedule: compute actions only, checked to be legal.
+    """Returns the plan of a schedule: compute actions only, checked by `legal`.
 
-    `name` is one of `available()`, or FILE.py:function or FILE.csv. `stages` is the number of pipeline ranks; `chunks`
-    the stages of the model that each holds (default: the schedule's own). costs, limit: of a schedule that
-    `plans_by_times`, the times of the stages, and the most micro-batches over all its chunks that a rank may hold where
-    the schedule would take more. Raises SizesError for sizes that the schedule has no plan
-    for, and ValueError for a name that is not available and a plan that is not legal.
+    Args:
+        name: one of `available()`, FILE.py:function or FILE.csv.
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+        chunks: model stages per rank; None: the schedule's own number.
+        costs: times of the stages, for a schedule that `plans_by_times`.
+        limit: for a schedule that `plans_by_times`: upper limit of the activations per rank, in
+            micro-batches over all its chunks. It applies only if it is below the schedule's own
+            limit.
+
+    Raises:
+        SizesError: the schedule has no plan for these sizes.
+        ValueError: the name is unknown, or the plan is invalid.
     """
     entry = _entry(name)
     if min(stages, microbatches) < 1:
@@ -207,9 +236,10 @@ def build(
 
 
 def build_some(name: str, stages: int, chunks: int | None = None) -> Plan | None:
-    """Returns a plan to check what does not depend on the number of micro-batches, as `build`.
+    """Returns a plan for checks that do not depend on the number of micro-batches.
 
-    A CSV file has its own number. A function in a file is only looked up: None.
+    A CSV file has its own number of micro-batches. A function in a file is only imported, not
+    called, and None is returned. Raises as `build` does.
     """
     if name.endswith(".csv"):
         return build(name, stages, read_csv(name).microbatches, chunks)
@@ -229,7 +259,7 @@ def _entry(name: str) -> _Entry:
 
 
 def closest(name: str) -> str | None:
-    """The name of a schedule that somebody may mean who writes this: ZBH1, zb_h1."""
+    """Returns the name most similar to a misspelled one such as ZBH1 or zb_h1, or None."""
     close = difflib.get_close_matches(name.lower().replace("_", "-"), _SCHEDULES, n=1, cutoff=0.5)
     return close[0] if close else None
 

@@ -1,9 +1,9 @@
-"""GPipe: all forwards, then all backwards; and its first half alone, for evaluation and sampling.
+"""GPipe: all forwards, then all backwards. Also forwards alone, for evaluation and sampling.
 
 Use: `gpipe(stages=4, microbatches=8)`, `forward_only(stages=4, microbatches=8)`.
 
-Every rank keeps the activations of all micro-batches, and waits (stages - 1) forwards and as many backwards.
-Source: Huang et al. 2019, arXiv 1811.06965.
+Every rank keeps the activations of all micro-batches, and is idle for (stages - 1) forwards and as
+many backwards. Source: Huang et al. 2019, arXiv 1811.06965.
 """
 
 from __future__ import annotations
@@ -15,25 +15,32 @@ from threed.schedules.plan import Plan
 
 
 def gpipe(stages: int, microbatches: int) -> Plan:
-    """Every rank runs all forwards and then all backwards, both in the order of the micro-batches."""
+    """Returns the plan with all forwards and then all backwards, both in micro-batch order."""
     forwards, backwards = _all(Kind.F, microbatches), _all(Kind.B, microbatches)
     return Plan("gpipe", stages, microbatches, 1, (forwards + backwards,) * stages)
 
 
 def forward_only(stages: int, microbatches: int, placement: Sequence[Sequence[int]] = ()) -> Plan:
-    """All forwards and no backward: no activation outlives its forward.
+    """Returns a plan without backwards, in which no activation outlives its forward.
 
-    placement: the stages of the model that every rank holds, as in `Plan`; by default one each. A rank takes the oldest
-    micro-batch that has come to it, and of one micro-batch what comes first in the model.
+    A rank runs the oldest micro-batch that is available, and the first stage in model order for
+    equal micro-batches.
+
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches.
+        placement: the stages per rank, as in `Plan`; by default one stage per rank.
     """
-    held = tuple(map(tuple, placement)) or tuple((rank,) for rank in range(stages))
+    per_rank = tuple(map(tuple, placement)) or tuple((rank,) for rank in range(stages))
     home = {
-        stage: (rank, chunk) for rank, mine in enumerate(held) for chunk, stage in enumerate(mine)
+        stage: (rank, chunk)
+        for rank, chunks in enumerate(per_rank)
+        for chunk, stage in enumerate(chunks)
     }
-    ranks: list[list[Action]] = [[] for _ in held]
+    ranks: list[list[Action]] = [[] for _ in per_rank]
     waiting = [(microbatch, 0) for microbatch in range(microbatches)]
     while waiting:
-        taken: dict[int, tuple[int, int]] = {}  # one forward of every rank at a time
+        taken: dict[int, tuple[int, int]] = {}  # one forward per rank and round
         for microbatch, stage in sorted(waiting):
             taken.setdefault(home[stage][0], (microbatch, stage))
         for rank, (microbatch, stage) in taken.items():
@@ -42,7 +49,9 @@ def forward_only(stages: int, microbatches: int, placement: Sequence[Sequence[in
         waiting = [
             (m, s + ((m, s) in done)) for m, s in waiting if s + ((m, s) in done) < len(home)
         ]
-    return Plan("forward-only", stages, microbatches, len(held[0]), tuple(map(tuple, ranks)), held)
+    return Plan(
+        "forward-only", stages, microbatches, len(per_rank[0]), tuple(map(tuple, ranks)), per_rank
+    )
 
 
 def _all(kind: Kind, microbatches: int) -> tuple[Action, ...]:

@@ -1,6 +1,6 @@
-"""Is an asynchronous plan right: what it takes over from the step before, what it leaves to the next, when it updates.
+"""Checks of asynchronous plans: work shared with the previous and next step, and the update.
 
-`legal` and `check_rendezvous` call these.
+`legal` and `check_rendezvous` call these functions.
 """
 
 from __future__ import annotations
@@ -15,38 +15,42 @@ _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
 
 
 def check_open(plan: Plan) -> None:
-    """Checks what a plan takes over and leaves. Raises ValueError naming rank and action."""
+    """Checks `Plan.begun` and `Plan.left`. Raises ValueError naming the rank and the action."""
     for name, counts in (("begun", plan.begun), ("left", plan.left)):
         if not counts:
             continue
         where = f"plan {plan.name}: {name} is {counts}"
         if len(counts) != plan.stages or plan.chunks > 1 or min(counts) < 0:
             raise ValueError(
-                f"{where}: it has a number for each of {plan.stages} ranks, and a rank has one chunk"
+                f"{where}: it needs one number of at least 0 for each of {plan.stages} ranks, and one chunk per rank"
             )
         if name == "left" and max(counts) > plan.microbatches:
             raise ValueError(f"{where}: there are {plan.microbatches} micro-batches")
-        along = [plan.locate(stage)[0] for stage in range(plan.stages)]
-        for rank, other in pairwise(along):
+        in_order = [plan.locate(stage)[0] for stage in range(plan.stages)]
+        for rank, other in pairwise(in_order):
             if counts[rank] < counts[other]:
                 first = Action(
                     Kind.B, (0 if name == "begun" else plan.microbatches) - counts[other]
                 )
                 raise ValueError(
-                    f"{where}: rank {rank} has {first} behind it, which comes after that of rank {other}"
+                    f"{where}: rank {rank} runs {first} one step before its producer, rank {other}"
                 )
 
 
 def check_updates(plan: Plan) -> None:
-    """Checks that every rank of a plan that follows another sums the norm and updates once, behind the reduction of
-    what it took over and before its next one begins. Raises ValueError naming rank and action."""
+    """Checks that every rank of a plan with a previous step has one NORM and one UPDATE.
+
+    NORM must follow the reduction of the previous step's gradients. UPDATE must follow NORM, and
+    precede the backward that completes this step's gradients. Raises ValueError naming the rank and
+    the action.
+    """
     for rank, actions in enumerate(plan.ranks):
         where = f"plan {plan.name}: rank {rank}"
-        for wanted in (_NORM, _UPDATE):
-            if actions.count(wanted) != bool(plan.begun):
-                wrong = "is missing" if plan.begun and wanted not in actions else "appears twice"
+        for required in (_NORM, _UPDATE):
+            if actions.count(required) != bool(plan.begun):
+                wrong = "is missing" if plan.begun and required not in actions else "appears twice"
                 raise ValueError(
-                    f"{where}: {wanted} {wrong if plan.begun else 'without a step before'}"
+                    f"{where}: {required} {wrong if plan.begun else 'without a previous step'}"
                 )
         if not plan.begun:
             continue
@@ -68,5 +72,10 @@ def check_updates(plan: Plan) -> None:
 
 
 def norms_begun(plan: Plan, at: list[int]) -> bool:
-    """Whether all ranks, each at a place of its list, have begun the sum that an update waits for."""
+    """Returns whether every rank has passed NORM, on which all updates depend.
+
+    Args:
+        plan: the plan.
+        at: per rank, the index of its next action.
+    """
     return all(_NORM in actions[:place] for actions, place in zip(plan.ranks, at, strict=True))

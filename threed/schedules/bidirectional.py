@@ -1,37 +1,47 @@
-"""Chimera, DualPipe and DualPipeV: micro-batches enter the ranks from both ends, and fill each other's bubbles.
+"""Chimera, DualPipe and DualPipeV: micro-batches that enter at both ends fill each other's bubbles.
 
-Use: `chimera(stages=4, microbatches=8)`, `dualpipe(stages=8, microbatches=20)`, `dualpipev(stages=4,
-microbatches=10)`.
+Use: `chimera(stages=4, microbatches=8)`, `dualpipe(stages=8, microbatches=20)`,
+`dualpipev(stages=4, microbatches=10)`.
 
-Chimera runs two pipelines through the same ranks in opposite directions. Every rank holds two stages: rank r the stage
-r of the way down, and stage (stages - 1 - r) of the way up. The first
-half of the micro-batches goes down, the second half up. With forwards and backwards of one slot each, stage s of a way
-runs the forward of its i-th micro-batch in slot s + 2i and the backward in slot 2 stages - 1 - s + 2i; on a rank the
-slots of the two ways never meet. After `stages` micro-batches (a unit) the same starts again in the slot
-2 stages later, where it fills the holes that the unit before left: the paper's direct concatenation.
+Chimera runs two pipelines through the same ranks in opposite directions. Rank r holds stage r of
+the down direction and stage (stages - 1 - r) of the up direction. The first half of the
+micro-batches uses the down direction and the second half the up direction. If forwards and
+backwards take one slot each, stage s of a direction runs the forward of its i-th micro-batch in
+slot s + 2i and the backward in slot 2 stages - 1 - s + 2i; the slots of the two directions never
+collide on a rank. After `stages` micro-batches (a unit of the schedule) the same pattern starts
+again, 2 stages slots later, and fills the gaps of the previous unit: the direct concatenation of
+the paper.
 
-Waiting in u whole units of D = stages micro-batches, with forwards of time f and backwards of time b >= f:
-(D - 2) (b + (u - 1) (b - f)). So D - 2 slots for any number of units where both take equally long, the paper's
-(D - 2) / (2m + D - 2) of the whole; with b = 2f its (D - 2) / (1.5m + D - 2) in a single unit, and more with each
-further one: take m = D then, or another schedule. A last unit of r < D micro-batches waits D - r slots more.
-Between D/2 + 1 (outer ranks) and D micro-batches are held. Each rank has the weights of two stages.
-Source: Li and Hoefler 2021, arXiv 2107.06925, section 3.
+Idle time with u full units of D = stages micro-batches, forwards of time f and backwards of time b
+>= f: (D - 2) (b + (u - 1) (b - f)). So it is D - 2 slots for any number of units if forwards and
+backwards take equally long, the paper's fraction (D - 2) / (2m + D - 2). With b = 2f it is the
+paper's (D - 2) / (1.5m + D - 2) for a single unit, and grows with each further unit: then use m =
+D, or another schedule. A last unit of r < D micro-batches adds D - r slots of idle time. A rank
+keeps between D/2 + 1 (outer ranks) and D micro-batches, and the weights of two stages. Source: Li
+and Hoefler 2021, arXiv 2107.06925, section 3.
 
-DualPipe and DualPipeV run forwards together with backwards. Every rank holds two chunks. DualPipe: rank r holds the
-stage r, and for micro-batches of the other direction the stage
-of the opposite rank, so all weights are there twice. DualPipeV: one direction through a V of twice as many stages, down
-on the first chunks and up on the second ones, so each weight is there once. Both follow one program in eight phases.
-With `near` the chunk that a rank's micro-batches reach first, and `far` the other one:
-1. forwards of near, 2. of near and far in turn, 3. backwards of far (split) each with a forward of far,
-4. pairs: forward of near with backward of far, then forward of far with backward of near, 5. the same without forwards
-of near, 6. backwards of far and near, from the middle on split, 7. weight gradients and backwards of near, 8. the
-weight gradients that are left.
+DualPipe and DualPipeV run forwards together with backwards. Every rank holds two chunks. DualPipe:
+rank r holds stage r and, for micro-batches of the other direction, the stage of the opposite rank,
+so all weights are stored twice. DualPipeV: one direction through a V of twice as many stages, down
+on the first chunks and up on the second chunks, so each weight is stored once. Both follow one
+program in eight phases. `near` is the chunk that a rank's micro-batches reach first, and `far` the
+other chunk:
 
-With P stages of the model, F&B the time of a pair and B that of a full backward, the rank that waits longest waits
-(P/2 - 1) (F&B + B - 3W), exactly so where a forward takes as long as an input gradient and the weight gradient no
-longer. Every rank holds at most P + 1 activations of a stage, which in DualPipeV is half a rank.
-Source: DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1, and the order in github.com/deepseek-ai/DualPipe, of which
-both are the same action by action; the V is Sea AI Lab's "cut-in-half" as built there.
+1. forwards of near
+2. forwards of near and far in turn
+3. split backwards of far, each with a forward of far
+4. pairs: forward of near with backward of far, then forward of far with backward of near
+5. the same without forwards of near
+6. backwards of far and near, split in the second half
+7. weight gradients and backwards of near
+8. the remaining weight gradients
+
+With P stages of the model, F&B the time of a pair and B the time of a full backward, the largest
+idle time of a rank is (P/2 - 1) (F&B + B - 3W). This is exact if a forward takes as long as an
+input gradient and the weight gradient no longer. Every rank keeps at most P + 1 activations of a
+stage; in DualPipeV a stage is half a rank. Source: DeepSeek-AI 2024, arXiv 2412.19437, section
+3.2.1, and the order in github.com/deepseek-ai/DualPipe, which both reproduce action by action; the
+V is Sea AI Lab's "cut-in-half" as implemented there.
 """
 
 from __future__ import annotations
@@ -43,9 +53,12 @@ from threed.schedules.plan import Plan, SizesError
 
 
 def chimera(stages: int, microbatches: int) -> Plan:
-    """Both ways in their slots, in the order of the slots; a last unit that is not full leaves some empty.
+    """Returns the plan of Chimera: the actions of both directions, in the order of their slots.
 
-    Raises SizesError where stages or micro-batches are odd.
+    An incomplete last unit leaves some slots empty.
+
+    Raises:
+        SizesError: the number of stages or micro-batches is odd.
     """
     placement = both_ways("chimera", stages, microbatches)
     ranks = []
@@ -62,11 +75,18 @@ def chimera(stages: int, microbatches: int) -> Plan:
 def both_ways(
     name: str, stages: int, microbatches: int, least: int = 1
 ) -> tuple[tuple[int, int], ...]:
-    """The placement of a bidirectional plan: rank r holds stage r, and that of the opposite rank for the other way.
+    """Returns the placement of a bidirectional plan: rank r holds stages r and stages - 1 - r.
 
-    Raises SizesError where stages or micro-batches are odd, or the latter fewer than `least`.
+    Args:
+        name: the schedule, for messages.
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches.
+        least: minimum number of micro-batches.
+
+    Raises:
+        SizesError: an odd number of stages or micro-batches, or fewer micro-batches than `least`.
     """
-    both = "it goes both ways, so their number must be even"
+    both = "it runs in both directions, so their number must be even"
     if stages % 2:
         raise SizesError(f"schedule {name}: {stages} stages; {both}", stages=stages + 1)
     check_enough(name, stages, microbatches, least)
@@ -77,7 +97,7 @@ def both_ways(
 
 
 def check_enough(name: str, stages: int, microbatches: int, least: int) -> None:
-    """Raises SizesError for fewer micro-batches than `least`."""
+    """Raises SizesError if there are fewer micro-batches than `least`."""
     if microbatches < least:
         problem = f"{microbatches} micro-batches; {stages} stages need at least {least}"
         raise SizesError(f"schedule {name}: {problem}", microbatches=least)
@@ -85,22 +105,24 @@ def check_enough(name: str, stages: int, microbatches: int, least: int) -> None:
 
 def _slots(way: int, rank: int, stages: int, microbatches: int) -> list[tuple[int, Action]]:
     stage, half = (stages - 1 - rank if way else rank), microbatches // 2
-    found = []
+    slots = []
     for number in range(half):
         unit, within = divmod(number, stages // 2)
         slot, microbatch = 2 * (stages * unit + within), way * half + number
-        found.append((slot + stage, Action(Kind.F, microbatch, way)))
-        found.append((slot + 2 * stages - 1 - stage, Action(Kind.B, microbatch, way)))
-    return found
+        slots.append((slot + stage, Action(Kind.F, microbatch, way)))
+        slots.append((slot + 2 * stages - 1 - stage, Action(Kind.B, microbatch, way)))
+    return slots
 
 
 # -------------------- DualPipe
 
 
 def dualpipe(stages: int, microbatches: int) -> Plan:
-    """Both directions at once, half of the micro-batches each.
+    """Returns the plan of DualPipe. Each direction has half of the micro-batches.
 
-    Raises SizesError where stages or micro-batches are odd, or with fewer than 2 stages micro-batches.
+    Raises:
+        SizesError: the number of stages or micro-batches is odd, or there are fewer than 2 * stages
+            micro-batches.
     """
     placement = both_ways("dualpipe", stages, microbatches, least=2 * stages)
     half = microbatches // 2
@@ -113,9 +135,10 @@ def dualpipe(stages: int, microbatches: int) -> Plan:
 
 
 def dualpipev(stages: int, microbatches: int) -> Plan:
-    """All micro-batches down and up a V of twice as many stages.
+    """Returns the plan of DualPipeV. All micro-batches pass a V of 2 * stages model stages.
 
-    Raises SizesError with fewer than 2 stages micro-batches.
+    Raises:
+        SizesError: there are fewer than 2 * stages micro-batches.
     """
     check_enough("dualpipev", stages, microbatches, 2 * stages)
     placement = tuple((rank, 2 * stages - 1 - rank) for rank in range(stages))
@@ -124,8 +147,14 @@ def dualpipev(stages: int, microbatches: int) -> Plan:
 
 
 class _Rank:
-    """What one rank does. `depth` is its distance from the end where its near micro-batches enter, `ranks` how many
-    there are up to the turn, `count` how many micro-batches each of its chunks has; those of chunk c start at first[c].
+    """The program of one rank.
+
+    Args:
+        depth: distance of the rank from the end at which its near micro-batches enter.
+        ranks: number of ranks up to the turning point.
+        count: number of micro-batches per chunk.
+        near: the chunk that a rank's micro-batches reach first.
+        first: per chunk, its first micro-batch.
     """
 
     def __init__(
@@ -134,18 +163,18 @@ class _Rank:
         self.depth, self.ranks, self.count = depth, ranks, count
         self.near, self.far = near, 1 - near
         self._next = {kind: list(first) for kind in (Kind.F, Kind.B)}
-        self._owed: deque[Action] = deque()  # weight gradients of split backwards
+        self._owed: deque[Action] = deque()  # pending weight gradients of split backwards
         self._done: list[Action] = []
 
     def actions(self) -> tuple[Action, ...]:
-        """All phases, in order."""
+        """Returns the actions of all phases, in order."""
         self._fill()
         self._steady()
         self._drain()
         return tuple(self._done)
 
     def _fill(self) -> None:
-        """Phases 1 to 3."""
+        """Runs phases 1 to 3."""
         ahead = self.ranks - self.depth - 1
         for _ in range(2 * ahead):
             self._run(self._forward(self.near))
@@ -156,7 +185,11 @@ class _Rank:
             self._run(self._owed.popleft(), self._forward(self.far))
 
     def _steady(self) -> None:
-        """Phases 4 and 5. At the turn the first forward is not paired: the backward does not wait for it then."""
+        """Runs phases 4 and 5.
+
+        On the last rank before the turning point the first forward is not paired, so that the next
+        backward need not wait.
+        """
         for number in range(self.count - 2 * self.ranks + self.depth + 1):
             first = self._forward(self.near), self._backward(self.far)
             if number == 0 and self.depth == self.ranks - 1:
@@ -171,7 +204,7 @@ class _Rank:
             )
 
     def _drain(self) -> None:
-        """Phases 6 to 8."""
+        """Runs phases 6 to 8."""
         backwards = [self.far, self.near] * (self.depth + 1)
         for number, chunk in enumerate(backwards):
             if number > self.depth:

@@ -1,15 +1,18 @@
-"""A plan that is there is made shorter along its critical path.
+"""Shorten a plan by tabu search along its critical path.
 
-Use: `better, left = shorten(flow, filled, limit, effort)`, of a plan from `flow.fill`.
+Use: `better, effort = shorten(flow, filled, limit, effort)`, for a plan from `flow.fill`.
 
-A plan ends when its critical path does: actions of which none can run later without moving the end. Another order ends
-earlier only if two neighbours on a rank change places that follow one another on that path. So in every round those
-are swapped after which the longest path through them is the shortest, and with them all others that promise an earlier
-end. The best swap is made even if the plan then ends later, so that the search leaves orders that no single swap makes
-better, and may not be undone for a few rounds. W is swapped as F and I are. Sources, all on the job shop: van Laarhoven
-et al. 1992 (DOI 10.1287/opre.40.1.113: one such swap never makes actions wait for each other), Taillard 1994 (DOI
-10.1287/ijoc.6.2.108: how long the path is, without playing the plan out), Nowicki and Smutnicki 1996 (DOI
-10.1287/mnsc.42.6.797: which one, where all are barred).
+The makespan of a plan is the length of its critical path: actions that cannot run later without
+delaying the end. Another order ends earlier only if it swaps two neighbours on a rank that are
+consecutive on that path. So every round makes the swap with the shortest longest path through both
+actions, together with all other swaps that are estimated to shorten the plan. The best swap is made
+even if the plan gets longer, so that the search leaves local minima; its reversal is tabu for a few
+rounds. W is swapped like F and I.
+
+Sources, all on the job shop: van Laarhoven et al. 1992 (DOI 10.1287/opre.40.1.113: one such swap
+never causes a deadlock), Taillard 1994 (DOI 10.1287/ijoc.6.2.108: estimate of the path length
+without simulating the plan), Nowicki and Smutnicki 1996 (DOI 10.1287/mnsc.42.6.797: the choice of a
+swap if all are tabu).
 """
 
 from __future__ import annotations
@@ -20,30 +23,36 @@ from typing import NamedTuple
 
 from threed.schedules.flow import Filled, Flow
 
-TENURE = 11  # rounds in which a swap may not be undone
-IN_VAIN = 200  # rounds without an earlier end, after which no more is tried
-_EPSILON = 1e-9  # of the makespan: differences by rounding do not count
+TENURE = 11  # number of rounds for which the reversal of a swap is tabu
+MAX_STALLED = 200  # number of rounds without improvement after which the search stops
+_EPSILON = 1e-9  # relative to the makespan: tolerance for rounding
 
 
 def shorten(flow: Flow, filled: Filled, limit: int, effort: float) -> tuple[Filled, float]:
-    """Returns the plan with the smallest makespan found, at worst `filled`, and how much effort is left.
+    """Returns the shortest plan found, or `filled` if none is shorter, and the remaining effort.
 
-    limit: the most activations of one chunk and one micro-batch that a rank may hold. effort: how many actions to play
-    out at most, in the order of time or against it.
+    Args:
+        flow: the positions and their times.
+        filled: the plan to start from.
+        limit: maximum of live activations on a rank, in micro-batches of one chunk.
+        effort: maximum number of actions to simulate.
+
+    Raises:
+        ValueError: the ranks of `filled` deadlock.
     """
-    work = _Work(flow)
+    work = _Actions(flow)
     ranks = work.numbered(filled.ranks)
     times = work.begins(ranks)
     if times is None:
         raise ValueError("ranks of the plan wait for each other")
     best, best_ranks = times, [list(line) for line in ranks]
-    barred: dict[tuple[int, int], int] = {}  # until which round
-    turn = vain = 0
-    while effort > 0 and vain < IN_VAIN:
-        turn, vain = turn + 1, vain + 1
+    tabu: dict[tuple[int, int], int] = {}  # (first, second) -> last round in which it is tabu
+    turn = stalled = 0
+    while effort > 0 and stalled < MAX_STALLED:
+        turn, stalled = turn + 1, stalled + 1
         swaps = sorted(_swaps(work, ranks, times, limit))
         effort -= 2 * len(times.order) + 6 * len(swaps)
-        chosen = _chosen(swaps, barred, turn, times.makespan, best.makespan)
+        chosen = _chosen(swaps, tabu, turn, times.makespan, best.makespan)
         while chosen:
             _swap(ranks, chosen)
             played = work.begins(ranks)
@@ -55,14 +64,14 @@ def shorten(flow: Flow, filled: Filled, limit: int, effort: float) -> tuple[Fill
             chosen = chosen[: len(chosen) // 4 or len(chosen) - 1]
         if not chosen:
             break
-        barred |= {(swap.second, swap.first): turn + TENURE for swap in chosen}
+        tabu |= {(swap.second, swap.first): turn + TENURE for swap in chosen}
         if times.makespan < best.makespan * (1 - _EPSILON):
-            best, best_ranks, vain = times, [list(line) for line in ranks], 0
+            best, best_ranks, stalled = times, [list(line) for line in ranks], 0
     return work.filled(best_ranks, best), effort
 
 
 class _Times(NamedTuple):
-    """When every action begins, and an order of all in which none comes before what it needs."""
+    """The start of every action, and all actions in an order that respects their dependencies."""
 
     begin: list[float]
     order: list[int]
@@ -70,7 +79,7 @@ class _Times(NamedTuple):
 
 
 class _Swap(NamedTuple):
-    """Two neighbours on a rank, and how long the longest path through them is once they have changed places."""
+    """Two neighbours on a rank, and the longest path through them after a swap."""
 
     longest: float
     rank: int
@@ -80,20 +89,24 @@ class _Swap(NamedTuple):
 
 
 def _chosen(
-    swaps: list[_Swap], barred: dict[tuple[int, int], int], turn: int, makespan: float, best: float
+    swaps: list[_Swap], tabu: dict[tuple[int, int], int], turn: int, makespan: float, best: float
 ) -> list[_Swap]:
-    """The best swap that is free, and with it all others that promise an earlier end and share no action.
+    """Returns the best allowed swap, and further ones that are estimated to shorten the plan.
 
-    A plan that repeats itself for every micro-batch is as late in each. Free are swaps that are not barred, and those
-    that promise an earlier end than the best plan; where none is, the one that is barred for the shortest time.
+    The swaps share no action. Several swaps per round help because a plan that repeats a pattern
+    for every micro-batch has the same delay in each. A swap is allowed if it is not tabu, or if it
+    is estimated to beat the best plan. If no swap is allowed, the one that is tabu for the shortest
+    time is used.
     """
 
-    def until(swap: _Swap) -> int:
-        return barred.get((swap.first, swap.second), 0)
+    def tabu_until(swap: _Swap) -> int:
+        return tabu.get((swap.first, swap.second), 0)
 
-    free = [swap for swap in swaps if until(swap) < turn or swap.longest < best * (1 - _EPSILON)]
+    free = [
+        swap for swap in swaps if tabu_until(swap) < turn or swap.longest < best * (1 - _EPSILON)
+    ]
     chosen, taken = list[_Swap](), set[int]()
-    for swap in free or sorted(swaps, key=until)[:1]:
+    for swap in free or sorted(swaps, key=tabu_until)[:1]:
         if chosen and swap.longest >= makespan * (1 - _EPSILON):
             break
         if swap.first not in taken and swap.second not in taken:
@@ -103,22 +116,33 @@ def _chosen(
 
 
 def _swap(ranks: list[list[int]], swaps: list[_Swap]) -> None:
-    """Lets neighbours change places, or change back."""
+    """Swaps neighbours. A second call reverts the first one."""
     for _, rank, at, *_ in swaps:
         line = ranks[rank]
         line[at], line[at + 1] = line[at + 1], line[at]
 
 
-class _Work:
-    """What there is to do. Actions have numbers: those of position p from p * microbatches on, a W those of a position
-    above all, `len(flow.rank) +` that of its I. need: what an action waits for, and how long that is on its way."""
+class _Actions:
+    """All actions by number, with their times and dependencies.
+
+    Micro-batch m of position p has number p * microbatches + m. The W of position p (of its I) has
+    number (len(flow.rank) + p) * microbatches + m.
+
+    Attributes:
+        time: per action, its duration.
+        need: per action, the action with its input, or -1.
+        lag: per action, the latency of its input.
+        needed_by: per action, the actions that need its result.
+        elsewhere: per action, the other rank that may wait for it, or -1.
+        holds: per action, the change of live activations: 1 for F, 0 for I, -1 for W.
+    """
 
     def __init__(self, flow: Flow):
         self.flow, self.count, self.weights = flow, flow.microbatches, len(flow.rank)
         size = 2 * self.weights * self.count
         self.time, self.lag, self.need = [0.0] * size, [0.0] * size, [-1] * size
         self.needed_by: list[list[int]] = [[] for _ in range(size)]
-        self.elsewhere = [-1] * size  # the rank that may have waited for this action
+        self.elsewhere = [-1] * size  # the rank to wake up after this action
         self.holds = [0] * size
         for position, rank in enumerate(flow.rank):
             forward = position < flow.forwards
@@ -141,7 +165,7 @@ class _Work:
         self.needed_by[need].append(action)
 
     def numbered(self, ranks: tuple[tuple[int, ...], ...]) -> list[list[int]]:
-        """The actions of a plan by their numbers."""
+        """Returns a plan's actions per rank as numbers."""
         numbers = []
         for line in ranks:
             following = {
@@ -152,7 +176,7 @@ class _Work:
         return numbers
 
     def begins(self, ranks: list[list[int]]) -> _Times | None:
-        """Plays ranks out; None where they come to wait for each other."""
+        """Simulates the ranks. Returns None if they deadlock."""
         begin, order = [-1.0] * len(self.time), list[int]()
         at, now = [0] * len(ranks), [0.0] * len(ranks)
         time, need, lag, elsewhere = self.time, self.need, self.lag, self.elsewhere
@@ -179,7 +203,10 @@ class _Work:
         return _Times(begin, order, max(now))
 
     def tails(self, times: _Times, after: list[int]) -> list[float]:
-        """From the begin of every action, how long at least until the plan's end. after: what follows on its rank."""
+        """Returns per action the longest path from its start to the end of the plan.
+
+        after: per action, the next action on its rank, or -1.
+        """
         tail, time, lag = [0.0] * len(self.time), self.time, self.lag
         for action in reversed(times.order):
             longest = tail[after[action]] if after[action] >= 0 else 0.0
@@ -189,7 +216,7 @@ class _Work:
         return tail
 
     def filled(self, ranks: list[list[int]], times: _Times) -> Filled:
-        """The plan of these actions."""
+        """Returns the plan of these numbers."""
         begin, time, above = times.begin, self.time, self.weights * self.count
         spans = [begin[line[-1]] + time[line[-1]] - begin[line[0]] for line in ranks]
         lines = [
@@ -199,8 +226,8 @@ class _Work:
         return Filled(times.makespan, max(spans), tuple(map(tuple, lines)))
 
 
-def _swaps(work: _Work, ranks: list[list[int]], times: _Times, limit: int) -> Iterator[_Swap]:
-    """Neighbours that follow one another on the critical path and may change places."""
+def _swaps(work: _Actions, ranks: list[list[int]], times: _Times, limit: int) -> Iterator[_Swap]:
+    """Yields swaps of neighbours that are consecutive on the critical path and may be swapped."""
     begin, time, count, need = times.begin, work.time, work.count, work.need
     after = [-1] * len(time)
     for line in ranks:
@@ -209,7 +236,7 @@ def _swaps(work: _Work, ranks: list[list[int]], times: _Times, limit: int) -> It
     tail = work.tails(times, after)
     critical, rounding = times.makespan * (1 - _EPSILON), times.makespan * _EPSILON
     for rank, line in enumerate(ranks):
-        held, before = 0, -1
+        activations, before = 0, -1
         for at, (first, second) in enumerate(pairwise(line)):
             if (
                 begin[first] + tail[first] >= critical
@@ -217,7 +244,7 @@ def _swaps(work: _Work, ranks: list[list[int]], times: _Times, limit: int) -> It
                 and begin[second] - begin[first] <= time[first] + rounding  # no wait between them
                 and first // count != second // count  # micro-batches of a position stay in order
                 and need[second] != first
-                and (held < limit or work.holds[second] < 1)
+                and (activations < limit or work.holds[second] < 1)
             ):
                 yield _Swap(
                     _longest(work, times, tail, before, first, second, after[second]),
@@ -226,14 +253,20 @@ def _swaps(work: _Work, ranks: list[list[int]], times: _Times, limit: int) -> It
                     first,
                     second,
                 )
-            held += work.holds[first]
+            activations += work.holds[first]
             before = first
 
 
 def _longest(
-    work: _Work, times: _Times, tail: list[float], before: int, first: int, second: int, after: int
+    work: _Actions,
+    times: _Times,
+    tail: list[float],
+    before: int,
+    first: int,
+    second: int,
+    after: int,
 ) -> float:
-    """The longest path through two neighbours once they have changed places, as Taillard estimates it."""
+    """Returns Taillard's estimate of the longest path through two neighbours after their swap."""
     time, lag, need, begin = work.time, work.lag, work.need, times.begin
 
     def earliest(action: int, free: float) -> float:

@@ -1,13 +1,14 @@
-"""PipeDream-2BW: 1F1B without an end, in which weights are one update older than what they are updated to.
+"""PipeDream-2BW: 1F1B without a flush between steps, with gradients of one version earlier.
 
-Use: `two_bw(stages=4, microbatches=8)` is a step in the middle of a run; `first(plan)` is one without a step before it,
-`drain(plan)` what the last one has left.
+Use: `two_bw(stages=4, microbatches=8)` is a step in the middle of a run, `first(plan)` the first
+step, and `drain(plan)` the backwards that remain after the last step.
 
-Every step leaves (stages - s - 1) backwards of stage s to the next one, which has them between its own first forwards:
-so no rank waits between steps. A batch runs with one version of the weights, from its first forward to its last
-backward: W(t+1) = W(t) - rate * gradient of batch t at W(t-1). Where the gradients of the step before are complete on
-all ranks, `lower` puts NORM, and as late as it may UPDATE; so the norm is that of all stages, and nobody waits for it.
-Source: Narayanan et al. 2021, arXiv 2006.09503, section 3.1 (double-buffered weight updates).
+In every step, stage s leaves (stages - s - 1) backwards to the next step, which runs them between
+its first forwards. So ranks are not idle between steps. A batch uses one version of the weights
+from its first forward to its last backward: W(t+1) = W(t) - rate * gradient of batch t at W(t-1).
+`lower` adds NORM when the gradients of the previous step are complete on all ranks, and UPDATE as
+late as possible. So the norm covers all stages, and no rank waits for it. Source: Narayanan et al.
+2021, arXiv 2006.09503, section 3.1 (double-buffered weight updates).
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from threed.schedules.plan import Plan
 
 
 def two_bw(stages: int, microbatches: int) -> Plan:
-    """Stage s runs a forward and the backward of (stages - s - 1) micro-batches before, in turn.
+    """Returns the plan of a step in the middle of a run.
 
-    Raises SizesError for fewer micro-batches than stages: a third version of the weights would be in use.
+    Stage s alternates a forward with the backward of the micro-batch (stages - s - 1) earlier.
+
+    Raises:
+        SizesError: fewer micro-batches than stages, which would require a third version of the
+            weights.
     """
     check_enough("2bw", stages, microbatches, stages)
     behind = tuple(stages - stage - 1 for stage in range(stages))
@@ -38,12 +43,12 @@ def two_bw(stages: int, microbatches: int) -> Plan:
 
 
 def first(plan: Plan) -> Plan:
-    """The step of an asynchronous plan before which there is none: its own micro-batches alone."""
+    """Returns the first step of an asynchronous plan, without actions of a previous step."""
     own = (tuple(action for action in actions if action.microbatch >= 0) for actions in plan.ranks)
     return replace(plan, ranks=tuple(own), begun=())
 
 
 def drain(plan: Plan) -> Plan:
-    """What an asynchronous plan leaves to the next step, alone."""
+    """Returns a plan with only the backwards that the last step of an asynchronous plan leaves."""
     late = (tuple(action for action in actions if action.microbatch < 0) for actions in plan.ranks)
     return replace(plan, microbatches=0, ranks=tuple(late), left=())

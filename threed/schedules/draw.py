@@ -1,12 +1,13 @@
-"""Draw what each rank does over time, as a stand-alone SVG.
+"""Draw the actions of each rank over time, as a stand-alone SVG.
 
-Use: `svg(simulate(plan, costs).spans, title="1F1B")`, or with measured spans in seconds and unit="s".
+Use: `svg(simulate(plan, costs).spans, title="1F1B")`, or with measured spans in seconds and
+unit="s".
 
-One lane a rank. Compute fills the lane, with the micro-batch in the box where there is room; a forward that runs
-together with a backward is the upper half of a framed box. Later chunks of a rank are lighter, and so is the second way
-of a bidirectional plan. Communication, which runs beside compute, is a strip at the lane's lower edge. What is left
-grey is waiting. Hovering over a box shows its action and times. Phases: fit time and lanes to the page, then background
-and axis, boxes, legend.
+The chart has one lane per rank. Compute boxes fill the lane and show the micro-batch if there is
+room. A forward that runs together with a backward is the upper half of a framed box. Later chunks
+of a rank, and the second direction of a bidirectional plan, have lighter colours. Communication
+overlaps with compute, and is a strip at the lower edge of the lane. Idle time is grey. A box shows
+its action and times on hover.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from math import ceil, floor, log10
 from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.play import Span
 
-# Fill and meaning; blue, green and red stay apart for colour-blind readers too (after Paul Tol's schemes).
+# Fill and meaning. Colour-blind readers can distinguish blue, green and red (Paul Tol's schemes).
 _STYLES = {
     Kind.F: ("#4477aa", "forward"),
     Kind.B: ("#3f9c5a", "backward"),
@@ -39,7 +40,7 @@ _IDLE = "#eceff3"
 _INK, _FAINT, _GRID = "#1f2937", "#6b7280", "#d5dae1"
 _FONT = "Inter, 'Segoe UI', Helvetica, Arial, 'DejaVu Sans', sans-serif"
 _WIDTH, _LEFT, _RIGHT, _GAP = 1000, 64, 22, 5
-_LIGHTEST = 0.5  # how much white there is in the last chunk's colours
+_LIGHTEST = 0.5  # fraction of white in the colours of the last chunk
 _EDGES, _NO_EDGE = '<g stroke="#ffffff" stroke-width="0.8">', ' stroke="none"'
 _NUMBERS = '<g font-size="11" text-anchor="middle">'
 _SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}
@@ -47,14 +48,14 @@ _SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}
 
 @dataclass(frozen=True)
 class _Page:
-    """Where things go: time t of lane r lies at x(t), y(r), in pixels."""
+    """The layout of the chart in pixels: time t of lane r is at x(t), y(r)."""
 
     origin: float
     extent: float
     top: int
     lane: int
     lanes: int
-    strip: int  # height of the communication strip in a lane, 0 where there is no communication
+    strip: int  # height of the communication strip in a lane, 0 without communication
     chunks: int
 
     def x(self, time: float) -> float:
@@ -79,9 +80,14 @@ def svg(
 ) -> str:
     """Returns a Gantt chart as SVG text, 1000 pixels wide.
 
-    spans_per_rank: per rank, (action, start, end); time 0 of the axis is the earliest start. unit: that of the times,
-    shown on the axis; "s" is shown as ms or µs where that reads better. ways: those of the plan, for the legend.
-    extent: how much time the page is wide at least, for charts that are to be compared.
+    Args:
+        spans_per_rank: per rank, (action, start, end). The axis starts at the earliest start.
+        title: heading.
+        subtitle: second line of the heading.
+        legend: whether to add a legend.
+        unit: unit of the times, shown on the axis; "s" may be shown as ms or µs.
+        ways: `Plan.ways`, for the legend.
+        extent: minimum time of the page's width, to give several charts the same scale.
     """
     page = _page(spans_per_rank, 12 + 26 * bool(title) + 20 * bool(subtitle), extent)
     body = [*_headings(title, subtitle), *_lanes(page), *_axis(page, unit)]
@@ -101,7 +107,7 @@ def svg(
 
 
 def stack(charts: Sequence[str]) -> str:
-    """Returns charts of `svg` as one, below each other."""
+    """Returns one SVG with several charts of `svg` below each other."""
     body, top = list[str](), 0
     for chart in charts:
         body.append(chart.replace("<svg ", f'<svg y="{top}" ', 1))
@@ -122,8 +128,8 @@ def _page(spans_per_rank: Sequence[Sequence[Span]], top: int, least: float) -> _
     origin = min((start for _, start, _ in spans), default=0.0)
     extent = max(least, max((end for _, _, end in spans), default=0.0) - origin)
     lane = max(16, min(34, 560 // max(1, len(spans_per_rank))))
-    beside = any(action.kind not in COMPUTE and end > start for action, start, end in spans)
-    strip = lane // 4 if beside else 0
+    communicates = any(action.kind not in COMPUTE and end > start for action, start, end in spans)
+    strip = lane // 4 if communicates else 0
     chunks = 1 + max((part.chunk for action, _, _ in spans for part in action.parts), default=0)
     return _Page(
         origin, extent if extent > 0 else 1.0, top, lane, len(spans_per_rank), strip, chunks
@@ -175,13 +181,13 @@ def _axis(page: _Page, unit: str) -> Iterator[str]:
 
 
 def _scale(extent: float, unit: str) -> tuple[float, str]:
-    """The factor and name of the unit in which the extent is at least 1, or the smallest there is."""
+    """Returns factor and name of the largest unit with an extent of at least 1, else the last."""
     scales = _SCALES.get(unit, ((1.0, unit),))
     return next((scale for scale in scales if extent * scale[0] >= 1), scales[-1])
 
 
 def _step(extent: float) -> float:
-    """The distance of ticks: 1, 2 or 5 times a power of ten, giving at most twelve of them."""
+    """Returns the distance of ticks: 1, 2 or 5 times a power of ten, for at most twelve ticks."""
     power: float = 10.0 ** floor(log10(extent / 12))
     return power * next(factor for factor in (1, 2, 5, 10) if ceil(extent / (power * factor)) <= 12)
 
@@ -189,7 +195,7 @@ def _step(extent: float) -> float:
 def _places(
     page: _Page, rank: int, span: Span
 ) -> Iterator[tuple[Action, float, float, float, float]]:
-    """Where the parts of an action lie: each with x, y, width and height."""
+    """Yields the parts of an action, each with x, y, width and height."""
     action, start, end = span
     x = page.x(start)
     y = float(page.y(rank))
@@ -221,7 +227,7 @@ def _box(page: _Page, rank: int, span: Span) -> str:
 
 
 def _labels(page: _Page, rank: int, span: Span) -> Iterator[str]:
-    """The micro-batches of an action's parts, where there is room."""
+    """Yields the micro-batch numbers of an action's parts that have room for them."""
     for part, x, y, width, height in _places(page, rank, span):
         label, size = str(part.microbatch), 11 if height >= 18 else 9
         if part.kind in COMPUTE and width >= 0.62 * size * len(label) + 4 and height >= size:
@@ -235,7 +241,7 @@ def _fill(page: _Page, action: Action) -> str:
 
 
 def _shade(fill: str, chunk: int, chunks: int) -> str:
-    """The colour of a chunk: the later, the lighter."""
+    """Returns the colour of a chunk; later chunks are lighter."""
     white = _LIGHTEST * chunk / max(1, chunks - 1)
     return "#" + "".join(
         f"{round(value + (255 - value) * white):02x}" for value in bytes.fromhex(fill[1:])
@@ -250,16 +256,16 @@ def _ink(fill: str) -> str:
 def _entries(
     spans_per_rank: Sequence[Sequence[Span]], chunks: int, ways: int
 ) -> list[tuple[tuple[str, ...], str]]:
-    """What the legend says: colours, one above the other, and their meaning."""
+    """Returns the entries of the legend: colours, stacked vertically, and their meaning."""
     actions = [action for spans in spans_per_rank for action, _, _ in spans]
     present = {part.kind for action in actions for part in action.parts}
     entries: list[tuple[tuple[str, ...], str]] = [
         ((fill,), meaning) for kind, (fill, meaning) in _STYLES.items() if kind in present
     ]
-    beside = sorted({action.beside.kind for action in actions if action.beside is not None})
+    paired = sorted({action.beside.kind for action in actions if action.beside is not None})
     entries += [
         ((_STYLES[Kind.F][0], _STYLES[kind][0]), f"forward with {_STYLES[kind][1]}")
-        for kind in beside
+        for kind in paired
     ]
     if chunks > 1:
         shade = _shade(_STYLES[Kind.F][0], chunks - 1, chunks)
@@ -270,7 +276,7 @@ def _entries(
 
 
 def _legend(entries: Sequence[tuple[tuple[str, ...], str]], y: int) -> tuple[list[str], int]:
-    """A line or two of coloured squares with their meaning, from y on, and where they end."""
+    """Returns the SVG of the legend, one or two lines from y on, and the y below it."""
     body, x = [], float(_LEFT)
     for fills, meaning in entries:
         width = 22 + 6.6 * len(meaning) + 18

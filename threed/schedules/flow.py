@@ -1,11 +1,13 @@
-"""What a schedule with split backwards has to place, and how long it takes when forwards and backwards have an order.
+"""Input of the search for schedules with split backwards, and the placement of weight gradients.
 
-Use: `flow = Flow.of(placement, microbatches, costs)`, then `fill(flow, orders, limit, patient)` places the weight
-gradients and gives the makespan; `to_plan(name, flow, filled)` is the plan.
+Use: `flow = Flow.of(placement, microbatches, costs)`. `fill(flow, orders, limit, patient)` places
+the weight gradients in given orders of forwards and backwards and returns the makespan;
+`to_plan(name, flow, filled)` returns the plan.
 
-Every micro-batch goes through *positions* 0 .. 2n-1: the forwards of the n stages of the model, then their backwards
-for the input (I) from the last stage to the first. The weight gradient W that each I leaves behind may run at any later
-time on the same rank: where that rank would wait, or where it needs memory. Source: arXiv 2401.10241, section 3.
+Every micro-batch passes *positions* 0 .. 2n-1: the forwards of the n stages of the model, then
+their backwards for the input (I) from the last stage to the first. The weight gradient W of each I
+may run at any later time on the same rank: when that rank would be idle, or when it needs memory.
+Source: arXiv 2401.10241, section 3.
 """
 
 from __future__ import annotations
@@ -19,23 +21,38 @@ from threed.schedules.simulation import Costs
 
 Placement = tuple[tuple[int, ...], ...]
 Orders = Sequence[Sequence[int]]
-"""For every rank the positions whose next micro-batch it takes, one after the other; without W."""
+"""Per rank, the positions it runs, in order and without W.
+
+Each entry runs the next micro-batch of its position.
+"""
 
 
 def one_chunk(stages: int) -> Placement:
-    """One stage of the model on every rank."""
+    """Returns the placement with one stage of the model per rank."""
     return tuple((rank,) for rank in range(stages))
 
 
 def v_shape(stages: int) -> Placement:
-    """Two stages of the model on every rank: down the ranks and up again (arXiv 2401.10241, section 6)."""
+    """Returns the placement with two stages per rank, down the ranks and up again.
+
+    See arXiv 2401.10241, section 6.
+    """
     return tuple((rank, 2 * stages - 1 - rank) for rank in range(stages))
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What there is to place. Per position: the rank and its chunk, the time of F or I, the time of the W that an I
-    leaves (0 of a forward), and how long the result of the position before is on its way."""
+    """The positions of a schedule and their times.
+
+    Attributes:
+        placement: the stages of the model per rank.
+        microbatches: number of micro-batches.
+        rank: per position, its rank.
+        chunk: per position, its chunk on that rank.
+        time: per position, the time of F or I.
+        weight: per position, the time of the W that belongs to an I; 0 for forwards.
+        travel: per position, the latency of the previous position's result.
+    """
 
     placement: Placement
     microbatches: int
@@ -52,21 +69,21 @@ class Flow:
 
     @property
     def chunks(self) -> int:
-        """Number of stages of the model on every rank."""
+        """Number of stages of the model per rank."""
         return len(self.placement[0])
 
     @property
     def forwards(self) -> int:
-        """Number of stages of the model: positions below it are forwards."""
+        """Number of stages of the model. Positions below it are forwards."""
         return len(self.rank) // 2
 
     def positions(self, rank: int) -> list[int]:
-        """The positions of a rank, in the order in which a micro-batch comes to them."""
+        """Returns the positions of a rank, in the order in which a micro-batch reaches them."""
         return [position for position, of in enumerate(self.rank) if of == rank]
 
     @classmethod
     def of(cls, placement: Placement, microbatches: int, costs: Costs) -> Flow:
-        """Returns what there is to place. Raises ValueError for costs that do not fit the placement."""
+        """Returns the flow of a placement. Raises ValueError if the costs do not match it."""
         plan = _empty("flow", placement, microbatches)
         stages = [*range(plan.total_stages), *reversed(range(plan.total_stages))]
         places = [plan.locate(stage) for stage in stages]
@@ -91,9 +108,12 @@ class Flow:
 
 @dataclass(frozen=True)
 class Filled:
-    """Orders with their W, played out. ranks: per rank what it does, a position or, of a W, -1 - the position of its I.
+    """Orders with their W, simulated.
 
-    span: the longest time from first start to last end of one rank.
+    Attributes:
+        makespan: time from the first start to the last end.
+        span: the longest time of any rank from its first start to its last end.
+        ranks: per rank, its actions: a position for F or I, or -1 - position of the I for a W.
     """
 
     makespan: float
@@ -101,38 +121,43 @@ class Filled:
     ranks: tuple[tuple[int, ...], ...]
 
     def beats(self, other: Filled | None) -> bool:
-        """Whether it ends earlier, or then and with a shorter span; differences by rounding do not count."""
+        """Returns whether it has a smaller makespan, or an equal makespan and a smaller span.
+
+        Differences by rounding do not count.
+        """
         if other is None:
             return True
-        ours, theirs = (self.makespan, self.span), (other.makespan, other.span)
-        differ = [(a, b) for a, b in zip(ours, theirs, strict=True) if abs(a - b) > 1e-9 * b]
+        own, compared = (self.makespan, self.span), (other.makespan, other.span)
+        differ = [(a, b) for a, b in zip(own, compared, strict=True) if abs(a - b) > 1e-9 * b]
         return bool(differ) and differ[0][0] < differ[0][1]
 
 
 class _Rank:
-    """Where one rank stands while a flow is played out."""
+    """The state of one rank during a simulation."""
 
     def __init__(self, order: Sequence[int]):
         self.order = order
-        self.at = 0  # in its order
+        self.at = 0  # index of its next action in `order`
         self.now = 0.0
         self.begin = 0.0
-        self.held = 0  # activations of one chunk and one micro-batch
-        self.waiting: list[int] = []  # positions whose W has not run, from `first` on
+        self.activations = 0  # live, in micro-batches of one chunk
+        self.waiting: list[int] = []  # positions with a W; pending from `first` on
         self.first = 0
         self.out: list[int] = []
 
 
 def fill(flow: Flow, orders: Orders, limit: int, patient: bool = False) -> Filled | None:
-    """Places every W where the rank would wait or needs memory, in the order of their I.
+    """Places every W when the rank would be idle or needs memory, in the order of their I.
 
     Args:
-        limit: the most activations of one chunk and one micro-batch that a rank may hold, from F to
-            the end of W.
-        patient: a W that is longer than a wait does not run in it.
+        flow: the positions and their times.
+        orders: per rank, its forwards and backwards in order.
+        limit: maximum of live activations on a rank, in micro-batches of one chunk, from F to the
+            end of W.
+        patient: whether a W that takes longer than the idle time is left for later.
 
     Returns:
-        None if the orders cannot keep to the limit, or if ranks wait for each other.
+        The simulated orders; None if they exceed the limit or deadlock.
     """
     made: list[list[float]] = [[] for _ in flow.rank]
     ranks = [_Rank(order) for order in orders]
@@ -160,10 +185,10 @@ def _advance(
     limit: int,
     patient: bool,
 ) -> None:
-    """Runs the rank at the end of `runnable` until its next action has no input yet; adds who can go on then."""
+    """Runs the last rank in `runnable` until an input is missing, and appends ranks to wake up."""
     runnable.pop()
     forwards, weight, waiting, out = flow.forwards, flow.weight, rank.waiting, rank.out
-    now, held, first = rank.now, rank.held, rank.first
+    now, activations, first = rank.now, rank.activations, rank.first
     for at in range(rank.at, len(rank.order)):
         position = rank.order[at]
         results, start = made[position], 0.0
@@ -171,7 +196,7 @@ def _advance(
             if len(results) == len(made[position - 1]):
                 break
             start = made[position - 1][len(results)] + flow.travel[position]
-        full = position < forwards and held >= limit
+        full = position < forwards and activations >= limit
         while first < len(waiting):
             wait, longer = start - now, weight[waiting[first]]
             if not full and (wait <= 0 or (wait < longer and patient)):
@@ -179,7 +204,7 @@ def _advance(
             now += longer
             out.append(-1 - waiting[first])
             first += 1
-            held -= 1
+            activations -= 1
             full = False
         if full:
             break
@@ -191,18 +216,18 @@ def _advance(
         results.append(now)
         out.append(position)
         if position < forwards:
-            held += 1
+            activations += 1
         else:
             waiting.append(position)
         if position + 1 < len(flow.rank) and flow.rank[position + 1] != flow.rank[position]:
             runnable.append(flow.rank[position + 1])
     else:
         at = len(rank.order)
-    rank.at, rank.now, rank.held, rank.first = at, now, held, first
+    rank.at, rank.now, rank.activations, rank.first = at, now, activations, first
 
 
 def to_plan(name: str, flow: Flow, filled: Filled) -> Plan:
-    """The plan of orders that were filled."""
+    """Returns the plan of simulated orders."""
     plan = _empty(name, flow.placement, flow.microbatches)
     ranks = tuple(_actions(flow, line) for line in filled.ranks)
     return Plan(name, plan.stages, plan.microbatches, plan.chunks, ranks, plan.placement)

@@ -1,9 +1,10 @@
-"""Schedules in files of one's own: a function (FILE.py:NAME) or a plan as torch's CSV text (FILE.csv).
+"""Custom schedules in files: a function (FILE.py:NAME) or a plan in torch's CSV format (FILE.csv).
 
-    plan_of("mine.py:zigzag", stages=4, microbatches=8)      zigzag(4, 8) of mine.py, checked
-    read_csv("mine.csv")                                     for the ranks and micro-batches that its rows have
+    fn = find("mine.py:zigzag", registered)       the function zigzag in mine.py
+    plan_of("mine.py:zigzag", fn, 4, 8)           zigzag(4, 8), checked
+    read_csv("mine.csv")                          the plan, with the sizes of the file
 
-Every error names the file, what in it is wrong, and for a function that raises the line.
+Every error names the file and the problem, and the line for a function that raises.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ Function = Callable[..., Plan]
 
 
 def read_csv(file: str) -> Plan:
-    """The plan that a CSV file holds. Raises ValueError for one that is not there, or holds none."""
+    """Returns the plan in a CSV file. Raises ValueError if the file is missing or invalid."""
     path = Path(file)
     if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ValueError(f"{file}: it is no file, but a pipe or a device, which may have no end")
+        raise ValueError(
+            f"{file}: it is not a regular file, but a pipe or a device that may never end"
+        )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -42,7 +45,10 @@ def read_csv(file: str) -> Plan:
 
 
 def load(file: str) -> ModuleType:
-    """The module that a file is, its folder on the path for the modules beside it. ValueError where that fails."""
+    """Imports a file as a module and returns it, with its folder on `sys.path`.
+
+    Standard output of the import goes to standard error. Raises ValueError if the import fails.
+    """
     path = Path(file).resolve()
     name = f"threed_user_{path.stem}"
     if name in sys.modules and sys.modules[name].__file__ == str(path):
@@ -51,7 +57,7 @@ def load(file: str) -> ModuleType:
         raise ValueError(f"{file}: no such file")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{file}: no Python file")
+        raise ValueError(f"{file}: not a Python file")
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -61,7 +67,7 @@ def load(file: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         hint = (
-            "; guard what runs with `if __name__ == '__main__':`"
+            "; guard the code of the script with `if __name__ == '__main__':`"
             if isinstance(error, SystemExit)
             else ""
         )
@@ -72,15 +78,20 @@ def load(file: str) -> ModuleType:
 
 
 def find(name: str, registered: Callable[[], Mapping[str, Function]]) -> Function:
-    """The function that FILE.py:NAME means: the file's own, or what the file registers under that name.
+    """Returns the function of FILE.py:NAME: a function in the file, or a schedule it registers.
 
-    registered: gives the functions of all schedules that have names, once the file is imported. Raises ValueError
-    listing what the file has.
+    Args:
+        name: FILE.py:NAME.
+        registered: returns the functions of all registered schedules; called after the file is
+            imported.
+
+    Raises:
+        ValueError: the file has no such function; the message lists its functions.
     """
-    file, _, wanted = (name + ":" * name.endswith(".py")).rpartition(":")
+    file, _, function = (name + ":" * name.endswith(".py")).rpartition(":")
     module = load(file)
     own = {key: fn for key, fn in registered().items() if _comes_from(fn, module)}
-    value = own.get(wanted, getattr(module, wanted, None))
+    value = own.get(function, getattr(module, function, None))
     if callable(value) and not inspect.isclass(value):
         return cast(Function, value if isinstance(value, Hashable) else value.__call__)
     functions = {
@@ -89,30 +100,43 @@ def find(name: str, registered: Callable[[], Mapping[str, Function]]) -> Functio
         if inspect.isfunction(fn) and _comes_from(fn, module)
     }
     names = ", ".join(sorted(own.keys() | {key for key in functions if not key.startswith("_")}))
-    what = f"there is no function {wanted!r} in it" if wanted else f"write {file}:FUNCTION"
+    what = f"there is no function {function!r} in it" if function else f"write {file}:FUNCTION"
     raise ValueError(f"{name}: {what}; its functions are {names or 'none'}")
 
 
 def _comes_from(fn: Function, module: ModuleType) -> bool:
-    """Whether a function was written in a user's module, or came into it from another one that is not ours."""
+    """Returns whether a module defines a function, or imports it from outside of threed."""
     if getattr(fn, "__globals__", None) is vars(module):
         return True
-    ours = str(getattr(fn, "__module__", "")).startswith("threed.")
-    return not ours and any(fn is value for value in vars(module).values())
+    built_in = str(getattr(fn, "__module__", "")).startswith("threed.")
+    return not built_in and any(fn is value for value in vars(module).values())
 
 
 def plan_of(
     name: str, fn: Function | None, stages: int, microbatches: int, chunks: int | None = None
 ) -> Plan:
-    """The plan of FILE.csv, or that `fn` of FILE.py:NAME gives, for these numbers; chunks None: as it likes.
+    """Returns the plan of FILE.csv, or of the function of FILE.py:NAME, for these sizes.
 
-    A function is called once for the same numbers in a process: one that draws at random still has one plan for a run.
-    Raises ValueError for a plan that is not legal, stalls, trains nothing, or is for other numbers.
+    A function is called once per process for the same sizes, so that a random plan stays the same
+    during a run.
+
+    Args:
+        name: FILE.csv or FILE.py:NAME.
+        fn: the function; None for a CSV file.
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+        chunks: chunks per rank; None: the plan's own number.
+
+    Raises:
+        SizesError: the plan has other sizes.
+        ValueError: the plan is invalid, stalls, or has no backward.
     """
     plan = read_csv(name) if fn is None else _call(name, fn, stages, microbatches, chunks)
     if (plan.stages, plan.microbatches) != (stages, microbatches):
         found = f"{plan.stages} stages and {plan.microbatches} micro-batches"
-        problem = f"{name}: a plan for {found}, and needed is one for {stages} and {microbatches}"
+        problem = (
+            f"{name}: a plan for {found}, but the run needs one for {stages} and {microbatches}"
+        )
         raise SizesError(problem, stages=plan.stages, microbatches=plan.microbatches)
     if chunks not in (None, plan.chunks):
         problem = f"{name}: a plan of {plan.chunks} chunks, not {chunks}"
@@ -124,13 +148,13 @@ def plan_of(
 def _call(name: str, fn: Function, stages: int, microbatches: int, chunks: int | None) -> Plan:
     arguments = (
         (stages, microbatches)
-        if chunks is None or not _takes(fn, 3)
+        if chunks is None or not _accepts(fn, 3)
         else (stages, microbatches, chunks)
     )
-    if not _takes(fn, len(arguments)):
+    if not _accepts(fn, len(arguments)):
         fix = (
             "it needs a number of chunks: give one, such as --parallel.chunks 2"
-            if _takes(fn, 3)
+            if _accepts(fn, 3)
             else "it must take (stages, microbatches)"
         )
         raise ValueError(f"{name}{inspect.signature(fn)}: {fix}")
@@ -144,35 +168,31 @@ def _call(name: str, fn: Function, stages: int, microbatches: int, chunks: int |
         ) from error
     try:
         _check(plan)
-    except (
-        Exception
-    ) as error:  # a plan of anything: not all that is wrong with it has a word of its own
+    except Exception as error:  # the plan may contain anything, so checks may raise any type
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{name}{arguments}: {kind}{error}") from error
     return plan
 
 
-def _takes(fn: Function, count: int) -> bool:
+def _accepts(fn: Function, count: int) -> bool:
     try:
         inspect.signature(fn).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # it has no signature, as some of those written in C
+    except ValueError:  # some C functions have no signature
         return True
     return True
 
 
 def _check(plan: object) -> None:
     if not isinstance(plan, Plan):
-        raise ValueError(f"it gives {_kind(plan)}, not a threed.schedules.Plan")
+        raise ValueError(f"it returns {_kind(plan)}, not a threed.schedules.Plan")
     validate(plan)
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
             if action.kind not in COMPUTE:
                 where = f"plan {plan.name}: rank {rank}: {action}"
-                raise ValueError(
-                    f"{where}: give compute actions only, communication is added to them"
-                )
+                raise ValueError(f"{where}: use compute actions only; communication is added later")
     if plan.forward_only:
         raise ValueError(f"plan {plan.name} has no backward: nothing would be trained")
 

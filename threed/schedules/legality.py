@@ -1,8 +1,8 @@
-"""Is a plan right, before a tensor moves? Every error names the rank and the action.
+"""Checks of a plan before any tensor moves. Every error names the rank and the action.
 
-Use: `legal(plan)` checks what every rank does on its own; `validate(plan)` also plays the plan out, and checks its
-communication if it has any: nothing missing, doubled, misordered, unmatched, used before it arrives, or deadlocked
-where transfers block both sides, and no gradient summed before it is complete.
+`legal(plan)` checks the list of actions of each rank separately: missing, repeated or misordered
+actions. `validate` in rendezvous.py also simulates all ranks together, and checks the communication
+of a plan that has any.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from threed.schedules.action import COMPUTE, PER_CHUNK, RECEIVES, SENDS, Action,
 from threed.schedules.asynchronous import check_open, check_updates
 from threed.schedules.plan import Plan
 
-_NOTHING, _FORWARD, _INPUT, _DONE = range(4)  # what a rank has done of a micro-batch on a chunk
+# Progress of a micro-batch on a chunk: not started, F done, I done, B or W done.
+_NOT_STARTED, _FORWARD, _INPUT, _DONE = range(4)
 _STEP = {
-    Kind.F: (_NOTHING, _FORWARD),
+    Kind.F: (_NOT_STARTED, _FORWARD),
     Kind.B: (_FORWARD, _DONE),
     Kind.I: (_FORWARD, _INPUT),
     Kind.W: (_INPUT, _DONE),
@@ -27,14 +28,19 @@ _REQUIRED_BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I
 
 
 def legal(plan: Plan) -> None:
-    """Checks that every stage computes every micro-batch once and in order.
+    """Checks that every rank computes each micro-batch once per chunk, in a valid order.
 
-    Each (stage, micro-batch) has one F, and then one B or one I and W; or F alone everywhere. In a bidirectional plan a
-    micro-batch does so on all stages of one way; in an asynchronous one what the plans before and after have is not in
-    it. With reductions, gathers or updates, every rank has all of them. Raises ValueError naming rank and action.
+    Each (stage, micro-batch) has one F, followed by one B or by one I and one W. An evaluation plan
+    has only F. In a bidirectional plan a micro-batch runs on the stages of one direction only. In
+    an asynchronous plan some actions are in the previous or next plan instead. If a plan has
+    reductions, gathers or updates, every rank must have all of them.
+
+    Raises:
+        ValueError: the plan is invalid; the message names the rank and the action.
     """
     sizes = (plan.stages, plan.microbatches, plan.chunks)
-    fewest = (1, 0 if plan.begun else 1, 1)  # what drains a pipeline begins no micro-batch
+    # A plan that drains the pipeline has no new micro-batch.
+    fewest = (1, 0 if plan.begun else 1, 1)
     if not all(
         isinstance(size, Integral) and size >= least
         for size, least in zip(sizes, fewest, strict=True)
@@ -60,21 +66,24 @@ def legal(plan: Plan) -> None:
 
 
 def _check_actions(plan: Plan) -> None:
-    """Checks that ranks have actions, and these kinds and whole numbers. Raises ValueError naming rank and action."""
+    """Checks the types in all actions. Raises ValueError naming the rank and the action."""
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
             if type(action) is not Action or not all(
-                map(_is_well_made, (action, action.beside or action))
+                map(_is_well_formed, (action, action.beside or action))
             ):
                 shown = tuple(action) if isinstance(action, Action) else action
                 raise ValueError(
-                    f"plan {plan.name}: rank {rank}: {shown!r} is no Action; write Action(Kind.F, 3), whole numbers,"
+                    f"plan {plan.name}: rank {rank}: {shown!r} is not an Action; write Action(Kind.F, 3), whole numbers,"
                     " or Action.parse('F0.3')"
                 )
 
 
-def _is_well_made(action: Action) -> bool:
-    """Whether the parts of an action are what they should be. The text "F" equals the kind, and is not it."""
+def _is_well_formed(action: Action) -> bool:
+    """Returns whether the fields of an action have valid types.
+
+    The string "F" equals `Kind.F` but is rejected.
+    """
     if type(action) is not Action or type(action.kind) is not Kind:
         return False
     _, microbatch, chunk, _ = action
@@ -86,12 +95,12 @@ def _is_well_made(action: Action) -> bool:
 def _check_placement(plan: Plan) -> None:
     if plan.ways not in (1, 2) or plan.chunks % plan.ways:
         raise ValueError(
-            f"plan {plan.name}: {plan.ways} ways for {plan.chunks} chunks; there are 1 or 2, alike"
+            f"plan {plan.name}: ways is {plan.ways}; it must be 1 or 2, and divide the {plan.chunks} chunks"
         )
     if not plan.placement and plan.ways == 1:
         return
     shape = [len(chunks) for chunks in plan.placement]
-    held = [
+    placed = [
         sorted(
             chunks[at]
             for chunks in plan.placement
@@ -100,7 +109,10 @@ def _check_placement(plan: Plan) -> None:
         )
         for way in range(plan.ways)
     ]
-    if held != [list(range(plan.total_stages))] * plan.ways or shape != [plan.chunks] * plan.stages:
+    if (
+        placed != [list(range(plan.total_stages))] * plan.ways
+        or shape != [plan.chunks] * plan.stages
+    ):
         raise ValueError(
             f"plan {plan.name}: the placement {plan.placement} must give each of {plan.stages} ranks {plan.chunks} of "
             f"the stages 0 .. {plan.total_stages - 1}, each stage {'once' if plan.ways == 1 else 'once on each way'}"
@@ -108,26 +120,29 @@ def _check_placement(plan: Plan) -> None:
 
 
 def _walk(plan: Plan, rank: int) -> list[int]:
-    """What the rank has done at the end, of micro-batch m on chunk c at [c * count + before + m]: of `count`, so many
-    are of the step before."""
+    """Checks the order of a rank's actions and returns its progress at the end of the plan.
+
+    The entry of micro-batch m on chunk c has index c * count + before + m, where `before` is the
+    number of micro-batches of the previous step and `count` the number of all micro-batches.
+    """
     chunks, earlier, count = plan.chunks, plan.before, plan.before + plan.microbatches
     taken_over = [
         _FORWARD if plan.is_open(rank, microbatch) else _DONE for microbatch in range(-earlier, 0)
     ]
-    state = (taken_over + [_NOTHING] * plan.microbatches) * chunks
+    state = (taken_over + [_NOT_STARTED] * plan.microbatches) * chunks
     for number, action in enumerate(plan.ranks[rank]):
-        kind, microbatch, chunk, beside = action
+        kind, microbatch, chunk, backward = action
         if kind not in COMPUTE:
-            known = kind in _COMMUNICATION and beside is None and 0 <= chunk < chunks
+            known = kind in _COMMUNICATION and backward is None and 0 <= chunk < chunks
             if not known or (microbatch < -earlier if kind not in PER_CHUNK else microbatch != -1):
                 raise _wrong_communication(plan, rank, action)
             continue
-        if kind is Kind.FB or beside is not None:
+        if kind is Kind.FB or backward is not None:
             _check_pair(plan, rank, action)
             parts: Sequence[Action] = (
                 action.parts[1],
                 action.parts[0],
-            )  # the backward's forward is an earlier one
+            )  # the backward needs an earlier forward, not this one
         else:
             parts = (action,)
         for kind, microbatch, chunk, _ in parts:
@@ -146,12 +161,12 @@ def _check_pair(plan: Plan, rank: int, action: Action) -> None:
     backward = action.beside
     if action.kind is not Kind.FB or backward is None or backward.kind not in (Kind.B, Kind.I):
         raise ValueError(
-            f"plan {plan.name}: rank {rank}: {action}: a pair is a forward beside a B or an I"
+            f"plan {plan.name}: rank {rank}: {action}: a pair is a forward together with a B or an I"
         )
 
 
 def _wrong(plan: Plan, rank: int, number: int, action: Action) -> ValueError:
-    """What is wrong with an action that cannot follow those before it."""
+    """Returns the error for an action that cannot follow the actions before it."""
     seen = {
         part
         for before in plan.ranks[rank][:number]
@@ -170,7 +185,7 @@ def _wrong(plan: Plan, rank: int, number: int, action: Action) -> ValueError:
     if action.microbatch < 0 and (
         action.kind is Kind.F or not plan.is_open(rank, action.microbatch)
     ):
-        return ValueError(f"{where}: the step before has done this")
+        return ValueError(f"{where}: the previous step already ran this action")
     before = _REQUIRED_BEFORE[action.kind]
     if before is not None and action._replace(kind=before) not in seen:
         return ValueError(f"{where} appears before {action._replace(kind=before)}")
@@ -190,15 +205,15 @@ def _wrong_communication(plan: Plan, rank: int, action: Action) -> ValueError:
             f"{where}: there are {plan.chunks} chunks and {plan.microbatches} micro-batches"
         )
     return ValueError(
-        f"{where}: its micro-batch is {action.microbatch}; it is -1 of what concerns a whole chunk"
+        f"{where}: its micro-batch is {action.microbatch}; actions of a chunk or rank have -1"
     )
 
 
 def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
-    """Checks what ranks have done at the end, as `_walk` returns it."""
-    whole = _FORWARD if plan.forward_only else _DONE
+    """Checks that all micro-batches are complete. done: per rank, the result of `_walk`."""
+    final = _FORWARD if plan.forward_only else _DONE
     count = plan.before + plan.microbatches
-    if plan.ways == 1 and not plan.left and all(set(state) == {whole} for state in done):
+    if plan.ways == 1 and not plan.left and all(set(state) == {final} for state in done):
         return
     way = [_way(plan, done, microbatch) for microbatch in range(-plan.before, plan.microbatches)]
     for rank, state in enumerate(done):
@@ -207,40 +222,49 @@ def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
             microbatch, left = number - plan.before, plan.is_left(rank, number - plan.before)
             where = f"plan {plan.name}: rank {rank}: "
             if plan.way_of(chunk) != way[number]:
-                if reached != _NOTHING:
+                if reached != _NOT_STARTED:
                     other = Action(Kind.F, microbatch, chunk)
-                    raise ValueError(f"{where}{other}: this micro-batch goes the other way")
-            elif reached != (_FORWARD if left else whole):
-                kind = Kind.F if reached == _NOTHING else Kind.W if reached == _INPUT else Kind.B
-                wrong = "is the next plan's" if left and reached != _NOTHING else "is missing"
+                    raise ValueError(f"{where}{other}: this micro-batch takes the other direction")
+            elif reached != (_FORWARD if left else final):
+                kind = (
+                    Kind.F if reached == _NOT_STARTED else Kind.W if reached == _INPUT else Kind.B
+                )
+                wrong = (
+                    "belongs to the next plan" if left and reached != _NOT_STARTED else "is missing"
+                )
                 raise ValueError(f"{where}{Action(kind, microbatch, chunk)} {wrong}")
 
 
 def _way(plan: Plan, done: Sequence[Sequence[int]], microbatch: int) -> int:
-    """The way that a micro-batch takes: that of the rank that begins with it."""
+    """Returns the direction of a micro-batch, by the rank that runs its first forward."""
     if plan.ways == 1:
         return 0
     rank, chunk = plan.locate(0, 1)
-    return int(done[rank][chunk * plan.microbatches + microbatch] != _NOTHING)
+    return int(done[rank][chunk * plan.microbatches + microbatch] != _NOT_STARTED)
 
 
 def check_reductions(plan: Plan) -> None:
-    """Checks that each chunk with gradients is reduced once, when they are complete, and before those of the next step
-    come. Raises ValueError naming rank and action."""
+    """Checks that each chunk with gradients is reduced once, after its last weight gradient.
+
+    Gradients of the previous step must be reduced before the first one of this step. Raises
+    ValueError naming the rank and the action.
+    """
     for rank, actions in enumerate(plan.ranks):
         parts = [part for action in actions for part in action.parts]
-        left = Counter(
+        remaining = Counter(
             (part.chunk, part.microbatch >= 0) for part in parts if part.kind in (Kind.B, Kind.W)
         )
-        used = {key for key in left if not (key[1] and plan.is_left(rank, plan.microbatches - 1))}
+        used = {
+            key for key in remaining if not (key[1] and plan.is_left(rank, plan.microbatches - 1))
+        }
         for part in parts:
             own = (part.chunk, False) not in used
             if part.kind in (Kind.B, Kind.W):
-                left[part.chunk, part.microbatch >= 0] -= 1
+                remaining[part.chunk, part.microbatch >= 0] -= 1
                 if part.microbatch >= 0 and not own:
                     reduce = Action(Kind.REDUCE, -1, part.chunk)
                     raise ValueError(
-                        f"plan {plan.name}: rank {rank}: {part} appears before {reduce} of the step before"
+                        f"plan {plan.name}: rank {rank}: {part} appears before {reduce} of the previous step"
                     )
             if part.kind is not Kind.REDUCE:
                 continue
@@ -249,7 +273,7 @@ def check_reductions(plan: Plan) -> None:
                 raise ValueError(
                     f"{where}: this chunk has no gradients, or they were reduced before"
                 )
-            if left[part.chunk, own]:
+            if remaining[part.chunk, own]:
                 raise ValueError(
                     f"{where} appears before the last weight gradient of chunk {part.chunk}"
                 )
@@ -261,7 +285,10 @@ def check_reductions(plan: Plan) -> None:
 
 
 def _check_gathers(plan: Plan) -> None:
-    """Where one F, B or I has its gather, all have: after the compute action before, for W needs no parameters."""
+    """Checks that each compute action has the gathers of its chunks, and no others, before it.
+
+    A gather must follow the previous compute action. W uses no parameters and has no gather.
+    """
     for rank, actions in enumerate(plan.ranks):
         begun: list[int] = []
         for action in actions:
@@ -276,6 +303,4 @@ def _check_gathers(plan: Plan) -> None:
             begun.clear()
         if begun:
             action = Action(Kind.GATHER, -1, begun[0])
-            raise ValueError(
-                f"plan {plan.name}: rank {rank}: {action}: no compute action comes after it"
-            )
+            raise ValueError(f"plan {plan.name}: rank {rank}: {action}: no compute action follows")

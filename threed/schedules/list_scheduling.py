@@ -1,9 +1,10 @@
-"""List scheduling: orders of forwards and backwards under a memory limit, from a priority for every action.
+"""List scheduling: orders forwards and backwards by priorities, under a memory limit.
 
 Use: `orders = list_orders(flow, Priority(...), limit)`, then `flow.fill`.
 
-The ranks are played through time. A rank that is free takes, among the actions whose input is there and whose memory
-is allowed, the one with the lowest priority number; W where there is none, or where its memory is full.
+The ranks are simulated over time. A free rank takes the action with the lowest priority number
+among the actions that have their input and fit into memory. It runs W if no such action exists, or
+if its memory is full.
 """
 
 from __future__ import annotations
@@ -17,11 +18,18 @@ from threed.schedules.flow import Flow
 
 @dataclass(frozen=True)
 class Priority:
-    """What comes first. An action's number is begin[position] + period * micro-batch: when it would run in a pattern
-    that repeats itself for every micro-batch.
+    """The priorities of all actions.
 
-    in_flight: per forward position, the most micro-batches between it and the end of their W; at_first: the same until
-    the rank's first I of its first stage. Where a rank's memory is full, W runs before anything else if `eager`.
+    An action has the number begin[position] + period * micro-batch: its start time in a pattern
+    that repeats for every micro-batch. The lowest number runs first.
+
+    Attributes:
+        begin: per position, its start in the pattern.
+        period: time between two micro-batches in the pattern.
+        in_flight: per forward position, the maximum number of micro-batches between it and the end
+            of their W.
+        at_first: `in_flight` until the rank's first I of its first stage.
+        eager: whether a rank with full memory runs W before anything else.
     """
 
     begin: tuple[int, ...]
@@ -32,10 +40,17 @@ class Priority:
 
 
 def list_orders(flow: Flow, priority: Priority, limit: int) -> list[list[int]] | None:
-    """Returns per rank the order of its forwards and backwards.
+    """Returns the order of forwards and backwards per rank.
 
-    limit: the most activations of one chunk and one micro-batch that a rank may hold, from F to the end of W. Returns
-    None where the ranks come to wait for each other, as in a rank without room for a second chunk.
+    Args:
+        flow: the positions and their times.
+        priority: the priorities of the actions.
+        limit: maximum of live activations on a rank, in micro-batches of one chunk, from F to the
+            end of W.
+
+    Returns:
+        Per rank, its positions in order; None if ranks deadlock, such as without memory for a
+        second chunk.
     """
     ranks = _Ranks(flow, priority, limit)
     events = [(0.0, rank) for rank in range(flow.ranks)]
@@ -44,7 +59,9 @@ def list_orders(flow: Flow, priority: Priority, limit: int) -> list[list[int]] |
         if now < ranks.free[rank]:
             continue
         position = ranks.choose(rank, now)
-        if ranks.waiting[rank] and (position < 0 or (priority.eager and ranks.held[rank] >= limit)):
+        if ranks.waiting[rank] and (
+            position < 0 or (priority.eager and ranks.activations[rank] >= limit)
+        ):
             ranks.weight(rank, now)
             heapq.heappush(events, (ranks.free[rank], rank))
         elif position >= 0:
@@ -57,22 +74,22 @@ def list_orders(flow: Flow, priority: Priority, limit: int) -> list[list[int]] |
 
 
 class _Ranks:
-    """Where all ranks stand."""
+    """The state of all ranks."""
 
     def __init__(self, flow: Flow, priority: Priority, limit: int):
         self.flow, self.priority, self.limit = flow, priority, limit
         self.positions = [flow.positions(rank) for rank in range(flow.ranks)]
         self.made: list[list[float]] = [[] for _ in flow.rank]
         self.flying = [0] * flow.forwards
-        self.free, self.held = [0.0] * flow.ranks, [0] * flow.ranks
-        # positions whose W has not run
+        self.free, self.activations = [0.0] * flow.ranks, [0] * flow.ranks
+        # positions with a pending W
         self.waiting: list[list[int]] = [[] for _ in self.positions]
         self.orders: list[list[int]] = [[] for _ in self.positions]
 
     def choose(self, rank: int, now: float) -> int:
-        """Returns the position to take, or -1 if none can run."""
+        """Returns the position to run next, or -1 if none can run."""
         flow, made, begin, period = self.flow, self.made, self.priority.begin, self.priority.period
-        full = self.held[rank] >= self.limit
+        full = self.activations[rank] >= self.limit
         caps = self.priority.in_flight if made[self.positions[rank][-1]] else self.priority.at_first
         chosen, lowest = -1, inf
         for position in self.positions[rank]:
@@ -90,20 +107,20 @@ class _Ranks:
         return chosen
 
     def run(self, rank: int, position: int, now: float) -> float:
-        """Runs the next micro-batch of a position and returns when it ends."""
+        """Runs the next micro-batch of a position and returns its end time."""
         end = self.free[rank] = now + self.flow.time[position]
         self.made[position].append(end)
         self.orders[rank].append(position)
         if position < self.flow.forwards:
-            self.held[rank] += 1
+            self.activations[rank] += 1
             self.flying[position] += 1
         else:
             self.waiting[rank].append(position)
         return end
 
     def weight(self, rank: int, now: float) -> None:
-        """Runs the oldest W that waits."""
+        """Runs the oldest pending W."""
         position = self.waiting[rank].pop(0)
         self.free[rank] = now + self.flow.weight[position]
-        self.held[rank] -= 1
+        self.activations[rank] -= 1
         self.flying[len(self.flow.rank) - 1 - position] -= 1

@@ -1,13 +1,14 @@
-"""Add communication to a plan, in one order that all ranks agree on.
+"""Add communication to a plan, in an order that is consistent across ranks.
 
-Use: `lower(one_f_one_b(4, 8))` gives the same plan with SF/RF (activations), SB/RB (gradients) and REDUCE in every
-rank's list.
+Use: `lower(one_f_one_b(4, 8))` returns the same plan with SF/RF (activations), SB/RB (gradients)
+and REDUCE in the lists of all ranks.
 
-Phases: play the plan out in unit time; sort the starts of all actions and the departures of all messages into one
-global line; deal that line out to the ranks. A message's send and receive stand at the same point of the line, so
-doing everything in that order, even with transfers that block both sides, is one way to finish, and with in-order
-channels then every way finishes. Putting a receive just before its first use instead deadlocks 1F1B: see
-`rendezvous.py` and its test.
+The plan is simulated in unit time. The starts of all actions and the departures of all messages are
+sorted into one global timeline, which is then distributed to the ranks. A message's send and
+receive have the same position on that timeline. Running everything in its order finishes, even with
+transfers that block both sides; with in-order channels any other order of progress then finishes
+too. Placing a receive just before its first use instead deadlocks 1F1B: see `rendezvous.py` and its
+test.
 """
 
 from __future__ import annotations
@@ -21,20 +22,28 @@ from threed.schedules.play import Spans, play
 from threed.schedules.validation import add_validation
 
 _UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
-# At equal times what ends comes before what starts, and a message that another rank waits for before a reduction.
+# Order at equal times: ends before starts; messages before reductions, since ranks wait for them.
 _GATHER, _MESSAGE, _REDUCE, _NORM, _UPDATE, _START, _PHASES = range(7)
+# (rank, kind, chunk) -> (kind of send, kind of receive, receiving rank, its chunk)
 Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]
 
 
 def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
-    """Returns the plan with sends, receives and reductions added, with `gathers` the starts of parameter gathers, and
-    with `validates` where the update before it is validated; an asynchronous plan gets its update.
+    """Returns the plan with communication: sends, receives and reductions.
 
-    A SEND and its RECV stand where the result is made, unless both stages are on one rank; REDUCE follows a chunk's
-    last backward; GATHER stands as early as it may, right behind the compute action before the one it is for; VALIDATE
-    as late as it may (`validation.py`). NORM stands where the last rank has reduced the gradients of the step before;
-    UPDATE at the end, or before the backward that completes the next gradients. Raises ValueError if the plan is not
-    legal, stalls, or has communication already.
+    A SEND and its RECV are placed at the time of the result, unless both stages are on one rank.
+    REDUCE follows a chunk's last backward. An asynchronous plan also gets NORM, when the last rank
+    has reduced the gradients of the previous step, and UPDATE, at the end or before the backward
+    that completes the next gradients.
+
+    Args:
+        plan: a plan with compute actions only.
+        gathers: whether to add GATHER, as early as possible: directly after the compute action that
+            precedes the action that needs the parameters.
+        validates: whether to add VALIDATE, as late as possible (see validation.py).
+
+    Raises:
+        ValueError: the plan is invalid, stalls, or already has communication.
     """
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
@@ -44,24 +53,24 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
                 )
     spans = play(plan, lambda action, _: sum(_UNIT_TIME[part.kind] for part in action.parts))
     targets = _targets(plan)
-    whens, whats = _line(plan, spans, targets, gathers)
+    keys, timeline = _timeline(plan, spans, targets, gathers)
     ranks: list[list[Action]] = [[] for _ in plan.ranks]
-    for number in sorted(range(len(whens)), key=whens.__getitem__):
-        action = whats[number]
-        (phase, rank) = divmod(whens[number] % (_PHASES * plan.stages), plan.stages)
+    for number in sorted(range(len(keys)), key=keys.__getitem__):
+        action = timeline[number]
+        (phase, rank) = divmod(keys[number] % (_PHASES * plan.stages), plan.stages)
         if phase != _MESSAGE:
             ranks[rank].append(action)
             continue
         kind, microbatch, chunk, _ = action
-        send, receive, by, there = targets[rank, kind, chunk]
+        send, receive, receiver, receiver_chunk = targets[rank, kind, chunk]
         ranks[rank].append(Action(send, microbatch, chunk))
-        ranks[by].append(Action(receive, microbatch, there))
+        ranks[receiver].append(Action(receive, microbatch, receiver_chunk))
     lowered = replace(plan, ranks=tuple(map(tuple, ranks)))
     return add_validation(lowered) if validates else lowered
 
 
 def _targets(plan: Plan) -> Targets:
-    """Of every F, B and I of which another rank uses the result: send, receive, and the rank and chunk of that."""
+    """Returns the message of every F, B and I with a result that another rank uses."""
     kinds = {
         Kind.F: (Kind.SEND_F, Kind.RECV_F),
         Kind.B: (Kind.SEND_B, Kind.RECV_B),
@@ -76,20 +85,21 @@ def _targets(plan: Plan) -> Targets:
     }
 
 
-def _line(
+def _timeline(
     plan: Plan, spans: Spans, targets: Targets, gathers: bool
 ) -> tuple[list[int], list[Action]]:
-    """When everything stands in the line, and what: of a message the action of which it is the result.
+    """Returns the unsorted timeline as sort keys and actions.
 
-    A place in the line is one number, (time, phase, rank) with the time first.
+    A message is represented by the action that produces it. A key is the integer (time * phases +
+    phase) * stages + rank.
     """
     stages = plan.stages
-    whens: list[int] = []
-    whats: list[Action] = []
+    keys: list[int] = []
+    timeline: list[Action] = []
 
     def put(time: float, phase: int, rank: int, action: Action) -> None:
-        whens.append((int(time) * _PHASES + phase) * stages + rank)
-        whats.append(action)
+        keys.append((int(time) * _PHASES + phase) * stages + rank)
+        timeline.append(action)
 
     for rank, actions in enumerate(spans):
         before = 0.0
@@ -97,7 +107,7 @@ def _line(
         for action, start, end in actions:
             put(start, _START, rank, action)
             for part in (action,) if action.beside is None else action.parts:
-                if gathers and part.kind is not Kind.W:  # which needs no parameters
+                if gathers and part.kind is not Kind.W:  # W needs no parameters
                     put(before, _GATHER, rank, Action(Kind.GATHER, -1, part.chunk))
                 if (rank, part.kind, part.chunk) in targets:
                     put(end, _MESSAGE, rank, part)
@@ -110,11 +120,11 @@ def _line(
     for rank, (norm, update) in enumerate(_updates(plan, spans) if plan.begun else ()):
         put(norm, _NORM, rank, Action(Kind.NORM, -1))
         put(update, _UPDATE, rank, Action(Kind.UPDATE, -1))
-    return whens, whats
+    return keys, timeline
 
 
 def _updates(plan: Plan, spans: Spans) -> Iterator[tuple[float, float]]:
-    """When every rank sums the norm of the step before, and when it updates."""
+    """Yields per rank the times of NORM and UPDATE."""
     norm = max(
         (end for actions in spans for action, _, end in actions if action.microbatch < 0),
         default=0.0,

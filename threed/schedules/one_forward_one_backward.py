@@ -2,15 +2,18 @@
 
 Use: `one_f_one_b(stages=4, microbatches=8)`, `interleaved(stages=4, microbatches=8, chunks=2)`.
 
-1F1B: the bubble is GPipe's, but stage s keeps the activations of at most (stages - s) micro-batches instead of all.
-Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1 (PipeDream-Flush).
+1F1B: the bubble equals GPipe's, but stage s keeps the activations of at most (stages - s)
+micro-batches instead of all. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1
+(PipeDream-Flush).
 
-Interleaved 1F1B: every rank holds several chunks of the model, which divides the bubble by their number. Rank r holds
-the stages r, r + stages, r + 2 stages ..; micro-batches pass all ranks once per chunk. They go in rounds: a rank takes
-a round through its first chunk, then through the next one, and after the last chunk begins the next round. The bubble
-is (stages - 1) / chunks micro-batches with at least `stages` micro-batches; each one fewer adds (chunks - 1) / chunks.
-With rounds of at most g micro-batches the first rank holds ((chunks - 1) g + 2 stages - 1) / chunks of them.
-Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2, with as many micro-batches per round as ranks.
+Interleaved 1F1B: every rank holds several chunks of the model, which divides the bubble by their
+number. Rank r holds the stages r, r + stages, r + 2 stages ..; micro-batches pass all ranks once
+per chunk, in rounds: a rank runs a round on its first chunk, then on the next one, and starts the
+next round after the last chunk. The bubble is (stages - 1) / chunks micro-batches with at least
+`stages` micro-batches; each micro-batch fewer adds (chunks - 1) / chunks. With rounds of at most g
+micro-batches the first rank keeps ((chunks - 1) g + 2 stages - 1) / chunks micro-batches. Source:
+Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2, with as many micro-batches per round as
+ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +25,11 @@ from threed.schedules.plan import Plan
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Plan:
-    """Stage s runs (stages - s - 1) forwards, then forward and backward in turn, then the backwards that are left."""
+    """Returns the plan of 1F1B.
+
+    Stage s runs (stages - s - 1) forwards, then alternates forwards and backwards, then runs the
+    remaining backwards.
+    """
     return Plan(
         "1f1b",
         stages,
@@ -41,10 +48,15 @@ def _rank(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Plan:
-    """Every rank runs its warm-up, then forward and backward in turn, then the backwards that are left.
+    """Returns the plan of interleaved 1F1B.
 
-    Any number of micro-batches: with fewer than stages some waiting remains between the chunks. On one chunk this is
-    1F1B with a longer warm-up, so that messages have two slots of time. Raises ValueError without chunks.
+    Every rank runs its warm-up, then alternates forwards and backwards, then runs the remaining
+    backwards. Any number of micro-batches is allowed; with fewer than stages some idle time remains
+    between the chunks. With one chunk this is 1F1B with a longer warm-up, so that messages have two
+    slots of time.
+
+    Raises:
+        ValueError: chunks is below 1.
     """
     if chunks < 1:
         raise ValueError(f"schedule interleaved: chunks is {chunks}; it must be at least 1")
@@ -60,9 +72,10 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Plan:
 
 
 def rounds(stages: int, microbatches: int) -> list[int]:
-    """The sizes of the rounds: as many of at least `stages` as there can be, as even as can be, larger ones first.
+    """Returns the sizes of the rounds, each at least `stages` if possible, larger ones first.
 
-    A last round that is smaller than the others would wait at every chunk, and smaller ones first can deadlock.
+    The number of rounds is the largest possible, and their sizes are as equal as possible. A
+    smaller last round would be idle at every chunk, and smaller rounds first can deadlock.
     """
     count = max(1, microbatches // stages)
     size, larger = divmod(microbatches, count)

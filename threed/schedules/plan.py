@@ -1,10 +1,10 @@
-"""What every pipeline rank does in one step: the data model of every schedule.
+"""The data model of all schedules: the actions of every pipeline rank in one step.
 
-Use: `Plan(...).ranks[r]` is what rank r does, in order.
+Use: `Plan(...).ranks[r]` is the list of actions of rank r, in order.
 
-A rank holds one or more *chunks* of the model; the chunks of all ranks in model order are the *stages* 0 ..
-total_stages - 1. In a bidirectional plan every stage is there twice: micro-batches take one of two ways through the
-ranks, and each way has chunks of its own.
+A rank holds one or more *chunks* of the model. The chunks of all ranks in model order are the
+*stages* 0 .. total_stages - 1. In a bidirectional plan two ranks hold each stage: a micro-batch
+passes the ranks in one of two directions (*ways*), and each direction has separate chunks.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from functools import cached_property
 
 from threed.schedules.action import Action, Kind
 
-# How many stages further the result of an action is used, and where what it uses was made.
+# Stage offset of the consumer of each action's result, and of the producer of its input.
 _CONSUMER = {Kind.F: 1, Kind.SEND_F: 1, Kind.B: -1, Kind.I: -1, Kind.SEND_B: -1}
 _PRODUCER = {Kind.F: -1, Kind.RECV_F: -1, Kind.B: 1, Kind.I: 1, Kind.RECV_B: 1}
 Place = tuple[int, int]  # (rank, chunk)
 
 
 class SizesError(ValueError):
-    """A schedule has no plan for these sizes.
+    """Raised if a schedule has no plan for these sizes.
 
     Attributes:
-        problem: what is wrong.
-        needs: sizes that there is a plan for, by `stages`, `microbatches` and `chunks`.
+        problem: description of the problem.
+        needs: sizes that have a plan, by the names `stages`, `microbatches` and `chunks`.
     """
 
     def __init__(self, problem: str, **needs: int) -> None:
@@ -36,16 +36,26 @@ class SizesError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What every pipeline rank does in one step, in order.
+    """The actions of every pipeline rank in one step, in order.
 
-    `stages` is the number of pipeline ranks; each holds `chunks` stages of the model, and `placement[rank][chunk]`
-    says which. An empty placement is the round-robin one, rank + chunk * stages. ways: 2 where every stage is held
-    twice; the first half of every rank's chunks are then those of one way, the second half of the other, and a
-    micro-batch takes one of them from end to end.
+    The steps of an asynchronous plan overlap: it contains backwards of the previous step and leaves
+    some backwards to the next step.
 
-    An asynchronous plan is a step that overlaps with those before and after it. begun: of every rank, how many of the
-    micro-batches before have their backward in this plan, and their forward behind them; they are -1, -2 ...; empty
-    where there is no step before. left: of every rank, how many of its own have their backward in the next plan.
+    Attributes:
+        name: the name of the schedule.
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+        chunks: model stages per rank.
+        ranks: the actions per rank.
+        placement: `placement[rank][chunk]` is the stage of that chunk. Empty: round-robin, stage
+            rank + chunk * stages.
+        ways: 2 in a bidirectional plan, which holds every stage twice. The first half of a rank's
+            chunks then belongs to the first direction and the second half to the second one. A
+            micro-batch uses the chunks of one direction only.
+        begun: per rank, how many micro-batches of the previous step have their backward in this
+            plan; their forward was in the previous plan. Their indices are -1, -2 .. Empty without
+            a previous step.
+        left: per rank, how many micro-batches of this step have their backward in the next plan.
     """
 
     name: str
@@ -59,7 +69,7 @@ class Plan:
     left: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "placement"):  # a plan is hashed: of lists it makes tuples
+        for name in ("ranks", "placement"):  # lists become tuples, since a plan is hashed
             rows = getattr(self, name)
             if isinstance(rows, list | tuple):
                 object.__setattr__(
@@ -68,25 +78,25 @@ class Plan:
 
     @property
     def total_stages(self) -> int:
-        """How many stages the model is cut into."""
+        """Number of stages of the model."""
         return self.stages * self.chunks // self.ways
 
     @property
     def asynchronous(self) -> bool:
-        """Whether the step overlaps with those before and after it."""
+        """Whether the step overlaps with the previous or next one."""
         return bool(self.begun or self.left)
 
     @property
     def before(self) -> int:
-        """How many micro-batches of the step before there are in the plan."""
+        """Number of micro-batches of the previous step that appear in the plan."""
         return max(self.begun, default=0)
 
     def is_open(self, rank: int, microbatch: int) -> bool:
-        """Whether a rank has the forward of a micro-batch of the step before behind it, and its backward not."""
+        """Returns whether a rank ran the forward in the previous plan but not the backward."""
         return bool(self.begun) and -self.begun[rank] <= microbatch < 0
 
     def is_left(self, rank: int, microbatch: int) -> bool:
-        """Whether a rank leaves the backward of one of its micro-batches to the next plan."""
+        """Returns whether a rank leaves the backward of this micro-batch to the next plan."""
         return bool(self.left) and microbatch >= self.microbatches - self.left[rank]
 
     @cached_property
@@ -97,24 +107,27 @@ class Plan:
 
     @cached_property
     def pairs(self) -> bool:
-        """Whether some forward runs together with a backward of another micro-batch."""
+        """Whether any forward runs together with a backward of another micro-batch."""
         return any(action.kind is Kind.FB for actions in self.ranks for action in actions)
 
     @cached_property
     def splits(self) -> bool:
-        """Whether some backward is in two: an I and a W."""
+        """Whether any backward is split into I and W."""
         return any(action.kind is Kind.W for actions in self.ranks for action in actions)
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Returns which stage of the model a rank's chunk is."""
+        """Returns the stage of the model that a rank holds as this chunk."""
         return self.placement[rank][chunk] if self.placement else rank + chunk * self.stages
 
     def way_of(self, chunk: int) -> int:
-        """Returns the way that a chunk belongs to: 0, or 1 in the second half of a bidirectional plan's chunks."""
+        """Returns the direction of a chunk.
+
+        0, or 1 for the second half of the chunks of a bidirectional plan.
+        """
         return chunk * self.ways // self.chunks
 
     def locate(self, stage: int, way: int = 0) -> Place:
-        """Returns the (rank, chunk) that holds a stage of the model. Raises ValueError where none does."""
+        """Returns the (rank, chunk) of a stage. Raises ValueError if no rank holds the stage."""
         place = self._places.get((stage, way))
         if place is None:
             raise ValueError(
@@ -123,11 +136,17 @@ class Plan:
         return place
 
     def consumer(self, rank: int, action: Action) -> Place | None:
-        """The (rank, chunk) that uses the result of an F, B or I, or to which a send goes; None where nobody does."""
+        """Returns the (rank, chunk) that uses the result of an F, B or I, or that receives a send.
+
+        None if the action has no consumer.
+        """
         return self._neighbours.get((rank, action.chunk, _CONSUMER.get(action.kind, 0)))
 
     def producer(self, rank: int, action: Action) -> Place | None:
-        """The (rank, chunk) that made what an F, B or I uses, or from which a receive comes; None where nobody does."""
+        """Returns the (rank, chunk) with the input of an F, B or I, or that sends to a receive.
+
+        None if the action has no producer.
+        """
         return self._neighbours.get((rank, action.chunk, _PRODUCER.get(action.kind, 0)))
 
     @cached_property
@@ -140,7 +159,7 @@ class Plan:
 
     @cached_property
     def _neighbours(self) -> dict[tuple[int, int, int], Place]:
-        """(rank, chunk, +1 or -1) -> the place of the next or previous stage on the same way."""
+        """(rank, chunk, +1 or -1) -> (rank, chunk) of the next or previous stage, per direction."""
         return {
             (rank, chunk, step): self._places[stage + step, way]
             for (stage, way), (rank, chunk) in self._places.items()

@@ -1,9 +1,9 @@
-"""Play a plan out on paper: does it finish, and when does each action run.
+"""Simulate a plan: check that it finishes, and compute the start and end of each action.
 
-Use: `spans = play(plan, duration)` gives the times of all compute actions.
+Use: `spans = play(plan, duration)` returns the times of all compute actions.
 
-All ranks walk their lists, each action starting when its rank is free and what it needs from other stages is there.
-Communication in the plan is ignored here: see rendezvous.py for it.
+Every rank runs its list in order. An action starts as soon as its rank is free and its input from
+other stages has arrived. Communication actions are ignored; rendezvous.py checks them.
 """
 
 from __future__ import annotations
@@ -21,41 +21,57 @@ _NONE = -1
 
 
 class _Exchange(NamedTuple):
-    """What an F, B or I of a chunk needs from another stage and makes for one: results of micro-batch 0.
+    """The input and the result of an F, B or I, as indices into the list of all results.
 
-    Results are numbers: activations of stage 0, micro-batches in order (those of the step before first), then of stage
-    1 .., then gradients alike.
+    Results are numbered stage by stage, and by micro-batch within a stage (the previous step's
+    first): first all activations, then all gradients. The indices are for micro-batch 0.
+
+    Attributes:
+        needs: index of the input.
+        latency: time until the input arrives.
+        makes: index of the result.
     """
 
     needs: int
-    travels: float
+    latency: float
     makes: int
 
 
-class _Sort(NamedTuple):
-    """What all actions of a kind on a chunk have in common: how long they take, and what their parts exchange."""
+class _ActionType(NamedTuple):
+    """The duration and exchanges shared by all actions that differ only in their micro-batch."""
 
-    takes: float
+    duration: float
     exchanges: tuple[_Exchange, ...]
 
 
 def play(plan: Plan, duration: Callable[[Action, int], float], latency: float = 0.0) -> Spans:
-    """Returns each rank's compute actions with their start and end, every rank following its list strictly in order.
+    """Returns the start and end of each rank's compute actions, run strictly in list order.
 
-    `duration(action, rank)` is how long an action takes, for whatever micro-batch; a result reaches another rank
-    `latency` after it was made, without keeping either rank busy. Raises ValueError if the plan is not legal, or where
-    it stalls: rank, action and what it waits for.
+    Args:
+        plan: the plan to simulate.
+        duration: `duration(action, rank)` returns the time of an action; it must not depend on the
+            micro-batch.
+        latency: time until a result arrives on another rank. Neither rank is busy meanwhile.
+
+    Returns:
+        Per rank, (action, start, end) of every compute action.
+
+    Raises:
+        ValueError: the plan is invalid, or stalls; the message names the rank, the action and the
+            missing input.
     """
     legal(plan)
     ranks = [[action for action in actions if action.kind in COMPUTE] for actions in plan.ranks]
-    sorts = [_sorts(plan, rank, actions, duration, latency) for rank, actions in enumerate(ranks)]
-    made = _made_before(plan)
+    types = [
+        _action_types(plan, rank, actions, duration, latency) for rank, actions in enumerate(ranks)
+    ]
+    made = _initial_results(plan)
     spans: list[list[Span]] = [[] for _ in ranks]
-    waiting: dict[int, int] = {}  # result -> the rank that waits for it
+    waiting: dict[int, int] = {}  # index of a result -> the rank that waits for it
     runnable = list(range(plan.stages))
     while runnable:
         rank = runnable.pop()
-        missing = _run(ranks[rank], sorts[rank], spans[rank], made, waiting, runnable)
+        missing = _run(ranks[rank], types[rank], spans[rank], made, waiting, runnable)
         if missing != _NONE:
             waiting[missing] = rank
     if any(len(out) < len(actions) for out, actions in zip(spans, ranks, strict=True)):
@@ -67,26 +83,29 @@ def play(plan: Plan, duration: Callable[[Action, int], float], latency: float = 
 
 def _run(
     actions: list[Action],
-    sorts: list[_Sort],
+    types: list[_ActionType],
     out: list[Span],
     made: list[float | None],
     waiting: dict[int, int],
     runnable: list[int],
 ) -> int:
-    """Runs a rank on from where it is. Returns the result that it waits for, or _NONE at its end."""
+    """Runs a rank from its current action until an input is missing.
+
+    Returns the index of the missing result, or _NONE at the end of the list.
+    """
     free = out[-1][2] if out else 0.0
     for number in range(len(out), len(actions)):
-        action, (takes, exchanges) = actions[number], sorts[number]
-        beside, start = action[3], free
-        microbatches = (action[1],) if beside is None else (action[1], beside[1])
-        for (needs, travels, _), microbatch in zip(exchanges, microbatches, strict=True):
+        action, (duration, exchanges) = actions[number], types[number]
+        backward, start = action[3], free
+        microbatches = (action[1],) if backward is None else (action[1], backward[1])
+        for (needs, latency, _), microbatch in zip(exchanges, microbatches, strict=True):
             if needs != _NONE:
-                there = made[needs + microbatch]
-                if there is None:
+                ready = made[needs + microbatch]
+                if ready is None:
                     return needs + microbatch
-                if there + travels > start:
-                    start = there + travels
-        free = start + takes
+                if ready + latency > start:
+                    start = ready + latency
+        free = start + duration
         out.append((action, start, free))
         for (_, _, makes), microbatch in zip(exchanges, microbatches, strict=True):
             if makes != _NONE:
@@ -96,8 +115,8 @@ def _run(
     return _NONE
 
 
-def _made_before(plan: Plan) -> list[float | None]:
-    """When every result was made: at 0 those of the step before, the rest not yet."""
+def _initial_results(plan: Plan) -> list[float | None]:
+    """Returns the time of every result: 0 for results of the previous step, None for the others."""
     count = plan.before + plan.microbatches
     made: list[float | None] = [None] * (2 * plan.total_stages * count)
     for stage in range(plan.total_stages if plan.before else 0):
@@ -109,25 +128,29 @@ def _made_before(plan: Plan) -> list[float | None]:
     return made
 
 
-def _sorts(
+def _action_types(
     plan: Plan,
     rank: int,
     actions: list[Action],
     duration: Callable[[Action, int], float],
     latency: float,
-) -> list[_Sort]:
-    """Of every action; those of which only the micro-batch differs share theirs."""
-    known: dict[tuple[Kind, int, Kind | None, int], _Sort] = {}
-    sorts = []
+) -> list[_ActionType]:
+    """Returns the type of every action; actions that differ only in the micro-batch share one."""
+    known: dict[tuple[Kind, int, Kind | None, int], _ActionType] = {}
+    types = []
     for action in actions:
-        kind, _, chunk, beside = action
-        key = (kind, chunk, None, 0) if beside is None else (kind, chunk, beside.kind, beside.chunk)
-        sort = known.get(key)
-        if sort is None:
+        kind, _, chunk, backward = action
+        key = (
+            (kind, chunk, None, 0)
+            if backward is None
+            else (kind, chunk, backward.kind, backward.chunk)
+        )
+        action_type = known.get(key)
+        if action_type is None:
             exchanges = tuple(_exchange(plan, rank, part, latency) for part in action.parts)
-            sort = known[key] = _Sort(duration(action, rank), exchanges)
-        sorts.append(sort)
-    return sorts
+            action_type = known[key] = _ActionType(duration(action, rank), exchanges)
+        types.append(action_type)
+    return types
 
 
 def _exchange(plan: Plan, rank: int, part: Action, latency: float) -> _Exchange:

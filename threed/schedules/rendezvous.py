@@ -1,11 +1,13 @@
-"""Check that a lowered plan cannot deadlock, under the strictest transport there is.
+"""Check that a lowered plan cannot deadlock, with the strictest transport.
 
-Use: `check_rendezvous(lower(plan))` returns nothing, or raises naming the ranks and actions that wait for each other.
+Use: `check_rendezvous(lower(plan))` returns None, or raises with the ranks and actions that wait
+for each other.
 
-Every send and every receive blocks until the other side stands at the matching one, and messages between two ranks in
-one direction share one in-order channel. A plan that passes also finishes on any transport that buffers or runs
-ahead. REDUCE and GATHER concern other groups of ranks and are passed over here; VALIDATE waits for none that has not
-got there, and must be a consistent cut. UPDATE waits until all ranks have come to NORM.
+Every send and every receive blocks until the peer reaches the matching action, and messages between
+two ranks in one direction share one in-order channel. A plan that passes also finishes on any
+transport with buffers or asynchronous sends. REDUCE and GATHER use other process groups and are
+ignored here. UPDATE waits until all ranks have reached NORM. VALIDATE does not wait for other
+ranks, and is checked by validation.py.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ _RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
 
 def check_rendezvous(plan: Plan) -> None:
-    """Play a lowered plan with fully blocking, in-order transfers.
+    """Simulates a lowered plan with blocking, in-order transfers.
 
-    Raises ValueError for a plan that is not legal, uses what it has not received, pairs different messages, or
-    deadlocks.
+    Raises:
+        ValueError: the plan is invalid, uses a tensor before its receive, pairs different messages,
+            or deadlocks.
     """
     legal(plan)
     _check_inputs(plan)
@@ -58,8 +61,10 @@ def _head(plan: Plan, at: list[int], rank: int) -> Action | None:
 
 
 def _partner(plan: Plan, at: list[int], rank: int, action: Action) -> int | None:
-    """The rank that takes the next step together with this one: itself for local work; None where this one must
-    wait."""
+    """Returns the rank that advances together with this one, or None if this one must wait.
+
+    For local work it is the rank itself.
+    """
     if action.kind is Kind.UPDATE:
         return rank if norms_begun(plan, at) else None
     if action.kind not in SENDS:
@@ -91,23 +96,23 @@ def _peer(plan: Plan, rank: int, action: Action) -> int:
 
 
 def _check_inputs(plan: Plan) -> None:
-    """Whatever a rank computes with has been computed or received by it before, and whatever it sends it has made."""
+    """Checks that every action has its input: computed or received earlier on the same rank."""
     for rank, actions in enumerate(plan.ranks):
         have: set[Action] = set()
         for action in actions:
             for part in action.parts:
                 needs = _needs(plan, rank, part)
-                if needs and have.isdisjoint(needs) and not _came_before(plan, rank, part):
+                if needs and have.isdisjoint(needs) and not _is_from_last_step(plan, rank, part):
                     raise ValueError(
-                        f"plan {plan.name}: rank {rank}: {action} comes before {needs[0]}"
+                        f"plan {plan.name}: rank {rank}: {action} appears before {needs[0]}"
                     )
             if action.kind not in COMPUTE and action in have and action.kind is not Kind.GATHER:
                 raise ValueError(f"plan {plan.name}: rank {rank}: {action} appears twice")
             have.update(action.parts)
 
 
-def _came_before(plan: Plan, rank: int, action: Action) -> bool:
-    """Whether what an action uses was made in the step before, and sent there."""
+def _is_from_last_step(plan: Plan, rank: int, action: Action) -> bool:
+    """Returns whether the input of an action was computed and sent in the previous step."""
     if action.microbatch >= 0 or action.kind in SENDS:
         return False
     source = plan.producer(rank, action)
@@ -115,7 +120,7 @@ def _came_before(plan: Plan, rank: int, action: Action) -> bool:
 
 
 def _needs(plan: Plan, rank: int, action: Action) -> list[Action]:
-    """Actions of the same rank, any one of which gives what this one uses; none needed where empty."""
+    """Returns the local dependencies of an action. One of them suffices; empty if it has none."""
     if action.kind is Kind.SEND_F:
         return [Action(Kind.F, action.microbatch, action.chunk)]
     if action.kind is Kind.SEND_B:
@@ -133,10 +138,12 @@ def _needs(plan: Plan, rank: int, action: Action) -> list[Action]:
 
 
 def validate(plan: Plan) -> None:
-    """Checks everything that can be known of a plan before it runs, with its communication if it has any.
+    """Checks a plan completely before it runs, including its communication if it has any.
 
-    Raises ValueError naming rank and action of what is missing, doubled, misordered, unmatched, used before it arrives,
-    deadlocked under blocking transfers, or reduced before a weight gradient is there.
+    Raises:
+        ValueError: an action is missing, repeated, misordered, unmatched or used before it arrives;
+            the plan deadlocks with blocking transfers; or a reduction precedes a weight
+            gradient. The message names the rank and the action.
     """
     play(plan, lambda *_: 1.0)
     if any(action.kind not in COMPUTE for actions in plan.ranks for action in actions):

@@ -1,9 +1,10 @@
-"""How long a plan takes, how much of that is waiting, and how much each rank must remember.
+"""Simulated times of a plan: makespan, bubble and peak activation memory per rank.
 
-Use: `simulate(build("1f1b", stages=4, microbatches=8), Costs(forward=1, backward_input=1, backward_weight=1)).bubble`.
+    plan = build("1f1b", stages=4, microbatches=8)
+    simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
-Phases: play the plan out with its costs (play.py), then read makespan, bubble, peak activations and messages off the
-times. `span_and_bubble` and `idle_shares` do the same for measured times.
+`simulate` runs the plan with its costs (play.py) and derives makespan, bubble, peak activations and
+message counts from the times. `span_and_bubble` and `idle_shares` do the same for measured times.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ Cost = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """What compute and messages cost, in any unit of time.
+    """Costs of compute actions and messages, in any unit of time.
 
-    A number is the time of one micro-batch over all chunks of a rank: one of V chunks takes 1/V of it. A tuple has
-    the time of every stage of the model instead (stages x chunks values, in model order), for stages that are not
-    equal. `send` is the latency of one message, which keeps neither rank busy. `overlapped` is a forward that runs
-    together with a full backward, in schedules that pair them (default: their sum); of two stages, their mean.
+    A number is the time of one micro-batch over all chunks of a rank; each of V chunks takes 1/V of
+    it. A tuple holds one time per stage of the model instead (stages x chunks values, in model
+    order), for stages of unequal cost.
+
+    Attributes:
+        forward: time of F.
+        backward_input: time of I.
+        backward_weight: time of W. B takes I and W.
+        send: latency of one message, during which both ranks can compute.
+        overlapped: time of a forward together with a full backward, in schedules that pair them;
+            for different stages the mean of both values. None: the sum of forward and backward.
     """
 
     forward: Cost
@@ -40,13 +48,13 @@ class Costs:
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
             times = cost if isinstance(cost, tuple) else (0.0 if cost is None else cost,)
-            if not times or not all(0 <= time < math.inf for time in times):  # nor is nan
+            if not times or not all(0 <= time < math.inf for time in times):  # excludes nan too
                 raise ValueError(
-                    f"costs: {name} is {cost}; times are finite and not negative, and a tuple has one for every stage"
+                    f"costs: {name} is {cost}; times are finite and not negative, and a tuple has one per stage"
                 )
 
     def duration(self, action: Action, rank: int, plan: Plan) -> float:
-        """How long a rank's compute action takes."""
+        """Returns the time of a rank's compute action."""
         if action.beside is not None and self.overlapped is not None:
             return self._of_pair(self.overlapped, action, rank, plan)
         parts = {
@@ -62,11 +70,11 @@ class Costs:
         )
 
     def _of_pair(self, cost: Cost, pair: Action, rank: int, plan: Plan) -> float:
-        """Of a forward with a full backward; without the time of the weights' gradient where that comes later."""
+        """Returns the time of a forward paired with a B or an I; an I does not include W's time."""
         stages = [plan.stage_of(rank, part.chunk) for part in pair.parts]
-        whole = sum(_of_stage(cost, stage, plan) for stage in stages) / 2
+        full = sum(_of_stage(cost, stage, plan) for stage in stages) / 2
         later = pair.parts[1].kind is Kind.I
-        return max(0.0, whole - later * _of_stage(self.backward_weight, stages[1], plan))
+        return max(0.0, full - later * _of_stage(self.backward_weight, stages[1], plan))
 
 
 def _of_stage(cost: Cost, stage: int, plan: Plan) -> float:
@@ -81,12 +89,16 @@ def _of_stage(cost: Cost, stage: int, plan: Plan) -> float:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A plan played out.
+    """The result of simulating a plan.
 
-    `makespan` is the time from start to end; `span` the longest time from first start to last end of one rank, and
-    `bubble` the part of it in which that rank does not compute (the convention of arXiv 2401.10241, section 5).
-    `peak_activations`: per rank, from the start of F to the end of B or W, in micro-batches over all chunks of the
-    rank. `messages`: per rank, sends in one step. `spans`: per rank, (action, start, end) of every compute action.
+    Attributes:
+        makespan: time from the first start to the last end.
+        span: the longest time of any rank from its first start to its last end.
+        bubble: idle fraction of that rank within its span (as in arXiv 2401.10241, section 5).
+        peak_activations: per rank, the maximum of live activations, in micro-batches over all
+            chunks of the rank. They are live from the start of F to the end of B or W.
+        messages: per rank, the number of sends per step.
+        spans: per rank, (action, start, end) of every compute action.
     """
 
     makespan: float
@@ -98,9 +110,12 @@ class Timeline:
 
 
 def simulate(plan: Plan, costs: Costs) -> Timeline:
-    """Play the plan out with these costs; communication in it is ignored, since messages keep no rank busy.
+    """Simulates a plan with these costs.
 
-    Raises ValueError naming rank and action where the plan is not legal or stalls.
+    Communication actions in the plan are ignored: messages cost latency only.
+
+    Raises:
+        ValueError: the plan is invalid or stalls; the message names the rank and the action.
     """
     spans = play(plan, lambda action, rank: costs.duration(action, rank, plan), costs.send)
     span, bubble = span_and_bubble(spans)
@@ -115,10 +130,10 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
 
 
 def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
-    """The longest first-start-to-last-end of one rank, and the part of it in which that rank does not compute.
+    """Returns the longest span of a rank, from first start to last end, and its idle fraction.
 
-    Only compute actions count, so measured times of transfers and waits may be among them. Of ranks with equal spans
-    the first.
+    Communication is ignored, so measured spans may contain transfers and waits. If several ranks
+    have the longest span, the first of them is used.
     """
     extents = []
     for actions in spans:
@@ -130,11 +145,12 @@ def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
 
 
 def idle_shares(spans: Sequence[Sequence[Span]]) -> list[float]:
-    """Returns per rank the share of a step in which it does not compute.
+    """Returns the idle fraction of each rank, within a step.
 
-    A step lasts from the first start to the last end of the compute actions of all ranks. The mean of the shares is the
-    share of time lost, also for unequal stages, for which the bubble of `span_and_bubble` is misleading. The rank with
-    the smallest share is the one that the others wait for.
+    A step lasts from the first start to the last end of the compute actions of all ranks. The mean
+    of the fractions is the fraction of time lost. It also holds for unequal stages, for which the
+    bubble of `span_and_bubble` is misleading. The rank with the smallest fraction is the
+    bottleneck.
     """
     rows = [
         [(start, end) for action, start, end in actions if action.kind in COMPUTE]
@@ -148,44 +164,57 @@ def idle_shares(spans: Sequence[Sequence[Span]]) -> list[float]:
 
 
 def replay(plan: Plan, measured: Sequence[Sequence[Span]]) -> Spans:
-    """Returns the plan played out with the times that its actions took, messages taking none: what was to be expected.
+    """Returns the plan simulated with measured action times and without message latency.
 
-    measured: per rank, (action, start, end), communication passed over. An action takes the mean of those of its kind
-    on its chunk. Raises ValueError where a rank's actions are not those of the plan.
+    Compare it with the measured spans to see the cost of communication.
+
+    Args:
+        plan: the plan that was run.
+        measured: per rank, (action, start, end); communication is ignored. Each action takes the
+            mean of all measured actions of its kind on its chunk.
+
+    Raises:
+        ValueError: an action of the plan was not measured.
     """
     means = [_means(spans) for spans in measured]
 
     def duration(action: Action, rank: int) -> float:
-        if _sort(action) not in means[rank]:
+        if _action_type(action) not in means[rank]:
             raise ValueError(f"plan {plan.name}: rank {rank}: no {action} was measured")
-        return means[rank][_sort(action)]
+        return means[rank][_action_type(action)]
 
     return play(plan, duration)
 
 
-def _sort(action: Action) -> tuple[tuple[Kind, int], ...]:
+def _action_type(action: Action) -> tuple[tuple[Kind, int], ...]:
     return tuple((part.kind, part.chunk) for part in action.parts)
 
 
 def _means(spans: Sequence[Span]) -> dict[tuple[tuple[Kind, int], ...], float]:
     times: dict[tuple[tuple[Kind, int], ...], list[float]] = {}
     for action, start, end in spans:
-        times.setdefault(_sort(action), []).append(end - start)
-    return {sort: fmean(found) for sort, found in times.items()}
+        times.setdefault(_action_type(action), []).append(end - start)
+    return {kind: fmean(found) for kind, found in times.items()}
 
 
 def peak_activations(plan: Plan, rank: int) -> float:
-    """Returns the most micro-batches, over all chunks of the rank, whose activations it holds at once.
+    """Returns the maximum of live activations on a rank, in micro-batches over all its chunks.
 
-    In a bidirectional plan a micro-batch is on half of the chunks.
+    In a bidirectional plan a micro-batch uses half of the chunks.
     """
     return float(Fraction(most_kept(plan, rank, [1] * plan.chunks) * plan.ways, plan.chunks))
 
 
 def most_kept(plan: Plan, rank: int, kept: Sequence[int]) -> int:
-    """Returns the most that a rank holds of activations at once, if each chunk keeps `kept` of a micro-batch.
+    """Returns the maximum of live activations on a rank, with `kept` units per chunk.
 
-    A rank's actions never overlap, so their order alone decides. A pair holds both of its micro-batches.
+    The order of actions alone defines it, because actions of a rank never overlap in time. A
+    forward paired with a backward counts while the backward's activations are still live.
+
+    Args:
+        plan: the plan.
+        rank: pipeline rank.
+        kept: per chunk, the activations of one micro-batch, in any integer unit such as bytes.
     """
     releasing = (Kind.F,) if plan.forward_only else (Kind.B, Kind.W)
     alive = peak = kept[0] * plan.begun[rank] if plan.begun else 0

@@ -1,14 +1,15 @@
-"""Plans as the CSV text of torch.distributed.pipelining, both ways.
+"""Conversion of plans to and from the CSV format of torch.distributed.pipelining.
 
-    text = to_csv(build("1f1b", stages=4, microbatches=8))     a row for each rank: 0F0,0F1,0F2,0F3,0B0,0F4,...
-    plan = from_csv(text, "mine.csv")                          refused by row and cell where something is wrong
+    text = to_csv(build("1f1b", stages=4, microbatches=8))    one row per rank: 0F0,0F1,0F2,0F3...
+    plan = from_csv(text, "mine.csv")                         errors name the row and the cell
 
-A cell is one action: stage of the model, kind (F, B, I, W), micro-batch. `(0F7;7B3)OVERLAP_F_B` runs a forward together
-with a backward, and an empty cell nothing. Which stages a rank has follows from its row; they are its chunks, in the
-order of the model. Sends, receives, gathers and reductions (`0SEND_F3`, `2UNSHARD`) are read over: `lower` adds ours.
+A cell is one action: stage of the model, kind (F, B, I, W), micro-batch. `(0F7;7B3)OVERLAP_F_B`
+runs a forward together with a backward. Empty cells are ignored. The stages in a row are the chunks
+of that rank, in model order. Sends, receives, gathers and reductions (`0SEND_F3`, `2UNSHARD`) are
+ignored: `lower` adds communication.
 
-Phases: split the text into cells, see who has which stage, check every cell, then make the plan and play it out.
-Source: torch 2.13, torch/distributed/pipelining/schedules.py, `_Action` and `PipelineScheduleMulti._load_csv`.
+Source: torch 2.13, torch/distributed/pipelining/schedules.py, `_Action` and
+`PipelineScheduleMulti._load_csv`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _BEFORE = {Kind.F: None, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 
 
 class _Part(NamedTuple):
-    """A compute action as torch writes it."""
+    """A compute action in torch's notation."""
 
     stage: int
     kind: Kind
@@ -43,7 +44,13 @@ class _Part(NamedTuple):
 
 
 class _Cell(NamedTuple):
-    """What a cell says: one part, two that run together, or none of a communication. where: for messages."""
+    """A parsed cell.
+
+    Attributes:
+        where: file, row and cell, for messages.
+        parts: one action, two that run together, or none for communication.
+        stages: the stages that the cell names.
+    """
 
     where: str
     parts: tuple[_Part, ...]
@@ -51,9 +58,11 @@ class _Cell(NamedTuple):
 
 
 def to_csv(plan: Plan) -> str:
-    """Returns the plan's compute actions as text; torch adds communication of its own.
+    """Returns the plan's compute actions as CSV text. torch adds communication itself.
 
-    Raises ValueError for a bidirectional plan: torch has every stage on one rank only; and for an asynchronous one.
+    Raises:
+        ValueError: the plan is bidirectional, since torch has each stage on one rank, or
+            asynchronous.
     """
     if plan.asynchronous:
         raise ValueError(
@@ -81,23 +90,35 @@ def _cell_text(plan: Plan, rank: int, action: Action) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Plan:
-    """Returns the plan that a text is, under this name: legal, and free of stalls.
+    """Returns the plan in a CSV text, checked by `validate`.
 
-    Raises ValueError naming row and cell of what is wrong. Every rank must have equally many stages, as in `Plan`.
+    Args:
+        text: the CSV text. All ranks must have the same number of stages.
+        name: name of the plan, for messages.
+
+    Raises:
+        ValueError: the text is invalid; the message names the row and the cell.
     """
     rows = _read(text, name)
-    held = _placement(rows, name)
+    placement = _placement(rows, name)
     for row in rows:
         _check_order(row)
     microbatches = _count_microbatches(rows, name)
-    chunk_of = {stage: chunk for stages in held for chunk, stage in enumerate(stages)}
+    chunk_of = {stage: chunk for stages in placement for chunk, stage in enumerate(stages)}
     ranks = tuple(
         tuple(_action(cell.parts, chunk_of) for cell in row if cell.parts) for row in rows
     )
-    in_turn = tuple(
-        tuple(range(rank, len(rows) * len(held[0]), len(rows))) for rank in range(len(rows))
+    round_robin = tuple(
+        tuple(range(rank, len(rows) * len(placement[0]), len(rows))) for rank in range(len(rows))
     )
-    plan = Plan(name, len(rows), microbatches, len(held[0]), ranks, () if held == in_turn else held)
+    plan = Plan(
+        name,
+        len(rows),
+        microbatches,
+        len(placement[0]),
+        ranks,
+        () if placement == round_robin else placement,
+    )
     validate(plan)
     return plan
 
@@ -110,9 +131,7 @@ def _read(text: str, name: str) -> list[list[_Cell]]:
     while table and not "".join(table[-1]).strip():
         table.pop()
     if not table:
-        raise ValueError(
-            f"{name}: there is nothing in it; a row for each rank is needed, such as 0F0,0B0"
-        )
+        raise ValueError(f"{name}: the file is empty; it needs one row per rank, such as 0F0,0B0")
     rows = []
     for number, texts in enumerate(table, 1):
         cells = (
@@ -136,20 +155,20 @@ def _parse(text: str, where: str) -> _Cell:
     kinds = "".join(sorted(part.kind for part in parts))
     if len(parts) != len(found) or (pair and kinds not in ("BF", "FI")):
         raise ValueError(
-            f"{where}: no action of torch.distributed.pipelining; examples: 0F3, 1B3, 1I3, 1W3, (0F7;7B3)OVERLAP_F_B"
+            f"{where}: not an action of torch.distributed.pipelining; examples: 0F3, 1B3, 1I3, 1W3, (0F7;7B3)OVERLAP_F_B"
         )
     return _Cell(where, parts, tuple(part.stage for part in parts))
 
 
 def _placement(rows: Sequence[Sequence[_Cell]], name: str) -> tuple[tuple[int, ...], ...]:
-    """The stages of every rank: those that its row computes."""
+    """Returns the stages that each row computes, sorted."""
     home: dict[int, int] = {}
     for number, row in enumerate(rows, 1):
         for cell in row:
             for part in cell.parts:
                 if home.setdefault(part.stage, number) != number:
                     raise ValueError(
-                        f"{cell.where}: stage {part.stage} is that of row {home[part.stage]} already"
+                        f"{cell.where}: stage {part.stage} is in row {home[part.stage]} already"
                     )
     for number, row in enumerate(rows, 1):
         for cell in row:
@@ -158,40 +177,40 @@ def _placement(rows: Sequence[Sequence[_Cell]], name: str) -> tuple[tuple[int, .
                     f"{cell.where}: this row computes nothing of stage {cell.stages[0]}"
                 )
     if missing := set(range(len(home))) - home.keys():
-        raise ValueError(f"{name}: no row has stage {min(missing)}, and one has stage {max(home)}")
-    held = tuple(
+        raise ValueError(f"{name}: no row has stage {min(missing)}, but one has stage {max(home)}")
+    placement = tuple(
         tuple(sorted(s for s, row in home.items() if row == number))
         for number in range(1, len(rows) + 1)
     )
-    for number, stages in enumerate(held, 1):
-        if len(stages) != len(held[0]):
-            counts = f"row 1 has {len(held[0])} stages and row {number} has {len(stages)}"
-            raise ValueError(f"{name}: {counts}; every rank must have equally many")
-    return held
+    for number, stages in enumerate(placement, 1):
+        if len(stages) != len(placement[0]):
+            counts = f"row 1 has {len(placement[0])} stages and row {number} has {len(stages)}"
+            raise ValueError(f"{name}: {counts}; all ranks must have the same number")
+    return placement
 
 
 def _check_order(row: Iterable[_Cell]) -> None:
-    """Nothing twice, nothing before what it follows, and one kind of backward."""
+    """Checks that a row repeats no action, keeps their order, and has one kind of backward."""
     seen: set[_Part] = set()
     for cell in row:
         for part in cell.parts:
             before = _BEFORE[part.kind]
-            others = {Kind.B: Kind.I, Kind.I: Kind.B}
+            excludes = {Kind.B: Kind.I, Kind.I: Kind.B}
             if part in seen:
                 raise ValueError(f"{cell.where}: {part} appears twice")
             if before and part._replace(kind=before) not in seen:
                 raise ValueError(
                     f"{cell.where}: {part} appears before {part._replace(kind=before)}"
                 )
-            if part.kind in others and part._replace(kind=others[part.kind]) in seen:
+            if part.kind in excludes and part._replace(kind=excludes[part.kind]) in seen:
                 raise ValueError(
-                    f"{cell.where}: this micro-batch had its backward; it is one B, or one I and one W"
+                    f"{cell.where}: this micro-batch already had its backward; it is one B, or one I and one W"
                 )
         seen.update(cell.parts)
 
 
 def _count_microbatches(rows: Iterable[Iterable[_Cell]], name: str) -> int:
-    """How many there are; every stage must have a forward and a backward of each, numbered from 0."""
+    """Returns the number of micro-batches. Each stage must have a forward and backward of each."""
     done: dict[int, dict[Kind, set[int]]] = {}
     for row in rows:
         for cell in row:

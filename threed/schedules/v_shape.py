@@ -1,16 +1,19 @@
-"""ZB-V, V-Half and V-Min: split backwards on ranks that hold two stages of the model each, down the ranks and up again.
+"""ZB-V, V-Half and V-Min: split backwards, with two model stages per rank in the shape of a V.
 
-Use: `zb_v(stages=4, microbatches=8)`; `v_half` and `v_min` take the same and need less memory. They are planned for F,
-I and W of one length: `zb_auto(..., chunks=2)` plans for measured ones.
+Use: `zb_v(stages=4, microbatches=8)`; `v_half` and `v_min` have the same arguments and need less
+memory. They assume equal times of F, I and W: `zb_auto(..., chunks=2)` uses measured ones.
 
-A micro-batch ends on the rank on which it began, so that first and last stage share a rank, and every rank holds the
-same number of activations. With F, I and W of one length ZB-V does not wait at all from first to last action, with the
-activations of 1F1B's first rank; V-Half holds about a half of these and waits about a half of what 1F1B does, V-Min a
-third and two thirds. Sources: Qi et al. 2024, arXiv 2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
+A micro-batch ends on the rank on which it began: the first and the last stage share a rank, and all
+ranks keep the same number of activations. With equal times of F, I and W, ZB-V has no idle time
+between the first and the last action, and keeps as many activations as the first rank of 1F1B.
+V-Half keeps about half as many and is idle for about half the time of 1F1B; V-Min keeps a third and
+is idle for two thirds of that time. Sources: Qi et al. 2024, arXiv 2401.10241, section 6; Qi et al.
+2024, arXiv 2405.15362.
 
-ZB-V has an order of its own. V-Half and V-Min begin with a pattern that repeats for every micro-batch within the memory
-limit. Of several orders that follow it (the pattern itself with its beginning and end as early as possible, and list
-scheduling) the one that ends first, with W where ranks would wait or need memory, is improved along its critical path.
+ZB-V has a fixed order. V-Half and V-Min start with a pattern that repeats for every micro-batch
+within the memory limit. Several orders are derived from it: the pattern with its beginning and end
+moved as early as possible, and list scheduling. W is placed when ranks would be idle or need
+memory. The order with the smallest makespan is then improved along its critical path.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ from threed.schedules.list_scheduling import Priority, list_orders
 from threed.schedules.plan import Plan
 from threed.schedules.simulation import Costs
 
-PERIOD = 6  # two forwards, two I and two W for every micro-batch on every rank
-UNIT = Costs(2, 2, 2)  # every action of one chunk takes 1
+PERIOD = 6  # per micro-batch and rank: two F, two I and two W
+UNIT = Costs(2, 2, 2)  # every action on one of two chunks takes 1
 _EFFORT = 100_000  # of `shorten`
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
-    """Holds at most `stages` micro-batches on every rank."""
+    """Returns the plan of ZB-V. A rank keeps at most `stages` micro-batches."""
     unit = Flow.of(v_shape(stages), microbatches, UNIT)
     filled = fill(unit, phases(unit), 2 * stages)
     assert filled is not None
@@ -39,12 +42,12 @@ def zb_v(stages: int, microbatches: int) -> Plan:
 
 
 def v_half(stages: int, microbatches: int) -> Plan:
-    """Holds at most (stages + 2) // 2 micro-batches on every rank."""
+    """Returns the plan of V-Half. A rank keeps at most (stages + 2) // 2 micro-batches."""
     return _best("v-half", stages, microbatches, (stages + 2) // 2, [Variant(2, tight=True)])
 
 
 def v_min(stages: int, microbatches: int) -> Plan:
-    """Holds at most (stages + 4) // 3 micro-batches on every rank."""
+    """Returns the plan of V-Min. A rank keeps at most (stages + 4) // 3 micro-batches."""
     variants = [
         Variant(1, tight=True),
         Variant(1, 4),
@@ -56,11 +59,17 @@ def v_min(stages: int, microbatches: int) -> Plan:
 
 
 class Variant(NamedTuple):
-    """One way to get orders from the pattern in which a forward takes `hop` units from rank to rank on the way down.
+    """A way to derive orders from a pattern.
 
-    tight: the pattern's own, begun and ended as early as may be. Else list scheduling, where a micro-batch may take
-    `extra` units longer than in the pattern, and `more` chunks may be in flight. balanced: before its first I of its
-    first stage a rank keeps room for its second chunk, and lets it use all. eager: see `Priority`.
+    Attributes:
+        hop: units that a forward takes from rank to rank on the way down, in the pattern.
+        extra: for list scheduling: units that a micro-batch may take longer than in the pattern.
+        more: for list scheduling: additional chunks in flight.
+        balanced: for list scheduling: before its first I of its first stage, a rank reserves memory
+            for its second chunk.
+        eager: see `Priority`.
+        tight: use the pattern with its beginning and end as early as possible, instead of list
+            scheduling.
     """
 
     hop: int
@@ -72,7 +81,7 @@ class Variant(NamedTuple):
 
 
 def _best(name: str, stages: int, microbatches: int, limit: int, variants: list[Variant]) -> Plan:
-    """Returns the plan of the variant that ends first, improved along its critical path."""
+    """Returns the plan of the shortest variant, improved along its critical path."""
     unit, chunks = Flow.of(v_shape(stages), microbatches, UNIT), 2 * limit
     orders = [orders_of(unit, variant, chunks) for variant in variants]
     filled = [fill(unit, order, chunks) for order in orders if order is not None]
@@ -81,7 +90,10 @@ def _best(name: str, stages: int, microbatches: int, limit: int, variants: list[
 
 
 def orders_of(unit: Flow, variant: Variant, limit: int) -> Orders | None:
-    """The orders of one variant; None where there are none. limit: chunks of a micro-batch that a rank may hold."""
+    """Returns the orders of one variant, or None if it has none.
+
+    limit: maximum of live activations on a rank, in micro-batches of one chunk.
+    """
     ranks = unit.ranks
     begin = pattern(ranks, variant.hop)
     if variant.tight:
@@ -101,10 +113,11 @@ def orders_of(unit: Flow, variant: Variant, limit: int) -> Orders | None:
 
 
 def phases(unit: Flow) -> Orders:
-    """ZB-V's own order (arXiv 2401.10241, section 6), for as many micro-batches as there are.
+    """Returns ZB-V's order (arXiv 2401.10241, section 6) for any number of micro-batches.
 
-    Rank r, with its down chunk's F and I and its up chunk's f and i: F until the first f comes back, f and F in turn
-    until the first i, the up chunk's f and i until the first I, then F, I, f and i in turn.
+    Each rank has F and I of its down chunk and f and i of its up chunk. It runs F until the first f
+    is available, then f and F in turn until the first i, then f and i until the first I, then F, I,
+    f and i in turn.
     """
     orders = []
     for rank in range(unit.ranks):
@@ -123,14 +136,15 @@ def phases(unit: Flow) -> Orders:
     return orders
 
 
-# Units between a first rank's second forward and its I, for patterns in which no two actions meet.
+# Units between the first rank's second forward and the I that follows, so that no actions collide.
 _GAPS = {1: lambda ranks: 2 if ranks % 3 == 0 else 0, 2: lambda ranks: 0 if ranks % 2 else 3}
 
 
 def pattern(ranks: int, hop: int) -> tuple[int, ...]:
-    """When a micro-batch comes to every position, from rank to rank in 1 unit on the way up and `hop` on the way down.
+    """Returns the start of every position for one micro-batch, in units.
 
-    1 is V-Min and 2 V-Half (arXiv 2405.15362, section 3 and appendix); 5 fills the memory of ZB-V.
+    It takes 1 unit from rank to rank on the way up and `hop` units on the way down. hop=1 is V-Min,
+    hop=2 is V-Half (arXiv 2405.15362, section 3 and appendix), and hop=5 uses the memory of ZB-V.
     """
     gap = _GAPS[hop](ranks) if hop in _GAPS else 0
     begin, now = [], 0
@@ -145,14 +159,15 @@ def pattern(ranks: int, hop: int) -> tuple[int, ...]:
 
 
 class _Tightening:
-    """A pattern for all micro-batches in slots of one unit, whose beginning and end are moved to earlier free slots.
+    """A pattern repeated for all micro-batches, with its beginning and end moved to earlier slots.
 
-    Between the first micro-batch's end and the last one's begin nothing moves, so that nothing meets.
+    A slot is one unit. Between the end of the first micro-batch and the start of the last one no
+    action moves, since the pattern has no collisions there.
     """
 
     def __init__(self, unit: Flow, begin: tuple[int, ...], limit: int):
         self.unit, self.limit = unit, limit
-        self.last = len(begin)  # W of position p is written p + last
+        self.last = len(begin)  # the W of position p has number p + last
         times = {**dict(enumerate(begin)), **self._weights(begin)}
         count = unit.microbatches
         self.times = {
@@ -162,11 +177,11 @@ class _Tightening:
         self.moving = (begin[-1], begin[0] + PERIOD * (count - 1))
         slots = max(times.values()) + PERIOD * count + 1
         self.taken = [bytearray(slots) for _ in range(unit.ranks)]
-        # at first what changes in a slot, then how many there are
-        self.held = [[0] * slots for _ in range(unit.ranks)]
+        # per rank and slot: first the changes of live activations, later their sums
+        self.activations = [[0] * slots for _ in range(unit.ranks)]
 
     def _weights(self, begin: tuple[int, ...]) -> dict[int, int]:
-        """The first slots after I that nothing else has, in any period."""
+        """Returns the start of each W: the first free slot after its I, modulo the period."""
         weights = {}
         for rank in range(self.unit.ranks):
             positions = self.unit.positions(rank)
@@ -182,7 +197,7 @@ class _Tightening:
         return weights
 
     def orders(self) -> Orders | None:
-        """The orders of forwards and backwards; None where actions of the pattern meet."""
+        """Returns the orders of forwards and backwards, or None if actions collide."""
         actions = sorted(
             (time, p, mb) for p, times in self.times.items() for mb, time in enumerate(times)
         )
@@ -191,8 +206,8 @@ class _Tightening:
             if self.taken[rank][time]:
                 return None
             self.taken[rank][time] = 1
-            self.held[rank][time] += self._change(position)
-        self.held = [list(accumulate(changes)) for changes in self.held]
+            self.activations[rank][time] += self._change(position)
+        self.activations = [list(accumulate(changes)) for changes in self.activations]
         for time, position, microbatch in actions:
             if not self.moving[0] <= time <= self.moving[1]:
                 self._move(time, position, microbatch)
@@ -206,17 +221,17 @@ class _Tightening:
         ]
 
     def _change(self, position: int) -> int:
-        """How many activations more the rank holds after this action."""
+        """Returns the change of live activations by an action."""
         return 1 if position < self.unit.forwards else -1 if position >= self.last else 0
 
     def _hold(self, rank: int, position: int, slots: range) -> None:
-        """Counts the change of an action in these slots."""
-        change, held = self._change(position), self.held[rank]
+        """Adds the change of an action to the live activations in these slots."""
+        change, activations = self._change(position), self.activations[rank]
         for slot in slots if change else ():
-            held[slot] += change
+            activations[slot] += change
 
     def _move(self, time: int, position: int, microbatch: int) -> None:
-        """Moves an action to the earliest free slot after what it needs, if memory allows."""
+        """Moves an action to the earliest free slot after its input, if memory allows."""
         rank, times = self.unit.rank[position % self.last], self.times[position]
         need = position - (self.last if position >= self.last else 1)
         earliest = max(
@@ -225,7 +240,7 @@ class _Tightening:
         )
         if position < self.unit.forwards:
             slot = time
-            while slot > earliest and self.held[rank][slot - 1] < self.limit:
+            while slot > earliest and self.activations[rank][slot - 1] < self.limit:
                 slot -= 1
             earliest = slot
         slot = self.taken[rank].find(0, earliest, time)

@@ -1,13 +1,15 @@
-"""Where a plan may find out that the update before it was wrong, and begin again: a cut through all ranks' lists.
+"""The point of a step at which the previous update may still be undone, as VALIDATE in all lists.
 
-    lowered = add_validation(lowered)         every rank gets a VALIDATE
-    check_validation(lowered)                 is it a cut behind which nothing is left to undo but forwards?
-    time_between_steps(plan, costs)           what ranks save that need not wait for each other between two steps
+    lowered = add_validation(lowered)         adds a VALIDATE to every rank
+    check_validation(lowered)                 raises ValueError if a VALIDATE is misplaced
+    time_between_steps(plan, costs)           time saved per step without a barrier between steps
 
-The update before the step may be undone at VALIDATE (post-update validation, arXiv 2401.10241, section 4), and the step
-begun again. So no gradient may be there yet, for those of the step before are still needed. And the cut is consistent:
-what is sent before it is received before it, so that no message of the first attempt meets one of the second. Of all
-such cuts this is the last one: it leaves the most time for the sum over all ranks.
+At VALIDATE the update before the step may be undone (post-update validation, arXiv 2401.10241,
+section 4); the step then restarts. So two conditions hold. No rank computes a gradient before
+VALIDATE, because the gradients of the previous step are still needed. And the VALIDATEs form a
+consistent cut: a message sent before VALIDATE is also received before it, so that no message of the
+first attempt is in flight when the step restarts. `add_validation` chooses the latest such point,
+which leaves the most time for the reduction over all ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from threed.schedules.simulation import Costs, simulate
 
 _RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 _VALIDATE = Action(Kind.VALIDATE, -1)
-Message = tuple[int, int, int, int]  # rank and place in its list of the send, and of the receive
+Message = tuple[int, int, int, int]  # rank and index of the send, rank and index of the receive
 
 
 def add_validation(plan: Plan) -> Plan:
-    """Returns a lowered plan with a VALIDATE on every rank, at the last consistent cut before any gradient."""
+    """Returns a lowered plan with a VALIDATE on every rank, as late as possible."""
     cut = [_first_gradient(actions) for actions in plan.ranks]
     messages = [m for m in _messages(plan) if m[1] < cut[m[0]] or m[3] < cut[m[2]]]
     moved = True
@@ -43,10 +45,11 @@ def add_validation(plan: Plan) -> Plan:
 
 
 def check_validation(plan: Plan) -> None:
-    """Checks the cut of a lowered plan, if it has one.
+    """Checks the VALIDATEs of a lowered plan, if it has any.
 
-    Raises ValueError naming rank and action where VALIDATE is missing, doubled or behind a gradient, and of a message
-    that is on its way while ranks validate.
+    Raises:
+        ValueError: a VALIDATE is missing, repeated or after a gradient, or a message is in flight
+            at VALIDATE; the message names the rank and the action.
     """
     counts = [actions.count(_VALIDATE) for actions in plan.ranks]
     if not any(counts):
@@ -66,13 +69,13 @@ def check_validation(plan: Plan) -> None:
     for sender, sent, receiver, received in _messages(plan):
         if (sent < cut[sender]) != (received < cut[receiver]):
             raise ValueError(
-                f"plan {plan.name}: rank {sender}: {plan.ranks[sender][sent]} is on its way to rank {receiver} at"
+                f"plan {plan.name}: rank {sender}: {plan.ranks[sender][sent]} is in flight to rank {receiver} at"
                 f" {_VALIDATE}"
             )
 
 
 def _first_gradient(actions: tuple[Action, ...]) -> int:
-    """The place of the first action that changes gradients; behind the list where none does."""
+    """Returns the index of the first action that changes gradients, or the length of the list."""
     changes = (Kind.B, Kind.I, Kind.W, Kind.REDUCE)
     return next(
         (
@@ -85,7 +88,7 @@ def _first_gradient(actions: tuple[Action, ...]) -> int:
 
 
 def _messages(plan: Plan) -> list[Message]:
-    """All messages, those of the last ranks first."""
+    """Returns all messages, those sent by the last ranks first."""
     places = [{action: n for n, action in enumerate(actions)} for actions in plan.ranks]
     found = []
     for sender in reversed(range(plan.stages)):
@@ -95,17 +98,18 @@ def _messages(plan: Plan) -> list[Message]:
                 received = places[to[0]].get(
                     Action(_RECEIVE_OF[action.kind], action.microbatch, to[1])
                 )
-                if received is not None:  # else `check_rendezvous` says so
+                if received is not None:  # otherwise `check_rendezvous` raises
                     found.append((sender, sent, to[0], received))
     return found
 
 
 @functools.lru_cache(maxsize=8)
 def time_between_steps(plan: Plan, costs: Costs) -> float:
-    """How much sooner every step ends where a rank begins the next one when it is done, and not when all are.
+    """Returns the time that each step saves if ranks start the next step without a barrier.
 
-    In the costs' unit of time. Steps may follow one another as fast as the slowest rank runs one; where all wait, as
-    fast as the first one's start and the last one's end allow. 0 where the rank that begins first ends last.
+    Without a barrier, steps follow each other as fast as the slowest rank completes one. With a
+    barrier, a step takes from the first start to the last end on any rank. The result has the unit
+    of `costs`. It is 0 if the rank that starts first also ends last.
     """
     timeline = simulate(plan, costs)
     return timeline.makespan - timeline.span

@@ -1,4 +1,4 @@
-"""The order in which a chunk's units are gathered, run and released: one pass, with gathers running ahead.
+"""The order in which a pass gathers, runs and releases a chunk's units, with prefetched gathers.
 
 for step in walk(range(4), ahead=1):  gather 0, 1 · run 0 · release 0 · gather 2 · run 1 · ...
 """
@@ -10,7 +10,13 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """Begin to gather the units `gather`, run the unit `run`, then release it if `release`."""
+    """One step of a pass.
+
+    Attributes:
+        gather: units to start gathering.
+        run: the unit to run then.
+        release: whether to release that unit afterwards.
+    """
 
     gather: tuple[int, ...]
     run: int
@@ -18,9 +24,12 @@ class Step(NamedTuple):
 
 
 def walk(units: Sequence[int], ahead: int, keep_last: bool = False) -> Iterator[Step]:
-    """The steps of one pass over `units`, in their order: forward as they are, backward reversed.
+    """Yields the steps of one pass over `units`.
 
-    At most `ahead` + 1 units are whole at once. keep_last: the last one is needed by what follows, and stays.
+    Args:
+        units: the units in execution order (reversed for a backward).
+        ahead: number of units to gather ahead; at most `ahead` + 1 units are gathered at once.
+        keep_last: whether to keep the last unit gathered for the next pass.
     """
     for at, unit in enumerate(units):
         first = 0 if at == 0 else at + ahead
@@ -29,5 +38,5 @@ def walk(units: Sequence[int], ahead: int, keep_last: bool = False) -> Iterator[
 
 
 def first_units(units: Sequence[int], ahead: int) -> tuple[int, ...]:
-    """What a pass over `units` gathers before anything runs: the work of the GATHER action."""
+    """Returns the units that a pass gathers before it runs the first one, in the GATHER action."""
     return tuple(units[: ahead + 1])

@@ -1,10 +1,10 @@
-"""ZB-H1 and ZB-H2: 1F1B with the backward split, so that weight gradients fill what was waiting.
+"""ZB-H1 and ZB-H2: 1F1B with split backwards, so that weight gradients fill the bubble.
 
 Use: `zb_h1(stages=4, microbatches=8)`.
 
-Where F, I and W take f, b and w, ranks wait (stages - 1)(f + b - w) under ZB-H1, with as many activations as under 1F1B
-on its first rank, and (stages - 1)(f + b - 2w) under ZB-H2, with 2 * stages - 1 of them. Source: Qi et al. 2024, arXiv
-2401.10241, sections 2.2 and 2.3.
+With times f, b and w of F, I and W, the idle time per rank is (stages - 1)(f + b - w) for ZB-H1,
+which keeps as many activations as the first rank of 1F1B. It is (stages - 1)(f + b - 2w) for ZB-H2,
+which keeps 2 * stages - 1 of them. Source: Qi et al. 2024, arXiv 2401.10241, sections 2.2 and 2.3.
 """
 
 from __future__ import annotations
@@ -14,19 +14,26 @@ from threed.schedules.plan import Plan
 
 
 def zb_h1(stages: int, microbatches: int) -> Plan:
-    """Stage s begins with (stages - s - 1) forwards as in 1F1B, and runs W from its I number s on."""
+    """Returns the plan of ZB-H1.
+
+    Stage s starts with (stages - s - 1) forwards as in 1F1B. Its W are s micro-batches behind its
+    I.
+    """
     ranks = tuple(_rank(microbatches, stages - s - 1, s) for s in range(stages))
     return Plan("zb-h1", stages, microbatches, 1, ranks)
 
 
 def zb_h2(stages: int, microbatches: int) -> Plan:
-    """Stage s begins with 2 * (stages - s - 1) forwards, and runs W from its I number 2 * s on."""
+    """Returns the plan of ZB-H2.
+
+    Stage s starts with 2 * (stages - s - 1) forwards. Its W are 2 * s micro-batches behind its I.
+    """
     ranks = tuple(_rank(microbatches, 2 * (stages - s - 1), 2 * s) for s in range(stages))
     return Plan("zb-h2", stages, microbatches, 1, ranks)
 
 
 def _rank(microbatches: int, warmup: int, delay: int) -> tuple[Action, ...]:
-    """`warmup` forwards, then F, I and W in turn, with W `delay` micro-batches behind I."""
+    """Returns `warmup` forwards, then F, I and W in turn, with W `delay` micro-batches behind I."""
     actions = [Action(Kind.F, microbatch) for microbatch in range(min(warmup, microbatches))]
     for microbatch in range(microbatches):
         if warmup + microbatch < microbatches:

@@ -1,12 +1,13 @@
-"""zb-auto: a schedule with split backwards, found by a search with given times and a memory limit.
+"""zb-auto: searches for a schedule with split backwards, for given times and a memory limit.
 
 Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), limit=6)`.
 
-Phases: play out many orders of forwards and backwards, with W placed by `flow.fill`, until no plan can end earlier or
-EFFORT is spent; then improve the best few along their critical paths (`critical.shorten`). With one chunk per rank the
-orders are those of 1F1B with more forwards at the beginning, some of them with fewer in flight after every few
-backwards. With two chunks they are those of ZB-V, V-Half, V-Min and similar patterns.
-Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
+The search simulates many orders of forwards and backwards, with W placed by `flow.fill`, until the
+makespan reaches its lower bound or EFFORT is spent. It then improves the best few along their
+critical paths (`critical.shorten`). With one chunk per rank it tries 1F1B with more
+forwards at the beginning, some of them with fewer micro-batches in flight after every few
+backwards. With two chunks it tries the orders of ZB-V, V-Half, V-Min and similar patterns. Sources:
+arXiv 2401.10241, section 3; arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from threed.schedules.simulation import Costs, simulate
 from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 
-EFFORT = 1_000_000  # actions to place at most while looking for a plan, and again while shortening the best
-STARTS = 4  # how many of the best are shortened
+EFFORT = 1_000_000  # maximum number of actions to place in the search, and again in `shorten`
+STARTS = 4  # number of best plans to shorten
 
 
 def zb_auto(
@@ -35,18 +36,29 @@ def zb_auto(
     limit: float | None = None,
     chunks: int = 1,
 ) -> Plan:
-    """Returns the plan with the smallest makespan found at these costs, with at most `limit` activations on a rank.
+    """Returns the plan with the smallest makespan found; it need not be optimal.
 
-    It is looked for, not proven to be the best. costs: measured ones; by default F, I and W take equal times and
-    messages none. limit: micro-batches over all chunks of the rank, from F to the end of W; by default ZB-H2's
-    2 * stages - 1, and with two chunks ZB-V's `stages`. With one chunk the plan ends no later than 1F1B, ZB-H1 and
-    ZB-H2 where these keep to the limit. Raises ValueError for a limit below 1, for more than two chunks, and for costs
-    that do not fit.
+    Args:
+        stages: number of pipeline ranks.
+        microbatches: number of micro-batches per step.
+        costs: measured times; None: equal times of F, I and W, and no message latency.
+        limit: maximum of live activations on a rank, in micro-batches over all its chunks, from F
+            to the end of W. None: the memory of ZB-H2 (2 * stages - 1), or of ZB-V (`stages`) with
+            two chunks.
+        chunks: chunks per rank: 1, or 2 in the shape of a V.
+
+    Returns:
+        The plan. With one chunk it ends no later than 1F1B, ZB-H1 and ZB-H2, if they keep
+        to the limit.
+
+    Raises:
+        SizesError: chunks is not 1 or 2.
+        ValueError: a limit below 1, or costs that do not match the stages.
     """
     if chunks not in (1, 2):
         problem = f"schedule zb-auto: chunks is {chunks}; it plans 1, or 2 in the shape of a V"
         raise SizesError(problem, chunks=2)
-    limit = _own_limit(stages, chunks) if limit is None else limit
+    limit = _default_limit(stages, chunks) if limit is None else limit
     if not limit >= 1:
         raise ValueError(f"schedule zb-auto: limit is {limit}; a rank holds at least 1 micro-batch")
     costs = costs or Costs(1, 1, 1)
@@ -68,19 +80,21 @@ def planned(
     costs: Costs | None = None,
     limit: float | None = None,
 ) -> Plan:
-    """`zb_auto` at its default limit, or at `limit` where that is less."""
-    least = None if limit is None else min(limit, _own_limit(stages, chunks))
-    return zb_auto(stages, microbatches, costs, least, chunks)
+    """Returns `zb_auto` with the smaller one of `limit` and its default limit."""
+    limit = None if limit is None else min(limit, _default_limit(stages, chunks))
+    return zb_auto(stages, microbatches, costs, limit, chunks)
 
 
-def _own_limit(stages: int, chunks: int) -> int:
-    """Micro-batches that ZB-H2, or with two chunks ZB-V, keeps on a rank."""
+def _default_limit(stages: int, chunks: int) -> int:
+    """Returns the micro-batches in memory per rank of ZB-H2, or of ZB-V with two chunks."""
     return 2 * stages - 1 if chunks == 1 else stages
 
 
 def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
-    """The plan that ends first of those within the limit, which the first of them is; of several the one whose ranks
-    are through soonest."""
+    """Returns the shortest plan within the limit, and of these the one with the shortest span.
+
+    At least the first plan must be within the limit.
+    """
     timelines = [simulate(plan, costs) for plan in plans]
     fitting = [
         at for at, timeline in enumerate(timelines) if max(timeline.peak_activations) <= limit
@@ -92,59 +106,65 @@ def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
 
 
 class _Search:
-    """The best of what was tried, first the one that ends first, and how much more may be tried."""
+    """The best plans found, in order of their makespan, and the remaining effort."""
 
     def __init__(self, flow: Flow, limit: int):
         self.flow, self.limit = flow, limit
-        self.left = float(EFFORT)
-        self.bound = max(_least(flow, rank) for rank in range(flow.ranks))
+        self.effort = float(EFFORT)
+        self.bound = max(_lower_bound(flow, rank) for rank in range(flow.ranks))
         self.found = list[Filled]()
 
     @property
-    def over(self) -> bool:
-        """Whether nothing can end earlier, or no more may be tried."""
-        return bool(self.found) and (self.left <= 0 or self.reached)
+    def is_over(self) -> bool:
+        """Whether the best plan is optimal, or the effort is spent."""
+        return bool(self.found) and (self.effort <= 0 or self.is_optimal)
 
     @property
-    def reached(self) -> bool:
-        """Whether nothing can end earlier than the best."""
+    def is_optimal(self) -> bool:
+        """Whether the best plan has the lower bound of the makespan."""
         return self.found[0].makespan <= self.bound * (1 + 1e-9)
 
     def attempt(self, orders: Orders | None, patient: bool) -> Filled | None:
-        """Plays orders out; what came of it, if it could be played and there was reason to."""
-        if orders is None or self.over:
+        """Simulates orders and keeps the result if it is one of the best.
+
+        Returns None if there are no orders, if the search is over, or if the orders deadlock.
+        """
+        if orders is None or self.is_over:
             return None
-        self.left -= 3 * self.flow.forwards * self.flow.microbatches
+        self.effort -= 3 * self.flow.forwards * self.flow.microbatches
         filled = fill(self.flow, orders, self.limit, patient)
         if filled is not None:
             self.keep(filled)
         return filled
 
     def keep(self, filled: Filled) -> None:
-        """Keeps it if it is one of the best; of those that end together the one with the shortest span."""
+        """Keeps a result if it is one of the best. Of equal makespans the shortest span is kept."""
         together = [
             known for known in self.found if isclose(known.makespan, filled.makespan, rel_tol=1e-9)
         ]
         if all(filled.beats(known) for known in together):
-            others = [known for known in self.found if known not in together]
-            self.found = sorted([*others, filled], key=lambda each: each.makespan)[:STARTS]
+            different = [known for known in self.found if known not in together]
+            self.found = sorted([*different, filled], key=lambda each: each.makespan)[:STARTS]
 
     def shortened(self) -> Filled:
-        """The best of what was tried, and of what can be made of the best few."""
+        """Returns the best plan after shortening the best few."""
         if not self.found:
             raise ValueError(
-                f"schedule zb-auto: no plan found within {self.limit} chunks of a micro-batch a rank"
+                f"schedule zb-auto: no plan found with at most {self.limit} activations of a chunk per rank"
             )
-        left = float(EFFORT)
+        effort = float(EFFORT)
         for start in list(self.found):
-            if left > 0 and not self.reached:
-                shorter, left = shorten(self.flow, start, self.limit, left)
+            if effort > 0 and not self.is_optimal:
+                shorter, effort = shorten(self.flow, start, self.limit, effort)
                 self.keep(shorter)
         return self.found[0]
 
 
-def _least(flow: Flow, rank: int) -> float:
-    """No plan ends earlier: the first micro-batch's way to this rank, and all the rank's work."""
+def _lower_bound(flow: Flow, rank: int) -> float:
+    """Returns a lower bound of the makespan from one rank.
+
+    It is the arrival of the first micro-batch plus all work of the rank.
+    """
     positions = flow.positions(rank)
     arrival = sum(flow.time[: positions[0]]) + sum(flow.travel[: positions[0] + 1])
     return arrival + flow.microbatches * sum(flow.time[p] + flow.weight[p] for p in positions)
@@ -154,9 +174,10 @@ def _least(flow: Flow, rank: int) -> float:
 
 
 def _search_one(search: _Search) -> None:
-    """Tries 1F1B with many beginnings, then the best beginnings with forwards left out.
+    """Tries 1F1B with many warm-ups, then the best warm-ups with skipped forwards.
 
-    W fills short waits as well, or only long ones if ranks are patient.
+    Each is tried with W in all idle times, and with W only in idle times that are long enough
+    (`patient`).
     """
     flow = search.flow
     played: list[tuple[float, tuple[int, ...]]] = []
@@ -174,18 +195,19 @@ def _one_f_one_b_orders(
 ) -> list[list[int]]:
     """Returns per rank the order of 1F1B with `begin[rank]` forwards before the first backward.
 
-    every: the first rank leaves one forward out after so many backwards. Each other rank does so once it has
-    only one forward less in flight than the rank before (skipping forwards: arXiv 2401.10241, section 3.1).
+    every: the first rank skips one forward after this number of backwards. Each other rank skips
+    one once it has only one forward less in flight than the rank before (skipping forwards: arXiv
+    2401.10241, section 3.1).
     """
     orders = []
     for rank, ahead in enumerate(begin):
         order, forwards, backward = list[int](), 0, 2 * flow.ranks - 1 - rank
         for number in range(flow.microbatches):
-            wanted = ahead
+            in_flight = ahead
             if every is not None:
                 fewer = min(ahead, begin[0] - rank - number // every)
-                wanted = max(flow.ranks - rank, fewer)
-            missing = min(flow.microbatches, number + wanted) - forwards
+                in_flight = max(flow.ranks - rank, fewer)
+            missing = min(flow.microbatches, number + in_flight) - forwards
             order += [rank] * missing + [backward]
             forwards += max(0, missing)
         orders.append(order)
@@ -193,9 +215,10 @@ def _one_f_one_b_orders(
 
 
 def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
-    """Numbers of forwards at the beginning: more by a slope from rank to rank towards the first, up to the limit.
+    """Yields numbers of warm-up forwards per rank, which increase towards the first rank.
 
-    A forward more on every rank than on the next hides a message's way there and back, two also an I.
+    One forward more than on the next rank hides the round trip of a message, two also hide an I.
+    The limit applies.
     """
     ranks, last = flow.ranks, len(flow.rank) - 1
     f = sum(flow.time[: flow.forwards]) / ranks or 1.0
@@ -218,11 +241,11 @@ def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
         sorted(slopes), (floor, ceil), (0, 0.5, 1, 2), (1, 2)
     ):
         room = [max(1, limit - ceil(step * rank)) for rank in range(ranks)]
-        wanted = [
+        warmups = [
             max(least, 1 + rounded(slope * (ranks - 1 - rank) - 1e-9 * (rounded is ceil)))
             for rank in range(ranks)
         ]
-        yield tuple(min(pair) for pair in zip(room, wanted, strict=True))
+        yield tuple(min(pair) for pair in zip(room, warmups, strict=True))
 
 
 # --- two chunks ------------------------------------------------------------------------------------------------------
@@ -243,7 +266,10 @@ def _search_v(search: _Search, costs: Costs) -> None:
 
 
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
-    """Those of ZB-V, then of patterns whose memory is nearest to the limit, in the times of each of these flows."""
+    """Yields the orders of ZB-V, then of patterns by how close their memory is to the limit.
+
+    Each pattern is tried with the times of each flow.
+    """
     limit, ranks = search.limit, search.flow.ranks
     yield phases(flows[0])
     fitting = 3 * limit / ranks - 1
@@ -252,8 +278,8 @@ def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
     for hop, flow, extra, eager, balanced in product(
         hops, flows, (3, 9), (True, False), (False, True)
     ):
-        if search.over:
+        if search.is_over:
             return
-        # list scheduling takes three times as long as filling
-        search.left -= 9 * flow.forwards * flow.microbatches
+        # List scheduling takes three times as long as `fill`.
+        search.effort -= 9 * flow.forwards * flow.microbatches
         yield orders_of(flow, Variant(hop, extra, 0, balanced, eager), limit)
