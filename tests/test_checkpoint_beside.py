@@ -412,7 +412,7 @@ def save_on_a_full_disk(folder: Path, full: int) -> list[str]:
         save.wait()
     except CheckpointError as error:
         said.append(str(error))
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         engine.start_save(folder.parent)
     engine.start_save(folder / "step-3").wait()
     engine.load(folder / "step-1")

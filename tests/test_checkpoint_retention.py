@@ -155,7 +155,7 @@ def past_all(folder: Path, data: Data) -> None:
         (step(folder, number) / native.MANIFEST).unlink()
     with pytest.raises(CheckpointError) as refused:
         run(folder, data)
-    first = f"{step(folder, 15)} is no checkpoint: it has no manifest.json"
+    first = f"{step(folder, 15)} is not a checkpoint: it has no manifest.json"
     assert str(refused.value) == f"{first} (the same of step-10, step-5); {none}"
 
 

@@ -489,7 +489,7 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
     other = path.exists() and not (path / mark).is_file()
     if other and (not path.is_dir() or any(path.iterdir())):
         fix = "it stays as it is; choose another name"
-        raise CheckpointError(f"{path} exists and is no {kind}: {fix}")
+        raise CheckpointError(f"{path} exists and is not a {kind}: {fix}")
     building = building_place(path)
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
