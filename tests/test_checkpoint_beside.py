@@ -486,7 +486,7 @@ def save_without_a_word(folder: Path) -> str:
     refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
     with ExitStack() as stack:
         if engine.topology.rank == 1:
-            for name in ("_entry", "_leave"):
+            for name in ("_write_files", "_write_own_entry"):
                 stack.enter_context(mock.patch.object(Save, name, side_effect=refused))
         save = engine.start_save(folder / "step-1")
         train(engine, 1)

@@ -328,7 +328,7 @@ def test_a_place_in_memory_that_will_not_do(
     monkeypatch.setenv(node_memory.FOLDER, str(tmp_path))
     mine.mkdir(mode=0o777)
     mine.chmod(0o777)
-    with pytest.raises(RunFolderError, match="is not yours alone to write"):
+    with pytest.raises(RunFolderError, match="only you can write to"):
         node_memory.Place("a" * 32)
     mine.chmod(0o700)
     place = node_memory.Place("a" * 32)

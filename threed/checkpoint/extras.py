@@ -40,8 +40,7 @@ class Extras:
     _warned: set[str] = field(default_factory=set)
 
     def rewinding(self) -> Callable[[], None]:
-        """Returns a function that restores the present values of changing buffers and torch's
-        generators.
+        """Returns a function that resets changing buffers and torch's generators to now.
 
         Used before forwards that will be run a second time.
         """
@@ -55,9 +54,7 @@ class Extras:
         return rewind
 
     def _synchronize(self) -> None:
-        """Gives buffers the same values on all data ranks; warns once if tensor ranks differ.
-        Collective.
-        """
+        """Makes buffers equal on all data ranks; warns if tensor ranks differ. Collective."""
         self.buffers.agree()
         names = set(self.buffers.different()) - self._warned
         self._warned |= names
@@ -67,8 +64,7 @@ class Extras:
             warnings.warn(f"{what}: {listed(names)}; {fix}", stacklevel=5)
 
     def copied(self, any_copy: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns this rank's part of the manifest, and copies of its buffers and generators.
-        Collective.
+        """Returns this rank's manifest entries, and copies of the values. Collective.
 
         Args:
             any_copy: see `Buffers.owned`.
@@ -88,8 +84,7 @@ class Extras:
     def problems(
         self, saved: Mapping[str, tuple[str, str, tuple[int, ...]]], states: Mapping[str, Tensor]
     ) -> list[str]:
-        """Returns the reasons why saved buffers or generator states cannot be restored on this
-        rank.
+        """Returns why saved buffers or generator states cannot be restored on this rank.
 
         Args:
             saved: file, dtype and shape of each saved buffer, by name.
@@ -106,9 +101,7 @@ class Extras:
         return problems + (self._state_problems(states) if self.generators and states else [])
 
     def _state_problems(self, states: Mapping[str, Tensor]) -> list[str]:
-        """Returns why torch rejects the generator states, found by setting them and then resetting
-        them.
-        """
+        """Returns why torch rejects generator states; sets them, then resets them."""
         device = self.topology.device
         before = rng_states(device)
         if not set(states) >= set(before):

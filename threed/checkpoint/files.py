@@ -323,8 +323,9 @@ def _safetensors(about: About, tensors: Iterable[Tensor], metadata: Metadata) ->
 
 
 def cut(sizes: Mapping[Any, int], limit: int) -> list[list[Any]]:
-    """Splits names, in order, into groups of at most `limit` bytes; a larger tensor gets its own
-    group.
+    """Splits names, in order, into groups of at most `limit` bytes.
+
+    A larger tensor gets its own group.
 
     Args:
         sizes: bytes by name.
@@ -499,8 +500,7 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
 
 @contextmanager
 def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
-    """Context: yields the folder in which `path` is built, see `begin`, and removes it after the
-    block.
+    """Context: yields the folder in which `path` is built, and removes it after the block.
 
     The block publishes the finished folder by renaming it.
 

@@ -1,5 +1,6 @@
-"""Compares the tensors of a checkpoint with an engine's by name and shape, before any is
-overwritten.
+"""Compares the tensors of a checkpoint with an engine's, before any is overwritten.
+
+They are compared by name and shape.
 
 Also sets weights and buffers from full tensors by name.
 """

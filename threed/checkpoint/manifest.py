@@ -179,8 +179,7 @@ class _Manifest(_Strict):
 
 
 def check_structure(manifest: Mapping[str, Any], what: str = "the manifest") -> None:
-    """Checks the structure of a manifest, the ranges of its values, and that its files are
-    complete.
+    """Checks the structure of a manifest, its values, and that its files are complete.
 
     Args:
         manifest: manifest without its hash, or with it.

@@ -72,9 +72,7 @@ class Line:
 
 
 def digest(about: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of a JSON object, excluding its key `sha256`, in which the result is
-    stored.
-    """
+    """Returns the SHA-256 of a JSON object, excluding its key `sha256`."""
     body = {key: value for key, value in about.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
