@@ -246,7 +246,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a hole and an overlap": (lambda p: sealed(p, shift_a_piece), "manifest.json is not valid: boxes of"),
     "a piece outside": (lambda p: sealed(p, lambda b: pieces_of(b)[0][1][1].append(0)), "another number of dimensions"),
     "pieces on each other": (lambda p: sealed(p, lambda b: pieces_of(b)[-1][1].__setitem__(3, 2**40)), "its pieces"),
-    "another shape": (lambda p: sealed(p, lambda b: b["shapes"][first_piece(b)[0]].__setitem__(0, 1)), "outside of"),
+    "another shape": (lambda p: sealed(p, lambda b: b["shapes"][first_piece(b)[0]].__setitem__(0, 1)), "outside its shape"),
     "boxes beyond count": (lambda p: sealed(p, many_boxes), "split into too many boxes"),
     "half a loss scale": (lambda p: sealed(p, lambda body: body["state"].update(good_steps=3)), "go together"),
     "a shape of nobody": (lambda p: sealed(p, lambda body: body["shapes"].update(x=[1])), "it has no values of x"),
