@@ -150,7 +150,7 @@ def past_all(folder: Path, data: Data) -> None:
         run(folder, data, optim={"name": "sgd"})
     said = str(refused.value)
     assert said.count("the checkpoint's optimizer is adamw") == 1
-    assert said.endswith(f"start anew with --checkpoint.resume none; {none}")
+    assert said.endswith(f"start over with --checkpoint.resume none; {none}")
     for number in (15, 10, 5):
         (step(folder, number) / native.MANIFEST).unlink()
     with pytest.raises(CheckpointError) as refused:
