@@ -509,7 +509,7 @@ def unasked(folder: Path) -> list[str]:
     engine = engine_of(config_of(Case(dp=2, dtype="fp32", layers=2)))
     engine.start_save(folder / "step-1", {"bad": object()})
     with (
-        pytest.warns(UserWarning, match="no checkpoint .*step-1: .*not JSON")
+        pytest.warns(UserWarning, match="checkpoint .*step-1 was not saved: .*not JSON")
         if engine.topology.rank == 0
         else (ExitStack())
     ):

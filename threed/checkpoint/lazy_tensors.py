@@ -106,9 +106,8 @@ def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
     shape = (min(step, count), *rest)
     numel = math.prod(shape)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(
-        -1, max(1, numel) * tensor.dtype.itemsize, private
-    )  # returned to the system when freed, unlike memory from malloc
+    # Unlike memory from malloc, a mapping is returned to the system when it is freed.
+    memory = mmap.mmap(-1, max(1, numel) * tensor.dtype.itemsize, private)
     buffer = torch.frombuffer(memory, dtype=tensor.dtype)[:numel].view(shape)
     for first in range(0, count, step):
         values = buffer[: count - first]
@@ -302,7 +301,7 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
     """Returns the concatenation of tensors along their rows.
 
     Raises:
-        CheckpointError: if there are no tensors, or their other dimensions differ.
+        CheckpointError: if `parts` is empty, or their other dimensions differ.
     """
     parts = [part for part in parts if 0 not in part.shape] or parts[:1]
     if len({part.shape[1:] for part in parts}) != 1 or not all(part.shape for part in parts):

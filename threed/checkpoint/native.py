@@ -74,7 +74,7 @@ def load(
 
     Raises:
         CheckpointError: on every rank, if a file is damaged or the checkpoint is of another model.
-            In both cases nothing has changed. Values that are not finite are only found while they
+            In both cases the engine is unchanged. Values that are not finite are only found while they
             are read: then a new engine is initialised again, and an engine that has trained is
             marked as inconsistent.
     """
@@ -200,7 +200,7 @@ def _overwrite(
             # the checkpoint may be of a wider dtype, or converted
             if optimizer.layout.policy.param_dtype == torch.float16:
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
-    except CheckpointError:  # on every rank
+    except CheckpointError:  # raised on every rank
         if initial is not None:
             initialise(optimizer, initial, again=True, everything=True)
         raise
@@ -212,9 +212,9 @@ def _overflow(path: Path, optimizer: Optimizer) -> str:
     try:
         for state in states(optimizer):
             parts = [part for part in (WEIGHT,) if part in state.storages]
-            with optimizer.staged(state, parts) as held:
+            with optimizer.staged(state, parts) as values:
                 for record in records_of(state, (WEIGHT,)):
-                    finite.narrowed(record.piece.name, record.of(held[WEIGHT]), dtype)
+                    finite.narrowed(record.piece.name, record.of(values[WEIGHT]), dtype)
     except CheckpointError as error:
         return f"{path}: {error}"
     return ""

@@ -306,7 +306,7 @@ class Save:
         """
         try:
             yield
-        except Exception as error:  # includes errors of JSON on the caller's state
+        except Exception as error:  # e.g. JSON cannot represent the caller's state
             what = f"could not {name} {self.path}"
             self.problem = _reason(error, what, self.path.parent, needed)
             shutil.rmtree(self.building, ignore_errors=True)
@@ -360,7 +360,7 @@ class Saver:
             self.last.wait()
         except CheckpointError as error:
             if self.topology.rank == 0:
-                warnings.warn(f"no checkpoint {self.last.path}: {error}", stacklevel=4)
+                warnings.warn(f"checkpoint {self.last.path} was not saved: {error}", stacklevel=4)
 
     @contextmanager
     def ending(self, is_gone: Callable[[int], bool] = lambda rank: False) -> Iterator[None]:

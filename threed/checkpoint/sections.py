@@ -229,11 +229,11 @@ def held(layout: Layout, states: Iterable[State]) -> list[Held]:
             parts = tuple(part for part, other in dtypes.items() if other == dtype)
             lines.setdefault((state.bucket.group, dtype, parts), []).append(state)
     kinds: dict[tuple[Any, ...], list[tuple[Group, list[State]]]] = {}
-    for (group, dtype, parts), mine in lines.items():
+    for (group, dtype, parts), group_states in lines.items():
         if any(slot.spec.numel for slot in group.slots):
             sizes = tuple(axis.size for axis in (group.shard, group.holders, *group.copies))
             kind = parts, dtype, sizes, group.key.replicated, group.key.tied
-            kinds.setdefault(kind, []).append((group, mine))
+            kinds.setdefault(kind, []).append((group, group_states))
     return [_build_section(parts, dtype, members) for (parts, dtype, *_), members in kinds.items()]
 
 

@@ -268,7 +268,7 @@ class Disk:
 
     def _failure(self, what: str, error: BaseException) -> SwapError:
         if isinstance(error, EOFError):
-            fix = "nothing may truncate a swap file while it is in use"
+            fix = "do not truncate swap files of a running process"
             return self._error(errno.EIO, f"{what}: the file is too short", fix)
         number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
         return self._error(number, f"{what}: {os.strerror(number)}")

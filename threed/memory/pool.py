@@ -50,7 +50,7 @@ def host_buffer(nbytes: int) -> Tensor:
         raise ValueError(f"a buffer needs at least one byte, not {nbytes}")
     memory = _Registered(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % HUGE
-    full_pages = nbytes // HUGE * HUGE  # one more page would exceed nbytes
+    full_pages = nbytes // HUGE * HUGE  # a huge page for the remainder would use extra memory
     if full_pages and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
             memory.madvise(mmap.MADV_HUGEPAGE, start, full_pages)

@@ -63,10 +63,10 @@ class InMemory:
         return self.tensor
 
     def store(self) -> None:
-        """Does nothing: the values are already in the storage."""
+        """No-op: the values are already in the storage."""
 
     def drop(self) -> None:
-        """Does nothing."""
+        """No-op."""
 
 
 def memory_tier(device: torch.device) -> Tier:
@@ -221,13 +221,13 @@ class DriveOnPaper(Drive):
         return self._buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Does nothing."""
+        """No-op: all staged buffers are the same tensor."""
 
     def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
-        """Does nothing."""
+        """No-op."""
 
     def read(self, offset: int, into: Tensor) -> Transfer | None:
-        """Returns None: there is no transfer."""
+        """Returns None, as no bytes are transferred."""
         return None
 
     write = read
