@@ -101,7 +101,10 @@ class Extras:
         return problems + (self._state_problems(states) if self.generators and states else [])
 
     def _state_problems(self, states: Mapping[str, Tensor]) -> list[str]:
-        """Returns why torch rejects generator states; sets them, then resets them."""
+        """Returns why torch rejects generator states.
+
+        They are set for the test, and then reset.
+        """
         device = self.topology.device
         before = rng_states(device)
         if not set(states) >= set(before):

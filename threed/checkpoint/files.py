@@ -230,10 +230,10 @@ def write_hashed(
         path: file to write; an existing file is overwritten.
         parts: contents in order: bytes, and uint8 tensors [n] on the CPU.
         limit: maximum rate in bytes per second; None for no limit.
-        hurries: returns True once `limit` no longer applies, because a run that should stop waits
-            for this file.
+        hurries: callback; returns True once `limit` no longer applies, because a run that should
+            stop waits for this file.
         durable: whether to flush the file to disk and compute its SHA-256. False for files in
-            memory.
+            memory, which need only the checksum if the native library is available.
 
     Raises:
         OSError: if the file cannot be written.
@@ -500,7 +500,7 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
 
 @contextmanager
 def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
-    """Context: yields the folder in which `path` is built, and removes it after the block.
+    """Context manager that yields the folder in which `path` is built, and removes it at the end.
 
     The block publishes the finished folder by renaming it.
 

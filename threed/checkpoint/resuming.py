@@ -226,7 +226,7 @@ def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
 
 
 def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
-    """Yields a line if the learning rate of the next step differs from the checkpoint's schedule."""
+    """Yields a line if this run's keys change the learning rate of the next step."""
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
     with suppress(ValueError, KeyError, TypeError):  # another version may have other keys

@@ -186,7 +186,7 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether this rank's part has ended, successfully or not; on rank 0 the full save."""
+        """Whether this rank's part has ended, successfully or not. On rank 0, the entire save."""
         return self._thread is None or self._ended.is_set()
 
     @property
@@ -298,7 +298,7 @@ class Save:
 
     @contextmanager
     def step(self, name: str, needed: int | None = None) -> Iterator[None]:
-        """Context: if the block fails, sets `problem` and removes the unfinished folder.
+        """Context manager that sets `problem` and removes the unfinished folder if the block fails.
 
         Args:
             name: what the block does, a verb for the message.
@@ -364,7 +364,7 @@ class Saver:
 
     @contextmanager
     def ending(self, is_gone: Callable[[int], bool] = lambda rank: False) -> Iterator[None]:
-        """Context: if the block raises, gives the save in progress time to complete.
+        """Context manager that gives the save in progress time to complete if the block raises.
 
         After an interrupt (KeyboardInterrupt or exit) there is no grace period.
 
@@ -494,7 +494,10 @@ def save_bytes(config: CheckpointConfig, layout: Layout, states: Sequence[State]
 
 
 def forecast_states(layout: Layout, states: Sequence[State]) -> list[State]:
-    """Returns the states that a rank will save: also frozen parameters and the previous weights."""
+    """Returns all states that a rank saves, for a forecast.
+
+    These include frozen parameters and the previous weights, in addition to `states`.
+    """
     more = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
     if layout.policy.versions > 1 or layout.policy.delayed:
         more += [State(bucket, {PREVIOUS: bucket.storage}) for bucket in layout.buckets]

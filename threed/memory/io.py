@@ -269,7 +269,7 @@ class Disk:
     def _failure(self, what: str, error: BaseException) -> SwapError:
         if isinstance(error, EOFError):
             fix = "do not truncate swap files of a running process"
-            return self._error(errno.EIO, f"{what}: the file is too short", fix)
+            return self._error(errno.EIO, f"{what}: the file ends before the last byte", fix)
         number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
         return self._error(number, f"{what}: {os.strerror(number)}")
 
