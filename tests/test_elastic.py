@@ -322,7 +322,7 @@ def test_a_place_in_memory_that_will_not_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(node_memory.FOLDER, str(tmp_path / "none"))
-    with pytest.raises(RunFolderError, match="is no folder"):
+    with pytest.raises(RunFolderError, match="is not a folder"):
         node_memory.Place("a" * 32)
     mine = tmp_path / f"threed-{os.getuid()}"
     monkeypatch.setenv(node_memory.FOLDER, str(tmp_path))

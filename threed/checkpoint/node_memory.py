@@ -151,6 +151,8 @@ def _own_folder(memory: Path) -> Path:
 def launcher() -> list[Any]:
     """Returns pid, start time and pid namespace of this process's parent.
 
+    The namespace text includes the boot, as both determine the meaning of the other values.
+
     The start time is needed because pids are reused.
     """
     return [os.getppid(), started(os.getppid()), process_space()]

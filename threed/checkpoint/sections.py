@@ -3,21 +3,22 @@
 The manifest describes the layout once, for all ranks:
 
 - A line is the flat order of one group of parameters. It lists the offset of each piece of a global
-tensor; there may be gaps between pieces.
+  tensor; there may be gaps between pieces.
 - A section is a set of lines that are split in the same way. Each line is split into windows of
-`step` elements (only the last may be shorter), each window into `portions`, and each portion
-between `writers`.
-- A share of a section is what one file contains of it, and is identified by its number in [0,
-portions × writers). For every window of every line, the share has the elements of pieces in its
-range, once per part of the state (weight, exp_avg, ...).
+  `step` elements (only the last may be shorter), each window into `portions` portions, and each
+  portion between `writers` files.
+- A share is one file's part of a section. It is identified by its number in
+  [0, portions × writers). For every window of every line and every part of the state (weight,
+  exp_avg, ...), it contains the elements of pieces in its range.
 
     section = Section(about)                                   about: the section in the manifest
     for number, first, last in section.between(line, 0, 100):  the shares with elements [0, 100)
         section.offset(number, line, "weight", first)          offset in the share, in elements
 
-`held` returns the sections that a rank holds portions of. If several ranks hold the same portion,
-each writes one share of it, but shares have at least 64 MiB, because a load opens every file. A
-`SavedFile` writes shares and other tensors to one file.
+`held` returns the sections of which a rank holds a portion. If several ranks hold the same portion,
+each writes one share of it. There is at most one writer per started 64 MiB of a portion, because a
+load opens every file; the remaining ranks write no share of it. A `SavedFile` writes shares and
+other tensors to one file.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from threed.zero.layout import Group, Layout
 from threed.zero.records import Record
 from threed.zero.state import State
 
-LEAST_BYTES = 2**26  # minimum size of a share, if several ranks could write the portion
+LEAST_BYTES = 2**26  # bytes of a portion per writer, if several ranks could write it
 
 
 class Line:
