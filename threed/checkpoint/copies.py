@@ -1,7 +1,6 @@
 """Keeps copies of the training state in the machines' memory, from which restarted ranks resume.
 
-    plan = Plan.of(optimizer, topology, machines)              collective; the files that this rank
-    writes
+    plan = Plan.of(optimizer, topology, machines)    collective; the files that this rank writes
     copy = Copy(place.slot(0), everyone, "own", ...)
     copy.start(optimizer, room)
 

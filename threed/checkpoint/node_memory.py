@@ -149,11 +149,9 @@ def _own_folder(memory: Path) -> Path:
 
 
 def launcher() -> list[Any]:
-    """Returns pid, start time and pid namespace of this process's parent.
+    """Returns [pid, start time, boot and namespaces] of this process's parent.
 
-    The namespace text includes the boot, as both determine the meaning of the other values.
-
-    The start time is needed because pids are reused.
+    Pids are reused, so the other values are needed to identify a process.
     """
     return [os.getppid(), started(os.getppid()), process_space()]
 

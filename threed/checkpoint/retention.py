@@ -1,9 +1,7 @@
 """Chooses which checkpoints of a run folder are resumed from, kept, deleted, or set aside.
 
-    demo/checkpoints/step-40                              history of the run; the highest step is
-    the newest
-    demo/checkpoints-abandoned-20260801-101500/step-60    set aside when the run resumed from step
-    40
+    demo/checkpoints/step-40                              the highest step was saved last
+    demo/checkpoints-abandoned-20260801-101500/step-60    set aside on a resume from step 40
 
 A run that resumes from an earlier step, or skips damaged checkpoints, abandons the later ones. They
 are moved to another folder before its first step. So the order of steps is always the order of
@@ -89,7 +87,7 @@ class Retention:
     """Keeps the newest `keep` good checkpoints of a run folder, and those at multiples of `every`.
 
     Checkpoints that this run loaded or wrote are good. Of any other, the hashes are checked first.
-    A damaged checkpoint is not counted, so no good one is deleted in its favour. It is kept for
+    A damaged checkpoint is not counted, so it never causes a good one to be deleted. It is kept for
     inspection until `keep` good ones are newer, and then deleted like any checkpoint of its age.
     The newest good checkpoint is never deleted.
 

@@ -2,15 +2,13 @@
 
     saver = Saver(optimizer, topology, config)
     save = saver.start(path, state, extras)      collective; returns once a snapshot has begun
-    save.wait()                                  collective; CheckpointError on every rank if it
-    failed
+    save.wait()                                  collective; CheckpointError if any rank failed
 
 A save has three phases. Only the first uses collectives:
 
     prepare    creates the unfinished folder, and plans the file of each rank
     write      writes this rank's file, and an entry file: its part of the manifest, or its error
-    commit     rank 0 waits for the entries of all ranks, writes the manifest, and publishes the
-    folder
+    commit     rank 0 waits for all entries, writes the manifest, and publishes the folder
 
 Training uses the process groups in the meantime, so ranks communicate through small entry files in
 the unfinished folder. That folder is named `step-N.tmp` and is ignored by loads, so a run may be
@@ -443,6 +441,8 @@ class Saver:
         hurries: Callable[[], bool] = never, before_publishing: Callable[[], None] = lambda: None,
     ) -> Save:  # fmt: skip
         """Creates the unfinished folder, and returns this rank's part of the save. Collective.
+
+        See `start` for the arguments.
 
         Raises:
             CheckpointError: on every rank if any rank fails.

@@ -6,7 +6,7 @@
     disk.read(offset, into=values).wait()         # SwapError unless every byte arrived
     disk.close()
 
-Each process has one unlinked, preallocated file. A transfer of any length is split into pieces,
+A Disk is one unlinked, preallocated file. A transfer of any length is split into pieces,
 which a few threads move concurrently; the calls release the GIL. Memory that starts on a page
 boundary (`threed.memory.pool`) is read and written directly. Other memory, and the bytes after the
 last multiple of 4096, pass through an aligned copy. Transfers are not ordered: wait for a write
