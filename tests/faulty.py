@@ -66,7 +66,7 @@ SAVE: dict[str, tuple[Any, str]] = {
     "write": (Save, "write"),
     "block": (files, "_write_block"),
     "flush": (files, "_flush"),
-    "entry": (Save, "_leave"),
+    "entry": (Save, "_write_own_entry"),
     "commit": (Save, "commit"),
     "manifest": (manifest, "write_text"),
     "publish": (manifest, "publish"),

@@ -412,7 +412,7 @@ def save_on_a_full_disk(folder: Path, full: int) -> list[str]:
         save.wait()
     except CheckpointError as error:
         said.append(str(error))
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         engine.start_save(folder.parent)
     engine.start_save(folder / "step-3").wait()
     engine.load(folder / "step-1")
@@ -486,7 +486,7 @@ def save_without_a_word(folder: Path) -> str:
     refused = OSError(errno.EROFS, os.strerror(errno.EROFS))
     with ExitStack() as stack:
         if engine.topology.rank == 1:
-            for name in ("_entry", "_leave"):
+            for name in ("_write_files", "_write_own_entry"):
                 stack.enter_context(mock.patch.object(Save, name, side_effect=refused))
         save = engine.start_save(folder / "step-1")
         train(engine, 1)
@@ -509,7 +509,7 @@ def unasked(folder: Path) -> list[str]:
     engine = engine_of(config_of(Case(dp=2, dtype="fp32", layers=2)))
     engine.start_save(folder / "step-1", {"bad": object()})
     with (
-        pytest.warns(UserWarning, match="no checkpoint .*step-1: .*not JSON")
+        pytest.warns(UserWarning, match="checkpoint .*step-1 was not saved: .*not JSON")
         if engine.topology.rank == 0
         else (ExitStack())
     ):

@@ -124,9 +124,9 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         (lambda: concatenate([]), "missing"),
         (lambda: concatenate([flat, matrix]), "do not fit together"),
         (lambda: concatenate([MemoryTensor(torch.zeros(()))]), "do not fit together"),
-        (lambda: rows(matrix, (1, 3)), "fewer rows than its model says"),
-        (lambda: rows(matrix, (-1, 1)), "fewer rows than its model says"),
-        (lambda: Slice(flat, (0, 0), (1, 1)), "fewer rows than its model says"),
+        (lambda: rows(matrix, (1, 3)), "fewer rows than its model requires"),
+        (lambda: rows(matrix, (-1, 1)), "fewer rows than its model requires"),
+        (lambda: Slice(flat, (0, 0), (1, 1)), "fewer rows than its model requires"),
         (lambda: Reshaped((2, 4), flat), "has 6 elements"),
         (lambda: Reshaped((2, 3), matrix), "has 6 elements"),
     ):

@@ -229,12 +229,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "it has no manifest.json"),
     "no JSON": (lambda p: (p / "manifest.json").write_text('{"format": '), "manifest.json cannot be read"),
     "no text": (lambda p: (p / "manifest.json").write_bytes(b"\xff\xfe\x00"), "manifest.json cannot be read"),
-    "a list": (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json is not that of"),
+    "a list": (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json is not the manifest of"),
     "of the future": (lambda p: sealed(p, lambda body: body.update(version=99)), "is of version 99 of the format"),
     "of the past": (
         lambda p: sealed(p, lambda body: body.update(version=2)), "this program reads version 3: use the"
     ),
-    "of no version": (lambda p: sealed(p, lambda body: body.update(version=True)), "manifest.json is not that of"),
+    "of no version": (lambda p: sealed(p, lambda body: body.update(version=True)), "manifest.json is not the manifest of"),
     "bit of a counter": (lambda p: replace_text(p, '"steps": 2', '"steps": 3'), "manifest.json is damaged"),
     "a piece too few": (lambda p: sealed(p, drop_a_piece), "values of weight of"),
     "a file too few": (lambda p: sealed(p, lambda body: body["files"].pop()), "numbers of section"),
@@ -244,10 +244,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "numbers exchanged": (lambda p: sealed(p, exchange_numbers), "as the manifest says"),
     "other windows": (lambda p: sealed(p, cut_otherwise), "as the manifest says"),
     "a hole and an overlap": (lambda p: sealed(p, shift_a_piece), "manifest.json is not valid: boxes of"),
-    "a piece outside": (lambda p: sealed(p, lambda b: pieces_of(b)[0][1][1].append(0)), "has other dimensions than"),
+    "a piece outside": (lambda p: sealed(p, lambda b: pieces_of(b)[0][1][1].append(0)), "another number of dimensions"),
     "pieces on each other": (lambda p: sealed(p, lambda b: pieces_of(b)[-1][1].__setitem__(3, 2**40)), "its pieces"),
-    "another shape": (lambda p: sealed(p, lambda b: b["shapes"][first_piece(b)[0]].__setitem__(0, 1)), "outside of"),
-    "boxes beyond count": (lambda p: sealed(p, many_boxes), "cut into too many boxes"),
+    "another shape": (lambda p: sealed(p, lambda b: b["shapes"][first_piece(b)[0]].__setitem__(0, 1)), "outside its shape"),
+    "boxes beyond count": (lambda p: sealed(p, many_boxes), "split into too many boxes"),
     "half a loss scale": (lambda p: sealed(p, lambda body: body["state"].update(good_steps=3)), "go together"),
     "a shape of nobody": (lambda p: sealed(p, lambda body: body["shapes"].update(x=[1])), "it has no values of x"),
     "a start of infinity": (lambda p: sealed(p, lambda b: pieces_of(b)[0][1][1].append(math.inf)), "pieces.0.1"),
@@ -259,8 +259,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file twice": (lambda p: sealed(p, lambda body: body["files"].append(body["files"][0])), "names a file twice"),
     "a deep nest": (lambda p: (p / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
     "a long number": (lambda p: (p / "manifest.json").write_text("9" * 5000), "manifest.json cannot be read"),
-    "a pipe": (lambda p: os.mkfifo(gone(p / "manifest.json")), "manifest.json cannot be read: it is no plain file"),
-    "a manifest's folder": (lambda p: gone(p / "manifest.json").mkdir(), "cannot be read: it is no plain file"),
+    "a pipe": (lambda p: os.mkfifo(gone(p / "manifest.json")), "manifest.json cannot be read: it is not a regular file"),
+    "a manifest's folder": (lambda p: gone(p / "manifest.json").mkdir(), "cannot be read: it is not a regular file"),
     "a header of exabytes": (lambda p: resealed(p, 0, b"\xff" * 7 + b"\0"), "rank-00001.safetensors cannot be read"),
     "a header that is none": (lambda p: resealed(p, 8, b"{{"), "rank-00001.safetensors cannot be read"),
     "other dtypes": (lambda p: resealed(p, 8, None, b'"F32"', b'"I32"'), "rank-00001.safetensors cannot be read"),
@@ -382,8 +382,8 @@ def test_a_save_that_cannot_succeed_says_so_on_all_ranks_and_harms_nothing(tmp_p
     results = run_ranks(2, save_badly, tmp_path)
     assert results[0] == results[1]
     foreign, file, below, extra = results[0]
-    assert "mine exists and is no checkpoint" in foreign
-    assert "file exists and is no checkpoint" in file
+    assert "mine exists and is not a checkpoint" in foreign
+    assert "file exists and is not a checkpoint" in file
     assert "Not a directory" in below
     assert "not JSON serializable" in extra
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "42"

@@ -150,12 +150,12 @@ def past_all(folder: Path, data: Data) -> None:
         run(folder, data, optim={"name": "sgd"})
     said = str(refused.value)
     assert said.count("the checkpoint's optimizer is adamw") == 1
-    assert said.endswith(f"start anew with --checkpoint.resume none; {none}")
+    assert said.endswith(f"start over with --checkpoint.resume none; {none}")
     for number in (15, 10, 5):
         (step(folder, number) / native.MANIFEST).unlink()
     with pytest.raises(CheckpointError) as refused:
         run(folder, data)
-    first = f"{step(folder, 15)} is no checkpoint: it has no manifest.json"
+    first = f"{step(folder, 15)} is not a checkpoint: it has no manifest.json"
     assert str(refused.value) == f"{first} (the same of step-10, step-5); {none}"
 
 

@@ -242,7 +242,7 @@ def test_inspect_verifies_and_convert_exports_a_checkpoint(
     assert "every hash verified" in out
     assert "model llama, saved on one rank" in out
     assert main(["inspect", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere is no checkpoint: it does not exist" in capsys.readouterr().err
+    assert "nowhere is not a checkpoint: it does not exist" in capsys.readouterr().err
     assert "blocks.2.mlp.gate.weight" in out
     assert main(["convert", str(saved), str(tmp_path / "hf"), "--tokenizer", "none"]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [

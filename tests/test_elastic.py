@@ -322,13 +322,13 @@ def test_a_place_in_memory_that_will_not_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(node_memory.FOLDER, str(tmp_path / "none"))
-    with pytest.raises(RunFolderError, match="is no folder"):
+    with pytest.raises(RunFolderError, match="is not a folder"):
         node_memory.Place("a" * 32)
     mine = tmp_path / f"threed-{os.getuid()}"
     monkeypatch.setenv(node_memory.FOLDER, str(tmp_path))
     mine.mkdir(mode=0o777)
     mine.chmod(0o777)
-    with pytest.raises(RunFolderError, match="is not yours alone to write"):
+    with pytest.raises(RunFolderError, match="only you can write to"):
         node_memory.Place("a" * 32)
     mine.chmod(0o700)
     place = node_memory.Place("a" * 32)

@@ -112,4 +112,4 @@ def test_all_that_take_a_checkpoint_say_which_one_was_meant(
         assert cli.main(["plan", *resume]) == 0
         assert capsys.readouterr().out.rstrip().endswith(hint)
     assert cli.main(["inspect", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.rstrip().endswith("is no checkpoint: it has no manifest.json")
+    assert capsys.readouterr().err.rstrip().endswith("is not a checkpoint: it has no manifest.json")

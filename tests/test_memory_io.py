@@ -145,7 +145,7 @@ def test_many_transfers_are_under_way_and_waited_for_in_any_order(
             transfer.wait()
             assert transfer.done()
         assert all(torch.equal(a, b) for a, b in zip(into, values, strict=True))
-    assert not disk._under_way
+    assert not disk._in_flight
 
 
 def test_a_tensor_that_nobody_holds_stays_until_its_bytes_are_out(make: Maker) -> None:
@@ -157,13 +157,13 @@ def test_a_tensor_that_nobody_holds_stays_until_its_bytes_are_out(make: Maker) -
     last = disk.write(offsets[-1], noise(300_000, seed=19))
     while not last.done():  # also ends without anyone waiting
         time.sleep(1e-4)
-    while disk._under_way:
-        disk._forget_finished()
+    while disk._in_flight:
+        disk._drop_finished()
     for number, offset in enumerate(offsets):
         into = torch.empty(300_000, dtype=torch.uint8)
         disk.read(offset, into).wait()
         assert torch.equal(into, noise(300_000, seed=number))
-    assert not disk._under_way
+    assert not disk._in_flight
 
 
 def test_a_transfer_holds_its_tensor_until_it_is_done_and_no_longer(make: Maker) -> None:
@@ -223,7 +223,7 @@ def test_regions_are_blocks_apart_and_released_ones_come_back(make: Maker) -> No
     assert disk.reserve(2 * BLOCK) == second
     assert disk.reserve(2 * BLOCK) == 5 * BLOCK
     assert os.fstat(disk._fd).st_blocks * 512 >= 7 * BLOCK
-    with pytest.raises(ValueError, match="region of -1 bytes"):
+    with pytest.raises(ValueError, match="cannot have -1 bytes"):
         disk.reserve(-1)
 
 
@@ -352,7 +352,7 @@ def test_a_closed_disk_refuses_and_finishes_what_was_under_way(make: Maker) -> N
     assert transfer.done()
     transfer.wait()
     for call in (lambda: disk.read(0, into), lambda: disk.write(0, into), lambda: disk.reserve(1)):
-        with pytest.raises(SwapError, match="is closed; make a new Disk") as caught:
+        with pytest.raises(SwapError, match="is closed; create a new Disk") as caught:
             call()
         assert caught.value.errno == errno.EBADF
 
@@ -486,7 +486,7 @@ def test_a_drive_that_fills_up_later_fails_the_write(make: Maker, small_drive: P
         disk.write(0, host_buffer(2**19)), "writing 524288 bytes", "No space left", "a larger drive"
     )
     assert error.errno == errno.ENOSPC
-    with pytest.raises(SwapError, match=r"cannot make .*No space left on device"):
+    with pytest.raises(SwapError, match=r"cannot create .*No space left on device"):
         make(small_drive)
     assert os.listdir(small_drive) == ["other"]
 
@@ -512,10 +512,10 @@ def test_a_folder_that_cannot_be_used_is_named(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("RANK", "5")
     with pytest.raises(
-        SwapError, match=rf"rank 5: cannot make {tmp_path}/file/x\.rank5.*: .*name another folder"
+        SwapError, match=rf"rank 5: cannot create {tmp_path}/file/x\.rank5.*: .*name another folder"
     ):
         Disk(tmp_path / "file", "x")
-    with pytest.raises(SwapError, match=r"cannot make /proc/nowhere/x"):
+    with pytest.raises(SwapError, match=r"cannot create /proc/nowhere/x"):
         Disk("/proc/nowhere", "x")
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: the native format, and conversion to and from Hugging Face folders, and from other programs'."""
+"""Saves and loads checkpoints in the native format, and copies of the state in memory."""

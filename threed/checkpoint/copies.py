@@ -1,17 +1,18 @@
-"""Copies of the training state in the memory of the machines, for the ranks that a restart begins.
+"""Keeps copies of the training state in the machines' memory, from which restarted ranks resume.
 
-    plan = Plan.of(optimizer, topology, machines)              the files that this rank writes; collective
+    plan = Plan.of(optimizer, topology, machines)    collective; the files that this rank writes
     copy = Copy(place.slot(0), everyone, "own", ...)
     copy.start(optimizer, room)
 
-A copy is a save whose root is the memory of a machine: `Save` writes it as it writes a checkpoint,
-without flushes and without a manifest. Each number of a section has a file of its own, so that the files of several
-machines can be combined, whichever are missing (`union`). Every machine has all that its ranks hold; if several of
-them hold the same, each number is written by one. With a `Neighbour`, files that no other machine has are then copied
-to the root of the next machine, over groups of two ranks.
+A copy is a `Save` into a folder in memory (tmpfs), without flushes and without a manifest. Each
+share of a section has its own file, so that files from several machines can be combined, whichever
+machines are lost (`union`). Each machine stores everything that its ranks hold; if several of its
+ranks hold the same portion, each share is written by one of them. With a `Neighbour`, files that no
+other machine has are then also sent to the next machine, over groups of two ranks.
 
-Two copies exist at a time: the newest complete one, and the one that is written, over the files of the one before.
-The thread reads the states where they are: an update waits for what is not written yet.
+Two copies exist at a time: the newest complete one, and the one in progress, which overwrites the
+files of the copy before. The thread reads states in place, without a snapshot on the host (values
+on a GPU are copied first), so an update waits until its state is written.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from threed import collectives
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.manifest import file_of, write_entry
 from threed.checkpoint.node_memory import COPIES, ELSEWHERE, Machines
-from threed.checkpoint.saving import Save, on_paper
+from threed.checkpoint.saving import Save, forecast_states
 from threed.checkpoint.sections import Held, SavedFile, held
 from threed.checkpoint.sending import receive_file, receive_json, send_file, send_json
 from threed.config import Config
@@ -43,11 +44,12 @@ from threed.zero.state import State
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank writes for each copy.
+    """The files that a rank writes for each copy.
 
     Attributes:
-        alone: The names of files that no other machine has.
-        described: The sections that the rank describes for its machine.
+        files: the files.
+        alone: names of the files that no other machine has.
+        described: sections that the rank describes for its machine.
     """
 
     files: list[SavedFile]
@@ -56,36 +58,36 @@ class Plan:
 
     @classmethod
     def of(cls, optimizer: Optimizer, topology: Topology, machines: Machines) -> Plan:
-        """Divides what the ranks of a machine hold between them. Collective."""
-        everyone, mine = topology.axis("world"), held(optimizer.layout, states(optimizer))
-        keys = [(h.section.digest[:16], h.portion) for h in mine]
-        found: dict[tuple[str, int], list[int]] = {}
-        described: dict[tuple[int, str], int] = {}  # by machine and section: its first rank
+        """Divides the shares that a machine's ranks hold between these ranks. Collective."""
+        everyone, sections = topology.axis("world"), held(optimizer.layout, states(optimizer))
+        keys = [(h.section.digest[:16], h.portion) for h in sections]
+        holders: dict[tuple[str, int], list[int]] = {}
+        described: dict[tuple[int, str], int] = {}  # first rank by (machine, section)
         for rank, some in enumerate(collectives.exchange(keys, everyone)):
             for digest, portion in some:
-                found.setdefault((digest, portion), []).append(rank)
+                holders.setdefault((digest, portion), []).append(rank)
                 described.setdefault((machines.of[rank], digest), rank)
         plan = cls([], set(), [])
-        for h, key in zip(mine, keys, strict=True):
+        for h, key in zip(sections, keys, strict=True):
             if described[machines.mine, key[0]] == everyone.index:
                 plan.described.append(h)
-            here = [rank for rank in found[key] if machines.of[rank] == machines.mine]
-            for number in h.numbers[here.index(everyone.index) :: len(here)]:
+            local = [rank for rank in holders[key] if machines.of[rank] == machines.mine]
+            for number in h.numbers[local.index(everyone.index) :: len(local)]:
                 name = f"{key[0]}-{number:05d}.safetensors"
                 plan.files.append(SavedFile(name, [(h, number)]))
-                if len(here) == len(found[key]):
+                if len(local) == len(holders[key]):
                     plan.alone.add(name)
         return plan
 
     def with_extras(self, extras: Extras, machines: Machines) -> Plan:
         """Returns the plan with a file of the current buffers and generators. Collective.
 
-        One rank of each machine writes the buffers of a stage.
+        On each machine, one rank per stage writes the buffers.
         """
         topology = extras.topology
         grid, stage = topology.grid, topology.coordinates["pp"]
-        here = [(r, grid.coordinates(r)) for r in machines.ranks[machines.mine]]
-        first = next((r for r, c in here if c["pp"] == stage and c["tp"] == 0), None)
+        local = [(r, grid.coordinates(r)) for r in machines.ranks[machines.mine]]
+        first = next((r for r, c in local if c["pp"] == stage and c["tp"] == 0), None)
         about, tensors = extras.copied(first == topology.rank)
         if not tensors:
             return self
@@ -98,9 +100,10 @@ class Copy(Save):
     """One rank's part of a copy.
 
     Attributes:
-        save: Epoch and step.
-        alone: The names of files that no other machine has.
-        entry: What this rank has written.
+        save: epoch and step.
+        alone: names of the files that no other machine has.
+        neighbour: exchange with neighbouring machines, or None.
+        entry: description of the files that this rank has written.
     """
 
     save: list[int] = field(default_factory=list)
@@ -113,25 +116,26 @@ class Copy(Save):
 
     @property
     def building(self) -> Path:
-        """The folder that files are written to."""
+        """The folder to which files are written."""
         return self.path
 
     def write(self, values: Iterable[Tensor]) -> None:
-        """Writes this rank's files and its entry, and sets `problem` if it cannot. No collective."""
-        with suppress(Exception):  # kept in `problem`: the neighbours wait for `commit`
+        """Writes this rank's files and entry; does not raise, but sets `problem`. Not collective."""
+        # The error is in `problem`. `commit` must run even so: neighbours wait for it.
+        with suppress(Exception):
             super().write(values)
 
-    def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
+    def _write_files(self, values: Iterable[Tensor]) -> dict[str, Any]:
         self.path.mkdir(parents=True, exist_ok=True)
-        # of an older copy, whose files are overwritten
+        # entries of the older copy in this slot, whose files are overwritten now
         self._entry_file(self.everyone.index).unlink(missing_ok=True)
         for source, _ in self.neighbour.sources if self.neighbour else ():
             _copied_entry(self.path, source).unlink(missing_ok=True)
-        self.entry = {**super()._entry(values), "head": self.head, "save": self.save}
+        self.entry = {**super()._write_files(values), "head": self.head, "save": self.save}
         return self.entry
 
     def commit(self, patience: float = 0.0) -> None:
-        """Copies files to the neighbour's root, and keeps those that other ranks send."""
+        """Exchanges files with the neighbour machines, if this copy has a neighbour."""
         if self.neighbour is None:
             return
         entry = self.entry if self.problem is None else {"files": []}
@@ -142,20 +146,27 @@ class Copy(Save):
 
 
 def _copied_entry(folder: Path, source: int) -> Path:
-    """Returns the path of the entry of a rank on its neighbour's machine."""
+    """Returns the path of a rank's entry on its neighbour machine."""
     return folder / f"entry-{source:05d}-copy.json"
 
 
 def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: bool) -> int:
-    """Returns a forecast of the memory that copies take per rank.
+    """Returns a forecast of the host memory that copies use per rank, in bytes.
 
-    That is its slices in each copy, and as much of a neighbour's. Ranks of a machine that hold the same take less. A
-    GPU's slices pass through page-locked memory.
+    It counts this rank's slices once per copy, twice with `run.replicate` "neighbour", and
+    page-locked staging memory on a GPU. It is an upper bound if ranks of a machine hold the same
+    slices.
+
+    Args:
+        config: configuration of the run.
+        layout: parameters of this rank.
+        states: states of this rank.
+        gpu: whether the rank uses a GPU.
     """
     if not config.checkpoint.memory_every:
         return 0
-    mine = [(h, n) for h in held(layout, on_paper(layout, states)) for n in h.numbers]
-    file = SavedFile("", mine)
+    numbers = [(h, n) for h in held(layout, forecast_states(layout, states)) for n in h.numbers]
+    file = SavedFile("", numbers)
     staged = copy_bytes(file.records, layout.policy, gpu) if gpu else 0
     return staged + COPIES * file.nbytes * (2 if config.run.replicate == "neighbour" else 1)
 
@@ -164,8 +175,11 @@ def memory_bytes(config: Config, layout: Layout, states: Sequence[State], gpu: b
 
 
 class Neighbour:
-    """The ranks that this one exchanges copies with: it sends to one of the next machine, and keeps what some of the
-    previous machine send. Collective to make; then used in one thread at a time."""
+    """The exchange of copies between a rank and ranks of the neighbouring machines.
+
+    Each rank sends to one rank of the next machine, and stores the files of some ranks of the
+    previous machine. Construction is collective; afterwards use it from one thread at a time.
+    """
 
     def __init__(self, topology: Topology, machines: Machines) -> None:
         pairs = [(rank, machines.neighbour(rank)) for rank in range(topology.world)]
@@ -174,8 +188,15 @@ class Neighbour:
         self.sources = [(source, links[source, me]) for source, target in pairs if target == me]
 
     def exchange(self, folder: Path, entry: Mapping[str, Any]) -> str:
-        """Sends the files of an entry, which are in `folder`, and keeps those that other ranks send, in the same
-        folder; returns what went wrong."""
+        """Sends the files of an entry, and stores the files that other ranks send.
+
+        Args:
+            folder: folder of the copy, for both directions.
+            entry: description of the files to send.
+
+        Returns:
+            An error text, or "".
+        """
         problems: list[str] = []
 
         def send() -> None:
@@ -194,7 +215,7 @@ class Neighbour:
         return next(filter(None, problems), "")
 
     def _receive(self, folder: Path, source: int, link: Link) -> list[str]:
-        """Keeps the files of one rank, and then its entry."""
+        """Stores the files of one rank, and then its entry; returns error texts."""
         entry, problems = receive_json(link), []
         for file in entry["files"]:
             path = folder / Path(file["file"]).name

@@ -1,8 +1,10 @@
-"""Checkpoint content besides weights and moments: persistent buffers, and torch's generators for a wrapped module.
+"""Saves and restores persistent buffers, and torch's random generators for a wrapped module.
 
-Buffers are saved by their owner, as bytes, with name, dtype and shape in the manifest. The generators
-are torch's default one and that of the rank's GPU, of every rank: a wrapped module draws its dropout from them, the
-layers of this package do not. The generators of `random` and numpy are the program's own and are not saved.
+Each buffer is saved by the rank that owns it: the bytes in its file, and name, dtype and shape in
+the manifest. For a wrapped module, every rank also saves torch's default generator and its GPU's
+generator, because the module draws its dropout masks from them. The layers of this package do not
+use these generators. The generators of `random` and numpy belong to the user's program and are not
+saved.
 """
 
 from __future__ import annotations
@@ -24,16 +26,24 @@ from threed.topology import Topology
 
 @dataclass
 class Extras:
-    """Buffers of a model, and whether generators are saved with them."""
+    """The checkpoint content of an engine other than weights and optimizer states.
+
+    Attributes:
+        buffers: the buffers of the model.
+        topology: ranks of the run.
+        generators: whether generator states are saved and restored too.
+    """
 
     buffers: Buffers
     topology: Topology
     generators: bool
-    _told: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
 
     def rewinding(self) -> Callable[[], None]:
-        """Returns what sets changing buffers, and torch's generators, back to what they are now: for forwards that run
-        again."""
+        """Returns a function that resets changing buffers and torch's generators to now.
+
+        Used before forwards that will be run a second time.
+        """
         states, values = rng_states(self.topology.device), self.buffers.changing()
 
         def rewind() -> None:
@@ -43,26 +53,26 @@ class Extras:
 
         return rewind
 
-    def _agree(self) -> None:
-        """Makes buffers equal on all ranks before they are saved; warns once if tensor ranks differ. Collective."""
+    def _synchronize(self) -> None:
+        """Makes buffers equal on all data ranks; warns if tensor ranks differ. Collective."""
         self.buffers.agree()
-        names = set(self.buffers.different()) - self._told
-        self._told |= names
+        names = set(self.buffers.different()) - self._warned
+        self._warned |= names
         if names and self.topology.data.index == self.topology.axis("tp").index == 0:
-            fix = "make them alike, or register what each rank can compute with persistent=False"
+            fix = "make them equal, or register buffers that each rank can compute with persistent=False"
             what = "buffers differ between tensor ranks, and the first one's are saved"
             warnings.warn(f"{what}: {listed(names)}; {fix}", stacklevel=5)
 
     def copied(self, any_copy: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns this rank's entries of the manifest and copies of their values. Collective.
+        """Returns this rank's manifest entries, and copies of the values. Collective.
 
         Args:
-            any_copy: See `Buffers.owned`.
+            any_copy: see `Buffers.owned`.
 
         Returns:
-            The entries, and uint8 [n] on the CPU by key.
+            The manifest entries, and the values by key, uint8 [n] on the CPU.
         """
-        self._agree()
+        self._synchronize()
         owned = self.buffers.owned(any_copy)
         states = rng_states(self.topology.device) if self.generators else {}
         about = [[name, dtype_name(value), list(value.shape)] for name, value in owned.items()]
@@ -74,7 +84,12 @@ class Extras:
     def problems(
         self, saved: Mapping[str, tuple[str, str, tuple[int, ...]]], states: Mapping[str, Tensor]
     ) -> list[str]:
-        """Returns what of saved buffers (file, dtype, shape) and of generator states cannot be restored here."""
+        """Returns why saved buffers or generator states cannot be restored on this rank.
+
+        Args:
+            saved: file, dtype and shape of each saved buffer, by name.
+            states: saved generator states by name; may be empty.
+        """
         places = self.buffers.persistent().items()
         found = [(name, place.value, saved[name][1]) for name, place in places if name in saved]
         problems = [
@@ -86,7 +101,10 @@ class Extras:
         return problems + (self._state_problems(states) if self.generators and states else [])
 
     def _state_problems(self, states: Mapping[str, Tensor]) -> list[str]:
-        """Returns why generators do not take these states, which only setting them tells."""
+        """Returns why torch rejects generator states.
+
+        They are set for the test, and then reset.
+        """
         device = self.topology.device
         before = rng_states(device)
         if not set(states) >= set(before):
@@ -100,7 +118,13 @@ class Extras:
         return []
 
     def restore_generators(self, saved: Mapping[str, Tensor], same: bool, seed: str) -> None:
-        """Restores the generators, or, in another topology, sets them to states that follow from `seed`."""
+        """Restores the generators, or seeds them if the checkpoint is of another topology.
+
+        Args:
+            saved: this rank's saved generator states by name.
+            same: whether the checkpoint has this run's topology.
+            seed: text from which each rank's seed is derived otherwise.
+        """
         if not self.generators:
             return
         device, rank = self.topology.device, self.topology.rank
@@ -111,7 +135,7 @@ class Extras:
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
         if rank == 0:
             warnings.warn(
-                "the checkpoint has no generator states of this topology: dropout of a wrapped module goes on with"
-                " other masks than where it was saved",
+                "the checkpoint has no generator states for this topology: dropout masks of a wrapped module"
+                " differ from those of the saved run",
                 stacklevel=5,
             )

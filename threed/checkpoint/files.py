@@ -1,16 +1,18 @@
-"""Files of tensors: written as a stream with their hash, durable; a partial file is always detected.
+"""Reads and writes safetensors files durably, with hashes that detect damaged and truncated files.
 
     hashes = stream_tensors(path, about, tensors)
     with TensorFile(path) as file: file.read("weight", 0, out)
 
-The format is safetensors (an 8-byte length, a JSON header, the bytes), written here rather than by the library so that
-the hash is computed meanwhile, one tensor is in memory at a time, and a full disk is an error at once; and read here so
-that values go straight to where they belong, by plain reads, whose errors are exceptions.
+The format is safetensors: an 8-byte header length, a JSON header, then the tensors' bytes. This
+module writes it without the safetensors library so that it hashes while it writes, keeps one tensor
+in memory at a time, and reports a full disk at once. It reads files with plain read calls directly
+into the destination tensor; a failed read raises an exception.
 
-A file has two hashes. `tree` is the sha256 of the sha256 of each 8 MiB, so that threads share the work. `sum` is the
-sha256 of two 64-bit sums of each 64 KiB (csrc/cpu/checksum.cpp). The latter finds damage, which is what a load looks
-for; a tree that is part of a signed manifest finds forgery too. Without the native library there is no sum, and loads
-compare the tree.
+Each file has two hashes. `tree` is the SHA-256 of the concatenated SHA-256 digests of its 8 MiB
+blocks, so that threads can share the work. `sum` is the SHA-256 of two 64-bit checksums per 64 KiB
+(csrc/cpu/checksum.cpp). `sum` is faster and detects damage, which is enough for a load; `tree` in a
+signed manifest also detects forgery. Without the native library there is no `sum`, and loads
+compare `tree`.
 """
 
 from __future__ import annotations
@@ -45,48 +47,54 @@ NAMES = {
     torch.uint8: "U8",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-MOST_HEADER = 10**8  # bytes, as the library has it
+MOST_HEADER = 10**8  # bytes; the limit of the safetensors library
 About = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape, by name
 Metadata = Mapping[str, str]
-Parts = Iterable[bytes | Tensor]  # of a file; tensors are uint8 [n], on the CPU
+Parts = Iterable[bytes | Tensor]  # contents of a file; tensors are uint8 [n] on the CPU
 NONE: Metadata = MappingProxyType({})
-POLL_S = 0.125  # between calls of `hurries`
-BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes per thread, per read, and per sum
+POLL_S = 0.125  # seconds between calls of `hurries`
+BLOCK, PIECE, CHUNK = 2**23, 2**20, 2**16  # bytes hashed per task, per read, and per checksum
 
 
 def never() -> bool:
-    """Returns False."""
     return False
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read, with the file and what to do."""
+    """Raised if a checkpoint cannot be written or read; the message names the file and a fix."""
 
 
 class NotFiniteError(CheckpointError):
-    """A tensor with values that are infinite or not a number, by its name."""
+    """Raised if a tensor that is saved has NaN or infinite values; the message names it."""
 
 
 class RunFolderError(RuntimeError):
-    """A run folder that this run cannot have, with the reason and what to do; the same on every rank."""
+    """Raised if this run cannot use a run folder; the message has the reason and a fix.
+
+    Every rank raises the same error.
+    """
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all values of a tensor are finite; the host waits for it. No memory of its size is taken."""
+    """Returns whether all values of a tensor are finite, without a temporary of the tensor's size.
+
+    The host waits for the result. Integer tensors and empty ones count as finite.
+    """
     if not values.numel() or not values.is_floating_point():
         return True
-    return bool(torch.isfinite(torch.stack(values.detach().aminmax())).all())  # both pass NaN on
+    # min and max propagate NaN
+    return bool(torch.isfinite(torch.stack(values.detach().aminmax())).all())
 
 
 # ------------------------------------------------------------------------------------------------------------ hashes
 
 
 class Hashes(NamedTuple):
-    """The hashes of a file, in hex.
+    """The hashes of a file, as hexadecimal text.
 
     Attributes:
-        tree: None for a copy in memory that has a sum.
-        sum: None without the native library.
+        tree: SHA-256 over blocks; None for a copy in memory that has a `sum`.
+        sum: checksum over blocks; None without the native library.
     """
 
     tree: str | None
@@ -95,7 +103,7 @@ class Hashes(NamedTuple):
 
 @cache
 def threads() -> ThreadPoolExecutor:
-    """Threads for what needs no interpreter: hashing and reading."""
+    """Returns the thread pool for work that releases the GIL: hashing and reading."""
     return ThreadPoolExecutor(4)
 
 
@@ -103,23 +111,38 @@ os.register_at_fork(after_in_child=threads.cache_clear)  # threads do not surviv
 
 
 def sums(data: bytes | memoryview, instructions: str | None = None) -> bytes:
-    """Returns the sums of each 64 KiB of some bytes, the last of which may be fewer; nothing without the library."""
+    """Returns the checksums of each 64 KiB of `data`, or b"" without the native library.
+
+    Args:
+        data: bytes to sum; the last chunk may be shorter.
+        instructions: instruction set to use; None chooses the fastest that the CPU supports.
+
+    Returns:
+        Two uint64 per chunk, as bytes.
+
+    Raises:
+        ValueError: if the CPU does not support `instructions`.
+    """
     native = function("threed_checksum", "iPqPs")
     if native is None:
         return b""
     given, out = np.frombuffer(data, np.uint8), np.empty(2 * -(-len(data) // CHUNK), np.uint64)
     path = None if instructions is None else instructions.encode()
     if native(given.ctypes.data, len(given), out.ctypes.data, path):
-        raise ValueError(f"no {instructions} here")
+        raise ValueError(f"instruction set {instructions} is not supported by this CPU")
     return out.tobytes()
 
 
 def start_hashing(block: memoryview, tree: bool) -> Future[tuple[bytes, bytes]]:
-    """Starts to hash BLOCK bytes, or fewer at the end of a file, in a thread.
+    """Starts to hash a block in a background thread.
 
     Args:
-        block: Must not change until the result is there.
-        tree: Whether to compute the sha256 if there is a sum, which takes a tenth of the time.
+        block: at most BLOCK bytes; must not change until the result is available.
+        tree: whether to compute the SHA-256 too, which takes about ten times as long as the
+            checksums. It is always computed without the native library.
+
+    Returns:
+        A future of (SHA-256 digest, checksums); the digest is b"" if it was not computed.
     """
 
     def hashes() -> tuple[bytes, bytes]:
@@ -130,24 +153,28 @@ def start_hashing(block: memoryview, tree: bool) -> Future[tuple[bytes, bytes]]:
 
 
 def combined(blocks: Sequence[tuple[bytes, bytes]]) -> Hashes:
-    """Returns the hashes of a file from those of its blocks."""
+    """Returns the hashes of a file from the hashes of its blocks."""
     tree, total = (hashlib.sha256(b"".join(some)).hexdigest() for some in zip(*blocks, strict=True))
     return Hashes(tree if blocks[0][0] else None, total if blocks[0][1] else None)
 
 
 def tree_hash(path: Path) -> str:
-    """Returns the tree of a file. OSError if it cannot be read."""
-    return _of_file(path, _sha256)
+    """Returns the `tree` hash of a file. Raises OSError if the file cannot be read."""
+    return _hash_file(path, _sha256)
 
 
 def checksum(path: Path) -> str | None:
-    """Returns the sum of a file, or None without the native library. OSError if it cannot be read."""
+    """Returns the `sum` of a file, or None without the native library.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
     if function("threed_checksum", "iPqPs") is None:
         return None
-    return _of_file(path, lambda pieces: b"".join(map(sums, pieces)))
+    return _hash_file(path, lambda pieces: b"".join(map(sums, pieces)))
 
 
-def _of_file(path: Path, of_block: Callable[[Iterator[bytes]], bytes]) -> str:
+def _hash_file(path: Path, of_block: Callable[[Iterator[bytes]], bytes]) -> str:
     starts, digest = range(0, path.stat().st_size, BLOCK), hashlib.sha256()
     for block in threads().map(lambda at: of_block(_pieces(path, at)), starts):
         digest.update(block)
@@ -155,7 +182,7 @@ def _of_file(path: Path, of_block: Callable[[Iterator[bytes]], bytes]) -> str:
 
 
 def _pieces(path: Path, at: int) -> Iterator[bytes]:
-    """Yields the bytes of the block at `at`, in pieces that fit into a cache of the processor."""
+    """Yields the bytes of the block at offset `at` in pieces that fit into the CPU cache."""
     with path.open("rb") as file:
         file.seek(at)
         for _ in range(BLOCK // PIECE):
@@ -176,18 +203,19 @@ def _sha256(pieces: Iterator[bytes]) -> bytes:
 def stream_tensors(
     path: Path, about: About, tensors: Iterable[Tensor], metadata: Metadata = NONE, **how: Any
 ) -> Hashes:
-    """Writes a safetensors file from a stream of tensors; returns its hashes.
+    """Writes a safetensors file from a stream of tensors, and returns its hashes.
 
     Args:
-        path: The file; an existing one is overwritten.
-        about: Dtype and shape of each tensor, by name. A tensor may come in several parts, by rows.
-        tensors: The tensors or their parts, in the order of `about`.
-        metadata: Text by name.
-        how: See `write_hashed`.
+        path: file to write; an existing file is overwritten.
+        about: dtype and shape of each tensor, by name.
+        tensors: the tensors in the order of `about`. A tensor may arrive in several parts, split
+            along its rows.
+        metadata: text by name, for the header.
+        how: keyword arguments for `write_hashed`.
 
     Raises:
-        OSError: If the file cannot be written.
-        ValueError: If the tensors differ from `about`.
+        OSError: if the file cannot be written.
+        ValueError: if the tensors differ from `about`.
     """
     return write_hashed(path, _safetensors(about, tensors, metadata), **how)
 
@@ -196,27 +224,31 @@ def write_hashed(
     path: Path, parts: Parts, limit: float | None = None, hurries: Callable[[], bool] = never,
     durable: bool = True,
 ) -> Hashes:  # fmt: skip
-    """Writes a new file and returns its hashes. OSError if it cannot be written.
+    """Writes a file and returns its hashes.
 
     Args:
-        path: the file; an existing one is overwritten.
-        parts: bytes, and uint8 tensors [n] on the CPU, one after the other.
-        limit: bytes per second, at most; None for no limit.
-        hurries: returns whether the limit has ended, because a run that is to stop waits for this file.
-        durable: whether to flush the file to the disk, and to compute its SHA-256; False for a
-            file in memory.
+        path: file to write; an existing file is overwritten.
+        parts: contents in order: bytes, and uint8 tensors [n] on the CPU.
+        limit: maximum rate in bytes per second; None for no limit.
+        hurries: callback; returns True once `limit` no longer applies, because a run that should
+            stop waits for this file.
+        durable: whether to flush the file to disk and compute its SHA-256. False for files in
+            memory, which need only the checksum if the native library is available.
+
+    Raises:
+        OSError: if the file cannot be written.
     """
     hashes, began, written = [], time.monotonic(), 0
     with FileIO(str(path), overwriting(path)) as file:
         for block in _blocks(parts):
             hashing = start_hashing(block, tree=durable)
             _write_block(file, block)
-            hashes.append(hashing.result())  # the memory of a block is used again
+            hashes.append(hashing.result())  # before the block's buffer is reused
             written += len(block)
             if limit is not None:
                 os.fdatasync(file.fileno())
                 _wait_until(began + written / limit, hurries)
-            # starts to write them back, and frees clean pages
+            # starts writeback, and frees clean pages of the page cache
             if durable and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, written, os.POSIX_FADV_DONTNEED)
         file.truncate()
@@ -226,22 +258,22 @@ def write_hashed(
 
 
 def overwriting(path: Path) -> str:
-    """Returns the mode that opens a file to be written from its start, without truncating it.
+    """Returns the mode that opens a file for writing from its start without truncating it.
 
-    In memory, pages take longer to allocate than to write.
+    For a file in memory, allocating new pages takes longer than overwriting existing ones.
     """
     return "r+b" if path.exists() else "wb"
 
 
 def _blocks(parts: Parts) -> Iterator[memoryview]:
-    """Yields the bytes of all parts in blocks, each of which is valid until the next one."""
+    """Yields the bytes of all parts in blocks of BLOCK bytes; each is valid until the next one."""
     dtype, filled = torch.uint8, 0
     buffer = torch.empty(BLOCK, dtype=dtype)
     for part in parts:
         rest = torch.frombuffer(bytearray(part), dtype=dtype) if isinstance(part, bytes) else part
         while rest.numel():
             some = rest[: BLOCK - filled]
-            buffer[filled : filled + len(some)].copy_(some)  # releases the interpreter's lock
+            buffer[filled : filled + len(some)].copy_(some)  # releases the GIL
             filled, rest = filled + len(some), rest[len(some) :]
             if filled == BLOCK:
                 yield buffer.numpy().data
@@ -260,8 +292,8 @@ def _flush(file: FileIO) -> None:
 
 
 def _wait_until(end: float, hurries: Callable[[], bool]) -> None:
-    while not hurries() and (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, POLL_S))
+    while not hurries() and (remaining := end - time.monotonic()) > 0:
+        time.sleep(min(remaining, POLL_S))
 
 
 def _safetensors(about: About, tensors: Iterable[Tensor], metadata: Metadata) -> Parts:
@@ -276,13 +308,13 @@ def _safetensors(about: About, tensors: Iterable[Tensor], metadata: Metadata) ->
     yield len(text).to_bytes(8, "little") + text
     given = (tensor for tensor in tensors if tensor.numel())
     for name, (dtype, shape) in about.items():
-        left = math.prod(shape)
-        while left:
+        missing = math.prod(shape)
+        while missing:
             if (part := next(given, None)) is None:
                 what = "fewer, or shorter, than announced"
                 raise ValueError(f"the tensors are {what}: {name} is not complete")
-            left -= part.numel()
-            if left < 0 or part.dtype != dtype or part.shape[1:] != shape[1:]:
+            missing -= part.numel()
+            if missing < 0 or part.dtype != dtype or part.shape[1:] != shape[1:]:
                 what = f"{part.dtype} {tuple(part.shape)}"
                 raise ValueError(f"{name} is {what}, announced as {(dtype, shape)}")
             yield part.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -291,7 +323,14 @@ def _safetensors(about: About, tensors: Iterable[Tensor], metadata: Metadata) ->
 
 
 def cut(sizes: Mapping[Any, int], limit: int) -> list[list[Any]]:
-    """Returns names in order, cut into files of at most `limit` bytes; what is larger has a file of its own."""
+    """Splits names, in order, into groups of at most `limit` bytes.
+
+    A larger tensor gets its own group.
+
+    Args:
+        sizes: bytes by name.
+        limit: maximum bytes per group.
+    """
     files: list[list[str]] = [[]]
     used = 0
     for name, size in sizes.items():
@@ -307,9 +346,15 @@ def cut(sizes: Mapping[Any, int], limit: int) -> list[list[Any]]:
 
 
 class TensorFile:
-    """A safetensors file that is open to be read. CheckpointError where it is none.
+    """An open safetensors file.
 
-    tensors: dtype (as the format has it), shape, and the first byte of each, by name. metadata: text by name.
+    Attributes:
+        tensors: dtype (as the format spells it), shape and offset of the first byte, by tensor
+            name.
+        metadata: text by name.
+
+    Raises:
+        CheckpointError: if the file is not a valid safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -321,7 +366,7 @@ class TensorFile:
             if not 2 <= length <= min(size - 8, MOST_HEADER):
                 raise ValueError("its header is longer than it")
             header = json.loads(os.pread(self._handle, length, 8).decode())
-            self.metadata, self.tensors = _understood(header, 8 + length, size)
+            self.metadata, self.tensors = _parse_header(header, 8 + length, size)
         except (
             OSError,
             ValueError,
@@ -335,7 +380,16 @@ class TensorFile:
             raise CheckpointError(f"{path} cannot be read: {plain(error)}") from None
 
     def read(self, name: str, first: int, out: Tensor) -> None:
-        """Fills `out` [n], contiguous and on the CPU, from the elements of a tensor from `first` on, of its dtype."""
+        """Fills `out` with consecutive elements of a tensor, starting at element `first`.
+
+        Args:
+            name: name of the tensor.
+            first: index of the first element, in row-major order.
+            out: [n], contiguous, on the CPU, of the tensor's dtype.
+
+        Raises:
+            CheckpointError: if the file cannot be read.
+        """
         dtype, _, begin = self.tensors[name]
         at, rest = begin + first * DTYPES[dtype].itemsize, out.view(torch.uint8).numpy().data
         starts = range(0, len(rest), BLOCK)
@@ -343,7 +397,7 @@ class TensorFile:
             if len(starts) > 1:
                 blocks = [(rest[start : start + BLOCK], at + start) for start in starts]
                 work = [threads().submit(fill, self._handle, *block) for block in blocks]
-                # after an error too: no thread may still write into `out` after the return
+                # Also after an error: no thread may write into `out` after this returns.
                 wait(work)
                 for one in work:
                     one.result()
@@ -353,7 +407,7 @@ class TensorFile:
             raise CheckpointError(f"{self.path} cannot be read: {plain(error)}") from None
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a whole tensor."""
+        """Returns a full tensor."""
         dtype, shape, _ = self.tensors[name]
         out = torch.empty(shape, dtype=DTYPES[dtype])
         self.read(name, 0, out.view(-1))
@@ -376,7 +430,11 @@ class TensorFile:
 
 
 def fill(handle: int, out: memoryview, at: int) -> None:
-    """Reads bytes of an open file, from `at` on; OSError where it ends before `out` is full."""
+    """Reads bytes of an open file into `out`, starting at offset `at`.
+
+    Raises:
+        OSError: if the file ends before `out` is full.
+    """
     while len(out):
         read = os.preadv(handle, [out], at)
         if not read:
@@ -384,10 +442,14 @@ def fill(handle: int, out: memoryview, at: int) -> None:
         at, out = at + read, out[read:]
 
 
-def _understood(
+def _parse_header(
     header: Any, begin: int, size: int
 ) -> tuple[dict[str, str], dict[str, tuple[str, list[int], int]]]:
-    """Returns metadata and tensors of a header; ValueError and others unless the tensors fill the file exactly."""
+    """Returns the metadata and tensors of a header whose data begin at byte `begin` of the file.
+
+    Raises ValueError, KeyError, TypeError or AttributeError unless the tensors fill the file
+    exactly.
+    """
     metadata, found = dict(header.pop("__metadata__", {})), {}
     for name, about in header.items():
         (first, last), shape = about["data_offsets"], list(about["shape"])
@@ -412,19 +474,23 @@ def _understood(
 
 
 def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
-    """Makes the empty folder that `path` is built in, and returns it.
+    """Creates the empty folder in which `path` is built, and returns it.
 
     Args:
-        mark: A file that every folder of its kind has.
+        path: final path of the folder.
+        mark: name of a file that every folder of this kind contains.
+        kind: kind of folder, for messages.
+        nbytes: disk space that the folder will need.
 
     Raises:
-        CheckpointError: If `path` is something of another kind, or the disk has not `nbytes` free.
-        OSError: If the folder cannot be made.
+        CheckpointError: if `path` exists and is of another kind, or the disk has less than `nbytes`
+            free.
+        OSError: if the folder cannot be created.
     """
     other = path.exists() and not (path / mark).is_file()
     if other and (not path.is_dir() or any(path.iterdir())):
         fix = "it stays as it is; choose another name"
-        raise CheckpointError(f"{path} exists and is no {kind}: {fix}")
+        raise CheckpointError(f"{path} exists and is not a {kind}: {fix}")
     building = building_place(path)
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
@@ -434,14 +500,18 @@ def begin(path: Path, mark: str, kind: str, nbytes: int) -> Path:
 
 @contextmanager
 def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
-    """Yields the folder that `path` is built in, as `begin` makes it; removes what is left of it after the block.
+    """Context manager that yields the folder in which `path` is built, and removes it at the end.
 
-    Raises CheckpointError where `begin` does, and if the block cannot write.
+    The block publishes the finished folder by renaming it.
+
+    Raises:
+        CheckpointError: if `begin` raises it, or if the block raises OSError.
     """
     try:
         yield begin(path, mark, kind, nbytes)
     except OSError as error:
-        shutil.rmtree(building_place(path), ignore_errors=True)  # frees what it took
+        # frees disk space before `why` measures it
+        shutil.rmtree(building_place(path), ignore_errors=True)
         raise CheckpointError(
             f"could not write {path}: {why(error, path.parent, nbytes)}"
         ) from error
@@ -450,7 +520,13 @@ def new_folder(path: Path, mark: str, kind: str, nbytes: int) -> Iterator[Path]:
 
 
 def check_space(folder: Path, needed: int, kind: str = "checkpoint") -> None:
-    """Raises CheckpointError if the disk under `folder` has not `needed` bytes free, for a folder of this kind."""
+    """Raises CheckpointError if the disk of `folder` has less than `needed` bytes free.
+
+    Args:
+        folder: existing folder on the disk.
+        needed: bytes.
+        kind: kind of folder to be written, for the message.
+    """
     disk = shutil.disk_usage(folder)
     if disk.total == 0:
         raise CheckpointError(f"{folder} is on no disk: point --run.dir elsewhere")

@@ -1,11 +1,13 @@
-"""Values that are not finite: neither written into a checkpoint by a run nor taken from one; conversions pass them on.
+"""Checks for values that are not finite (NaN or infinite) in checkpoints.
 
-    restore = Restore(source, trained)   for `records.fill`: notes the first tensor that has some
-    restore.problems                     one line, or none
-    tally = Tally(); tally.passed(name, slab); tally.tell(path)      of a conversion: counts tensors that have some
+    restore = Restore(source, trained)   passed to `records.fill`; stops at the first bad tensor
+    restore.problems                     empty, or one line
+    tally = Tally()                      counts bad tensors in a conversion
+    tally.passed(name, slab); tally.tell(path)
 
-Weights and moments of what is trained must be finite, for a run that goes on from anything else is lost. Buffers and
-frozen parameters need not be: a mask may well hold minus infinity.
+A run neither saves nor loads such values in the weights and moments of trained tensors, because
+training cannot recover from them. Conversions pass them through and warn. Buffers and frozen
+parameters may contain them: a mask may hold minus infinity.
 """
 
 from __future__ import annotations
@@ -23,7 +25,16 @@ from threed.sharding import Piece
 
 
 def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor in another format; CheckpointError if a number becomes infinite."""
+    """Returns a tensor converted to `dtype`.
+
+    Args:
+        name: name of the tensor, for the message.
+        tensor: values to convert.
+        dtype: floating-point dtype.
+
+    Raises:
+        CheckpointError: if a finite value becomes infinite.
+    """
     out = tensor.to(dtype)
     largest = torch.finfo(dtype).max
     if torch.finfo(tensor.dtype).max > largest and out.isinf().sum() > tensor.isinf().sum():
@@ -34,19 +45,19 @@ def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Tally:
-    """Tensors of a conversion that have values which are not finite: they are counted as they pass, and told once."""
+    """Counts the tensors of a conversion that have NaN or infinite values, for one warning."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
 
     def passed(self, name: str, values: Tensor) -> Tensor:
-        """Looks at some rows of a tensor; returns them."""
+        """Checks some rows of a tensor, and returns them."""
         if name not in self.names and not is_finite(values):
             self.names[name] = None
         return values
 
     def tell(self, path: Path) -> None:
-        """Warns of what was found in the folder that was written, if anything was."""
+        """Warns of the tensors found, if any. `path`: the folder that was written."""
         if self.names:
             count, first = len(self.names), next(iter(self.names))
             which = first if count == 1 else f"{count} tensors, of which the first is {first},"
@@ -56,14 +67,17 @@ class Tally:
 
 
 class Restore:
-    """Sets states from a checkpoint, for `records.fill`, and notes the first tensor that has values that are not
-    finite, or that cannot be read.
+    """Reads states from a checkpoint, as a callback of `records.fill`.
 
-    After that it does nothing, and raises nothing: the other ranks would wait for this one.
+    It records the first tensor that cannot be read or has values that are not finite. After that it
+    does nothing and raises nothing, because other ranks would hang in the next collective.
 
     Args:
         source: the checkpoint. Moments that it does not have are set to zero.
-        names: of the tensors that must be finite.
+        names: names of the tensors that must be finite.
+
+    Attributes:
+        problems: empty, or one line.
     """
 
     def __init__(self, source: TensorSource, names: Iterable[str]) -> None:

@@ -1,4 +1,9 @@
-"""Checks that tensors fit an engine, by name and shape, before anything is overwritten; sets full tensors by name."""
+"""Compares the tensors of a checkpoint with an engine's, before any is overwritten.
+
+They are compared by name and shape.
+
+Also sets weights and buffers from full tensors by name.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +21,19 @@ from threed.zero.agreement import tensors_of_model
 from threed.zero.optimizer import Optimizer
 
 Shape = tuple[int, ...]
-MOST = 10  # names in a message
+MOST = 10  # names listed in a message
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The global tensors of a model: shapes of its weights, which of them are trained, and by a rule that keeps
-    moments; and of its persistent buffers (None: one without a value so far)."""
+    """The global tensors of a model.
+
+    Attributes:
+        weights: shape of each weight, by name.
+        trained: names of the weights that are trained.
+        with_moments: names of the weights whose update rule keeps moments.
+        buffers: shape of each persistent buffer, by name; None if it has no value yet.
+    """
 
     weights: dict[str, Shape]
     trained: frozenset[str]
@@ -31,7 +42,7 @@ class Expected:
 
 
 def expected(optimizer: Optimizer, buffers: Buffers, topology: Topology) -> Expected:
-    """Returns the tensors of an engine's model, over all stages. Collective."""
+    """Returns the tensors of an engine's model, over all pipeline stages. Collective."""
     found = tensors_of_model(optimizer.layout, topology)
     return Expected(
         {name: tensor.shape for name, tensor in found.items()},
@@ -42,7 +53,7 @@ def expected(optimizer: Optimizer, buffers: Buffers, topology: Topology) -> Expe
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns names as text, at most a few of them."""
+    """Returns at most `MOST` names as text, and the number of the rest."""
     some = sorted(names)
     return ", ".join(some[:MOST]) + (f" and {len(some) - MOST} more" if len(some) > MOST else "")
 
@@ -50,10 +61,16 @@ def listed(names: Iterable[str]) -> str:
 def differences(
     found: Mapping[str, Shape], wanted: Mapping[str, Shape | None], what: str
 ) -> list[str]:
-    """Returns a line for each kind of mismatch: missing, unexpected, and of another shape."""
+    """Returns a line for each kind of difference: missing, unexpected, and different shape.
+
+    Args:
+        found: shapes in the checkpoint, by name.
+        wanted: shapes in the model, by name; a tensor with shape None may be missing.
+        what: kind of tensor, for the message.
+    """
     missing = [name for name, shape in wanted.items() if name not in found and shape is not None]
     unknown = [name for name in found if name not in wanted]
-    others = [
+    mismatched = [
         f"{name} is {list(shape)} in the checkpoint and {list(here)} in the model"
         for name, shape in found.items()
         if (here := wanted.get(name)) is not None and tuple(shape) != tuple(here)
@@ -63,12 +80,12 @@ def differences(
         [f"the model has no {what} {listed(unknown)}, which the checkpoint has"] if unknown else []
     )
     return lines + (
-        [f"{what} of other shapes: {'; '.join(sorted(others)[:MOST])}"] if others else []
+        [f"{what} of other shapes: {'; '.join(sorted(mismatched)[:MOST])}"] if mismatched else []
     )
 
 
 def tell(rank: int, text: str, names: Collection[str]) -> None:
-    """Warns with a list of names, on the first rank."""
+    """Warns on rank 0 with `text`, formatted with a list of the names, if there are any."""
     if names and rank == 0:
         warnings.warn(text.format(listed(names)), stacklevel=4)
 
@@ -78,7 +95,17 @@ def take_full(
 ) -> None:
     """Sets weights and persistent buffers from full tensors by global name. Collective.
 
-    KeyError naming what is missing or unknown, ValueError naming another shape, before anything is overwritten.
+    Everything is checked before the first tensor is overwritten.
+
+    Args:
+        optimizer: holder of the weights.
+        buffers: buffers of the model.
+        topology: ranks of the run.
+        given: full tensors by global name.
+
+    Raises:
+        KeyError: if a tensor is missing or unknown.
+        ValueError: if a tensor has another shape.
     """
     here = expected(optimizer, buffers, topology)
     wanted: dict[str, Shape | None] = {**here.weights, **here.buffers}

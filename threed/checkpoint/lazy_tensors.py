@@ -1,12 +1,12 @@
-"""Tensors in files, read one box at a time, and how they are composed of others.
+"""Tensors in files that are read one box at a time, and compositions of them.
 
-    whole = concatenate([first, second])         `Boxed`, along the rows
-    part = rows(whole, (100, 200))               `Slice`
+    joined = concatenate([first, second])        `Boxed`, along the rows
+    part = rows(joined, (100, 200))              `Slice`
     matrix = Reshaped((20, 5), part)
     read_box(matrix, start=(4, 0), size=(8, 5))
 
-A checkpoint that is read is a `TensorSource`: native ones (`reading.Reader`), Hugging Face folders,
-and those of other programs (`threed.interop`).
+A readable checkpoint is a `TensorSource`: native checkpoints (`reading.Reader`), Hugging Face
+folders, and checkpoints of other programs (`threed.interop`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from threed.sharding import intersect, slices
 from threed.zero.state import PREVIOUS, WEIGHT
 
 Shape = tuple[int, ...]
-SLAB_BYTES = 2**24  # of the rows of `read_slabs`
-MOST_BYTES = 2**25  # read at a time
-# Shorter rows are read together with the bytes between them, unless those are many.
+SLAB_BYTES = 2**24  # size of the slabs of `read_slabs`
+MOST_BYTES = 2**25  # limit per read
+# Rows below this size are read together with the gaps between them, unless the gaps are large.
 SHORT_BYTES = 2**12
 
 
@@ -50,11 +50,11 @@ class LazyTensor(Protocol):
 
 
 class TensorSource(Protocol):
-    """The tensors of a checkpoint, by our global names.
+    """The tensors of a checkpoint, by threed's global names.
 
     Attributes:
-        shapes: shape of each tensor; its parts have the same.
-        parts: of each tensor, the parts in the checkpoint: weight, exp_avg, ...
+        shapes: shape of each tensor; all its parts have this shape.
+        parts: parts of each tensor in the checkpoint: weight, exp_avg, ...
     """
 
     @property
@@ -64,13 +64,14 @@ class TensorSource(Protocol):
     def parts(self) -> Mapping[str, Collection[str]]: ...
 
     def tensor(self, part: str, name: str) -> LazyTensor:
-        """Returns a part of a tensor. Raises CheckpointError if there is none."""
+        """Returns a part of a tensor. Raises CheckpointError if the checkpoint does not have it."""
 
 
 def saved_part(part: str, saved: Collection[str]) -> str | None:
-    """Returns the saved part of a tensor that a part of the state is read from; None for a new moment.
+    """Returns the saved part to read for a part of the state; None if it is not saved.
 
-    The previous weights are saved only if they differ from the newest.
+    The previous weights are saved only if they differ from the newest weights, which are used
+    otherwise.
     """
     part = WEIGHT if part == PREVIOUS and PREVIOUS not in saved else part
     return part if part in saved else None
@@ -80,22 +81,24 @@ def saved_part(part: str, saved: Collection[str]) -> str | None:
 
 
 def read_box(tensor: LazyTensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Returns the box [*size] of a tensor at `start`, in its dtype."""
+    """Returns the box [*size] of a tensor at `start`, in the tensor's dtype."""
     out = torch.empty(tuple(size), dtype=tensor.dtype)
     tensor.read(tuple(start), out)
     return out
 
 
 def read_all(tensor: LazyTensor) -> Tensor:
-    """Returns a tensor in full."""
+    """Returns the full tensor."""
     return read_box(tensor, (0,) * len(tensor.shape), tensor.shape)
 
 
 def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
-    """Yields the rows of a tensor, some MiB of them at a time; they are valid until the next ones.
+    """Yields the rows of a tensor in slabs of some MiB; each slab is valid until the next one.
 
     Args:
-        itemsize: bytes per element, if more than its own.
+        tensor: tensor of at least one dimension.
+        itemsize: bytes per element that the caller needs, if more than the tensor's own; makes
+            slabs smaller.
     """
     count, *rest = tensor.shape
     row = math.prod(rest) * max(itemsize, tensor.dtype.itemsize)
@@ -103,7 +106,8 @@ def read_slabs(tensor: LazyTensor, itemsize: int = 4) -> Iterator[Tensor]:
     shape = (min(step, count), *rest)
     numel = math.prod(shape)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, max(1, numel) * tensor.dtype.itemsize, private)  # malloc would keep it
+    # Unlike memory from malloc, a mapping is returned to the system when it is freed.
+    memory = mmap.mmap(-1, max(1, numel) * tensor.dtype.itemsize, private)
     buffer = torch.frombuffer(memory, dtype=tensor.dtype)[:numel].view(shape)
     for first in range(0, count, step):
         values = buffer[: count - first]
@@ -118,20 +122,22 @@ def read_strided(
     start: Shape,
     out: Tensor,
 ) -> None:
-    """Copies a box of a row-major tensor to `out`, at most `MOST_BYTES` per read.
+    """Copies a box of a row-major tensor to `out`, with at most `MOST_BYTES` per read.
 
     Args:
-        shape: of the tensor.
-        elements: `elements(first, values)` reads values [n] from element `first` on. They are
-            contiguous and on the CPU.
-        start: where the box [*out.shape] begins.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        elements: function that reads consecutive elements; called as `elements(first, values)` with
+            the index of the first one, and values [n], contiguous and on the CPU.
+        start: start of the box [*out.shape].
+        out: destination, of any dtype and device.
     """
     if not shape:
         shape, start, out = (1,), (0,), out.view(1)
     size, strides = out.shape, _strides(shape)
     if not out.numel():
         return
-    # The dimensions behind `along` are contiguous.
+    # In the dimensions after `along`, the box spans the full tensor, so rows are contiguous.
     along = max((d for d, n in enumerate(size) if n < shape[d]), default=0)
     run, between = size[along] * strides[along], strides[max(0, along - 1)]
     if along and run * dtype.itemsize < SHORT_BYTES and between * dtype.itemsize < 16 * SHORT_BYTES:
@@ -157,7 +163,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _span(size: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns how many elements of the tensor lie from the first to the last one of a box."""
+    """Returns the number of elements from the first to the last element of a strided box."""
     return 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
 
 
@@ -172,7 +178,8 @@ class Boxed(Generic[T]):
     """A tensor that consists of boxes, which cover it.
 
     Attributes:
-        boxes: of each where it starts, and its values.
+        shape: shape of the tensor.
+        boxes: start and values of each box.
     """
 
     shape: Shape
@@ -180,18 +187,20 @@ class Boxed(Generic[T]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that all boxes are promoted to."""
+        """The dtype to which all boxes can be promoted."""
         return functools.reduce(torch.promote_types, (tensor.dtype for _, tensor in self.boxes))
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies a box to `out`."""
+        """Copies the box [*out.shape] at `start` to `out`."""
         for tensor, inside, at, size in self.meeting(start, out.shape):
             tensor.read(inside, out[slices(at, size, start)])
 
     def meeting(self, start: Shape, size: Shape) -> Iterator[tuple[T, Shape, Shape, Shape]]:
-        """Yields the boxes that intersect a box.
+        """Yields the boxes that intersect the box [*size] at `start`.
 
-        Each with the start of the intersection in it, that in the tensor, and its size.
+        Yields:
+            The box's tensor, the start of the intersection in that box, its start in this tensor,
+            and its size.
         """
         for origin, tensor in self.boxes:
             if (common := intersect(start, size, origin, tensor.shape)) is not None:
@@ -201,10 +210,12 @@ class Boxed(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """The part of a tensor at `start`, with fewer leading dimensions if `shape` has.
+    """The box [*shape] of a tensor at `start`.
+
+    `shape` may omit leading dimensions, in which the box then has size 1.
 
     Raises:
-        CheckpointError: it is not inside the tensor.
+        CheckpointError: if the box is not inside the tensor.
     """
 
     whole: LazyTensor
@@ -217,12 +228,12 @@ class Slice:
             not 0 <= a <= a + n <= m for a, n, m in zip(start, size, have, strict=True)
         ):
             raise CheckpointError(
-                f"a tensor has fewer rows than its model says: its shape is {list(have)}, and"
+                f"a tensor has fewer rows than its model requires: its shape is {list(have)}, and"
                 f" {list(size)} at {list(start)} is needed"
             )
 
     def _padded(self, values: Sequence[int], by: int) -> Shape:
-        """Returns a start or size with a value for each dimension of the tensor."""
+        """Prepends `by` to a start or size until it has all dimensions of the tensor."""
         return (by,) * (len(self.start) - len(values)) + tuple(values)
 
     @property
@@ -231,17 +242,17 @@ class Slice:
         return self.whole.dtype
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies a box to `out`."""
+        """Copies the box [*out.shape] at `start` to `out`."""
         inside = zip(self.start, self._padded(start, 0), strict=True)
         self.whole.read(tuple(a + b for a, b in inside), out.view(self._padded(out.shape, 1)))
 
 
 @dataclass(frozen=True, eq=False)
 class Reshaped:
-    """A tensor of one dimension in another shape, in row-major order.
+    """A one-dimensional tensor viewed in another shape, in row-major order.
 
     Raises:
-        CheckpointError: their numbers differ.
+        CheckpointError: if the numbers of elements differ.
     """
 
     shape: Shape
@@ -258,7 +269,7 @@ class Reshaped:
         return self.flat.dtype
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies a box to `out`."""
+        """Copies the box [*out.shape] at `start` to `out`."""
         read_strided(self.shape, self.dtype, self._elements, start, out)
 
     def _elements(self, first: int, values: Tensor) -> None:
@@ -267,7 +278,7 @@ class Reshaped:
 
 @dataclass(frozen=True, eq=False)
 class Transposed:
-    """A matrix, transposed; a vector stays as it is."""
+    """The transpose of a matrix; a vector is unchanged."""
 
     whole: LazyTensor
 
@@ -278,19 +289,19 @@ class Transposed:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the matrix, reversed."""
+        """The reversed shape of the matrix."""
         return self.whole.shape[::-1]
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies a box to `out`."""
+        """Copies the box [*out.shape] at `start` to `out`."""
         out.copy_(read_box(self.whole, start[::-1], out.shape[::-1]).t())
 
 
 def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """Returns tensors as one, along the rows.
+    """Returns the concatenation of tensors along their rows.
 
     Raises:
-        CheckpointError: there is none, or their other dimensions differ.
+        CheckpointError: if `parts` is empty, or their other dimensions differ.
     """
     parts = [part for part in parts if 0 not in part.shape] or parts[:1]
     if len({part.shape[1:] for part in parts}) != 1 or not all(part.shape for part in parts):
@@ -304,7 +315,7 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def rows(whole: LazyTensor, *ranges: tuple[int, int]) -> LazyTensor:
-    """Returns ranges [first, last) of the rows of a tensor, one after the other, as one tensor."""
+    """Returns the concatenation of ranges [first, last) of the rows of a tensor."""
     rest = whole.shape[1:]
     zeros = tuple(0 for _ in rest)
     return concatenate([Slice(whole, (a, *zeros), (b - a, *rest)) for a, b in ranges])
@@ -321,26 +332,30 @@ class MemoryTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def shape(self) -> Shape:
-        """Its shape."""
+        """The shape of the values."""
         return tuple(self.values.shape)
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies a box to `out`."""
+        """Copies the box [*out.shape] at `start` to `out`."""
         out.copy_(self.values[slices(start, out.shape)])
 
 
 @dataclass(frozen=True, eq=False)
 class FileTensor:
-    """A tensor whose elements lie in a file.
+    """A strided tensor in a file.
 
     Attributes:
-        offset, stride: of its elements in the storage.
-        first: the first byte of the storage in the file.
+        path: the file.
+        dtype: dtype of the elements.
+        shape: shape of the tensor.
+        stride: strides in the storage, in elements.
+        offset: offset of the first element in the storage, in elements.
+        first: offset of the storage in the file, in bytes.
     """
 
     path: Path
@@ -351,7 +366,11 @@ class FileTensor:
     first: int
 
     def read(self, start: Shape, out: Tensor) -> None:
-        """Copies a box to `out`; CheckpointError if the file cannot be read, or has no such box."""
+        """Copies the box [*out.shape] at `start` to `out`.
+
+        Raises:
+            CheckpointError: if the file cannot be read, or the box is not inside the tensor.
+        """
         if any(a + n > m for a, n, m in zip(start, out.shape, self.shape, strict=True)):
             raise CheckpointError(
                 f"{self.path}: {list(out.shape)} at {list(start)} of a tensor of shape"

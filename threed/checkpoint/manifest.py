@@ -1,12 +1,13 @@
-"""The manifest of a native checkpoint: read and validated before any tensor is, and before it is written.
+"""Reads, validates and writes the manifest of a native checkpoint.
 
-    finish(path, head, entries)                  # joins the entries of all ranks, and publishes the folder
-    manifest = read_manifest(path)               # CheckpointError, naming what is wrong; nothing else is raised
-    problems = verify(path, manifest)            # the hashes of the files it names
+    finish(path, head, entries)         merges the entries of all ranks, and publishes the folder
+    manifest = read_manifest(path)      raises only CheckpointError, with the reason
+    problems = verify(path, manifest)   checks the hashes of the files in the manifest
 
-Its hash finds damage, but is no signature: somebody who changes a manifest can change its hash too. So its structure is
-checked against a schema: counters are finite and in range, names printable, files plain files of the folder, and the
-files of every tensor hold each of its elements exactly once (`coverage_problems`).
+The manifest's own hash detects damage but is not a signature: anyone who edits a manifest can
+update it. So a manifest is also validated against a schema, before any tensor is read and before it
+is written: counters are finite and in range, names are printable, files are plain files of the
+folder, and the files contain each element of every tensor exactly once (`coverage_problems`).
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from threed.schema import (
 FORMAT = "threed-checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"
-MOST_BYTES = 2**30  # of a manifest
-MOST_PAIRS = 2**31  # of boxes of a tensor and part, times dimensions, in all: seconds of work
-MOST_WINDOWS = 2**20  # of a section
+MOST_BYTES = 2**30  # maximum size of a manifest
+MOST_PAIRS = 2**31  # limit on pairs of boxes times dimensions; comparing them takes seconds
+MOST_WINDOWS = 2**20  # windows per section
 Corner = tuple[int, ...]
 FileEntry = Mapping[str, Any]
 IsIntact = Callable[[Path, FileEntry], bool]
@@ -65,23 +66,24 @@ class _Strict(BaseModel):
 
 
 Name = Annotated[str, Field(min_length=1, max_length=2**14), AfterValidator(_printable)]
-Count = Annotated[int, Field(ge=0, le=2**53)]  # exact as a double, too
+Count = Annotated[int, Field(ge=0, le=2**53)]  # exact as a double
 Amount = Annotated[float, Field(ge=0, le=2**53)]
 Length = Annotated[int, Field(ge=1, le=2**53)]
 Dimensions = Annotated[list[Count], Field(max_length=64)]
 Lengths = Annotated[list[Length], Field(max_length=64)]
-Row = Field(strict=False)  # JSON has lists for tuples
+Row = Field(strict=False)  # JSON represents tuples as lists
 Buffer = Annotated[tuple[Name, Name, Dimensions], Row]  # name, dtype, shape
 Number = Annotated[tuple[Count, Count], Row]
-# name, start, size, first element in its line
+# name, start, size, offset in its line
 Piece = Annotated[tuple[Name, Dimensions, Lengths, Count], Row]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _File(_Strict):
-    """A file of the checkpoint, and what is in it.
+    """A file of the checkpoint, and its contents.
 
-    holds: the (section, number) pairs in the file. tree, sum: see `checksum`; a copy in memory may have a sum only.
+    holds: the shares in the file, as (section, number). tree, sum: its hashes, see `files`; a copy
+    in memory may have only `sum`.
     """
 
     file: Annotated[Name, Field(max_length=100)]
@@ -126,9 +128,9 @@ class _State(_Strict):
     loss_scale: Annotated[float, Field(gt=0)] | None = None
     good_steps: Amount | None = None
     hysteresis_left: Amount | None = None
-    norm_mean: Annotated[float, Field(ge=0)] = 0.0  # of gradients
+    norm_mean: Annotated[float, Field(ge=0)] = 0.0  # mean gradient norm
     norms: Amount = 0.0
-    last_update: Annotated[  # norm and learning rate, under 2bw
+    last_update: Annotated[  # gradient norm and learning rate, with schedule 2bw
         list[float | None], Field(min_length=2, max_length=2, default_factory=lambda: [0.0, 0.0])
     ]
 
@@ -153,7 +155,10 @@ class _Data(_Strict):
 
 
 class _Config(_Strict):
-    """What is read of a configuration before `Config` itself sees it, whose keys differ between versions."""
+    """The keys that are read before the configuration is parsed.
+
+    Other keys differ between versions.
+    """
 
     model: _Model
     optim: _Optim
@@ -161,7 +166,7 @@ class _Config(_Strict):
 
 
 class _Manifest(_Strict):
-    """A manifest. shapes: of the global tensors."""
+    """A manifest. shapes: shapes of the global tensors."""
 
     format: Literal["threed-checkpoint"]
     version: Literal[3]
@@ -174,13 +179,14 @@ class _Manifest(_Strict):
 
 
 def check_structure(manifest: Mapping[str, Any], what: str = "the manifest") -> None:
-    """Checks the structure of a manifest, the ranges of its values, and the files that it must have.
+    """Checks the structure of a manifest, its values, and that its files are complete.
 
     Args:
-        what: The manifest's name in the error.
+        manifest: manifest without its hash, or with it.
+        what: name of the manifest, for the message.
 
     Raises:
-        CheckpointError: If it is not valid.
+        CheckpointError: if the manifest is not valid.
     """
     try:
         _Manifest.model_validate(manifest)
@@ -193,7 +199,7 @@ def check_structure(manifest: Mapping[str, Any], what: str = "the manifest") -> 
 
 
 def parts_of(manifest: Mapping[str, Any]) -> set[str]:
-    """Returns the parts that are saved of some tensors: weight, exp_avg, ..."""
+    """Returns the parts that are saved of any tensor: weight, exp_avg, ..."""
     return {part for section in manifest["sections"] for part in section["parts"]}
 
 
@@ -201,10 +207,10 @@ def parts_of(manifest: Mapping[str, Any]) -> set[str]:
 
 
 def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with the sections of a manifest, which has the structure of one.
+    """Yields the errors in the sections of a manifest, whose structure must be valid.
 
-    Files have each number of each section once, lines are cut evenly, their pieces do not overlap there, and are a
-    partition of the tensors.
+    The files must contain each share of each section once. Lines must be split evenly. The pieces
+    of a line must not overlap, and all pieces must partition the global tensors.
     """
     sections, shapes = manifest["sections"], manifest["shapes"]
     names = [entry["file"] for entry in manifest["files"]]
@@ -219,21 +225,21 @@ def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
     found: dict[tuple[str, str], list[tuple[Corner, Corner]]] = defaultdict(list)
     for number, section in enumerate(sections):
         if sum(line["length"] // line["step"] for line in section["lines"]) > MOST_WINDOWS:
-            yield f"section {number} is cut into too many windows"
+            yield f"section {number} is split into too many windows"
         for line in section["lines"]:
             length, portions = line["length"], section["portions"]
             if length % portions or line["step"] % portions:
-                yield f"a line of section {number} is not cut evenly"
+                yield f"a line of section {number} is not split evenly"
             ends = [(at, at + math.prod(size)) for *_, size, at in line["pieces"]]
             if ends[-1][1] > length or any(end > at for (_, end), (at, _) in pairwise(ends)):
-                yield f"a line of section {number}: its pieces overlap, or lie beyond its end"
+                yield f"a line of section {number}: its pieces overlap, or exceed its length"
             for name, start, size, _ in line["pieces"]:
                 if name not in shapes:
                     yield f"{name} has no shape"
                 for part in section["parts"]:
                     found[part, name].append((start, size))
     if sum(len(boxes) ** 2 * len(shapes[name]) for (_, name), boxes in found.items()) > MOST_PAIRS:
-        yield "its tensors are cut into too many boxes"
+        yield "its tensors are split into too many boxes"
     for (part, name), boxes in found.items():
         if problem := partition_problem(f"{part} of {name}", shapes[name], boxes):
             yield problem
@@ -244,21 +250,22 @@ def coverage_problems(manifest: Mapping[str, Any]) -> Iterator[str]:
 def partition_problem(
     what: str, shape: Sequence[int], boxes: Sequence[tuple[Corner, Corner]]
 ) -> str:
-    """Returns why boxes are no partition of a tensor, "" if they are one.
+    """Returns why boxes do not partition a tensor, or "" if they do.
 
     Args:
-        what: The tensor's name in the text.
-        boxes: The start and size of each.
+        what: name of the tensor, for the message.
+        shape: shape of the tensor.
+        boxes: start and size of each box.
     """
     if any(not len(start) == len(size) == len(shape) for start, size in boxes):
-        return f"a box of {what} has other dimensions than {list(shape)}"
+        return f"a box of {what} has another number of dimensions than {list(shape)}"
     if any(a + n > m for start, size in boxes for a, n, m in zip(start, size, shape, strict=True)):
-        return f"a box of {what} lies outside of its shape {list(shape)}"
+        return f"a box of {what} is outside its shape {list(shape)}"
     found, wanted = sum(math.prod(size) for _, size in boxes), math.prod(shape)
     if found < wanted:
         return f"the checkpoint has {found} of {wanted} values of {what}"
     if len(boxes) ** 2 * len(shape) > MOST_PAIRS:
-        return f"{what} is cut into too many boxes"
+        return f"{what} is split into too many boxes"
     corners = np.array(boxes, np.int64).reshape(len(boxes), 2, len(shape))
     first, last = corners[:, 0], corners.sum(1)
     for n in range(len(boxes)):
@@ -273,23 +280,28 @@ def partition_problem(
 def finish(path: Path, head: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> None:
     """Writes the manifest from the entries of all ranks, and publishes the unfinished folder.
 
+    Args:
+        path: final path of the checkpoint.
+        head: the manifest without sections and files.
+        entries: sections and files of each rank.
+
     Raises:
-        OSError: The disk fails.
-        CheckpointError: The manifest is not valid.
-        TypeError, ValueError, RecursionError: JSON cannot represent `head`.
+        OSError: if the disk fails.
+        CheckpointError: if the manifest is not valid.
+        TypeError, ValueError, RecursionError: if JSON cannot represent `head`.
     """
-    # as it will be read: JSON has no tuples
+    # as a reader will see it: JSON turns tuples into lists
     body = json.loads(json.dumps({**head, **joined(entries)}))
-    check_structure(body, f"{path / MANIFEST}")  # what could not be read must not count as saved
+    check_structure(body, f"{path / MANIFEST}")  # do not publish an unreadable checkpoint
     building = building_place(path)
     write_text(building / MANIFEST, json.dumps({**body, "sha256": digest(body)}))
     publish(building, path)
 
 
 def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns shapes, sections and files of a manifest, from the entries of all ranks."""
+    """Returns shapes, sections and files of a manifest, merged from the entries of all ranks."""
     described = [both for entry in entries for both in entry["sections"]]
-    # ranks that hold copies of each other describe the same section
+    # replicas describe the same section
     sections = {digest(about): about for about, _ in described}
     shapes = {name: shape for _, some in described for name, shape in some.items()}
     numbers = {digest: number for number, digest in enumerate(sections)}
@@ -300,7 +312,10 @@ def joined(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
-    """Writes a part of a manifest with its hash; by a rename, so that it is never seen in part."""
+    """Writes a rank's part of a manifest with its hash.
+
+    The file is renamed into place, so that readers never see a partial file.
+    """
     scratch = file.with_suffix(".part")
     scratch.write_text(json.dumps({**entry, "sha256": digest(entry)}))
     scratch.rename(file)
@@ -310,17 +325,22 @@ def write_entry(file: Path, entry: Mapping[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads and checks the manifest of a folder: CheckpointError if it is not valid, or names files it may not."""
+    """Returns the manifest of a checkpoint folder, after checking it.
+
+    Raises:
+        CheckpointError: if the manifest cannot be read, is damaged, of another version, or not
+            valid.
+    """
     file = path / MANIFEST
     try:
         manifest = json.loads(_text(file))
         stated = isinstance(manifest, dict) and digest(manifest)
     except FileNotFoundError:
         why = f"it has no {MANIFEST}" if path.exists() else "it does not exist"
-        raise CheckpointError(_no_checkpoint(path, why)) from None
+        raise CheckpointError(_not_a_checkpoint(path, why)) from None
     except NotADirectoryError:
         raise CheckpointError(
-            _no_checkpoint(path, "it is a file, and a checkpoint is a folder")
+            _not_a_checkpoint(path, "it is a file, but a checkpoint is a folder")
         ) from None
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
@@ -328,7 +348,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         ) from None
     version = manifest.get("version") if stated and manifest.get("format") == FORMAT else None
     if type(version) is not int or version < 1:
-        raise CheckpointError(f"{file} is not that of a {FORMAT}")
+        raise CheckpointError(f"{file} is not the manifest of a {FORMAT}")
     if version != VERSION:
         fix = f"this program reads version {VERSION}: use the version of threed that saved it"
         later = ", or a later one" if version > VERSION else ""
@@ -336,20 +356,21 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{file} is of version {plain(version)} of the format, and {fix}{later}"
         )
     if manifest.get("sha256") != stated:
-        raise CheckpointError(f"{file} is damaged: its sha256 is not the one it states")
+        raise CheckpointError(f"{file} is damaged: its sha256 does not match its contents")
     check_structure(manifest, str(file))
     return dict(manifest)
 
 
-def _no_checkpoint(path: Path, why: str) -> str:
+def _not_a_checkpoint(path: Path, why: str) -> str:
     hint = did_you_mean(path)
-    return f"{path} is no checkpoint: {why}{hint and f'; {hint}'}"
+    return f"{path} is not a checkpoint: {why}{hint and f'; {hint}'}"
 
 
 def did_you_mean(path: Path) -> str:
-    """Returns which checkpoint is meant by a path that is none, as a question; nothing where none is near.
+    """Returns a question that suggests a checkpoint near a wrong path, or "".
 
-    Of a run folder, or its `checkpoints`, the one of the highest step; of a file of a checkpoint, that.
+    For a run folder, or its `checkpoints` folder, it suggests the checkpoint of the highest step;
+    for a file in a checkpoint, that checkpoint.
     """
     if os.path.isfile(path):
         return f"did you mean {path.parent}?" if os.path.isfile(path.parent / MANIFEST) else ""
@@ -360,13 +381,16 @@ def did_you_mean(path: Path) -> str:
 
 
 def _text(file: Path) -> str:
-    """Returns the text of a plain file; OSError for anything else: to open a pipe would wait for a writer."""
+    """Returns the text of a regular file; raises OSError otherwise.
+
+    It opens without blocking: opening a pipe would wait for a writer.
+    """
     handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
             raise OSError(
-                "it is no plain file"
+                "it is not a regular file"
                 if about.st_size <= MOST_BYTES
                 else "it is larger than any manifest"
             )
@@ -379,9 +403,15 @@ def _text(file: Path) -> str:
 def verify(
     path: Path, manifest: Mapping[str, Any], index: int = 0, of: int = 1, thorough: bool = False
 ) -> list[str]:
-    """Returns a line for each file that is missing or damaged; checks every `of`-th file, from `index` on.
+    """Returns a line for each file that is missing or damaged.
 
-    thorough: by their sha256 also where there is a sum, which is enough to find damage.
+    Args:
+        path: folder of the checkpoint.
+        manifest: its manifest, or an excerpt with `files`.
+        index: index of the first file to check, to divide the work between ranks.
+        of: stride between files to check.
+        thorough: whether to compare the SHA-256 even if the file has the faster `sum`, which is
+            enough to detect damage.
     """
 
     def is_intact(file: Path, entry: FileEntry) -> bool:
@@ -393,7 +423,7 @@ def verify(
 
 
 def missing(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each file that is missing or has another length, without opening it."""
+    """Returns a line for each file that is missing or has another length, without opening files."""
     return _problems(path, manifest["files"], lambda file, entry: True)
 
 
@@ -402,7 +432,7 @@ def _problems(path: Path, entries: Iterable[FileEntry], is_intact: IsIntact) -> 
 
 
 def _problem(file: Path, entry: FileEntry, is_intact: IsIntact) -> str:
-    """Returns what is wrong with a file, "" for nothing."""
+    """Returns the reason why a file is missing or damaged, or ""."""
     gone = f"{file} is missing, or not a plain file of its folder"
     try:
         about = file.lstat()
@@ -413,6 +443,6 @@ def _problem(file: Path, entry: FileEntry, is_intact: IsIntact) -> str:
         intact = is_intact(file, entry)
     except (FileNotFoundError, NotADirectoryError):
         return gone
-    except (OSError, ValueError) as error:  # ValueError: of a null character in the name
+    except (OSError, ValueError) as error:  # ValueError: null character in the name
         return f"{file} cannot be read: {error}"
     return "" if intact else f"{file} is damaged: its hash differs from the manifest's"

@@ -1,11 +1,12 @@
-"""The native checkpoint: one safetensors file a rank, and a manifest that says where every value is.
+"""Loads native checkpoints: one safetensors file per rank, and a manifest that locates every value.
 
-    step-40/manifest.json            format, configuration, counters, hash of every file, sections (`sections`)
-    step-40/rank-00000.safetensors   this rank's parts of weight, exp_avg and exp_avg_sq, buffers, generator states
+    step-40/manifest.json            format, configuration, counters, sections, hashes of files
+    step-40/rank-00000.safetensors   this rank's weights, moments, buffers and generator states
 
-`writing` saves it, this module loads it, in any topology: a rank reads the manifest and, of the files, what it needs.
-Nothing is pickled. A checkpoint is complete when its manifest exists: files are written into `step-40.tmp` and flushed,
-the manifest is written last, and the folder renamed.
+`saving` writes checkpoints; this module loads them in any topology: each rank reads the manifest,
+and from the files only the values that it needs. No pickle is used. A checkpoint is complete if its
+manifest exists: files are written into `step-40.tmp` and flushed, then the manifest is written and
+the folder is renamed.
 """
 
 from __future__ import annotations
@@ -56,22 +57,34 @@ def load(
     path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras,
     hashed: Collection[str] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Fills the optimizer and the buffers from a checkpoint of any topology; returns its counters. Collective.
+    """Fills the optimizer and the buffers from a checkpoint of any topology. Collective.
 
-    Every rank hashes a share of the files, or the files named in `hashed` if a machine does not have all of them. The
-    hashes are checked before anything is overwritten.
+    Hashes are checked before anything is overwritten. Each rank hashes a share of the files.
+
+    Args:
+        path: folder of the checkpoint.
+        optimizer: holder of the weights and states.
+        topology: ranks of the run.
+        config: configuration of the run.
+        extras: buffers and generators.
+        hashed: names of the files that this rank hashes, if the machines have different files.
+
+    Returns:
+        The counters of the checkpoint.
 
     Raises:
-        CheckpointError: on every rank, if a file is damaged or the checkpoint is another model's; nothing has changed.
-            Values that are not finite are found while they are read: a new engine is initialised again, and one that
-            has trained is marked as torn.
+        CheckpointError: on every rank, if a file is damaged or the checkpoint is of another model.
+            In both cases the engine is unchanged. Values that are not finite are only found while they
+            are read: then a new engine is initialised again, and an engine that has trained is
+            marked as inconsistent.
     """
     everyone = topology.axis("world")
 
     def together(act: Callable[[], T]) -> T:
         return attempt_together(act, everyone, CheckpointError, describe, catch=Exception)
 
-    def describe(error: Exception) -> str:  # any error counts: then the next older one is tried
+    # Converts any error to CheckpointError, so that the caller tries an older checkpoint.
+    def describe(error: Exception) -> str:
         return f"{path} cannot be read: {type(error).__name__}: {plain(error)}"
 
     manifest = together(lambda: _checked_manifest(path, config))
@@ -81,17 +94,17 @@ def load(
     here = fit.expected(optimizer, extras.buffers, topology)
     together(lambda: _refuse_model(path, reader, here))
     kept = {name: parts - {PREVIOUS} for name, parts in reader.parts.items()}
-    fresh = {name for name in here.with_moments if kept[name] == {WEIGHT}}
+    without_moments = {name for name in here.with_moments if kept[name] == {WEIGHT}}
     same = manifest["topology"] == topology.sizes
     together(lambda: _refuse(verify(path, share)))
     rank = everyone.index if same else None
-    together(lambda: _refuse_unreadable(path, reader, fresh, optimizer, extras, rank))
+    together(lambda: _refuse_unreadable(path, reader, without_moments, optimizer, extras, rank))
     _overwrite(path, reader, here.trained, optimizer, everyone)
 
     extras.buffers.restore(reader.buffers, reader.buffer)
     state = dict(manifest["state"])
-    # moments of a start are zero
-    _tell(topology.rank, reader, here, fresh if state["updates"] else set())
+    # before the first update, moments are zero anyway
+    _warn_not_restored(topology.rank, reader, here, without_moments if state["updates"] else set())
     seed = f"{config.train.seed}/{state['steps']}"
     extras.restore_generators(reader.generators(topology.rank) if same else {}, same, seed)
     optimizer.updates.fill_(state["updates"])
@@ -114,19 +127,19 @@ def _refuse(problems: Sequence[str]) -> None:
 
 
 def _refuse_model(path: Path, reader: Reader, here: fit.Expected) -> None:
-    """Raises CheckpointError if names or shapes are not those of the model."""
+    """Raises CheckpointError if names or shapes differ from the model's."""
     found = {name: shape for name, (*_, shape) in reader.buffers.items()}
     problems = fit.differences(reader.shapes, here.weights, "weights")
     problems += fit.differences(found, here.buffers, "buffers")
     if problems:
-        fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict by hand"
+        fix = "build the model as it was saved, or pass its tensors to Engine.load_full_state_dict"
         raise CheckpointError(f"{path} is another model's: {'; '.join(problems)}: {fix}")
 
 
 def _share(
     manifest: Mapping[str, Any], everyone: Axis, hashed: Collection[str] | None
 ) -> dict[str, Any]:
-    """Returns the files that this rank is to look at, as a manifest has them."""
+    """Returns the part of the manifest with the files that this rank checks."""
     files = manifest["files"]
     if hashed is None:
         return {"files": files[everyone.index :: everyone.size]}
@@ -136,7 +149,7 @@ def _share(
 def _refuse_unreadable(
     path: Path,
     reader: Reader,
-    fresh: Collection[str],
+    without_moments: Collection[str],
     optimizer: Optimizer,
     extras: Extras,
     rank: int | None,
@@ -144,12 +157,18 @@ def _refuse_unreadable(
     """Raises CheckpointError if states, buffers, or the generators of `rank` cannot be read.
 
     Args:
-        fresh: Tensors whose moments begin at zero.
+        path: folder of the checkpoint.
+        reader: the open checkpoint.
+        without_moments: names of tensors whose moments are not in the checkpoint, and start at
+            zero.
+        optimizer: holder of the states to read.
+        extras: buffers and generators to read.
+        rank: saved rank whose generators are read; None to read none.
     """
     try:
         for record in records(optimizer):
             part, name = record.part, record.piece.name
-            is_new = name in fresh and part not in (WEIGHT, PREVIOUS)
+            is_new = name in without_moments and part not in (WEIGHT, PREVIOUS)
             if not is_new and reader.saved_part(part, name) is None:
                 raise CheckpointError(f"the checkpoint has no {part} of {name}")
         names = extras.buffers.persistent()
@@ -168,8 +187,8 @@ def _overwrite(
     """Sets all states from a checkpoint. Collective.
 
     Raises:
-        CheckpointError: on every rank, if values of `trained` are not finite, or cannot be read. A new optimizer is
-            then initialised again, another one is marked as inconsistent.
+        CheckpointError: on every rank, if values of `trained` are not finite, or cannot be read. A
+            new optimizer is then initialised again; another one is marked as inconsistent.
     """
     initial, restore = optimizer.consistency.initial, finite.Restore(source, trained)
     try:
@@ -178,71 +197,83 @@ def _overwrite(
             why = "so training cannot go on from it"
             problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
             raise_together(problems, everyone, CheckpointError)
-            # a checkpoint of another format, or converted
+            # the checkpoint may be of a wider dtype, or converted
             if optimizer.layout.policy.param_dtype == torch.float16:
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
-    except CheckpointError:  # on every rank
+    except CheckpointError:  # raised on every rank
         if initial is not None:
             initialise(optimizer, initial, again=True, everything=True)
         raise
 
 
 def _overflow(path: Path, optimizer: Optimizer) -> str:
-    """Returns which of this rank's weights is beyond the format that the layers run in, "" for none."""
+    """Returns an error text if a weight of this rank overflows `param_dtype`, or ""."""
     dtype = optimizer.layout.policy.param_dtype
     try:
         for state in states(optimizer):
             parts = [part for part in (WEIGHT,) if part in state.storages]
-            with optimizer.staged(state, parts) as held:
+            with optimizer.staged(state, parts) as values:
                 for record in records_of(state, (WEIGHT,)):
-                    finite.narrowed(record.piece.name, record.of(held[WEIGHT]), dtype)
+                    finite.narrowed(record.piece.name, record.of(values[WEIGHT]), dtype)
     except CheckpointError as error:
         return f"{path}: {error}"
     return ""
 
 
-def _tell(rank: int, reader: Reader, here: fit.Expected, fresh: set[str]) -> None:
-    """Warns of what was not restored."""
-    left = {
+def _warn_not_restored(
+    rank: int, reader: Reader, here: fit.Expected, without_moments: set[str]
+) -> None:
+    """Warns on rank 0 of moments that start at zero, and of moments that are ignored."""
+    untrained = {
         name for name, parts in reader.parts.items() if parts - {PREVIOUS} > {WEIGHT}
     } - here.trained
-    some = "of {}, which were frozen" if fresh < here.trained else "at all, only weights"
-    fit.tell(rank, f"the checkpoint has no moments {some}: they begin at zero", fresh)
-    fit.tell(rank, "moments of {} are left out: they are not trained any more", left)
+    some = "of {}, which were frozen" if without_moments < here.trained else "at all, only weights"
+    fit.tell(rank, f"the checkpoint has no moments {some}: they begin at zero", without_moments)
+    fit.tell(rank, "moments of {} are left out: they are not trained any more", untrained)
 
 
 # ------------------------------------------------------------------------------------------------------- collecting
 
 
 def collect(optimizer: Optimizer, topology: Topology, part: str = WEIGHT) -> dict[str, Tensor]:
-    """Returns full tensors by global name on rank 0 (at least fp32, on the CPU), else an empty dict. Collective.
+    """Returns full tensors by global name on rank 0, and an empty dict on other ranks. Collective.
 
-    part: the weights (masters), or one of the parts that the optimizer's rule keeps.
+    Args:
+        optimizer: holder of the states.
+        topology: ranks of the run.
+        part: weight (the master weights), or a part that the optimizer's rule keeps, such as
+            exp_avg.
+
+    Returns:
+        Tensors on the CPU, in fp32, or fp64 if the model uses fp64.
     """
     everyone = topology.axis("world")
-    mine = [record for record in records(optimizer, (part,)) if record.owned]
+    owned = [record for record in records(optimizer, (part,)) if record.owned]
     wide = torch.float64 if optimizer.layout.policy.param_dtype == torch.float64 else torch.float32
     empty = torch.empty(0, dtype=wide)
-    held = (
+    buckets = (
         torch.cat([values.reshape(-1).to("cpu", wide, copy=True) for _, values in some])
-        for _, some in groupby(read(optimizer, mine), key=lambda both: both[0].state)
+        for _, some in groupby(read(optimizer, owned), key=lambda both: both[0].state)
     )
     about = [
         [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in some]
-        for _, some in groupby(mine, key=lambda record: record.state)
+        for _, some in groupby(owned, key=lambda record: record.state)
     ]
     full: dict[str, Tensor] = {}
-    # a bucket of each rank at a time
+    # one bucket per rank at a time
     for boxes in zip_longest(*collectives.exchange(about, everyone), fillvalue=[]):
-        flat = next(held, empty)
+        flat = next(buckets, empty)
         flat = flat if everyone.size == 1 else flat.to(topology.device)
         for values, some in zip(collectives.gather_to_first(flat, everyone), boxes, strict=False):
-            _place(values, some, full)
+            _copy_boxes(values, some, full)
     return full
 
 
-def _place(values: Tensor, boxes: Sequence[Any], full: dict[str, Tensor]) -> None:
-    """Copies values [n] to their boxes, given as (global name, global shape, start, size), one after the other."""
+def _copy_boxes(values: Tensor, boxes: Sequence[Any], full: dict[str, Tensor]) -> None:
+    """Copies values [n] to consecutive boxes.
+
+    Each box is (global name, global shape, start, size).
+    """
     at = 0
     for name, shape, start, size in boxes:
         n = math.prod(size)

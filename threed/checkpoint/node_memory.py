@@ -1,18 +1,18 @@
-"""The folder of a run in a machine's memory, which outlives the processes.
+"""Manages a run's folder in a machine's memory (tmpfs), which outlives the processes.
 
-    place = Place(token)                             /dev/shm/threed-1000/<token>, or in THREED_MEMORY
-    machines = Machines(place, everyone)             which ranks are on which machine; collective
-    place.sweep()                                    removes the folders of runs whose launcher has ended
-    place.entries()                                  the complete files of every copy
+    place = Place(token)                   /dev/shm/threed-1000/<token>, or in THREED_MEMORY
+    machines = Machines(place, everyone)   collective; which ranks are on which machine
+    place.sweep()                          removes folders of runs whose launcher has exited
+    place.entries()                        yields the entries of every copy
 
-    <token>/launcher.json                      the process that starts the ranks, and when it started
+    <token>/launcher.json                      process that started the ranks, and its start time
     <token>/<slot>/<section>-<number>.safetensors
     <token>/<slot>/entry-00003-own.json        the files of rank 3, with step and epoch
-    <token>/<slot>/entry-00003-copy.json       the same, on its neighbour's machine
+    <token>/<slot>/entry-00003-copy.json       the same, on the neighbour machine of rank 3
 
-Copies are written to two slots in turn, each over the files of the copy before the last one. A file is complete if an
-entry names it. The token is in the run folder (`Epochs`), so a folder in memory belongs to one folder of one run; the
-epoch is the number of the start.
+Copies are written to two slots in turn, so each overwrites the copy before the previous one. A file
+is complete if an entry lists it. The token is stored in the run folder (`Epochs`), so a folder in
+memory belongs to one run folder. The epoch counts the starts of the run.
 """
 
 from __future__ import annotations
@@ -41,62 +41,71 @@ from threed.topology import Axis
 FOLDER = "THREED_MEMORY"
 RECORD = "memory.json"
 ELSEWHERE = f"name another folder in memory by {FOLDER}"
-COPIES = 2  # at a time: the complete one, and the one that is written
-NEW_S = 60.0  # until a folder must say whose it is
+COPIES = 2  # that exist at a time: the complete one, and the one in progress
+NEW_S = 60.0  # age in seconds after which a folder must have launcher.json
 
 
 def base() -> Path:
-    """Returns the folder that is memory: THREED_MEMORY, else /dev/shm."""
+    """Returns the folder in memory: THREED_MEMORY, or /dev/shm."""
     return Path(os.environ.get(FOLDER) or "/dev/shm")
 
 
 class Place:
-    """This run's folder in this machine's memory. RunFolderError where none can be had."""
+    """This run's folder in this machine's memory.
+
+    Args:
+        token: name of the folder, see `Epochs.run`.
+
+    Raises:
+        RunFolderError: if the user's folder cannot be created, or other users can write to it.
+    """
 
     def __init__(self, token: str) -> None:
         self.home = _own_folder(base())
         self.folder = self.home / token
 
     def begin(self) -> None:
-        """Makes the folder, and says whose it is: for one rank of a machine."""
+        """Creates the folder and records its launcher. Call it on one rank per machine."""
         self.folder.mkdir(mode=0o700, exist_ok=True)
         _write(self.folder / "launcher.json", launcher())
 
     def is_this_launchers(self) -> bool:
-        """Whether the folder was begun by ranks of the launcher that started this one: before they were restarted."""
+        """Whether earlier ranks of the same launcher created the folder, before a restart."""
         return _read(self.folder / "launcher.json") == launcher()
 
     def sweep(self) -> list[str]:
-        """Removes the folders of other runs whose launcher is gone; returns their names."""
-        others = (
+        """Removes the folders of other runs whose launcher has exited; returns their names."""
+        runs = (
             folder
             for folder in self.home.iterdir()
             if _is_token(folder.name) and folder != self.folder
         )
         gone = [
-            folder for folder in others if not (_lives(folder / "launcher.json") or _is_new(folder))
+            folder
+            for folder in runs
+            if not (_launcher_runs(folder / "launcher.json") or _is_new(folder))
         ]
         for folder in gone:
             shutil.rmtree(folder, ignore_errors=True)
         return [folder.name for folder in gone]
 
     def slot(self, number: int) -> Path:
-        """Returns the folder of copies in slot 0 or 1."""
+        """Returns the folder of the copies in slot 0 or 1."""
         return self.folder / str(number)
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Yields the entries of complete files, of each rank and copy, with their path."""
+        """Yields the valid entries of all ranks and copies, each with its `path`."""
         for file in sorted(self.folder.glob("[01]/entry-*.json")):
             entry = _read(file)
-            whole = isinstance(entry, dict) and entry.get("sha256") == digest(entry)
-            if whole and "save" in entry:  # else of a rank that failed
+            intact = isinstance(entry, dict) and entry.get("sha256") == digest(entry)
+            if intact and "save" in entry:  # a rank that failed writes none
                 yield {**entry, "path": str(file)}
 
     def keep(self, save: Sequence[int] = ()) -> None:
-        """Removes all files that are not of one copy.
+        """Removes all files except the files of one copy.
 
         Args:
-            save: Epoch and step of the copy.
+            save: epoch and step of the copy; empty removes all files.
         """
         kept = set[Path]()
         for entry in self.entries():
@@ -112,39 +121,42 @@ class Place:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def free(self) -> int:
-        """Bytes that are free, or that this run's folder has."""
-        mine = sum(file.stat().st_size for file in self.folder.rglob("*.safetensors"))
-        return shutil.disk_usage(self.home).free + mine
+        """Returns the bytes that are free or already used by this run's folder."""
+        used = sum(file.stat().st_size for file in self.folder.rglob("*.safetensors"))
+        return shutil.disk_usage(self.home).free + used
 
 
 def _own_folder(memory: Path) -> Path:
-    """Returns this user's folder in `memory`, which nobody else may write."""
-    fix = f"set {FOLDER} to a folder in memory (tmpfs) of yours, or leave --checkpoint.memory-every out"
+    """Returns this user's folder in `memory`, which no other user may write to."""
+    fix = f"set {FOLDER} to a folder in memory (tmpfs) that you own, or omit --checkpoint.memory-every"
     folder = memory / f"threed-{os.getuid()}"
     try:
         if not memory.is_dir():
             raise RunFolderError(
-                f"{memory}, for copies in memory, is no folder on {platform.node()}: {fix}"
+                f"{memory}, for copies in memory, is not a folder on {platform.node()}: {fix}"
             )
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
         raise RunFolderError(
-            f"{folder}, for copies in memory, cannot be made: {error}; {fix}"
+            f"{folder}, for copies in memory, cannot be created: {error}; {fix}"
         ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise RunFolderError(
-            f"{folder} on {platform.node()} is not yours alone to write: remove it, or {fix}"
+            f"{folder} on {platform.node()} is not a folder that only you can write to: remove it, or {fix}"
         )
     return folder
 
 
 def launcher() -> list[Any]:
-    """Returns the process that started this one, and when that started: pids come again."""
+    """Returns [pid, start time, boot and namespaces] of this process's parent.
+
+    Pids are reused, so the other values are needed to identify a process.
+    """
     return [os.getppid(), started(os.getppid()), process_space()]
 
 
-def _lives(file: Path) -> bool:
+def _launcher_runs(file: Path) -> bool:
     found = _read(file)
     if not (isinstance(found, list) and len(found) == 3):
         return False
@@ -152,7 +164,7 @@ def _lives(file: Path) -> bool:
 
 
 def _is_new(folder: Path) -> bool:
-    """Whether a folder may be one that is just being made."""
+    """Whether another process may still be creating the folder."""
     with contextlib.suppress(OSError):
         return (
             not (folder / "launcher.json").exists() and time.time() - folder.stat().st_mtime < NEW_S
@@ -167,7 +179,7 @@ def _read(file: Path) -> Any:
 
 
 def _write(file: Path, value: Any) -> None:
-    """Writes a small file, so that it is never seen in part."""
+    """Writes a small file and renames it into place, so that readers never see a partial file."""
     scratch = file.with_suffix(f".{secrets.token_hex(4)}.part")
     scratch.write_text(json.dumps(value))
     scratch.rename(file)
@@ -177,12 +189,19 @@ def _write(file: Path, value: Any) -> None:
 
 
 class Machines:
-    """Which ranks share a memory folder: `of` each rank the number of its machine, by first rank. Collective."""
+    """Which ranks share a memory folder, that is, a machine. Construction is collective.
+
+    Attributes:
+        of: index of each rank's machine; machines are ordered by their first rank.
+        count: number of machines.
+        rank: this rank.
+        ranks: the ranks of each machine.
+    """
 
     def __init__(self, place: Place, everyone: Axis) -> None:
         about = place.home.stat()
-        mine = f"{_boot()} {about.st_dev} {about.st_ino}"
-        found = collectives.exchange(mine, everyone)
+        identity = f"{_boot()} {about.st_dev} {about.st_ino}"
+        found = collectives.exchange(identity, everyone)
         names = list(dict.fromkeys(found))
         self.of = [names.index(name) for name in found]
         self.count, self.rank = len(names), everyone.index
@@ -193,7 +212,7 @@ class Machines:
 
     @property
     def mine(self) -> int:
-        """This rank's machine."""
+        """The index of this rank's machine."""
         return self.of[self.rank]
 
     @property
@@ -202,9 +221,9 @@ class Machines:
         return self.ranks[self.mine][0] == self.rank
 
     def neighbour(self, rank: int) -> int:
-        """Returns the rank of the next machine that keeps a copy for a rank."""
-        others = self.ranks[(self.of[rank] + 1) % self.count]
-        return others[self.ranks[self.of[rank]].index(rank) % len(others)]
+        """Returns the rank of the next machine that stores a second copy for `rank`."""
+        targets = self.ranks[(self.of[rank] + 1) % self.count]
+        return targets[self.ranks[self.of[rank]].index(rank) % len(targets)]
 
 
 def _boot() -> str:
@@ -218,10 +237,13 @@ def _boot() -> str:
 
 @dataclass(frozen=True)
 class Epochs:
-    """What the run folder says of memory, in `memory.json`.
+    """The record of copies in memory, stored in the run folder as `memory.json`.
 
-    run: names this run's folders. epoch: the newest start. base: (epoch, step) of what that start took from memory, if
-    it did; of other epochs nothing counts, for the run has gone another way since.
+    Attributes:
+        run: token that names this run's folders in memory.
+        epoch: number of the newest start.
+        base: (epoch, step) of the copy that this start loaded, or None. Other copies of earlier
+            epochs are obsolete, because training has diverged from them.
     """
 
     run: str
@@ -230,21 +252,21 @@ class Epochs:
 
     @classmethod
     def of(cls, folder: Path, everyone: Axis) -> Epochs:
-        """Returns the first rank's `memory.json` of a run folder; a new one if there is none. Collective."""
-        mine = [_read(folder / RECORD), folder.stat().st_ino, secrets.token_hex(16)]
-        found, number, token = collectives.exchange(mine, everyone)[0]
+        """Returns the `memory.json` of a run folder as rank 0 reads it, or a new one. Collective."""
+        values = [_read(folder / RECORD), folder.stat().st_ino, secrets.token_hex(16)]
+        found, number, token = collectives.exchange(values, everyone)[0]
         with contextlib.suppress(KeyError, TypeError, ValueError):
             run, epoch, base = str(found["run"]), int(found["epoch"]), found["base"]
-            if _is_token(run) and found["folder"] == number:  # else a copy of another run's folder
+            if _is_token(run) and found["folder"] == number:  # else the run folder was copied
                 return cls(run, epoch, None if base is None else (int(base[0]), int(base[1])))
         return cls(token, 0, None)
 
     def counts(self, epoch: int, step: int) -> bool:
-        """Whether a save is one that a start may take."""
+        """Whether a start may load the copy of this epoch and step."""
         return epoch == self.epoch or (epoch, step) == self.base
 
     def write(self, folder: Path) -> None:
-        """Writes it, durably."""
+        """Writes `memory.json` durably."""
         _write(folder / RECORD, {**asdict(self), "folder": folder.stat().st_ino})
         sync(folder / RECORD)
         sync(folder)
@@ -255,9 +277,14 @@ def _is_token(name: str) -> bool:
 
 
 def too_small(place: Place, needed: int) -> str:
-    """Returns what to do where a machine's memory folder has not `needed` bytes, else nothing."""
+    """Returns an error text if the memory folder has too little free space, or "".
+
+    Args:
+        place: this run's folder.
+        needed: bytes that copies need on this machine.
+    """
     free = place.free()
     if free >= needed:
         return ""
     what = f"copies in memory need {in_units(needed)} on {platform.node()}, {in_units(free)} are free in {base()}"
-    return f"{what}: make it larger (mount -o remount,size=…), name another by {FOLDER}, or leave them out"
+    return f"{what}: enlarge it (mount -o remount,size=…), set {FOLDER} to another folder, or omit --checkpoint.memory-every"

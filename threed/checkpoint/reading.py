@@ -1,10 +1,10 @@
-"""Reads a native checkpoint's tensors, independent of the boxes that they were saved in.
+"""Reads the tensors of a native checkpoint, independent of the boxes in which they were saved.
 
     with Reader(path, read_manifest(path)) as reader:
         read_all(reader.tensor("weight", "embedding.weight"))
-        reader.tensor("weight", name).read(start, out)      straight to where the values belong
+        reader.tensor("weight", name).read(start, out)      directly into the destination
 
-A file is opened, and compared with the manifest, when something in it is first read.
+A file is opened, and compared with the manifest, when it is first read.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from threed.checkpoint.manifest import file_of
 from threed.checkpoint.sections import Section
 from threed.zero.records import Record
 
-MOST_OPEN = 64  # files at a time
+MOST_OPEN = 64  # limit on files that are open at the same time
 
 
 @dataclass(frozen=True, eq=False)
 class SavedBox:
-    """A saved box of a part of a tensor: a piece of a line of a section.
+    """A saved box of one part of a tensor, stored as a piece of a line of a section.
 
     Attributes:
-        shape: the size of the box.
-        line: the number of the line in the section.
-        at: the element of the line that the piece begins at.
-        holders: the file and the tensor in it, by the numbers of the section.
+        reader: the open checkpoint.
+        part: part of the state: weight, exp_avg, ...
+        shape: shape of the box.
+        section: the section.
+        line: index of the line in the section.
+        at: offset of the piece in the line, in elements.
+        holders: file name and tensor key of each share of the section, by its number.
     """
 
     reader: Reader
@@ -60,7 +63,7 @@ class SavedBox:
         done = 0
         for number, lo, hi in self._between(first, first + values.numel()):
             name, key = self.holders[number]
-            # compared with the manifest, which the offset follows from
+            # opening compares the file with the manifest, from which the offset is computed
             file = self.reader.file(name)
             offset = self.section.offset(number, self.line, self.part, lo)
             file.read(key, offset, values[done : done + hi - lo])
@@ -70,7 +73,7 @@ class SavedBox:
         return self.section.between(self.line, self.at + first, self.at + last)
 
     def files(self, start: Shape, size: Shape) -> set[str]:
-        """Returns the names of the files with these elements; the files need not exist."""
+        """Returns the names of the files that contain a part of the box; the files need not exist."""
         strides = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         first = sum(a * stride for a, stride in zip(start, strides, strict=True))
         last = first + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
@@ -78,14 +81,15 @@ class SavedBox:
 
 
 class Reader:
-    """Reads boxes of a checkpoint's tensors, as a `TensorSource`.
-
-    Raises CheckpointError if a file is not as the manifest says, when it is first read.
+    """Reads boxes of a checkpoint's tensors; implements `TensorSource`.
 
     Attributes:
-        shapes: of the weights, by name.
-        parts: those saved of each tensor: weight, exp_avg, ...
-        buffers: file, dtype and shape of each buffer.
+        shapes: shapes of the weights, by name.
+        parts: saved parts of each tensor: weight, exp_avg, ...
+        buffers: file, dtype and shape of each buffer, by name.
+
+    Raises:
+        CheckpointError: on the first read of a file that differs from the manifest.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -124,7 +128,7 @@ class Reader:
     # --------------------------------------------------------------------------------------------------------- files
 
     def file(self, name: str) -> TensorFile:
-        """Returns a file, open and as the manifest says."""
+        """Returns an open file of the checkpoint, after comparing its header with the manifest."""
         if name not in self._open:
             while len(self._open) >= MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()
@@ -135,7 +139,7 @@ class Reader:
         return self._open[name]
 
     def _check_file(self, file: TensorFile, entry: Mapping[str, Any]) -> None:
-        """Raises CheckpointError if a file's header says other than the manifest does."""
+        """Raises CheckpointError if the header of a file differs from the manifest."""
         inside = {key: (dtype, shape) for key, (dtype, shape, _) in file.tensors.items()}
         name = entry["file"]
         for key, (number, holds) in enumerate(entry.get("holds", ())):
@@ -157,7 +161,7 @@ class Reader:
                 raise CheckpointError(f"{self.path}: generator {generator} is not in {name}")
 
     def close(self) -> None:
-        """Closes the files; reading opens them again."""
+        """Closes the files. A later read opens them again."""
         while self._open:
             self._open.popitem()[1].close()
 
@@ -170,19 +174,33 @@ class Reader:
     # ------------------------------------------------------------------------------------------------------- tensors
 
     def tensor(self, part: str, name: str) -> Boxed[SavedBox]:
-        """Returns a part of a tensor; CheckpointError if it was not saved."""
+        """Returns a part of a tensor.
+
+        Args:
+            part: part of the state: weight, exp_avg, ...
+            name: global name of the tensor.
+
+        Raises:
+            CheckpointError: if the part was not saved.
+        """
         if (part, name) not in self._tensors:
             raise CheckpointError(f"{self.path} has no {part} of {name}")
         return self._tensors[part, name]
 
     def saved_part(self, part: str, name: str) -> str | None:
-        """Returns the saved part of a tensor that a part of the state is read from; None if there is none."""
+        """Returns the saved part from which a part of the state is read, or None."""
         return saved_part(part, self.parts.get(name, ()))
 
     def files_of(
         self, wanted: Iterable[Record], buffers: Iterable[str], rank: int | None
     ) -> set[str]:
-        """Returns the names of the files with records, buffers, and the generators of a rank."""
+        """Returns the names of the files that contain some records, buffers and generators.
+
+        Args:
+            wanted: records of the optimizer's states.
+            buffers: names of buffers.
+            rank: the rank whose file has the generators; None if they are not needed.
+        """
         names = {self.buffers[name][0] for name in buffers if name in self.buffers}
         if rank is not None and file_of(rank) in self._entries:
             names.add(file_of(rank))
@@ -201,7 +219,7 @@ class Reader:
         return of_bytes(self.file(file).tensor(f"buffer/{name}"), dtype, shape)
 
     def generators(self, rank: int) -> dict[str, Tensor]:
-        """Returns the saved states of a rank's generators, uint8 [n]."""
+        """Returns the saved generator states of a rank, uint8 [n] by name."""
         file = file_of(rank)
         names = self._entries.get(file, {}).get("generators", ())
         return {name: self.file(file).tensor(f"generator/{name}") for name in names}

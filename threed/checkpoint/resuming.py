@@ -2,10 +2,11 @@
 
     found = compare(manifest, config, data)
     found.refused          problems, each with its fix
-    found.applied          lines to report: the old value, the new value, the effect
+    found.applied          lines to report: old value, new value, effect
 
-`python -m tests.keys` writes the table, `RULES`, to docs/reference.md. If a checkpoint has no steps, or its weights
-were trained by another framework, its keys are not those of a run: only the model and the optimizer are compared.
+`python -m tests.keys` writes the table, `RULES`, to docs/reference.md. If a checkpoint has no
+steps, or its weights were imported from another framework, only the model and the optimizer are
+compared.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ Manifest = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """The handling of some keys on a resume, if they differ from the checkpoint's.
+    """The handling of keys that differ from the checkpoint's on a resume.
 
-    Args:
-        group: of the keys.
+    Attributes:
+        group: group of the keys.
         names: the keys as users write them, separated by blanks.
-        change: free (takes effect and is not reported), applied (takes effect and is reported) or refused.
-        note: the reason if free, the effect (a part of the report) if applied, the fix if refused.
+        change: free (takes effect, not reported), applied (takes effect, reported) or refused.
+        note: the reason if free, the effect if applied, the fix if refused; the last two are
+            reported.
     """
 
     group: str
@@ -53,29 +55,29 @@ class Rule:
         return tuple(f"{self.group}.{name}" for name in self.names.split())
 
 
-SHAPE = "resume with the same shape, or start anew with --checkpoint.resume none"
+SHAPE = "resume with the same shape, or start over with --checkpoint.resume none"
 RULES = (
     Rule(
         "parallel", "tp pp cp ep dp sequence chunks partition memory-limit-gib optimistic-step", "free",
-        "a checkpoint is loaded in any topology, and each step has the same samples",
+        "a checkpoint can be loaded in any topology, and each step has the same samples",
     ),
-    Rule("parallel", "schedule", "applied", "2bw delays updates by a step; all others differ in speed and memory only"),
+    Rule("parallel", "schedule", "applied", "2bw delays updates by one step; all others differ only in speed and memory"),
     Rule(
         "zero",
         "stage bucket-mib shard-size offload-optimizer offload-params nvme-path prefetch resident order early-update"
         " tile",
-        "free", "where the state is and in which order it is updated do not change the results",
+        "free", "the location of the state and the order of updates do not change the results",
     ),
     Rule("zero", "compress-weights compress-gradients", "applied", "numbers are rounded differently"),
     Rule("zero", "delayed-update", "applied", "delayed updates use weights that are one step old"),
     Rule(
         "recompute", "mode ops every partition offload loss-chunks arena", "free",
-        "activations computed again are the same",
+        "recomputed activations are identical",
     ),
-    Rule("precision", "dtype", "applied", "results are rounded differently; the master weights stay"),
+    Rule("precision", "dtype", "applied", "results are rounded differently; the master weights are unchanged"),
     Rule("precision", "grad-dtype reduce-dtype", "applied", "gradients are rounded differently"),
     Rule("precision", "cast-inputs", "applied", "rounding of floating-point inputs changes from here on"),
-    Rule("precision", "loss-scale", "applied", "dynamic goes on from the checkpoint's dynamic scale, if it has one"),
+    Rule("precision", "loss-scale", "applied", "dynamic continues from the checkpoint's dynamic scale, if it has one"),
     Rule(
         "model",
         "arch layers hidden heads kv-heads head-dim ffn vocab tied bias mlp-bias norm-eps rope-theta rope-local-theta"
@@ -83,31 +85,31 @@ RULES = (
         " query-pre-attn-scalar",
         "refused", SHAPE,
     ),
-    Rule("model", "seq", "applied", "the data are divided into other windows: some text is read again, some later"),
+    Rule("model", "seq", "applied", "the data are divided into different windows: some text is read twice, some later"),
     Rule(
         "model", "positions", "applied",
-        "changes exports only; refused with learned positions or rope-scaling, as it is a part of the model",
+        "changes exports only; refused with learned positions or rope-scaling, where it is part of the model",
     ),
     Rule("model", "dropout", "applied", "takes effect from the next step on"),
     Rule("train", "steps", "applied", "the learning-rate schedule ends there"),
-    Rule("train", "global-batch", "applied", "samples go on after the checkpoint's last one; the rate is not scaled"),
+    Rule("train", "global-batch", "applied", "samples continue after the checkpoint's last; the learning rate is not scaled"),
     Rule("train", "seed", "applied", "samples and dropout masks differ from here on"),
-    Rule("train", "eval-samples", "applied", "val/loss is the mean over another number of windows"),
+    Rule("train", "eval-samples", "applied", "val/loss is averaged over a different number of windows"),
     Rule("train", "grad-clip max-norm-spike", "applied", "takes effect from the next step on"),
     Rule(
         "train", "stop-after micro-batch eval-every max-bad-steps sample-tokens time-limit", "free",
         "updates do not depend on it",
     ),
-    Rule("optim", "name", "refused", "resume with the same optimizer, or start anew with --checkpoint.resume none"),
+    Rule("optim", "name", "refused", "resume with the same optimizer, or start over with --checkpoint.resume none"),
     Rule("optim", "lr min-lr warmup schedule", "applied", "the learning rate follows this run's keys"),
     Rule(
         "optim", "betas momentum eps weight-decay groups", "applied",
-        "takes effect from the next step on; moments stay; another optimizer of a group is refused",
+        "takes effect from the next step on; moments are kept; a different optimizer in a group is refused",
     ),
     Rule("data", "path", "free", "the contents are compared instead"),
     Rule("data", "tokenizer", "free", "the ids are compared instead"),
     Rule("data", "bos special-tokens", "applied", "documents are encoded differently from here on"),
-    Rule("data", "split", "applied", "text that was trained on may be in the validation split now"),
+    Rule("data", "split", "applied", "the validation split may now contain text that was trained on"),
     Rule(
         "checkpoint", "every keep keep-every async memory-every write-limit-mib resume export-hf", "free",
         "the saved values do not depend on it",
@@ -118,29 +120,34 @@ RULES = (
         "results are the same up to rounding",
     ),
 )  # fmt: skip
-OTHER_DATA = "the data differ from those the checkpoint was trained on: losses may jump"
+OTHER_DATA = "the data differ from the checkpoint's training data: losses may jump"
 OTHER_IDS = (
-    "resume with its tokenizer; or write the weights to a folder with `threed convert`, and begin from it with"
+    "resume with its tokenizer; or write the weights to a folder with `threed convert`, and start from it with"
     " --checkpoint.resume FOLDER and the other --data.tokenizer"
 )
 CONTENTS: tuple[tuple[str, Change, str], ...] = (
     ("contents of the data (sha256)", "applied", OTHER_DATA),
-    ("ids that the tokenizer gives (fingerprint)", "refused", OTHER_IDS),
+    ("token ids of the tokenizer (fingerprint)", "refused", OTHER_IDS),
 )
-"""Comparisons other than of keys: name, change, note."""
+"""Comparisons of contents rather than keys: name, change, note."""
 RATE = ("train.steps", "optim.lr", "optim.min-lr", "optim.warmup", "optim.schedule")
 BY_KEY = {key: rule for rule in RULES for key in rule.keys}
 
 
 @dataclass
 class Comparison:
-    """The differences between a checkpoint and a run: problems, and lines to report."""
+    """The differences between a checkpoint and a run.
+
+    Attributes:
+        refused: problems, each with its fix.
+        applied: lines to report.
+    """
 
     refused: list[str] = field(default_factory=list)
     applied: list[str] = field(default_factory=list)
 
     def accepted(self) -> list[str]:
-        """Returns the lines to report. Raises CheckpointError if something is refused."""
+        """Returns the lines to report. Raises CheckpointError if a difference is refused."""
         if self.refused:
             raise CheckpointError("; ".join(self.refused))
         return self.applied
@@ -150,9 +157,9 @@ def compare(manifest: Manifest | None, config: Config, data: Data) -> Comparison
     """Compares a checkpoint with the run that resumes from it.
 
     Args:
-        manifest: of the checkpoint; None if there is none.
+        manifest: manifest of the checkpoint; None for no checkpoint.
         config: the resolved configuration of the run.
-        data: of the run.
+        data: data and tokenizer of the run.
     """
     if manifest is None:
         return Comparison()
@@ -172,7 +179,7 @@ def compare(manifest: Manifest | None, config: Config, data: Data) -> Comparison
         if BY_KEY[key].change == "applied":
             found.applied.append(f"{key} was {before} and is {now}: {BY_KEY[key].note}")
     if changed.keys() & set(RATE):
-        found.applied += _rate(manifest, config)
+        found.applied += _learning_rate_change(manifest, config)
     return found
 
 
@@ -182,9 +189,11 @@ def _is_of_a_run(manifest: Manifest) -> bool:
 
 
 def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
-    """Returns whether the run's tokenizer gives other ids than the checkpoint's, as far as that is recorded.
+    """Returns whether the run's tokenizer maps text to other ids than the checkpoint's.
 
-    With the same files it does not, except for the end of documents, which a config.json in their folder may name.
+    If the checkpoint has no fingerprint, it compares the hash of tokenizer.json. The id of the end
+    of text is compared separately, because it may be defined by a config.json next to identical
+    tokenizer files.
     """
     files, now = extra.get("tokenizer"), data.tokenizer.files
     if extra.get("eot", data.tokenizer.eot) != data.tokenizer.eot:
@@ -197,8 +206,10 @@ def _tokenizer_differs(extra: Mapping[str, Any], data: Data) -> bool:
 
 
 def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yields each key that differs from the checkpoint's, with both values as users write them. Keys that the version
-    which wrote the checkpoint did not have are left out."""
+    """Yields each key that differs from the checkpoint's, with both values as users write them.
+
+    Keys that are not in the checkpoint, because an older version wrote it, are skipped.
+    """
     wanted = config.model_dump(mode="json")
     for group, kind in GROUPS.items():
         found = saved.get(group)
@@ -209,16 +220,16 @@ def _changes(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[str, st
 
 
 def _as_written(group: str, name: str, saved: Mapping[str, Any]) -> str:
-    with suppress(ValueError):  # of a version with other values
+    with suppress(ValueError):  # another version may have other values
         return written(getattr(GROUPS[group].model_validate({name: saved[name]}), name))
     return str(plain(saved[name]))
 
 
-def _rate(manifest: Manifest, config: Config) -> Iterator[str]:
-    """Yields a line if this run's keys give the next update another learning rate than the checkpoint's."""
+def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
+    """Yields a line if this run's keys change the learning rate of the next step."""
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
-    with suppress(ValueError, KeyError, TypeError):  # of a version with other keys
+    with suppress(ValueError, KeyError, TypeError):  # another version may have other keys
         optim, steps = OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"])
         before = float(learning_rate(optim, steps)(done))
         now = float(learning_rate(config.optim, config.train.steps)(done))
@@ -230,7 +241,7 @@ def _rate(manifest: Manifest, config: Config) -> Iterator[str]:
 def model_differences(manifest: Manifest, config: Config) -> list[str]:
     """Returns the differences of the model that a resume refuses, one line each."""
     saved, wanted = manifest["config"]["model"], config.model.model_dump(mode="json")
-    # defaults of keys that did not exist then; unchanged if a later version wrote it
+    # Adds defaults of newer keys. Fails harmlessly if a later version wrote the checkpoint.
     with suppress(ValueError):
         resolved = resolve_model(ModelConfig.model_validate(saved))
         saved = spelt_as(resolved, config.model).model_dump(mode="json")
@@ -244,34 +255,39 @@ def model_differences(manifest: Manifest, config: Config) -> list[str]:
     found = []
     for key in [key for key in wanted if key in fixed and saved.get(key) != wanted[key]]:
         before = plain(saved.get(key))
-        how = f"give --model.positions {before} as well; else " if key == "positions" else ""
+        how = f"give --model.positions {before} as well; otherwise " if key == "positions" else ""
         differs = f"has {key} = {before}, this run has {wanted[key]}"
         found.append(f"the checkpoint's model {differs}: {how}{SHAPE}")
     return found
 
 
 def optimizer_differences(manifest: Manifest, config: Config) -> list[str]:
-    """Returns a line if the checkpoint is another optimizer's: Lion's momentum has the name of an Adam moment."""
+    """Returns a line if the checkpoint is of another optimizer.
+
+    Names of saved parts do not suffice: Lion's momentum has the name of an Adam moment.
+    """
     optim = OptimConfig.model_validate(manifest["config"]["optim"])
-    saved, wanted = _optimizers(optim), _optimizers(config.optim)
+    saved, wanted = _optimizer_names(optim), _optimizer_names(config.optim)
     kept = sorted(parts_of(manifest) - {WEIGHT, PREVIOUS})
-    # weights alone, of another format
+    # a checkpoint without moments and steps: weights imported from another format
     if saved == wanted or not (kept or manifest["state"]["steps"]):
         return []
     there, here = (", ".join(names) or "nothing" for names in (kept, state_names(config.optim)))
-    fix = f"resume with --optim.name {saved}, or start anew with --checkpoint.resume none"
+    fix = f"resume with --optim.name {saved}, or start over with --checkpoint.resume none"
     return [
         f"the checkpoint's optimizer is {saved}, which keeps {there}; this run has {wanted}, which keeps {here}: {fix}"
     ]
 
 
-def _optimizers(optim: OptimConfig) -> str:
-    """Returns the optimizer of a configuration, with those of groups that have their own."""
+def _optimizer_names(optim: OptimConfig) -> str:
+    """Returns the optimizer of a configuration, and the optimizers of its groups if they differ."""
     own = "; ".join(f"{group.match}: name={group.name}" for group in optim.groups if group.name)
     return f'{optim.name} --optim.groups "{own}"' if own else optim.name
 
 
 def resuming_flags(config: Config) -> list[str]:
-    """Returns the flags that make a run's command line resume from its newest checkpoint: of a repeated key the last
-    one counts."""
+    """Returns the flags that make a run's command line resume from its newest checkpoint.
+
+    They are appended to the command line: the last value of a repeated key is used.
+    """
     return [] if config.checkpoint.resume == "auto" else ["--checkpoint.resume", "auto"]

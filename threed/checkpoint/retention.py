@@ -1,10 +1,11 @@
-"""Which checkpoints of a run folder are resumed from, kept, deleted, or set aside.
+"""Chooses which checkpoints of a run folder are resumed from, kept, deleted, or set aside.
 
-    demo/checkpoints/step-40                              the run's history: the highest step was saved last
-    demo/checkpoints-abandoned-20260801-101500/step-60    set aside when the run went back to step 40
+    demo/checkpoints/step-40                              the highest step was saved last
+    demo/checkpoints-abandoned-20260801-101500/step-60    set aside on a resume from step 40
 
-A run that goes back, to an earlier step or past damaged checkpoints, abandons the later ones: they are moved to another
-folder before its first step. So steps are always in order of time, and the next start resumes what was saved last.
+A run that resumes from an earlier step, or skips damaged checkpoints, abandons the later ones. They
+are moved to another folder before its first step. So the order of steps is always the order of
+time, and the next start resumes from the checkpoint that was saved last.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from threed.topology import Axis
 
 
 def candidates(folder: Path, resume: str) -> Iterator[Path]:
-    """Returns the checkpoints to try, best first: the one named, or those of a run folder by falling step."""
+    """Yields the checkpoints to try, best first.
+
+    Args:
+        folder: run folder.
+        resume: "auto" for the run folder's checkpoints by descending step, "none", or a path.
+    """
     if resume == "auto":
         steps = [
             path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()
@@ -35,8 +41,15 @@ def candidates(folder: Path, resume: str) -> Iterator[Path]:
 
 
 def after_restart(folder: Path, resume: str) -> str:
-    """Returns what to resume from: `resume`; but "auto" in a job that torchrun restarted and that has saved
-    a checkpoint, because starting anew would abandon it."""
+    """Returns the value of `checkpoint.resume` to use, after a possible restart by torchrun.
+
+    This is "auto" if torchrun restarted the job and the job has saved a checkpoint, which would
+    otherwise be abandoned; else `resume`.
+
+    Args:
+        folder: run folder.
+        resume: the configured value.
+    """
     job = job_name()
     if resume == "auto" or job is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return resume
@@ -48,7 +61,10 @@ def after_restart(folder: Path, resume: str) -> str:
 
 
 def job_name() -> str | None:
-    """Returns torchrun's name for all attempts of one start, to be saved in checkpoints; None if there is none."""
+    """Returns torchrun's run id, which is the same after restarts, or None without torchrun.
+
+    It is saved in checkpoints.
+    """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return None if name == "none" else name
 
@@ -57,8 +73,8 @@ def _step(path: Path) -> int:
     return int(path.name[5:])
 
 
-def _stands_for(path: Path) -> Iterator[int]:
-    """Yields the step of a checkpoint, and those whose checkpoints were put off until it."""
+def _covered_steps(path: Path) -> Iterator[int]:
+    """Yields the step of a checkpoint, and earlier steps whose checkpoints were deferred to it."""
     yield _step(path)
     with contextlib.suppress(CheckpointError):
         put_off = native.read_manifest(path)["state"]["extra"].get("put_off")
@@ -68,12 +84,19 @@ def _stands_for(path: Path) -> Iterator[int]:
 
 
 class Retention:
-    """Keeps the newest `keep` good checkpoints of a run folder, and besides those of steps that `every` divides (0: of
-    none), or that were written for such a step, whose own was put off.
+    """Keeps the newest `keep` good checkpoints of a run folder, and those at multiples of `every`.
 
-    Good are those that this run loaded or wrote; of any other the hashes are checked first. A damaged one does not
-    count, so no good one is deleted for it: it stays, for inspection, until `keep` good ones are newer, and is then
-    deleted as any checkpoint of its age. The newest good one is never deleted.
+    Checkpoints that this run loaded or wrote are good. Of any other, the hashes are checked first.
+    A damaged checkpoint is not counted, so it never causes a good one to be deleted. It is kept for
+    inspection until `keep` good ones are newer, and then deleted like any checkpoint of its age.
+    The newest good checkpoint is never deleted.
+
+    Args:
+        folder: run folder.
+        keep: number of good checkpoints to keep.
+        everyone: axis of all ranks.
+        every: also keep checkpoints of steps that are multiples of this, or that were written later
+            because the checkpoint of such a step was deferred; 0 keeps none.
     """
 
     def __init__(self, folder: Path, keep: int, everyone: Axis, every: int = 0) -> None:
@@ -81,7 +104,11 @@ class Retention:
         self._good: dict[str, bool] = {}
 
     def trust(self, path: Path) -> str | None:
-        """Counts a checkpoint just loaded or written as good; returns its name, or None if it is not this run's."""
+        """Marks a checkpoint that was just loaded or written as good.
+
+        Returns:
+            Its name, or None if it is not in this run's folder.
+        """
         if not self._owns(path):
             return None
         self._good[path.absolute().name] = True
@@ -91,9 +118,10 @@ class Retention:
         return path.absolute().parent.resolve() == (self.folder / "checkpoints").resolve()
 
     def sweep(self) -> None:
-        """Removes what saves that were killed left behind. Only a run that owns the folder may do this, on one rank.
+        """Removes the unfinished folders of saves that were killed.
 
-        Where a replacement was broken off between its two renames (`atomic.publish`), the older folder is renamed back.
+        If a replacement was interrupted between its two renames (`atomic.publish`), the older
+        folder is renamed back. Call it on one rank only, of a run that owns the folder.
         """
         place = self.folder / "checkpoints"
         for old in place.glob("step-*.old"):
@@ -105,7 +133,11 @@ class Retention:
             shutil.rmtree(building, ignore_errors=True)
 
     def prune(self) -> list[str]:
-        """Deletes what is older than the newest `keep` good ones; returns a line for each damaged one. Collective."""
+        """Deletes checkpoints older than the newest `keep` good ones. Collective.
+
+        Returns:
+            A line for each damaged checkpoint.
+        """
         paths = list(candidates(self.folder, "auto")) if self.everyone.index == 0 else []
         names = collectives.exchange([path.name for path in paths], self.everyone)[0]
         problems: list[str] = []
@@ -121,26 +153,36 @@ class Retention:
         return problems
 
     def _delete(self, paths: Sequence[Path]) -> None:
-        """Deletes checkpoints, on the first rank, but those that are kept for good."""
+        """Deletes checkpoints, except those that `every` keeps. Called with paths on rank 0 only."""
         for path in paths:
-            if not (self.every and any(step % self.every == 0 for step in _stands_for(path))):
+            if not (self.every and any(step % self.every == 0 for step in _covered_steps(path))):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _problems(self, path: Path) -> list[str]:
-        """Returns what is wrong with a checkpoint, from every rank's share of its files."""
+        """Returns the errors of a checkpoint. Each rank checks a share of its files. Collective."""
         try:
-            mine = native.verify(
+            problems = native.verify(
                 path, native.read_manifest(path), self.everyone.index, self.everyone.size
             )
         except CheckpointError as error:
-            mine = [str(error)]
-        return collectives.problems_of_all(mine, self.everyone)
+            problems = [str(error)]
+        return collectives.problems_of_all(problems, self.everyone)
 
     def set_aside(self, origin: Path | None, step: int) -> str:
-        """Moves away the checkpoints that a run from `origin` at `step` abandons; returns a message, or nothing.
+        """Moves away the checkpoints that a run abandons by starting from `origin`. Collective.
 
-        Abandoned are later steps; and all, where a run begins anew (None) or from another run's checkpoint. The metrics
-        go along as a copy. Collective; CheckpointError on every rank where it fails.
+        These are the checkpoints of later steps, or all, if the run starts from scratch or from
+        another run's checkpoint. The metrics file is copied to the same folder.
+
+        Args:
+            origin: checkpoint from which the run starts; None to start from scratch.
+            step: step of `origin`.
+
+        Returns:
+            A message with the names and the new folder, or "".
+
+        Raises:
+            CheckpointError: on every rank if moving fails.
         """
         kept = step if origin is not None and self._owns(origin) else -1
         text = collectives.attempt_together(
@@ -157,7 +199,7 @@ class Retention:
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists():
             shutil.copy2(metrics, aside)
-        # the newest last: until all are moved, the run resumes from it
+        # Moves the newest last, so that an interrupted run still resumes from it.
         for path in reversed(later):
             path.rename(aside / path.name)
         for place in (aside, self.folder, self.folder / "checkpoints"):
@@ -166,7 +208,7 @@ class Retention:
 
 
 def _new_folder(path: Path) -> Path:
-    """Makes a folder of this name, or with a number where that is taken."""
+    """Creates a folder of this name, with a number appended if the name is taken."""
     number, free = 1, path
     while free.exists():
         number += 1

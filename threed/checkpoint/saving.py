@@ -1,18 +1,19 @@
-"""Saves of an engine, one at a time: written at once, or by a thread while training goes on.
+"""Saves checkpoints of an engine, one at a time, directly or from a background thread.
 
     saver = Saver(optimizer, topology, config)
     save = saver.start(path, state, extras)      collective; returns once a snapshot has begun
-    save.wait()                                  collective; CheckpointError on every rank if it failed
+    save.wait()                                  collective; CheckpointError if any rank failed
 
-A save has three phases, of which only the first needs the ranks to communicate:
+A save has three phases. Only the first uses collectives:
 
-    prepare    makes the unfinished folder, and plans what each rank writes
-    write      writes this rank's files, and an entry with its part of the manifest, or its error
-    commit     rank 0 waits for the entries of all ranks, writes the manifest, and publishes the folder
+    prepare    creates the unfinished folder, and plans the file of each rank
+    write      writes this rank's file, and an entry file: its part of the manifest, or its error
+    commit     rank 0 waits for all entries, writes the manifest, and publishes the folder
 
-Training uses the process groups meanwhile, so entries are small files in the unfinished folder. That
-is `step-N.tmp` and does not count, so a run may end at any moment. A program that ends after its
-last step calls `wait` first, or lets the thread end; `give_up` ends it at once.
+Training uses the process groups in the meantime, so ranks communicate through small entry files in
+the unfinished folder. That folder is named `step-N.tmp` and is ignored by loads, so a run may be
+killed at any time. After its last step, a program must call `wait` or let the thread finish;
+`give_up` stops it early.
 """
 
 from __future__ import annotations
@@ -52,16 +53,16 @@ from threed.zero.records import Record, read, states
 from threed.zero.snapshot import Room, Snapshot, copy_bytes
 from threed.zero.state import PREVIOUS, WEIGHT, State
 
-ENTRIES_S = 600.0  # how long rank 0 waits for the entries of the others
-FAILURE_S = 20.0  # for a save that is written when a run fails
-POLL_S = 0.02
+ENTRIES_S = 600.0  # seconds that rank 0 waits for the entries of other ranks
+FAILURE_S = 20.0  # seconds that a save in progress may take after the run has failed
+POLL_S = 0.02  # seconds between checks for an entry
 
 
 def _reason(
     error: BaseException, what: str, folder: Path, needed: int | None = None,
     elsewhere: str = ELSEWHERE,
 ) -> str:  # fmt: skip
-    """Returns a line on an error; a CheckpointError says itself what failed."""
+    """Returns an error as one line; the message of a CheckpointError is unchanged."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
@@ -70,7 +71,10 @@ def _reason(
 
 
 def _share(limit_mib: float | None, sizes: Sequence[int], rank: int) -> float | None:
-    """Returns a rank's share of its node's bytes per second: in proportion to what it writes."""
+    """Returns this rank's share of its node's write limit, in bytes per second; None for no limit.
+
+    The share is proportional to the bytes that the rank writes.
+    """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", len(sizes)))
     node = sum(sizes[rank // here * here :][:here])
     return None if limit_mib is None or not sizes[rank] else limit_mib * 2**20 * sizes[rank] / node
@@ -81,19 +85,22 @@ class Save:
     """One rank's part of a save.
 
     Attributes:
-        token: Distinguishes this save from earlier ones of the folder.
-        files: What this rank writes.
-        described: The sections that this rank describes, for all ranks that hold them.
-        head: The manifest without sections and files.
-        began: When the call for it began, by `time.perf_counter`.
-        limit: Bytes per second that this rank writes, at most.
-        hurries: Returns whether the limit has ended.
-        before_publishing: Called on rank 0 in the thread, once all files are written.
-        purpose: What the thread is called, and updates that wait for it.
-        durable: Whether files are flushed, and whether a program that ends waits for the thread.
-        elsewhere: How a user chooses another place.
-        problem: What went wrong on this rank so far; on rank 0, once it is done, anywhere.
-        asked: Whether the program has asked how it ended.
+        path: final path of the checkpoint.
+        everyone: axis of all ranks.
+        token: random text that distinguishes this save from earlier ones of the same folder.
+        files: the files that this rank writes.
+        described: the sections that this rank describes in the manifest, for all ranks that hold
+            them.
+        head: the manifest without sections and files.
+        began: start of the call that began the save, by `time.perf_counter`.
+        limit: maximum rate of this rank's writes in bytes per second; None for no limit.
+        hurries: returns True once `limit` no longer applies.
+        before_publishing: called on rank 0 in the thread, after all files are written.
+        purpose: name of the thread, and of the updates that wait for it.
+        durable: whether files are flushed to disk, and whether process exit waits for the thread.
+        elsewhere: advice on how to choose another location, for messages.
+        problem: error text of this rank, or None. Once the save is done, on rank 0: of any rank.
+        reported: whether `wait` has returned the outcome to the program.
     """
 
     path: Path
@@ -112,45 +119,54 @@ class Save:
 
     def __post_init__(self) -> None:
         self.problem: str | None = None
-        self._file = self.building  # the file that is written
+        self._file = self.building  # the file that is being written
         self._snapshot: Snapshot | None = None
         self._thread: threading.Thread | None = None
-        # an event, as a join that a signal interrupts may let a thread appear to have ended
+        # An event: after an interrupted `join`, a running thread may appear to have ended.
         self._ended = threading.Event()
-        self._called_s = 0.0  # of the call that began it
-        self.asked = False
-        self._end = math.inf  # when rank 0 stops to wait for entries
-        self._is_gone: Callable[[int], bool] = lambda rank: False
+        self._start_s = 0.0  # seconds spent in the call that began it
+        self.reported = False
+        self._deadline = math.inf  # when rank 0 stops waiting for entries
+        self._has_exited: Callable[[int], bool] = lambda rank: False
 
     @property
     def records(self) -> list[Record]:
-        """What this rank writes of the optimizer's state, in order."""
+        """The records of the optimizer's state that this rank writes, in order."""
         return [record for file in self.files for record in file.records]
 
     @property
     def building(self) -> Path:
-        """The folder that files are written to."""
+        """The unfinished folder, to which files are written."""
         return building_place(self.path)
 
     # -------------------------------------------------------------------------------------------------------- running
 
     def run(self, optimizer: Optimizer) -> None:
-        """Writes and publishes, while training waits. Collective; CheckpointError on every rank."""
+        """Writes and publishes the checkpoint before it returns. Collective.
+
+        Raises:
+            CheckpointError: on every rank if any rank fails.
+        """
         self.write(values for _, values in read(optimizer, self.records))
         self.wait()
 
     def start(self, optimizer: Optimizer, room: Room, now: bool = False) -> None:
-        """Takes a snapshot, and starts a thread that writes and publishes. Updates must be done.
+        """Takes a snapshot, and starts a thread that writes and publishes it.
+
+        Pending updates must be done.
 
         Args:
-            now: Wait until all of it was copied, for states that change in other ways than by updates.
+            optimizer: holder of the states.
+            room: host memory for the snapshot.
+            now: whether to wait until all values are copied, for states that change by other means
+                than updates.
         """
         snapshot = self._snapshot = Snapshot(self.records, optimizer, room)
         optimizer.readers.add(self.purpose, snapshot.release)
         self._thread = threading.Thread(
             target=self._run, args=(snapshot,), name=self.purpose, daemon=not self.durable
         )
-        self._called_s = time.perf_counter() - self.began
+        self._start_s = time.perf_counter() - self.began
         self._thread.start()
         if now:
             snapshot.release_all()
@@ -168,80 +184,84 @@ class Save:
 
     @property
     def done(self) -> bool:
-        """Whether this rank's part has ended, well or not; on rank 0 the whole save."""
+        """Whether this rank's part has ended, successfully or not. On rank 0, the entire save."""
         return self._thread is None or self._ended.is_set()
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that training waited on this rank: for the call, and in updates."""
-        return self._called_s + (self._snapshot.waited_s if self._snapshot else 0.0)
+        """Seconds for which training on this rank waited for the save: in the call, and in updates."""
+        return self._start_s + (self._snapshot.waited_s if self._snapshot else 0.0)
 
     def wait(self) -> Path:
-        """Waits until the checkpoint is complete; returns its path. Collective.
+        """Waits until the checkpoint is complete, and returns its path. Collective.
 
         Raises:
-            CheckpointError: On every rank.
+            CheckpointError: on every rank if any rank fails.
         """
         first = self.everyone.index == 0
-        if not self.asked:
+        if not self.reported:
             if self._thread is not None and not first:
                 self._ended.wait()
-            # of ranks that could not leave an entry, too; and a rank that has died is noticed here
+            # includes ranks that could not write an entry; also fails if a rank has died
             known = collectives.problems_of_all([self.problem], self.everyone)
             if known and first:
-                self.problem, self._end = self.problem or "; ".join(known), 0.0
+                self.problem, self._deadline = self.problem or "; ".join(known), 0.0
             self.commit() if self._thread is None else self._ended.wait()
-            self.asked = True
+            self.reported = True
         self.agree()
         return self.path
 
     def give_up(
         self, patience: float | None = 0.0, is_gone: Callable[[int], bool] = lambda rank: False
     ) -> None:
-        """Ends it: at once, or after some seconds in which it may still complete. No collective.
+        """Stops the save, after a grace period in which it may still complete. Not collective.
 
         Args:
-            patience: The seconds; None waits until this rank's part has ended.
-            is_gone: Returns whether the process of a rank has ended: its entry will not come.
+            patience: grace period in seconds, 0 for none; None waits until this rank's part has ended.
+            is_gone: returns whether the process of a rank has exited, so that its entry will never
+                be written.
         """
         if self._snapshot is None or self._thread is None or self._thread.ident is None:
             return
-        self._is_gone = is_gone
+        self._has_exited = is_gone
         self._ended.wait(patience)
-        self._end = 0.0
+        self._deadline = 0.0
         self._snapshot.close()
-        if self.durable:  # others may never answer a copy in memory
+        if self.durable:  # a copy in memory may wait forever for a lost machine
             self._ended.wait()
 
     # -------------------------------------------------------------------------------------------------------- writing
 
     def write(self, values: Iterable[Tensor]) -> None:
-        """Writes this rank's files and its entry, and sets `problem` if it cannot. No collective.
+        """Writes this rank's files and its entry; sets `problem` on failure. Not collective.
 
         Args:
-            values: The values of `records`, in order. Exceptions that they raise are raised here,
-                except OSError and CheckpointError.
+            values: the values of `records`, in order. Exceptions from this iterator are raised
+                again, except OSError and CheckpointError.
         """
         try:
-            self._leave(self._entry(values))
+            self._write_own_entry(self._write_files(values))
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, (OSError, CheckpointError)):
                 raise
 
-    def _entry(self, values: Iterable[Tensor]) -> dict[str, Any]:
-        """Writes the files; returns this rank's part of the manifest: sections and files."""
+    def _write_files(self, values: Iterable[Tensor]) -> dict[str, Any]:
+        """Writes the files; returns this rank's entry: its sections and files."""
         how = {"limit": self.limit, "hurries": self.hurries, "durable": self.durable}
         stream, files = finite(self.records, values), []
         for file in self.files:
             self._file = self.building / file.name
-            # the last one ends the stream before its flush, so that updates may change the last state
+            # The last file exhausts the stream before it is flushed, which lets updates proceed.
             some = stream if file is self.files[-1] else islice(stream, len(file.records))
             files.append(file.write(self.building, some, **how))
         return {"sections": [[h.section.about, h.shapes] for h in self.described], "files": files}
 
     def _fail(self, error: BaseException) -> None:
-        """Sets the problem, and leaves it for rank 0; removes this rank's files to have space for that."""
+        """Sets `problem`, and writes it into this rank's entry for rank 0.
+
+        Removes this rank's files first, so that a full disk has space for the entry.
+        """
         nbytes = sum(file.nbytes for file in self.files)
         for file in self.files:
             with suppress(OSError):
@@ -251,10 +271,9 @@ class Save:
         reason = _reason(error, what, folder, nbytes, self.elsewhere)
         self.problem = f"{rank}: {reason}" if isinstance(error, CheckpointError) else reason
         with suppress(OSError):
-            self._leave({"error": self.problem})
+            self._write_own_entry({"error": self.problem})
 
-    def _leave(self, entry: Mapping[str, Any]) -> None:
-        """Writes this rank's entry."""
+    def _write_own_entry(self, entry: Mapping[str, Any]) -> None:
         write_entry(self._entry_file(self.everyone.index), entry)
 
     def _entry_file(self, rank: int) -> Path:
@@ -263,10 +282,10 @@ class Save:
     # ------------------------------------------------------------------------------------------------------ publishing
 
     def commit(self, patience: float = ENTRIES_S) -> None:
-        """Publishes the folder once every rank has left its entry, on rank 0. No collective.
+        """Publishes the folder on rank 0, once every rank has written its entry. Not collective.
 
         Args:
-            patience: Seconds to wait for the others.
+            patience: seconds to wait for the entries of other ranks.
         """
         if self.everyone.index > 0:
             return
@@ -277,26 +296,30 @@ class Save:
 
     @contextmanager
     def step(self, name: str, needed: int | None = None) -> Iterator[None]:
-        """Sets `problem` and removes the unfinished folder if the block raises an exception.
+        """Context manager that sets `problem` and removes the unfinished folder if the block fails.
 
         Args:
-            needed: The bytes of the files.
+            name: what the block does, a verb for the message.
+            needed: disk space that the files need, in bytes.
         """
         try:
             yield
-        except Exception as error:  # also of what the caller saves, which JSON cannot represent
+        except Exception as error:  # e.g. JSON cannot represent the caller's state
             what = f"could not {name} {self.path}"
             self.problem = _reason(error, what, self.path.parent, needed)
             shutil.rmtree(self.building, ignore_errors=True)
 
     def _entries(self, end: float) -> list[dict[str, Any]]:
-        """Returns the entries of all ranks; CheckpointError if one is missing or has an error."""
+        """Waits for the entries of all ranks and returns them.
+
+        Raises CheckpointError if an entry is late or has an error.
+        """
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
             file = self._entry_file(rank)
-            # others may still write into the folder, so this rank's own error has to wait
+            # Other ranks may still write to the folder, so this rank's own error must wait.
             while not (file.exists() or (rank == 0 and self.problem)):
-                late = self._is_gone(rank) or time.monotonic() > min(end, self._end)
+                late = self._has_exited(rank) or time.monotonic() > min(end, self._deadline)
                 if late and not file.exists():
                     what = f"rank {rank} has not written its part of {self.path} in time"
                     raise CheckpointError(self.problem or what)
@@ -308,7 +331,7 @@ class Save:
         return found
 
     def agree(self) -> None:
-        """Raises CheckpointError on every rank if any has a problem. Collective."""
+        """Raises CheckpointError on every rank if any rank has a problem. Collective."""
         if found := collectives.problems_of_all([self.problem], self.everyone):
             raise CheckpointError("; ".join(found) + " (earlier checkpoints are intact)")
 
@@ -317,8 +340,8 @@ class Saver:
     """Begins saves, one at a time.
 
     Attributes:
-        room: The memory for copies.
-        last: The newest save that a thread writes.
+        room: host memory for snapshots, reused by later saves.
+        last: the newest save with a background thread; None before the first.
     """
 
     def __init__(self, optimizer: Optimizer, topology: Topology, config: Config) -> None:
@@ -328,21 +351,23 @@ class Saver:
         self._has_room: bool | None = None
 
     def end(self) -> None:
-        """Waits until the newest save has ended; warns of an unreported error. Collective."""
-        if self.last is None or self.last.asked:
+        """Waits for the newest background save; warns if its error is unreported. Collective."""
+        if self.last is None or self.last.reported:
             return
         try:
             self.last.wait()
         except CheckpointError as error:
             if self.topology.rank == 0:
-                warnings.warn(f"no checkpoint {self.last.path}: {error}", stacklevel=4)
+                warnings.warn(f"checkpoint {self.last.path} was not saved: {error}", stacklevel=4)
 
     @contextmanager
     def ending(self, is_gone: Callable[[int], bool] = lambda rank: False) -> Iterator[None]:
-        """If the block raises an error, the save in progress gets some seconds to end; none after an interrupt.
+        """Context manager that gives the save in progress time to complete if the block raises.
+
+        After an interrupt (KeyboardInterrupt or exit) there is no grace period.
 
         Args:
-            is_gone: Returns whether the process of a rank has ended.
+            is_gone: returns whether the process of a rank has exited.
         """
         try:
             yield
@@ -352,9 +377,10 @@ class Saver:
             raise
 
     def has_room(self) -> bool:
-        """Returns whether every rank has memory for a copy of what it saves. Collective.
+        """Returns whether every rank has host memory for a snapshot. Collective.
 
-        The copies of a machine may take half of its free memory, or all if `checkpoint.async` is true.
+        The ranks of a machine may use half of its free memory, or all of it if `checkpoint.async`
+        is true.
         """
         if self._has_room is None:
             everyone = self.topology.axis("world")
@@ -365,11 +391,14 @@ class Saver:
         return self._has_room
 
     def make_room(self) -> None:
-        """Allocates the memory for copies, which a save would do while an update waits."""
+        """Allocates the memory for snapshots.
+
+        Otherwise the first save allocates it while an update waits.
+        """
         self.room.make(self._plan()[1].records, self.optimizer.layout.policy, self.gpu)
 
     def _plan(self, *extras: Mapping[str, Any]) -> tuple[list[Held], SavedFile]:
-        """Returns the sections that this rank holds portions of, and its file of a checkpoint."""
+        """Returns the sections of which this rank holds portions, and its file of a checkpoint."""
         sections = held(self.optimizer.layout, states(self.optimizer))
         numbers = [(h, number) for h in sections if (number := h.number) is not None]
         return sections, SavedFile(file_of(self.topology.rank), numbers, *extras)
@@ -379,18 +408,22 @@ class Saver:
         background: bool = True, now: bool = False, hurries: Callable[[], bool] = never,
         before_publishing: Callable[[], None] = lambda: None,
     ) -> Save:  # fmt: skip
-        """Begins to save the folder `path`, complete or not at all. Collective.
+        """Begins to save a checkpoint, which is published complete or not at all. Collective.
 
-        Without memory for a copy, it warns and returns when the save has ended.
+        If there is no memory for a snapshot, it warns, and returns after the save has ended.
 
         Args:
-            background: Write in a thread, while training continues.
-            now: See `Save.start`.
-            hurries: Returns whether `checkpoint.write-limit-mib` has ended; called by any thread.
-            before_publishing: See `Save`.
+            path: final path of the checkpoint.
+            state: counters of the run, for the manifest.
+            extras: buffers and generators.
+            background: whether to write in a thread while training continues.
+            now: see `Save.start`.
+            hurries: returns True once `checkpoint.write-limit-mib` no longer applies; must be
+                thread-safe.
+            before_publishing: see `Save`.
 
         Raises:
-            CheckpointError: On every rank, for problems known at once.
+            CheckpointError: on every rank, for problems found before this returns.
         """
         self.end()
         if background and not (background := self.has_room()) and self.topology.rank == 0:
@@ -407,16 +440,18 @@ class Saver:
         self, path: Path, state: Mapping[str, Any], extras: Extras,
         hurries: Callable[[], bool] = never, before_publishing: Callable[[], None] = lambda: None,
     ) -> Save:  # fmt: skip
-        """Makes the unfinished folder, and returns what this rank is to write. Collective.
+        """Creates the unfinished folder, and returns this rank's part of the save. Collective.
+
+        See `start` for the arguments.
 
         Raises:
-            CheckpointError: On every rank.
+            CheckpointError: on every rank if any rank fails.
         """
         began, everyone = time.perf_counter(), self.topology.axis("world")
         self.optimizer.wait()
         sections, file = self._plan(*extras.copied())
-        others = collectives.exchange([file.nbytes, secrets.token_hex(8)], everyone)
-        sizes, token = [nbytes for nbytes, _ in others], others[0][1]
+        gathered = collectives.exchange([file.nbytes, secrets.token_hex(8)], everyone)
+        sizes, token = [nbytes for nbytes, _ in gathered], gathered[0][1]
         limit = _share(self.config.checkpoint.write_limit_mib, sizes, everyone.index)
         files = [file] if file.held or file.tensors else []
         described = [h for h in sections if h.portion == h.copy == 0]
@@ -431,26 +466,39 @@ class Saver:
         return save
 
     def head(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a manifest without sections and files. The host waits for the counters."""
+        """Returns the manifest without sections and files.
+
+        The host waits for the optimizer's counters.
+        """
         optimizer = self.optimizer
-        kept = copy.deepcopy(dict(state))  # the caller may change its own
+        kept = copy.deepcopy(dict(state))  # the caller may change it later
         updates = {"updates": float(optimizer.updates), "skips": float(optimizer.bad.skips)}
         counters = {**kept, **updates, **optimizer.scaler.state(), **optimizer.bad.state()}
         about = {"config": self.config.model_dump(mode="json"), "topology": self.topology.sizes}
         return {"format": FORMAT, "version": VERSION, **about, "state": counters}
 
 
-def save_bytes(asked: CheckpointConfig, layout: Layout, states: Sequence[State], gpu: bool) -> int:
-    """Returns a forecast of the host memory that asynchronous saves take of a rank, at most."""
-    if not asked.every or asked.async_ is False:
+def save_bytes(config: CheckpointConfig, layout: Layout, states: Sequence[State], gpu: bool) -> int:
+    """Returns an upper bound of the host memory of asynchronous saves per rank, in bytes.
+
+    Args:
+        config: the `checkpoint` keys.
+        layout: parameters of this rank.
+        states: states of this rank.
+        gpu: whether the rank uses a GPU.
+    """
+    if not config.every or config.async_ is False:
         return 0
-    written = (h.extents(h.numbers[0]) for h in held(layout, on_paper(layout, states)))
+    written = (h.extents(h.numbers[0]) for h in held(layout, forecast_states(layout, states)))
     return copy_bytes(chain.from_iterable(written), layout.policy, gpu)
 
 
-def on_paper(layout: Layout, states: Sequence[State]) -> list[State]:
-    """Returns a forecast of a rank's states: with frozen parameters and the previous version."""
-    others = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
+def forecast_states(layout: Layout, states: Sequence[State]) -> list[State]:
+    """Returns all states that a rank saves, for a forecast.
+
+    These include frozen parameters and the previous weights, in addition to `states`.
+    """
+    more = [State(bucket, {WEIGHT: bucket.storage}) for bucket in layout.frozen]
     if layout.policy.versions > 1 or layout.policy.delayed:
-        others += [State(bucket, {PREVIOUS: bucket.storage}) for bucket in layout.buckets]
-    return [*states, *others]
+        more += [State(bucket, {PREVIOUS: bucket.storage}) for bucket in layout.buckets]
+    return [*states, *more]

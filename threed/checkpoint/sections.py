@@ -1,18 +1,24 @@
-"""The place of every value in a checkpoint's files, by arithmetic: a manifest says it once, not for each rank.
+"""Computes which file of a checkpoint contains each element, and at which offset.
 
-A line is the flat order of a group of parameters: where each piece of a global tensor lies in it, with gaps between
-them. A section is some lines that are cut in one way: each into windows of `step` elements, each window into
-`portions`, each portion into `writers` parts. So a number of [0, portions x writers) names what one file has of it: of
-every window of every line the elements of the pieces in its part, once for each of the optimizer's parts (weight,
-exp_avg, ...). Only the last window of a line may be shorter.
+The manifest describes the layout once, for all ranks:
 
-    section = Section(about)                                   about: as a manifest has it
-    for number, first, last in section.between(line, 0, 100):  which files have what of a line
-        section.offset(number, line, "weight", first)          and where, in elements
+- A line is the flat order of one group of parameters. It lists the offset of each piece of a global
+  tensor; there may be gaps between pieces.
+- A section is a set of lines that are split in the same way. Each line is split into windows of
+  `step` elements (only the last may be shorter), each window into `portions` portions, and each
+  portion between `writers` files.
+- A share is one file's part of a section. It is identified by its number in
+  [0, portions × writers). For every window of every line and every part of the state (weight,
+  exp_avg, ...), it contains the elements of pieces in its range.
 
-`held` returns the sections that a rank holds portions of, with what it writes of each: of slices that several ranks
-hold, each writes a part, but no part smaller than 64 MiB, since a load opens all of them. A `SavedFile` writes such
-numbers, and other tensors, to one file.
+    section = Section(about)                                   about: the section in the manifest
+    for number, first, last in section.between(line, 0, 100):  the shares with elements [0, 100)
+        section.offset(number, line, "weight", first)          offset in the share, in elements
+
+`held` returns the sections of which a rank holds a portion. If several ranks hold the same portion,
+each writes one share of it. There is at most one writer per started 64 MiB of a portion, because a
+load opens every file; the remaining ranks write no share of it. A `SavedFile` writes shares and
+other tensors to one file.
 """
 
 from __future__ import annotations
@@ -39,11 +45,17 @@ from threed.zero.layout import Group, Layout
 from threed.zero.records import Record
 from threed.zero.state import State
 
-LEAST_BYTES = 2**26  # of a part, where several ranks could write it
+LEAST_BYTES = 2**26  # bytes of a portion per writer, if several ranks could write it
 
 
 class Line:
-    """A flat order of pieces: rows (global name, start, size, first element), by rising first element."""
+    """The flat order of the pieces of a group.
+
+    Args:
+        length: elements of the line, with gaps and padding.
+        step: elements per window.
+        pieces: rows (global name, start, size, offset in the line), by ascending offset.
+    """
 
     def __init__(self, length: int, step: int, pieces: Sequence[Sequence[Any]]) -> None:
         self.length, self.step, self.pieces = length, step, pieces
@@ -53,7 +65,7 @@ class Line:
         self._before = list(accumulate(self.numels, initial=0))
 
     def count(self, end: int) -> int:
-        """Returns how many elements of pieces lie below `end`."""
+        """Returns the number of elements of pieces before offset `end`."""
         number = bisect_right(self._firsts, end) - 1
         if number < 0:
             return 0
@@ -61,13 +73,18 @@ class Line:
 
 
 def digest(about: Mapping[str, Any]) -> str:
-    """Returns the hash of a JSON object without its own `sha256`, so that damage anywhere in it is detected."""
+    """Returns the SHA-256 of a JSON object, excluding its key `sha256`."""
     body = {key: value for key, value in about.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 class Section:
-    """Lines that are cut alike. about: what a manifest says of it. digest: of that, so that a file can name it."""
+    """Lines that are split in the same way.
+
+    Attributes:
+        about: the section as in the manifest.
+        digest: hash of `about`, by which a file refers to its section.
+    """
 
     def __init__(self, about: Mapping[str, Any]) -> None:
         self.about = about
@@ -77,12 +94,12 @@ class Section:
         self.writers: int = about["writers"]
         self.lines = [Line(line["length"], line["step"], line["pieces"]) for line in about["lines"]]
         self.digest = digest(about)
-        # windows of the lines before each
+        # number of windows before each line
         self._earlier = list(accumulate((line.windows for line in self.lines), initial=0))
         self._starts: dict[int, array[int]] = {}
 
     def window(self, number: int, line: Line, index: int) -> tuple[int, int]:
-        """Returns the range [first, last) of a line's window that file `number` has."""
+        """Returns the range [first, last) of a window of a line that share `number` contains."""
         begin = index * line.step
         share = (min(begin + line.step, line.length) - begin) // self.portions
         portion, writer = divmod(number, self.writers)
@@ -90,7 +107,16 @@ class Section:
         return begin + share * writer // self.writers, begin + share * (writer + 1) // self.writers
 
     def between(self, line: int, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the numbers that have the elements [first, last) of a line, each with its range of them, in order."""
+        """Yields the shares that contain elements of a line, in order.
+
+        Args:
+            line: index of the line.
+            first: first element of the range.
+            last: end of the range, exclusive.
+
+        Yields:
+            The number of a share, and the range [first, last) of the line that it contains.
+        """
         here = self.lines[line]
         while first < last:
             index = first // here.step
@@ -104,7 +130,14 @@ class Section:
             first = end
 
     def offset(self, number: int, line: int, part: str, element: int) -> int:
-        """Returns where, in elements, file `number` has an element of a line, which lies in a piece."""
+        """Returns the offset of an element in share `number`, in elements.
+
+        Args:
+            number: share that contains the element.
+            line: index of the line.
+            part: part of the state: weight, exp_avg, ...
+            element: offset in the line; must be in a piece.
+        """
         here = self.lines[line]
         index = element // here.step
         first, last = self.window(number, here, index)
@@ -118,18 +151,18 @@ class Section:
         )
 
     def numel(self, number: int) -> int:
-        """Returns how many elements file `number` has, of all parts."""
+        """Returns the number of elements of share `number`, over all parts."""
         return len(self.parts) * sum(self._counts(number))
 
     def _counts(self, number: int) -> Iterator[int]:
-        """Yields how many elements of one part file `number` has of each window."""
+        """Yields the number of elements per part that share `number` has of each window."""
         for line in self.lines:
             for index in range(line.windows):
                 first, last = self.window(number, line, index)
                 yield line.count(last) - line.count(first)
 
     def _window_starts(self, number: int) -> array[int]:
-        """Returns how many elements of one part file `number` has before each window."""
+        """Returns the number of elements per part that share `number` has before each window."""
         if number not in self._starts:
             self._starts[number] = array("q", accumulate(self._counts(number), initial=0))
         return self._starts[number]
@@ -140,12 +173,15 @@ class Section:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A section that a rank holds a portion of.
+    """A section, and the portion of it that this rank holds.
 
     Attributes:
-        copies: How many ranks hold the portion; this one is number `copy` of them.
-        states: Those of every line, in the order of its windows.
-        shapes: Those of the global tensors, by name.
+        section: the section.
+        portion: index of the portion.
+        copies: number of ranks that hold the portion.
+        copy: index of this rank among them.
+        states: the optimizer states of each line, in the order of its windows.
+        shapes: shapes of the global tensors, by name.
     """
 
     section: Section
@@ -157,14 +193,14 @@ class Held:
 
     @property
     def numbers(self) -> range:
-        """All numbers of the portion."""
+        """The numbers of all shares of the portion."""
         return range(self.portion * self.section.writers, (self.portion + 1) * self.section.writers)
 
     @property
     def number(self) -> int | None:
-        """The number that this rank writes to a checkpoint; None if others write the portion."""
+        """The number of the share that this rank writes; None if only other ranks write."""
         writers = self.section.writers
-        # Not always the first copies, nor the same ones: by the portion, and by what the section is.
+        # Rotates the writing ranks by portion and by section, to balance the load.
         turn = zlib.crc32(self.section.digest.encode()) + self.portion
         for writer, number in enumerate(self.numbers):
             if (writer * self.copies // writers + turn) % self.copies == self.copy:
@@ -172,7 +208,7 @@ class Held:
         return None
 
     def extents(self, number: int) -> Iterator[Record]:
-        """Yields what a number consists of, in order."""
+        """Yields the records of a share, in file order."""
         for line, states in zip(self.section.lines, self.states, strict=True):
             for index, state in enumerate(states):
                 runs = list(state.bucket.runs(*self.section.window(number, line, index)))
@@ -182,7 +218,10 @@ class Held:
 
 
 def held(layout: Layout, states: Iterable[State]) -> list[Held]:
-    """Returns the sections of some states that this rank holds portions of, alike on all that hold them."""
+    """Returns the sections of some states that this rank holds portions of.
+
+    All ranks that hold a section get the same description of it.
+    """
     lines: dict[tuple[Group, torch.dtype, tuple[str, ...]], list[State]] = {}
     order = {group: number for number, group in enumerate(layout.groups)}
     for state in sorted(states, key=lambda one: (order[one.bucket.group], one.bucket.first)):
@@ -191,20 +230,20 @@ def held(layout: Layout, states: Iterable[State]) -> list[Held]:
             parts = tuple(part for part, other in dtypes.items() if other == dtype)
             lines.setdefault((state.bucket.group, dtype, parts), []).append(state)
     kinds: dict[tuple[Any, ...], list[tuple[Group, list[State]]]] = {}
-    for (group, dtype, parts), mine in lines.items():
+    for (group, dtype, parts), group_states in lines.items():
         if any(slot.spec.numel for slot in group.slots):
             sizes = tuple(axis.size for axis in (group.shard, group.holders, *group.copies))
             kind = parts, dtype, sizes, group.key.replicated, group.key.tied
-            kinds.setdefault(kind, []).append((group, mine))
-    return [_held(parts, dtype, members) for (parts, dtype, *_), members in kinds.items()]
+            kinds.setdefault(kind, []).append((group, group_states))
+    return [_build_section(parts, dtype, members) for (parts, dtype, *_), members in kinds.items()]
 
 
-def _held(
+def _build_section(
     parts: tuple[str, ...], dtype: torch.dtype, members: list[tuple[Group, list[State]]]
 ) -> Held:
     first = members[0][0]
-    portions, portion = _place((first.shard, first.holders))
-    copies, copy = _place(first.copies)
+    portions, portion = _flat_rank((first.shard, first.holders))
+    copies, copy = _flat_rank(first.copies)
     nbytes = sum(group.numel for group, _ in members) // portions * len(parts) * dtype.itemsize
     lines, shapes = [], dict[str, tuple[int, ...]]()
     for group, states in members:
@@ -222,8 +261,8 @@ def _held(
     return Held(section, portion, copies, copy, [states for _, states in members], shapes)
 
 
-def _place(axes: Iterable[Axis]) -> tuple[int, int]:
-    """Returns how many ranks some axes have together, and the number of this one among them."""
+def _flat_rank(axes: Iterable[Axis]) -> tuple[int, int]:
+    """Returns the number of ranks over some axes together, and this rank's index among them."""
     size, index = 1, 0
     for axis in axes:
         size, index = size * axis.size, index * axis.size + axis.index
@@ -235,12 +274,13 @@ def _place(axes: Iterable[Axis]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of a save: numbers of sections, and other tensors (buffers, generators).
+    """A file of a save: shares of sections, and other tensors (buffers, generators).
 
     Attributes:
-        held: Sections, each with the number that the file has.
-        about: The manifest's description of `tensors`.
-        tensors: On the CPU, by the key in the file.
+        name: name of the file.
+        held: sections, each with the number of the share in the file.
+        about: the manifest's description of `tensors`.
+        tensors: values on the CPU, by key in the file.
     """
 
     name: str
@@ -262,9 +302,9 @@ class SavedFile:
         """Writes the file; returns its entry of the manifest.
 
         Args:
-            folder: Where to write it.
-            values: The values of the numbers, in order, each in one or several parts [n].
-            how: The limit and durability, as for `stream_tensors`.
+            folder: folder to write to.
+            values: values of `records` in order, each in one or several parts [n].
+            how: keyword arguments for `stream_tensors`: rate limit and durability.
         """
         tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         metadata, holds = {}, []
@@ -280,7 +320,11 @@ class SavedFile:
 
 
 def finite(records: Iterable[Record], values: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yields the values of records, [n]; NotFiniteError if those of a trained tensor are not finite."""
+    """Yields the values of records, flat [n].
+
+    Raises:
+        NotFiniteError: if values of a trained tensor are NaN or infinite.
+    """
     for tensor, record in zip(values, records, strict=True):
         if record.state.bucket.group.key.trainable and not is_finite(tensor):
             what = "has values that are not finite (NaN or infinite), and is not saved"

@@ -1,9 +1,9 @@
 """Sends files and JSON values from one rank to another, in messages of bounded size.
 
-    send_file(path, size, link)           on one rank
-    receive_file(path, size, link)        on the other one
+    send_file(path, size, link)        on the sender
+    receive_file(path, size, link)     on the receiver
 
-Both ranks go through all messages whatever fails, and return what went wrong: nobody waits.
+Both ranks complete all messages even after an error, and return its text, so that neither hangs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ MESSAGE = 2**24  # bytes
 
 
 def send_file(path: Path, size: int, link: Link, device: torch.device | str = "cpu") -> str:
-    """Sends `size` bytes of a file; returns what went wrong, "" for nothing.
+    """Sends `size` bytes of a file.
 
-    Bytes that cannot be read are sent as zeros: the hash of the file does not match then.
+    Bytes that cannot be read are sent as zeros; the file's hash detects them at the receiver.
 
     Args:
-        device: Where the group of the link takes tensors from.
+        path: file to send.
+        size: bytes.
+        link: the receiver, and the group to use.
+        device: device of tensors in the link's group.
+
+    Returns:
+        An error text, or "".
     """
     problem = ""
     for at in range(0, size, MESSAGE):
@@ -45,7 +51,14 @@ def send_file(path: Path, size: int, link: Link, device: torch.device | str = "c
 
 
 def receive_file(path: Path, size: int, link: Link, device: torch.device | str = "cpu") -> str:
-    """Writes a file with the `size` bytes that `send_file` sends; returns what went wrong."""
+    """Writes a file from the `size` bytes that `send_file` sends; returns an error text, or "".
+
+    Args:
+        path: file to write; an existing file is overwritten.
+        size: bytes.
+        link: the sender, and the group to use.
+        device: device of tensors in the link's group.
+    """
     problem = ""
     for at in range(0, size, MESSAGE):
         data = _receive(min(MESSAGE, size - at), link, device)
@@ -60,7 +73,7 @@ def receive_file(path: Path, size: int, link: Link, device: torch.device | str =
 
 
 def send_json(value: Any, link: Link) -> None:
-    """Sends a value that JSON can represent, over a group of the host."""
+    """Sends a value that JSON can represent, over a group of CPU tensors."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     _send(torch.tensor([data.numel()]), link)
     _send(data, link)

@@ -1,12 +1,13 @@
-"""Loads the training state from the copies that the machines have in memory.
+"""Loads the training state from the copies in the machines' memory.
 
-    found = look(place, machines, epochs, everyone, device)     the copies, newest first; collective
+    found = look(place, machines, epochs, everyone, device)     collective; the copies, newest first
     state = load_copy(found[0], place, machines, ...)
 
-The first rank of each machine sends the entries that are there to rank 0, which combines them (`assemble`): a copy is
-complete if the files of all machines have each value once, and all ranks get its manifest. A rank computes which files
-it needs. Those that its machine lacks are sent to its root, next to the other files of the copy. With a manifest there,
-the folder is a checkpoint that `native.load` reads.
+The first rank of each machine sends its machine's entries to rank 0, which combines them
+(`assemble`). A copy is complete if the files of all machines together have each value once; then
+all ranks get its manifest. Each rank computes which files it needs, and files that its machine
+lacks are sent to it. With the manifest written next to its files, the copy is a checkpoint that
+`native.load` reads.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ from threed.zero.records import Record
 
 @dataclass(frozen=True)
 class Found:
-    """A copy that the machines have files of.
+    """A copy of which the machines have files.
 
     Attributes:
-        slot: Where the machines have it.
-        where: The machines that have each file, by name.
-        problem: Why the copy is not complete, "" if it is.
+        epoch: start of the run that made the copy, see `Epochs`.
+        step: step of the copy.
+        slot: slot in which the machines have it.
+        manifest: manifest of the copy; empty if it is not complete.
+        where: the machines that have each file, by file name.
+        problem: reason why the copy is not complete, or "".
     """
 
     epoch: int
@@ -49,27 +53,35 @@ class Found:
 
     @property
     def machines(self) -> int:
-        """How many machines have files of it."""
+        """The number of machines that have files of the copy."""
         return len({number for some in self.where.values() for number in some})
 
 
 def look(
     place: Place, machines: Machines, epochs: Epochs, everyone: Axis, device: torch.device
 ) -> list[Found]:
-    """Returns the copies that a start may take, newest first, on all ranks alike. Collective."""
-    mine = list(place.entries()) if machines.first else []
-    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    """Returns the copies that a start may load, newest first; the same on all ranks. Collective.
+
+    Args:
+        place: this run's folder in memory.
+        machines: ranks of each machine.
+        epochs: record of the run folder.
+        everyone: axis of all ranks.
+        device: device of tensors in the group of `everyone`.
+    """
+    entries = list(place.entries()) if machines.first else []
+    data = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8).to(device)
     gathered = collectives.gather_to_first(data, everyone)
     saves: dict[tuple[int, int], list[tuple[int, Any]]] = {}
     for machine, some in zip(machines.of, gathered, strict=False):
         for entry in json.loads(some.numpy().tobytes()):
             saves.setdefault(tuple(entry["save"]), []).append((machine, entry))
     keys = sorted((key for key in saves if epochs.counts(*key)), reverse=True)
-    found = [[*key, *_assembled(saves[key])] for key in keys]
-    return [Found(*one) for one in _from_first(found, everyone, device)]
+    found = [[*key, *_try_assemble(saves[key])] for key in keys]
+    return [Found(*one) for one in _broadcast_json(found, everyone, device)]
 
 
-def _assembled(entries: Sequence[tuple[int, Any]]) -> list[Any]:
+def _try_assemble(entries: Sequence[tuple[int, Any]]) -> list[Any]:
     """Returns slot, manifest, machines and problem of a copy, see `Found`."""
     slot = int(Path(entries[0][1]["path"]).parent.name)
     try:
@@ -84,28 +96,28 @@ def assemble(
     """Combines the files of a copy.
 
     Args:
-        entries: All entries of the copy, each with the machine that has it.
+        entries: all entries of the copy, each with the index of the machine that has it.
 
     Returns:
-        The manifest, and the machines that have each file.
+        The manifest, and the machines that have each file, by file name.
 
     Raises:
-        CheckpointError: If files are missing.
+        CheckpointError: if files are missing.
     """
     files: dict[str, dict[str, Any]] = {}
     where: dict[str, list[int]] = {}
-    buffers = set[str]()  # machines have the same ones in files of different ranks
+    buffers = set[str]()  # each machine saves them, in files of different ranks
     for machine, entry in entries:
         for file in entry["files"]:
             name = file["file"]
             if Path(name).name != name:
-                raise CheckpointError("it names a file elsewhere")
+                raise CheckpointError("it names a file outside its folder")
             if name not in files:
                 own = [about for about in file.get("buffers", ()) if about[0] not in buffers]
                 buffers |= {about[0] for about in own}
                 files[name] = {**file, "buffers": own}
             if all(files[name][key] == file[key] for key in ("tree", "sum", "size")):
-                where.setdefault(name, []).append(machine)  # else its contents differ
+                where.setdefault(name, []).append(machine)  # otherwise its contents differ
     sections = [about for _, entry in entries for about in entry["sections"]]
     head = entries[0][1]["head"]
     body = {**head, **joined([{"sections": sections, "files": files.values()}])}
@@ -113,8 +125,11 @@ def assemble(
     return {**body, "sha256": digest(body)}, where
 
 
-def _from_first(value: Any, everyone: Axis, device: torch.device) -> Any:
-    """Returns the first rank's value on every rank. Collective. (`exchange` would bring every rank's, padded.)"""
+def _broadcast_json(value: Any, everyone: Axis, device: torch.device) -> Any:
+    """Returns rank 0's value on every rank. Collective.
+
+    `collectives.exchange` would gather the values of all ranks, padded to the longest.
+    """
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = collectives.broadcast(torch.tensor([data.numel()], device=device), everyone, 0)
     data = data if everyone.index == 0 else torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -126,7 +141,13 @@ def _from_first(value: Any, everyone: Axis, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A file that one rank sends another, to the memory of its machine."""
+    """A file that one rank sends to another, into the memory of the receiver's machine.
+
+    Attributes:
+        file: name of the file.
+        source: rank that sends.
+        target: rank that receives.
+    """
 
     file: str
     source: int
@@ -136,15 +157,23 @@ class Transfer:
 def transfers(
     needs: Sequence[Collection[str]], where: Mapping[str, Sequence[int]], machines: Machines
 ) -> list[Transfer]:
-    """Returns what has to be sent so that each machine has what its ranks need, in one order for all ranks. Work is
-    shared between the machines that have a file, and their ranks."""
+    """Returns the transfers after which each machine has the files that its ranks need.
+
+    The order is the same on all ranks. Work is balanced over the machines that have a file, and
+    their ranks.
+
+    Args:
+        needs: names of the files that each rank needs.
+        where: the machines that have each file, by file name.
+        machines: ranks of each machine.
+    """
     found: list[Transfer] = []
     for number, ranks in enumerate(machines.ranks):
         wanted = {name: rank for rank in reversed(ranks) for name in needs[rank]}
         for name in sorted(wanted):
-            having = where[name]
-            if number not in having:
-                source = machines.ranks[having[number % len(having)]]
+            holders = where[name]
+            if number not in holders:
+                source = machines.ranks[holders[number % len(holders)]]
                 found.append(Transfer(name, source[len(found) % len(source)], wanted[name]))
     return found
 
@@ -161,47 +190,57 @@ def load_copy(
     """Sends files to the machines that lack them, and loads a complete copy. Collective.
 
     Args:
-        wanted: What this rank reads of the states.
-        buffers: What it reads of the buffers.
-        load: Called as `load(folder, files to be hashed here)`; what it does is returned.
+        found: the copy.
+        place: this run's folder in memory.
+        machines: ranks of each machine.
+        topology: ranks of the run.
+        wanted: the records that this rank reads.
+        buffers: names of the buffers that this rank reads.
+        load: called as `load(folder, files)`, where this rank must check the hashes of `files`.
+
+    Returns:
+        The result of `load`.
 
     Raises:
-        CheckpointError: On every rank.
+        CheckpointError: on every rank if any rank fails.
     """
     everyone, folder = topology.axis("world"), place.slot(found.slot)
     sizes = {entry["file"]: int(entry["size"]) for entry in found.manifest["files"]}
     same = found.manifest["topology"] == topology.sizes
     with Reader(folder, found.manifest) as reader:
-        mine = reader.files_of(wanted, buffers, topology.rank if same else None)
+        needed = reader.files_of(wanted, buffers, topology.rank if same else None)
     names = list(sizes)
-    numbers = [number for number, name in enumerate(names) if name in mine]
+    numbers = [number for number, name in enumerate(names) if name in needed]
     needs = [[names[n] for n in some] for some in collectives.exchange(numbers, everyone)]
     moves = transfers(needs, found.where, machines)
     here = machines.ranks[machines.mine]
     try:
-        coming = sum(sizes[move.file] for move in moves if move.target in here)
-        problem = _begin(place, folder, found.manifest, coming) if machines.first else ""
+        incoming = sum(sizes[move.file] for move in moves if move.target in here)
+        problem = _begin(place, folder, found.manifest, incoming) if machines.first else ""
         collectives.raise_together([problem], everyone, CheckpointError)
         problems = [_move(move, folder / move.file, sizes[move.file], topology) for move in moves]
         collectives.raise_together(problems, everyone, CheckpointError)
-        together = sorted({name for rank in here for name in needs[rank]})
-        return load(folder, set(together[here.index(topology.rank) :: len(here)]))
-    except CheckpointError:  # on all ranks: an older copy may need the memory
+        local_needs = sorted({name for rank in here for name in needs[rank]})
+        return load(folder, set(local_needs[here.index(topology.rank) :: len(here)]))
+    except CheckpointError:  # raised on all ranks; frees memory that loading an older copy may need
         for move in moves:
             if move.target == topology.rank:
                 (folder / move.file).unlink(missing_ok=True)
         raise
 
 
-def _begin(place: Place, folder: Path, manifest: Mapping[str, Any], coming: int) -> str:
-    """Writes the manifest next to the files of the copy; returns why it cannot.
+def _begin(place: Place, folder: Path, manifest: Mapping[str, Any], incoming: int) -> str:
+    """Writes the manifest next to the files of the copy; returns an error text, or "".
 
     Args:
-        coming: Bytes of the files that this machine lacks.
+        place: this run's folder in memory.
+        folder: slot of the copy.
+        manifest: manifest of the copy.
+        incoming: size of the files that this machine lacks, in bytes.
     """
-    if (free := shutil.disk_usage(place.home).free) < coming:
-        what = f"{in_units(coming)} have to come from other machines"
-        return f"{what}, and {in_units(free)} are free in {place.home}"
+    if (free := shutil.disk_usage(place.home).free) < incoming:
+        what = f"{in_units(incoming)} must be received from other machines"
+        return f"{what}, but {in_units(free)} are free in {place.home}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MANIFEST).write_text(json.dumps(manifest))
@@ -211,7 +250,7 @@ def _begin(place: Place, folder: Path, manifest: Mapping[str, Any], coming: int)
 
 
 def _move(move: Transfer, path: Path, size: int, topology: Topology) -> str:
-    """Sends or receives a file if it is this rank's turn; returns what went wrong."""
+    """Sends or receives a file if this rank takes part; returns an error text, or ""."""
     everyone = topology.axis("world")
     if topology.rank == move.source:
         return send_file(path, size, Link(move.target, everyone), topology.device)

@@ -1,4 +1,5 @@
-"""Memory below the model: constant-size host buffers, and files on a drive behind asynchronous direct I/O.
+"""Provides host buffers of constant size, and files on a drive with asynchronous direct I/O.
 
-`pool` makes page-aligned buffers on huge pages; `io` moves tensors between memory and a drive.
+`pool` allocates page-aligned buffers on huge pages, `arena` slots in one buffer; `io` moves tensors
+between memory and a drive; `tiers` stores the training state in memory or on a drive.
 """

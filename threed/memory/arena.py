@@ -1,12 +1,13 @@
-"""Slots of equal size in one contiguous buffer, so that frequent allocations do not fragment memory.
+"""Allocates slots of equal size from one contiguous buffer, to avoid memory fragmentation.
 
     arena = Arena(count=24, device=device)
-    slot = arena.take(numel, dtype)         # [numel], undefined; the first call allocates the buffer
+    slot = arena.take(numel, dtype)         # [numel], undefined; the first call allocates the
+    buffer
     arena.give(slot)
 
-(ZeRO, arXiv 1910.02054, section 6.3: memory defragmentation, M_D.) If more or larger slots are needed than there are, a
-larger buffer replaces the old one, which is freed when its slots are given back: a run within the announced size
-allocates once, and one beyond it goes on.
+See ZeRO, arXiv 1910.02054, section 6.3 (memory defragmentation, M_D). If more or larger slots are
+needed, a larger buffer replaces the old one, which is freed when its last slot is returned. So a
+run that stays within the announced size allocates once, and a run that exceeds it still works.
 """
 
 from __future__ import annotations
@@ -16,26 +17,36 @@ from torch import Tensor
 
 from threed.memory.pool import host_buffer
 
-ALIGN = 64  # bytes: what torch aligns to
+ALIGN = 64  # bytes; torch's alignment
 
 
 class Arena:
-    """`count` slots on a device; pinned: page-locked host memory, for copies to and from a GPU."""
+    """A pool of slots in one buffer.
+
+    Args:
+        count: number of slots.
+        device: device of the buffer.
+        pinned: whether to use page-locked host memory, for copies to and from a GPU.
+
+    Attributes:
+        allocations: number of buffers allocated so far.
+        nbytes: bytes per slot; 0 before the first slot is taken.
+    """
 
     def __init__(self, count: int, device: torch.device, *, pinned: bool = False) -> None:
         self.count, self.device, self.pinned = max(count, 1), device, pinned
         self.allocations = 0
-        self.nbytes = 0  # of a slot
+        self.nbytes = 0  # bytes per slot
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._free: list[int] = []
 
     @property
     def data_ptr(self) -> int:
-        """The address of the buffer; 0 before the first slot was taken."""
+        """The address of the buffer; 0 before the first slot is taken."""
         return self._buffer.data_ptr()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a slot [numel]; its values are undefined."""
+        """Returns a slot [numel] with undefined values."""
         nbytes = numel * dtype.itemsize
         if nbytes > self.nbytes:
             self._allocate(self.count, -(-nbytes // ALIGN) * ALIGN)
@@ -45,7 +56,7 @@ class Arena:
         return self._buffer[first : first + nbytes].view(dtype)
 
     def give(self, slot: Tensor) -> None:
-        """Takes a slot back; ignores one of a buffer that was replaced."""
+        """Returns a slot to the pool. Slots of a replaced buffer are ignored."""
         at = slot.data_ptr() - self._buffer.data_ptr()
         if 0 <= at < self._buffer.numel():
             self._free.append(at // self.nbytes)

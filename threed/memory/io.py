@@ -1,15 +1,16 @@
-"""Asynchronous reads and writes of tensors on a drive: one unlinked, preallocated file a process, by direct I/O.
+"""Reads and writes tensors on a drive asynchronously, by direct I/O.
 
     disk = Disk("/nvme/swap", "optimizer")
-    offset = disk.reserve(values.nbytes)          # space on the drive, or an error now rather than in the middle
+    offset = disk.reserve(values.nbytes)          # allocates space, or fails early
     disk.write(offset, values).wait()
     disk.read(offset, into=values).wait()         # SwapError unless every byte arrived
     disk.close()
 
-A transfer of any length, from any memory, is cut into pieces that a few threads move at the same time; the calls release
-the interpreter's lock. Memory that starts on a page (`threed.memory.pool`) is read and written directly; other memory,
-and the bytes beyond the last multiple of 4096, pass through an aligned copy.
-Transfers have no order among themselves: wait for a write before reading or writing the same place.
+A Disk is one unlinked, preallocated file. A transfer of any length is split into pieces,
+which a few threads move concurrently; the calls release the GIL. Memory that starts on a page
+boundary (`threed.memory.pool`) is read and written directly. Other memory, and the bytes after the
+last multiple of 4096, pass through an aligned copy. Transfers are not ordered: wait for a write
+before reading or writing the same region.
 """
 
 from __future__ import annotations
@@ -28,25 +29,31 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 BLOCK = 4096  # the alignment of memory, lengths and offsets in direct I/O
-PIECE = 8 * 2**20  # bytes in one call
-WORKERS = 4  # threads that move pieces
+PIECE = 8 * 2**20  # bytes per call
+WORKERS = 4  # threads that transfer pieces
 
 _FIXES = {
     errno.ENOSPC: "free space there, or name a folder on a larger drive",
     errno.EDQUOT: "raise the quota there, or name another folder",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f), or name a folder whose file system allows larger files",
-    errno.EIO: "the drive or its file system failed: look into the kernel's log, and name another drive",
+    errno.EIO: "the drive or its file system failed: check the kernel log, and name another drive",
     errno.EACCES: "make it writable for this user, or name another folder",
     errno.EROFS: "it is read-only: name another folder",
 }
 
 
 class SwapError(OSError):
-    """I/O on a swap file failed: the message names rank, operation, place and file, and what to do."""
+    """Raised if I/O on a swap file fails.
+
+    The message names the rank, the operation, the offset, the file and a fix.
+    """
 
 
 def _make_folder(folder: str) -> None:
-    """Creates a missing folder, with a warning: it may be the mount point of a drive that is not mounted."""
+    """Creates a missing folder, with a warning.
+
+    A missing folder may be the mount point of a drive that is not mounted.
+    """
     if os.path.lexists(folder):
         return
     os.makedirs(folder, exist_ok=True)
@@ -61,10 +68,11 @@ def _make_folder(folder: str) -> None:
 
 
 class _File:
-    """An open file. It closes when neither its Disk nor a transfer in flight refers to it.
+    """An open file, closed when neither its Disk nor a transfer in flight refers to it.
 
-    So a Disk that is dropped needs no waiting: a garbage collection may run in any thread, also in
-    one that is being started, where a wait for other threads would never end.
+    So a Disk that is dropped does not wait for its threads. This matters because garbage collection
+    may run in any thread, including one that is being started, where waiting for other threads
+    would hang.
     """
 
     def __init__(self, fd: int = -1) -> None:
@@ -79,50 +87,65 @@ class _File:
 
 
 class Transfer:
-    """A read or a write in flight. Its pieces hold its tensor, which must not be touched until it is done."""
+    """A read or write in flight.
+
+    Its pieces keep the tensor alive. Do not use the tensor until the transfer is done.
+    """
 
     def __init__(self, disk: Disk, what: str, pieces: list[Future[None]]) -> None:
         self._disk, self._what, self._pieces = disk, what, pieces
 
     def done(self) -> bool:
-        """Returns whether wait() would return, or raise, at once."""
+        """Returns whether `wait` would return or raise immediately."""
         self._disk._check_process("testing a transfer")
         return all(piece.done() for piece in self._pieces)
 
     def wait(self) -> None:
-        """Waits until every byte has moved; raises SwapError, at every call, if that failed."""
+        """Waits until every byte has been transferred.
+
+        Raises:
+            SwapError: if the transfer failed; raised by every call.
+        """
         self._disk._check_process("waiting for a transfer")
         errors = self._errors()
-        self._disk._under_way.discard(self)
+        self._disk._in_flight.discard(self)
         if errors:
             raise self._disk._failure(self._what, errors[0])
 
     def _errors(self) -> list[BaseException]:
-        """Waits for all pieces; returns the errors of those that failed."""
+        """Waits for all pieces; returns the errors of failed pieces."""
         return [error for piece in self._pieces if (error := piece.exception()) is not None]
 
 
 class Disk:
-    """One file in `folder` for the tensors of this process; space in it is reserved region by region.
+    """A swap file for the tensors of this process, with space reserved in regions.
 
-    The file has no name once it is open: its space returns to the drive when the process ends, however it ends.
-    `disk.direct`: whether transfers bypass the page cache. Threads may share a Disk; a forked child may not use its
-    parent's.
+    The file is unlinked as soon as it is open, so the drive gets its space back whenever the
+    process ends, even if it is killed. Threads may share a Disk. A forked child must not use its
+    parent's Disk.
+
+    Args:
+        folder: folder on the drive; created with a warning if it does not exist.
+        name: prefix of the file name, for messages.
+
+    Attributes:
+        path: former path of the file, for messages.
+        direct: whether transfers bypass the page cache.
 
     Raises:
-        SwapError: the folder cannot be made or written.
+        SwapError: if the folder or the file cannot be created or written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], name: str) -> None:
         self.path = os.path.join(folder, f"{name}.rank{_rank()}.{uuid.uuid4().hex[:12]}.swap")
         self._process, self._lock = os.getpid(), threading.Lock()
-        self._under_way: set[Transfer] = set()
+        self._in_flight: set[Transfer] = set()
         self._size, self._free = 0, dict[int, list[int]]()
         try:
             _make_folder(os.path.abspath(folder))
             fd, self.direct = _open(self.path)
         except OSError as error:
-            raise self._error(error.errno, f"cannot make {self.path}: {error.strerror}") from None
+            raise self._error(error.errno, f"cannot create {self.path}: {error.strerror}") from None
         self._file = _File(fd)
         self._threads = ThreadPoolExecutor(WORKERS, thread_name_prefix="threed-io")
 
@@ -131,13 +154,16 @@ class Disk:
         return self._file.fd
 
     def reserve(self, nbytes: int) -> int:
-        """Reserves a region of `nbytes`, rounded up to blocks, and returns its offset.
+        """Reserves a region and returns its offset.
+
+        Args:
+            nbytes: size of the region; rounded up to blocks of 4096 bytes.
 
         Raises:
-            SwapError: the drive is full.
+            SwapError: if the drive is full.
         """
-        need = _whole_blocks(nbytes)
-        # before the lock, which a thread of the parent may have held
+        need = _round_up(nbytes)
+        # Before the lock: in a forked child, a thread of the parent may have held it.
         self._check_process("reserving space")
         with self._lock:
             self._check_open("reserving space")
@@ -146,7 +172,7 @@ class Disk:
             try:
                 _allocate(self._fd, self._size, need)
             except OSError as error:
-                os.ftruncate(self._fd, self._size)  # what was allocated before the drive was full
+                os.ftruncate(self._fd, self._size)  # frees partial allocations
                 what = f"cannot reserve {need} bytes beyond the {self._size} of {self.path}: {error.strerror}"
                 raise self._error(
                     error.errno, f"{what}; {_free_bytes(self._fd)} bytes are free"
@@ -155,16 +181,26 @@ class Disk:
             return offset
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Releases a region: the next reserve() of the same size returns it."""
+        """Releases a region; the next `reserve` of the same size reuses it."""
         with self._lock:
-            self._free.setdefault(_whole_blocks(nbytes), []).append(offset)
+            self._free.setdefault(_round_up(nbytes), []).append(offset)
 
     def read(self, offset: int, into: Tensor) -> Transfer:
-        """Begins to fill `into` (contiguous, on the CPU, any dtype) from `offset`, a multiple of 4096."""
+        """Starts to fill a tensor from the file.
+
+        Args:
+            offset: offset in the file, a multiple of 4096.
+            into: destination, contiguous and on the CPU, of any dtype.
+        """
         return self._begin(False, offset, into)
 
     def write(self, offset: int, values: Tensor) -> Transfer:
-        """Begins to write `values` at `offset`, a multiple of 4096; zeros fill the rest of its last block."""
+        """Starts to write a tensor to the file; the rest of its last block is filled with zeros.
+
+        Args:
+            offset: offset in the file, a multiple of 4096.
+            values: contiguous tensor on the CPU, of any dtype.
+        """
         return self._begin(True, offset, values)
 
     def _begin(self, write: bool, offset: int, tensor: Tensor) -> Transfer:
@@ -175,37 +211,41 @@ class Disk:
             )
         if offset < 0 or offset % BLOCK or offset + nbytes > self._size:
             raise ValueError(
-                f"{doing} {nbytes} bytes at {offset}: offsets are multiples of {BLOCK}, and transfers stay inside the "
+                f"{doing} {nbytes} bytes at {offset}: offsets are multiples of {BLOCK}, and transfers must stay within the "
                 f"{self._size} bytes that are reserved"
             )
         self._check_process(doing)
         with self._lock:
             self._check_open(doing)
-            self._forget_finished()
+            self._drop_finished()
             what = f"{doing} {nbytes} bytes at offset {offset} of {self.path} failed"
             transfer = Transfer(self, what, self._submit(write, offset, tensor))
-            self._under_way.add(transfer)
+            self._in_flight.add(transfer)
         return transfer
 
     def _submit(self, write: bool, offset: int, tensor: Tensor) -> list[Future[None]]:
         block, nbytes = BLOCK if self.direct else 1, tensor.nbytes
-        whole = nbytes // block * block  # the tail beyond is a piece of its own
-        cuts = [*range(0, whole, PIECE), whole, nbytes]
+        aligned = nbytes // block * block  # the tail is a separate piece
+        bounds = [*range(0, aligned, PIECE), aligned, nbytes]
         return [
             self._threads.submit(_move, write, self._file, tensor, range(a, b), offset + a, block)
-            for a, b in itertools.pairwise(cuts)
+            for a, b in itertools.pairwise(bounds)
             if b > a
         ]
 
-    def _forget_finished(self) -> None:
-        """Drops finished transfers; those that failed stay, for close() to report."""
-        for transfer in list(self._under_way):
+    def _drop_finished(self) -> None:
+        """Drops finished transfers, but keeps failed ones for `close` to report."""
+        for transfer in list(self._in_flight):
             if transfer.done() and not transfer._errors():
-                self._under_way.discard(transfer)
+                self._in_flight.discard(transfer)
 
     def close(self) -> None:
-        """Waits for transfers in flight and frees the file's space; SwapError if a transfer failed unnoticed."""
-        if os.getpid() != self._process:  # a forked child has the file, but not the threads
+        """Waits for transfers in flight and frees the file's space.
+
+        Raises:
+            SwapError: if a transfer failed and its `wait` was never called.
+        """
+        if os.getpid() != self._process:  # a forked child inherits the file, but no threads
             self._file.close()
             return
         with self._lock:
@@ -214,22 +254,22 @@ class Disk:
             return
         self._threads.shutdown()
         file.close()
-        for transfer in list(self._under_way):
+        for transfer in list(self._in_flight):
             transfer.wait()
 
     def _check_open(self, doing: str) -> None:
         if self._fd < 0:
-            raise self._error(errno.EBADF, f"{doing}: {self.path} is closed", "make a new Disk")
+            raise self._error(errno.EBADF, f"{doing}: {self.path} is closed", "create a new Disk")
 
     def _check_process(self, doing: str) -> None:
         if os.getpid() != self._process:
             what = f"{doing}: {self.path} belongs to process {self._process}, not to its forked child {os.getpid()}"
-            raise self._error(errno.EBADF, what, "make a Disk in the child")
+            raise self._error(errno.EBADF, what, "create a Disk in the child")
 
     def _failure(self, what: str, error: BaseException) -> SwapError:
         if isinstance(error, EOFError):
-            fix = "nothing may truncate a swap file while it is in use"
-            return self._error(errno.EIO, f"{what}: the file ends before them", fix)
+            fix = "do not truncate swap files of a running process"
+            return self._error(errno.EIO, f"{what}: the file ends before the last byte", fix)
         number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
         return self._error(number, f"{what}: {os.strerror(number)}")
 
@@ -245,7 +285,10 @@ def _rank() -> str:
 
 
 def _open(path: str) -> tuple[int, bool]:
-    """Opens a new file that only this process can reach; returns whether it takes direct I/O, by writing a block."""
+    """Creates a file and unlinks it; returns its descriptor and whether it supports direct I/O.
+
+    Direct I/O is tested by writing a block.
+    """
     for direct in (getattr(os, "O_DIRECT", 0), 0):
         fd = -1
         try:
@@ -258,26 +301,29 @@ def _open(path: str) -> tuple[int, bool]:
             if fd >= 0:
                 os.close(fd)
             with contextlib.suppress(OSError):
-                os.unlink(path)  # an open that refuses direct I/O has created the file
+                os.unlink(path)  # open() with O_DIRECT may create the file and fail
             if not direct or error.errno != errno.EINVAL:
                 raise
     raise AssertionError("unreachable")
 
 
-def _whole_blocks(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     if nbytes < 0:
-        raise ValueError(f"a region of {nbytes} bytes")
+        raise ValueError(f"a region cannot have {nbytes} bytes")
     return max(1, -(-nbytes // BLOCK)) * BLOCK
 
 
 def _free_bytes(fd: int) -> int:
     here = os.fstatvfs(fd)
-    # some file systems do not count
+    # some file systems report no blocks at all
     return here.f_bavail * here.f_frsize if here.f_blocks else 2**63
 
 
 def _allocate(fd: int, offset: int, nbytes: int) -> None:
-    """Allocates space; checks first that it is free, so that a failed attempt does not fill the drive."""
+    """Allocates space in the file.
+
+    Checks first that the space is free, so that a failed attempt does not fill the drive.
+    """
     if _free_bytes(fd) < nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
@@ -285,21 +331,21 @@ def _allocate(fd: int, offset: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        os.ftruncate(fd, offset + nbytes)  # a file system that cannot promise space
+        os.ftruncate(fd, offset + nbytes)  # file system without fallocate
 
 
 def _move(write: bool, file: _File, tensor: Tensor, part: range, offset: int, block: int) -> None:
-    """Moves some bytes of a tensor, through an aligned copy if direct I/O needs one.
+    """Transfers a range of a tensor's bytes, through an aligned copy if direct I/O needs one.
 
     Raises:
-        OSError: a call failed.
-        EOFError: the file ends before them.
+        OSError: if a system call fails.
+        EOFError: if the file is too short.
     """
     address, nbytes = tensor.data_ptr() + part.start, len(part)
-    whole = -(-nbytes // block) * block
+    padded = -(-nbytes // block) * block
     memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-    copied = address % block or whole != nbytes
-    aligned = memoryview(mmap.mmap(-1, whole)) if copied else memory
+    copied = address % block or padded != nbytes
+    aligned = memoryview(mmap.mmap(-1, padded)) if copied else memory
     if copied and write:
         aligned[:nbytes] = memory
     _transfer(write, file.fd, aligned, offset, block)
@@ -308,14 +354,14 @@ def _move(write: bool, file: _File, tensor: Tensor, part: range, offset: int, bl
 
 
 def _transfer(write: bool, fd: int, memory: memoryview, offset: int, block: int) -> None:
-    """Moves all of `memory`, in as many calls as it takes: one call may move less than requested."""
+    """Transfers all of `memory`, in several calls if a call moves fewer bytes than requested."""
     call, moved = os.pwritev if write else os.preadv, 0
     while moved < len(memory):
         try:
             count = call(fd, [memory[moved:]], offset + moved)
         except BlockingIOError:
             continue
-        count -= count % block  # a direct transfer can go on only at a block
+        count -= count % block  # direct I/O can only resume at a block
         if count == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO)) if write else EOFError
         moved += count

@@ -1,15 +1,17 @@
-"""Storage of slices of the training state, in memory or in a file on an NVMe drive, and staged access to them.
+"""Stores slices of the training state in memory or on an NVMe drive, with staged access.
 
-    storage = tier(numel, dtype)    allocates space for `numel` values, zeros at first; a tier is any such function
-    staged = storage.fetch()        begins to read the values into a buffer; `empty` returns one with undefined values
-    values = staged.wait()          [numel], to be changed in place; SwapError when they could not be read
-    staged.store()                  begins to write them back;   staged.drop() releases the buffer unwritten
+    storage = tier(numel, dtype)    a tier is a function that allocates a storage, initially zeros
+    staged = storage.fetch()        starts to read the values into a buffer; `empty` skips the read
+    values = staged.wait()          [numel], to be changed in place; SwapError if the read failed
+    staged.store()                  starts to write them back
+    staged.drop()                   or releases the buffer without writing
 
-After `store` or `drop` the values may not be used any more.
+The values must not be used after `store` or `drop`.
 
-In memory none of this costs anything: the buffer is the tensor itself. On a drive values pass through constant-size,
-page-aligned buffers, read ahead and written behind: algorithms are written once, as if everything were on a drive, and
-memory does not grow with what is stored on it (ZeRO-Infinity, arXiv 2104.07857, section 6).
+In memory, all of this is free: the buffer is the tensor itself. On a drive, values pass through
+page-aligned buffers of constant size, which are read ahead and written behind. So algorithms are
+written once, as if all state were on a drive, and memory use does not grow with the state
+(ZeRO-Infinity, arXiv 2104.07857, section 6).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from threed.memory.pool import host_buffer
 
 @dataclass(eq=False)
 class InMemory:
-    """A tensor in memory: it is both the storage and its staged buffer."""
+    """A tensor in memory, which is both the storage and its staged buffer."""
 
     tensor: Tensor
 
@@ -48,7 +50,7 @@ class InMemory:
         return self.tensor
 
     def exchange(self, other: InMemory) -> None:
-        """Exchanges the tensors of two storages."""
+        """Swaps the tensors of two storages."""
         self.tensor, other.tensor = other.tensor, self.tensor
 
     def fetch(self) -> InMemory:
@@ -61,14 +63,17 @@ class InMemory:
         return self.tensor
 
     def store(self) -> None:
-        """Does nothing: the values are in the storage."""
+        """No-op: the values are already in the storage."""
 
     def drop(self) -> None:
-        """Does nothing."""
+        """No-op."""
 
 
 def memory_tier(device: torch.device) -> Tier:
-    """Returns the tier of a device's memory; host memory for a GPU is page-locked, so that copies are asynchronous."""
+    """Returns the tier that allocates storages in a device's memory.
+
+    Host memory is page-locked if there is a GPU, so that copies are asynchronous.
+    """
     pinned = device.type == "cpu" and gpu.count() > 0
 
     def storage(numel: int, dtype: torch.dtype) -> InMemory:
@@ -78,9 +83,9 @@ def memory_tier(device: torch.device) -> Tier:
 
 
 def start_copy(values: Tensor, device: torch.device) -> Pending:
-    """Begins to copy values to a device; returns the values themselves if they are on it.
+    """Starts to copy values to a device; returns the values themselves if they are already there.
 
-    A copy from a GPU to the host runs on a stream of its own, into page-locked memory.
+    A copy from a GPU to the host goes into page-locked memory, on a separate stream.
     """
     if values.device == device:
         return done(values)
@@ -102,7 +107,7 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
 
 
 class Copied:
-    """A staged buffer of which a copy is on its way to another device; only the copy is read."""
+    """A staged buffer whose values are being copied to another device. Only the copy is used."""
 
     def __init__(self, staged: StagedBuffer, device: torch.device) -> None:
         self._staged, self._copy = staged, start_copy(staged.wait(), device)
@@ -115,7 +120,7 @@ class Copied:
         return self._copy.wait()
 
     def store(self) -> None:
-        """Refuses: the values are elsewhere."""
+        """Raises RuntimeError: the copy is not written back."""
         raise RuntimeError("a copy is not written back")
 
     def drop(self) -> None:
@@ -124,13 +129,19 @@ class Copied:
 
 
 class Drive:
-    """The tier of a swap file: storages in it, and `count` buffers of `nbytes` for staged values."""
+    """The tier of a swap file, with a pool of buffers for staged values.
+
+    Args:
+        disk: the swap file.
+        nbytes: size of a buffer in bytes.
+        count: number of buffers.
+    """
 
     def __init__(self, disk: Disk, nbytes: int = 0, count: int = 1) -> None:
         self.disk, self.nbytes, self.count = disk, nbytes, count
-        self.device = torch.device("cpu")  # of the buffers
+        self.device = torch.device("cpu")  # device of the buffers
         self._make_room: Callable[[], None] = lambda: None
-        self._buffers: list[Tensor] | None = None  # those that are not in use
+        self._buffers: list[Tensor] | None = None  # free buffers; None until the first use
         self._writing: deque[tuple[Transfer, Tensor]] = deque()
 
     def __call__(self, numel: int, dtype: torch.dtype) -> OnDrive:
@@ -138,24 +149,28 @@ class Drive:
 
     @property
     def in_use(self) -> int:
-        """The number of buffers in use, also by writes in flight."""
+        """The number of buffers in use, including writes in flight."""
         return 0 if self._buffers is None else self.count - len(self._buffers)
 
     def settle(self) -> None:
-        """Waits for all writes; SwapError if one failed."""
+        """Waits for all writes in flight. Raises SwapError if one failed."""
         while self._writing:
             self._reap(wait=True)
 
     def on_full(self, make_room: Callable[[], None]) -> None:
-        """Registers what releases buffers; it is called if all are in use."""
+        """Registers a callback that releases buffers; called if all are in use."""
         self._make_room = make_room
 
     def size_buffers(self, nbytes: int, count: int) -> None:
-        """Sets size and number of the buffers, before the first is taken."""
+        """Sets the size in bytes and the number of buffers. Call it before the first `take`."""
         self.nbytes, self.count = nbytes, count
 
     def take(self) -> Tensor:
-        """Returns a buffer; waits for the oldest write if all are in use. RuntimeError if there is none."""
+        """Returns a free buffer, uint8 [nbytes]; waits for the oldest write if all are in use.
+
+        Raises:
+            RuntimeError: if all buffers are in use and no write is in flight.
+        """
         if self._buffers is None:
             self._buffers = [host_buffer(self.nbytes) for _ in range(self.count)]
         self._reap(wait=False)
@@ -168,16 +183,16 @@ class Drive:
         return self._buffers.pop()
 
     def give(self, buffer: Tensor) -> None:
-        """Takes a buffer back."""
+        """Returns a buffer to the pool."""
         assert self._buffers is not None
         self._buffers.append(buffer)
 
     def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
-        """Takes a buffer back when its write is done."""
+        """Returns a buffer to the pool once its write is done."""
         self._writing.append((transfer, buffer))
 
     def _reap(self, wait: bool) -> None:
-        """Takes back the buffers of finished writes; with `wait`, first waits for the oldest one."""
+        """Frees the buffers of finished writes; with `wait`, first waits for the oldest write."""
         while self._writing and (wait or self._writing[0][0].done()):
             transfer, buffer = self._writing.popleft()
             self.give(buffer)
@@ -186,7 +201,10 @@ class Drive:
 
 
 class DriveOnPaper(Drive):
-    """A drive without a file, to count what would be stored: all staged buffers are one tensor."""
+    """A drive without a file, for forecasts on the meta device.
+
+    All staged buffers are the same tensor.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(cast(Disk, self))
@@ -203,51 +221,64 @@ class DriveOnPaper(Drive):
         return self._buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Does nothing."""
+        """No-op: all staged buffers are the same tensor."""
 
     def give_after(self, transfer: Transfer, buffer: Tensor) -> None:
-        """Does nothing."""
+        """No-op."""
 
     def read(self, offset: int, into: Tensor) -> Transfer | None:
-        """Returns None: nothing is transferred."""
+        """Returns None, as no bytes are transferred."""
         return None
 
     write = read
 
 
 class OnDrive:
-    """A storage in a swap file, in a region of its own; or in two, one for values that do not count yet."""
+    """A storage in a region of a swap file.
+
+    It may have a second region, for new values that are not valid until `swap`.
+
+    Args:
+        drive: the tier.
+        numel: number of values.
+        dtype: dtype of the values.
+
+    Attributes:
+        offset: offset of the region in the file.
+        writing: the latest write of the region, or None.
+        staged_buffers: number of staged buffers in use.
+    """
 
     def __init__(self, drive: Drive, numel: int, dtype: torch.dtype) -> None:
         self.drive, self.device = drive, drive.device
         self.hold(numel, dtype)
         self.offset = drive.disk.reserve(self.nbytes)
-        self.beside: int | None = None  # the offset of the second region
+        self.second_offset: int | None = None  # offset of the second region
         self.writing: Transfer | None = None
-        self.outstanding = 0  # staged buffers in use
+        self.staged_buffers = 0  # staged buffers in use
 
     @property
     def reserved(self) -> int:
-        """Bytes on the drive."""
-        return self.nbytes * (1 if self.beside is None else 2)
+        """Bytes reserved on the drive."""
+        return self.nbytes * (1 if self.second_offset is None else 2)
 
     def double(self) -> None:
-        """Reserves a second region, for `store_beside`."""
-        self.beside = self.drive.disk.reserve(self.nbytes)
+        """Reserves a second region, for `DriveBuffer.store_beside`."""
+        self.second_offset = self.drive.disk.reserve(self.nbytes)
 
     def swap(self) -> None:
-        """Makes what was last stored beside the values of this storage, and the other way round."""
-        assert self.beside is not None
-        if self.outstanding:
-            raise RuntimeError("a buffer with the values from before is still in use")
-        self.offset, self.beside = self.beside, self.offset
+        """Exchanges the two regions: the values in the second region become valid."""
+        assert self.second_offset is not None
+        if self.staged_buffers:
+            raise RuntimeError("a staged buffer of the old values is still in use")
+        self.offset, self.second_offset = self.second_offset, self.offset
 
     def hold(self, numel: int, dtype: torch.dtype) -> None:
         """Changes length and dtype of the values, which must fit into the region."""
         self.dtype, self.nbytes = dtype, numel * dtype.itemsize
 
     def fetch(self) -> DriveBuffer:
-        if self.writing is not None:  # a read must see the last write
+        if self.writing is not None:  # a read must see the latest write
             self.writing.wait()
             self.writing = None
         buffer = self.drive.take()
@@ -266,11 +297,11 @@ class DriveBuffer:
         self, storage: OnDrive, buffer: Tensor, values: Tensor, transfer: Transfer | None
     ) -> None:
         self.storage, self._buffer, self.values = storage, buffer, values
-        self._transfer = transfer  # the read that fills it, or a write that it is kept for
-        storage.outstanding += 1
+        self._transfer = transfer  # the read that fills the buffer, or a write by `write`
+        storage.staged_buffers += 1
 
     def arrived(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return immediately."""
         return self._transfer is None or self._transfer.done()
 
     def wait(self) -> Tensor:
@@ -280,26 +311,32 @@ class DriveBuffer:
         return self.values
 
     def write(self) -> None:
-        """Begins to write the values back, and keeps the buffer; after `wait` it may change."""
+        """Starts to write the values back, and keeps the buffer.
+
+        The buffer may be changed again after `wait`.
+        """
         self._transfer = self._begin_write(self.storage.offset)
 
     def store(self) -> None:
         self._store(self.storage.offset)
 
     def store_beside(self) -> None:
-        """Begins to write the values to the second region: they count once the storage has swapped the two."""
-        assert self.storage.beside is not None
-        self._store(self.storage.beside)
+        """Starts to write the values to the second region, and releases the buffer.
+
+        The values are valid after `OnDrive.swap`.
+        """
+        assert self.storage.second_offset is not None
+        self._store(self.storage.second_offset)
 
     def _store(self, offset: int) -> None:
         storage = self.storage
-        storage.outstanding -= 1
+        storage.staged_buffers -= 1
         try:
             self.wait()
-            # the other buffer was read before this write, and its values are old
-            if storage.outstanding:
+            # The other buffer was read before this write, so its values are stale.
+            if storage.staged_buffers:
                 raise RuntimeError(
-                    "values were staged twice, and the second buffer is older than what is stored now"
+                    "values were staged twice: the other staged buffer is stale after this store"
                 )
             transfer = self._begin_write(offset)
         except BaseException:
@@ -309,19 +346,19 @@ class DriveBuffer:
 
     def _begin_write(self, offset: int) -> Transfer:
         storage, values = self.storage, self.wait()
-        if storage.writing is not None:  # two writes of one region must not overtake each other
+        if storage.writing is not None:  # writes of one region must not be reordered
             storage.writing.wait()
         storage.writing = storage.drive.disk.write(offset, values)
         return storage.writing
 
     def drop(self) -> None:
-        self.storage.outstanding -= 1
+        self.storage.staged_buffers -= 1
         try:
             self.wait()
         finally:
             self.storage.drive.give(self._buffer)
 
 
-Storage = InMemory | OnDrive  # holds values of one length and dtype
-StagedBuffer = InMemory | DriveBuffer | Copied  # a buffer with a storage's values
+Storage = InMemory | OnDrive  # stores values of one length and dtype
+StagedBuffer = InMemory | DriveBuffer | Copied  # buffer with the values of a storage
 Tier = Callable[[int, torch.dtype], Storage]
