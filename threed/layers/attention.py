@@ -33,6 +33,7 @@ class Attention(nn.Module):
         name: global name, the prefix of the parameters' names.
         hidden: h.
         heads: number of query heads a, a multiple of tp and of `kv_heads`.
+        slicing: parallel layout.
         kv_heads: number of key/value heads k, a multiple or a divisor of tp. Default: `heads`.
         head_dim: size d of a head. Default: hidden // heads.
         bias: whether query, key and value have a bias.
@@ -73,7 +74,7 @@ class Attention(nn.Module):
             )
         if rotary is not None and turned_of(rotary, d) % 2:
             raise ValueError(
-                f"{name}: heads of size {d}: rotary positions turn pairs; use head_dim={d + 1}"
+                f"{name}: heads of size {d}: rotary positions rotate pairs; use head_dim={d + 1}"
             )
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
         self.heads, self.kv_heads = heads // t, max(k // t, 1)

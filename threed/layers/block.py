@@ -22,6 +22,7 @@ class Embedding(PipelineLayer):
         name: global name of the layer.
         vocab: number of rows of the word table.
         hidden: h.
+        slicing: parallel layout and seed of dropout.
         positions: number of learned positions. None: no learned positions.
         dropout: probability of zeroing an element.
         std: standard deviation of the initial weights.
@@ -70,6 +71,7 @@ class Block(PipelineLayer):
         norms: norms before attention and before the MLP.
         attention: module [s b h] -> [s b h].
         mlp: module [s b h] -> [s b h].
+        slicing: parallel layout and seed of dropout.
         dropout: probability of zeroing an element of a branch's output.
         post_norms: norms of the outputs of the two branches, before the residual addition.
     """

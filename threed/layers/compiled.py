@@ -80,7 +80,7 @@ def _values(weight: Tensor, layer: linear.Product) -> tuple[Tensor, ...]:
 def _product_backward(
     dy: Tensor, gathered: Tensor, weight: Tensor, parts: int, need: list[bool], of: Opaque
 ) -> Tensor:
-    """Returns the gradient of x before its reduction; adds the others to their sinks.
+    """Returns the gradient of x, empty if not needed; adds the others to their sinks.
 
     need: whether the gradients of x, weight and bias are needed. The sinks must not keep dy and
     gathered.

@@ -15,7 +15,7 @@ from threed.collectives import split
 from threed.layers.slicing import Flag, Slicing, sink_of
 from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
 
-PAD_FROM, PAD_TO = 1024, 128  # rows; a smaller table would be more than a tenth padding
+PAD_FROM, PAD_TO = 1024, 128  # rows; padding could be more than a tenth of a smaller table
 
 
 def vocab_table(

@@ -100,7 +100,7 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) 
         by: implementation of the matrix product.
 
     Returns:
-        The gradient for autograd if the weight has no sink, else None.
+        The gradient for autograd; None if it was added to a sink or the weight is frozen.
     """
     if not weight.requires_grad:
         return None
