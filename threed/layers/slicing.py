@@ -151,7 +151,7 @@ class MicroBatch:
         labels: int64 [b s]; labels below 0 are ignored. None: the last layer returns logits.
         samples: int64 [b], global sample indices.
         weight: factor of the sum of token losses, a scalar tensor: 1 / the step's global number of
-            valid labels (of rows if there are no integer labels).
+            valid labels (of rows without integer labels).
         step: number of the step, for dropout masks.
         training: whether dropout is on.
         inputs: the batch's other tensors [b ...], in their own dtypes unless precision.cast_inputs
@@ -282,7 +282,7 @@ def goes_to_sink(param: Tensor | None) -> bool:
 def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]:
     """Returns the parameters to pass to an autograd function of x.
 
-    All are None if x requires a gradient and the parameters' gradients go to sinks. Otherwise
+    If x requires a gradient and the parameters' gradients go to sinks, each is None. Otherwise
     autograd would visit them for no result, which costs the host as much as a small kernel.
     """
     no_params = x.requires_grad and all(map(goes_to_sink, params))
@@ -323,7 +323,7 @@ class VectorGradient:
             self.add = False
 
     def done(self) -> Tensor | None:
-        """Finishes the contribution; returns the gradient for autograd if there is no sink."""
+        """Finishes the contribution; without a sink, returns the gradient for autograd."""
         if self._sink is None:
             return self.out.to(self._dtype)
         self._sink.mark_added() if self._direct else self._sink.add(self.out)
@@ -369,7 +369,7 @@ def sum_of_products(
 
 
 def add_to(total: Tensor | None, a: Tensor, b: Tensor, by: Matmul) -> Tensor:
-    """Returns total + a b, computed in total's memory; a b if total is None."""
+    """Returns total + a b, computed in total's memory; without a total, a b."""
     if total is None:
         return by.product(a, b)
     by.add_product_(total, a, b, fresh=False)

@@ -128,7 +128,7 @@ def call_native(
         lr: learning rate, fp64 scalar.
         step: number of the update, from 1, fp64 scalar.
         scale: factor of the gradient, fp64 scalar.
-        skip: 1.0 to change nothing, fp64 scalar.
+        skip: 1.0 to leave all tensors unchanged, fp64 scalar.
         beta1: decay of the first moments.
         beta2: decay of the second moments.
         eps: constant added to the denominator.
@@ -187,7 +187,7 @@ def call_cuda(
         lr: learning rate, fp64 scalar on the same device, as are the next three.
         step: number of the update, from 1.
         scale: factor of the gradient.
-        skip: 1.0 to change nothing.
+        skip: 1.0 to leave all tensors unchanged.
         beta1: decay of the first moments.
         beta2: decay of the second moments.
         eps: constant added to the denominator.

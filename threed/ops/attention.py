@@ -40,10 +40,7 @@ FUSED = (
     _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_cudnn_attention,
 )
-SCORES, SCORES_ON_CPU = (
-    1 << 25,
-    1 << 19,
-)  # elements per chunk: 128 MiB in fp32; 2 MiB, which fit a cache
+SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19  # per chunk: 128 MiB in fp32; 2 MiB, which fit a cache
 
 
 # ----------------------------------------------------------------------------------- full sequences
@@ -52,7 +49,7 @@ SCORES, SCORES_ON_CPU = (
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Returns softmax(q k^T scale + mask) v, [s b (a d)]; causal if there is no mask.
+    """Returns softmax(q k^T scale + mask) v, [s b (a d)]; without a mask it is causal.
 
     Args:
         q: queries [s b a d].
@@ -196,9 +193,8 @@ def backward(
         y: output of the queries for *all* keys.
         lse: log-sum-exp of the queries for *all* keys.
     """
-    lse = lse.nan_to_num(
-        nan=math.nan, posinf=math.inf, neginf=0.0
-    )  # exp(-inf - 0) is 0, exp(-inf + inf) is NaN
+    # 0 for masked queries, because exp(-inf - 0) is 0 and exp(-inf + inf) is NaN
+    lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
     if not _is_flash(q, v, causal):
         return _plain_backward(offset, causal, dy, q, k, v, y, lse)
     square, mask = _visible(q, k, offset, causal.window)
@@ -232,7 +228,7 @@ def _is_flash(q: Tensor, v: Tensor, causal: Causal) -> bool:
 def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tensor | None]:
     """Returns (True, None) for the lower triangle of a square, else (False, mask).
 
-    The mask is None if all queries attend to all keys.
+    Without any masked key, mask is None.
     """
     n, m = q.shape[2], k.shape[2]
     if offset == 0 and n == m and (not window or window >= n):

@@ -135,9 +135,7 @@ def vocab_parallel_cross_entropy(
 # targets: int64 [n], global ids. first: global id of the shard's first column.
 # Targets outside the vocabulary have loss 0.
 
-ROW_IN_SHARED_MEMORY = (
-    112 << 10
-)  # bytes; two such blocks fit on a multiprocessor (227 KiB on sm_90)
+ROW_IN_SHARED_MEMORY = 112 << 10  # bytes; two blocks fit on a multiprocessor (227 KiB on sm_90)
 OF_WARPS = 128  # bytes of shared memory that `whole` needs in addition to the row
 
 
@@ -170,7 +168,7 @@ def _empty_numbers(logits: Tensor, *rest: object) -> Tensor:
 def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
     """Returns the loss of each row, fp32 [n]; overwrites logits by their gradient. One kernel.
 
-    For an unsharded vocabulary. The gradient is that of sum(loss) * weight. Moves 4 bytes per
+    For an unsharded vocabulary. The gradient is d(sum(loss) * weight)/d(logits). Moves 4 bytes per
     logit.
     """
     _check(logits, targets, weight, columns)

@@ -3,7 +3,7 @@
     theta = frequencies(10000.0, size, scaling=scaling, positions=131072)
     inverse(theta, size, length, device)               # radians per position, fp32 [d/2]
 
-Scalings: `threed.architectures.rope_scaling`. The order of operations is that of `transformers`: in
+Scalings: `threed.architectures.rope_scaling`. The order of operations is as in `transformers`: in
 fp32 the last bit of a frequency is a hundredth of a radian at position 100,000.
 """
 

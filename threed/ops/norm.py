@@ -23,7 +23,7 @@ class Normalised:
     """Results of `forward`.
 
     Attributes:
-        sum: normalised input, bf16 [n h]; x itself if nothing was added.
+        sum: normalised input, bf16 [n h]; x itself without an addition.
         y: output, bf16 [n h].
         means: LayerNorm's mean per row, fp32 [n], for the backward.
         scales: 1 / sqrt(variance + eps) per row, fp32 [n], for the backward.

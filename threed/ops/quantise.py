@@ -80,7 +80,7 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Returns the sum over ranks, bf16 [n], of packed q [r k 256 bits/8] times scales [r k].
 
-    Moves r + 2 bytes per element (r/2 + 2 in 4 bits). Scales must be those of `quantise`, which are
+    Moves r + 2 bytes per element (r/2 + 2 in 4 bits). Scales must come from `quantise`, which are
     not negative. Ranks are summed eight at a time; the error is at most 2^-21 of the largest number
     that their scales allow.
     """
