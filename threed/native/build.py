@@ -44,7 +44,7 @@ class BuildError(RuntimeError):
 
 
 class Unavailable(BuildError):
-    """The compiler or the sources are missing. Not a failure: plain torch operations run instead."""
+    """Compiler or sources are missing. Not a failure: plain torch operations run instead."""
 
 
 @dataclass(frozen=True)
