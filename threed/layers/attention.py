@@ -115,8 +115,12 @@ class Attention(nn.Module):
         if self.qkv is not None:
             return (self.recompute.column(self.qkv, x),)
         # Under torch.compile collectives are not recomputed: the backward keeps the gathered x.
-        again = self.slicing.sequence_parallel and not torch.compiler.is_compiling()
-        x = self.recompute.run("norm", self.slicing.gather, x) if again else self.slicing.gather(x)
+        regather = self.slicing.sequence_parallel and not torch.compiler.is_compiling()
+        x = (
+            self.recompute.run("norm", self.slicing.gather, x)
+            if regather
+            else self.slicing.gather(x)
+        )
         return self.query(x), self.key_value(x)
 
     def heads_attend(self, *projected: Tensor) -> Tensor:

@@ -63,13 +63,13 @@ def _product(
     bias: Tensor | None,
     out: int,
     parts: int,
-    of: Opaque,
+    opaque: Opaque,
 ) -> Tensor:
     """Returns gathered W^T + b.
 
     x and gathered: the input before and after f. weight: the weight; for a tiled layer its anchor.
     """
-    return linear.product(gathered, _values(weight, of.value), bias, of.value.matmul)
+    return linear.product(gathered, _values(weight, opaque.value), bias, opaque.value.matmul)
 
 
 def _values(weight: Tensor, layer: linear.Product) -> tuple[Tensor, ...]:
@@ -78,14 +78,14 @@ def _values(weight: Tensor, layer: linear.Product) -> tuple[Tensor, ...]:
 
 
 def _product_backward(
-    dy: Tensor, gathered: Tensor, weight: Tensor, parts: int, need: list[bool], of: Opaque
+    dy: Tensor, gathered: Tensor, weight: Tensor, parts: int, need: list[bool], opaque: Opaque
 ) -> Tensor:
     """Returns the gradient of x, empty if not needed; adds the others to their sinks.
 
     need: whether the gradients of x, weight and bias are needed. The sinks must not keep dy and
     gathered.
     """
-    layer, tiles = of.value, tiled.tiles_of(of.value)
+    layer, tiles = opaque.value, tiled.tiles_of(opaque.value)
     bias = layer.bias if need[2] else None  # the parameter itself, which has the sink
     sinks = map(sink_of, tiles)
     if any(sink is not None and sink.defers() for sink in sinks):
@@ -108,26 +108,28 @@ def _product_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, gathered, weight, _, _, ctx.parts, ctx.of = inputs
+    _, gathered, weight, _, _, ctx.parts, ctx.opaque = inputs
     ctx.save_for_backward(gathered, weight)
 
 
 def _backward_of_product(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     gathered, weight = ctx.saved_tensors
     need = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
-    dx = torch.ops.threed.product_backward(dy, gathered, weight, ctx.parts, need, ctx.of)
+    dx = torch.ops.threed.product_backward(dy, gathered, weight, ctx.parts, need, ctx.opaque)
     return dx if need[0] else None, None, None, None, None, None, None
 
 
 _define(
-    "product(Tensor x, Tensor gathered, Tensor weight, Tensor? bias, int out, int parts, Opaque of) -> Tensor",
+    "product(Tensor x, Tensor gathered, Tensor weight, Tensor? bias, int out, int parts, Opaque opaque) -> Tensor",
     _product,
-    lambda x, gathered, weight, bias, out, parts, of: gathered.new_empty(*gathered.shape[:-1], out),
+    lambda x, gathered, weight, bias, out, parts, opaque: gathered.new_empty(
+        *gathered.shape[:-1], out
+    ),
 )
 _define(
-    "product_backward(Tensor dy, Tensor gathered, Tensor weight, int parts, bool[] need, Opaque of) -> Tensor",
+    "product_backward(Tensor dy, Tensor gathered, Tensor weight, int parts, bool[] need, Opaque opaque) -> Tensor",
     _product_backward,
-    lambda dy, gathered, weight, parts, need, of: gathered.new_empty(
+    lambda dy, gathered, weight, parts, need, opaque: gathered.new_empty(
         (gathered.shape[0] // parts, *gathered.shape[1:]) if need[0] else (0,)
     ),
 )
@@ -195,18 +197,18 @@ for _name in _CONJUGATES:
 
 
 def _ctx_of_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, samples, ctx.step, ctx.of = inputs
+    _, samples, ctx.step, ctx.opaque = inputs
     ctx.save_for_backward(samples)
 
 
 def _backward_of_dropout(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
     (samples,) = ctx.saved_tensors
-    return torch.ops.threed.drop(dy.contiguous(), samples, ctx.step, ctx.of), None, None, None
+    return torch.ops.threed.drop(dy.contiguous(), samples, ctx.step, ctx.opaque), None, None, None
 
 
 _define(
-    "drop(Tensor x, Tensor samples, SymInt step, Opaque of) -> Tensor",
-    lambda x, samples, step, of: of.value.drop(x, samples, step),
+    "drop(Tensor x, Tensor samples, SymInt step, Opaque opaque) -> Tensor",
+    lambda x, samples, step, opaque: opaque.value.drop(x, samples, step),
     _same,
 )
 torch.library.register_autograd(

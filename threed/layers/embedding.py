@@ -28,8 +28,8 @@ def vocab_table(
     not part of the model: see `ShardSpec.padding`.
     """
     first, last = split(vocab, slicing.tp.size, slicing.tp.index)
-    most = -(-vocab // slicing.tp.size)
-    rows = -(-most // PAD_TO) * PAD_TO if most >= PAD_FROM else last - first
+    rows_per_rank = -(-vocab // slicing.tp.size)
+    rows = -(-rows_per_rank // PAD_TO) * PAD_TO if rows_per_rank >= PAD_FROM else last - first
     piece = matrix(name, (vocab, hidden), 0, (first, last), std)
     return parameter(ShardSpec((piece,), padding=(rows - (last - first)) * hidden), (rows, hidden))
 

@@ -245,9 +245,11 @@ class Product(nn.Module):
 
     def _traced_product(self, by: Traced, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = self.axis.size if self.gather else 1
-        whole = torch.ops.threed.gather_from(x.detach(), parts, by.axis) if self.gather else x
+        gathered = torch.ops.threed.gather_from(x.detach(), parts, by.axis) if self.gather else x
         weight = self.weight if by.anchor is None else by.anchor
-        out: Tensor = torch.ops.threed.product(x, whole, weight, bias, by.outputs, parts, by.layer)
+        out: Tensor = torch.ops.threed.product(
+            x, gathered, weight, bias, by.outputs, parts, by.layer
+        )
         return out
 
 

@@ -31,13 +31,13 @@ class _Fused(torch.autograd.Function):
         params: tuple[Tensor, Tensor | None], eps: float, layer: bool, with_sum: bool,
     ) -> Any:  # fmt: skip
         rows, added = x.view(-1, x.shape[-1]), residual
-        done = norm.forward(
+        result = norm.forward(
             rows, *params, eps, layer, None if added is None else added.view_as(rows)
         )
-        ctx.save_for_backward(done.sum, params[0], done.scales, done.means)
+        ctx.save_for_backward(result.sum, params[0], result.scales, result.means)
         ctx.params, ctx.added = params, added is not None
-        y = done.y.view_as(x)
-        return (done.sum.view_as(x), y) if with_sum else y
+        y = result.y.view_as(x)
+        return (result.sum.view_as(x), y) if with_sum else y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -60,13 +60,13 @@ def sum_and_norm(
     module: nn.Module, x: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns x + residual (or x) and its norm by `module`, in one kernel if possible."""
-    ours = type(module) in (LayerNorm, RMSNorm) and not (
+    is_plain = type(module) in (LayerNorm, RMSNorm) and not (
         module._forward_hooks or module._forward_pre_hooks
         or module._backward_hooks or module._backward_pre_hooks
     )  # fmt: skip
-    if ours and module.fits(x) and (residual is None or launch.packed(residual)):  # type: ignore[operator]
-        both: tuple[Tensor, Tensor] = module.fused(x, residual, with_sum=True)  # type: ignore[operator]
-        return both
+    if is_plain and module.fits(x) and (residual is None or launch.packed(residual)):  # type: ignore[operator]
+        pair: tuple[Tensor, Tensor] = module.fused(x, residual, with_sum=True)  # type: ignore[operator]
+        return pair
     total = x if residual is None else x + residual
     return total, module(total)
 

@@ -111,11 +111,11 @@ class _SavedTensor:
         self._tensor = tensor.detach()  # shares the version counter
         self._version = None if isinstance(base, nn.Parameter) else tensor._version
 
-    def get(self, what: str) -> Tensor:
+    def get(self, description: str) -> Tensor:
         """Returns the tensor. Raises RuntimeError if it was changed in place after it was saved."""
         if self._version is not None and self._tensor._version != self._version:
             raise RuntimeError(
-                f"{what}, {self._tensor.dtype} {list(self._tensor.shape)}, was changed in place after it was saved: it"
+                f"{description}, {self._tensor.dtype} {list(self._tensor.shape)}, was changed in place after it was saved: it"
                 f" is at version {self._tensor._version}, and was at {self._version}; change a copy instead"
                 " (x = x * 2, not x.mul_(2))"
             )
@@ -135,14 +135,14 @@ class _Placeholder:
 Packed = _SavedTensor | _Placeholder
 
 
-def unpack(packed: Packed, what: str = "a tensor that the backward needs") -> Tensor:
-    """Returns a saved tensor, rebuilt if necessary. what: describes it in an error message."""
+def unpack(packed: Packed, description: str = "a tensor that the backward needs") -> Tensor:
+    """Returns a saved tensor, rebuilt if necessary. description: for an error message."""
     if isinstance(packed, _Placeholder):
         if packed.value is None:
             packed.operation.rebuild()
         assert packed.value is not None
         packed = packed.value
-    return packed.get(what)
+    return packed.get(description)
 
 
 class _Operation:
@@ -189,25 +189,25 @@ class _Operation:
 
     def rebuild(self) -> None:
         """Runs the operation again in the backward; fills the placeholders still in use."""
-        again: list[_SavedTensor] = []
-        what = f"an input of the recomputed operation {self.name}"
+        recomputed: list[_SavedTensor] = []
+        description = f"an input of the recomputed operation {self.name}"
         inputs = [
-            unpack(x, what).detach().requires_grad_(w)
+            unpack(x, description).detach().requires_grad_(w)
             for x, w in zip(self.inputs, self.requires_grad, strict=True)
         ]
         draws = self._rng.again() if self._rng else nullcontext()
         with (
             torch.enable_grad(),
             draws,
-            saved_tensors_hooks(lambda t: again.append(_SavedTensor(t)), _no_backward),
+            saved_tensors_hooks(lambda t: recomputed.append(_SavedTensor(t)), _no_backward),
         ):
             y = self.f(*inputs).detach()
-        if len(again) != len(self._inside):
+        if len(recomputed) != len(self._inside):
             raise RuntimeError(
-                f"recompute of {self.name} saved {len(again)} tensors where its forward saved {len(self._inside)}: it"
+                f"recompute of {self.name} saved {len(recomputed)} tensors where its forward saved {len(self._inside)}: it"
                 " must be a function of its inputs and weights alone"
             )
-        for ref, saved in zip(self._inside, again, strict=True):
+        for ref, saved in zip(self._inside, recomputed, strict=True):
             if (placeholder := ref()) is not None:
                 placeholder.value = saved
         for ref, layout in self._results:

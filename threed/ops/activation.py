@@ -157,15 +157,15 @@ def _fused(name: str, x: Tensor) -> Pair | None:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Pair) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kernels: Pair) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.by = by
-        return by.forward(x)
+        ctx.kernels = kernels
+        return kernels.forward(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return ctx.by.backward(dy, x), None
+        return ctx.kernels.backward(dy, x), None
 
 
 def apply(name: str, x: Tensor) -> Tensor:
@@ -176,8 +176,8 @@ def apply(name: str, x: Tensor) -> Tensor:
             f]).
         x: input.
     """
-    by = _fused(name, x)
-    if by is None:
+    kernels = _fused(name, x)
+    if kernels is None:
         return _PLAIN[name](x)
-    y: Tensor = _Fused.apply(x, by)
+    y: Tensor = _Fused.apply(x, kernels)
     return y

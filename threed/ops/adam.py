@@ -162,12 +162,12 @@ def call_native(
 
 def fits(p: Tensor, g: Tensor, out: Tensor | None) -> bool:
     """Returns whether `call_cuda` supports these tensors."""
-    formats = p.dtype == torch.float32 and g.dtype in (torch.float32, torch.bfloat16)
-    formats = formats and (out is None or out.dtype == torch.bfloat16)
-    whole = p.numel() % 4 == 0 and all(
+    dtypes = p.dtype == torch.float32 and g.dtype in (torch.float32, torch.bfloat16)
+    dtypes = dtypes and (out is None or out.dtype == torch.bfloat16)
+    layout = p.numel() % 4 == 0 and all(
         t is None or (t.is_contiguous() and launch.aligned(t)) for t in (p, g, out)
     )
-    return formats and whole and launch.available(p)
+    return dtypes and layout and launch.available(p)
 
 
 def call_cuda(
@@ -195,21 +195,21 @@ def call_cuda(
         stream: key of a random stream (`rng.key`) for stochastic rounding of out. None: out is
             rounded to nearest.
     """
-    right = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (
+    supported = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (
         torch.float32,
         torch.bfloat16,
     )
-    right = right and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
+    supported = supported and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
     arrays = [t for t in (p, m, v, g, out) if t is not None]
-    right = right and all(
+    supported = supported and all(
         t.numel() == p.numel() and t.is_contiguous() and launch.aligned(t) for t in arrays
     )
     scalars = (lr, step, scale, skip)
-    right = right and all(
+    supported = supported and all(
         t.dtype == torch.float64 and t.numel() == 1 and t.device == p.device for t in scalars
     )
     wanted = "p, m, v fp32, g fp32 or bf16, out bf16, 16-byte aligned, n a multiple of 4; fp64 scalars on the device"
-    launch.check(right, "adamw", wanted, *arrays, *scalars)
+    launch.check(supported, "adamw", wanted, *arrays, *scalars)
     if not p.numel():
         return
     blocks = min(8 * device.processors(p.device), -(-p.numel() // 1024))

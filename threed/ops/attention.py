@@ -134,8 +134,8 @@ class _Chunked(torch.autograd.Function):
         dk, dv = (_batch_first(torch.zeros_like(x, dtype=lse.dtype)) for x in (k, v))
         for rows, keys in _chunks(q, ctx.how[0]):
             offset, causal = rows.start - keys.start, Causal(*ctx.how)
-            of = map(_batch_first, (dy[rows], q[rows], k[keys], v[keys], y[rows]))
-            part, more_dk, more_dv = backward(offset, causal, *(*of, lse[:, :, rows]))
+            inputs = map(_batch_first, (dy[rows], q[rows], k[keys], v[keys], y[rows]))
+            part, more_dk, more_dv = backward(offset, causal, *(*inputs, lse[:, :, rows]))
             dq[rows] = part.permute(2, 0, 1, 3)
             dk[:, :, keys] += more_dk
             dv[:, :, keys] += more_dv
@@ -369,8 +369,8 @@ def check_fused(
         q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=grouped
     )
     if chosen == SDPBackend.MATH.value:
-        what = f"{q.dtype} heads {list(q.shape)} [b a s d], keys {list(k.shape)}, {'no ' if mask is None else 'a '}mask"
-        problem = f"attention without a fused kernel ({what}): it keeps the scores of all pairs of positions"
+        description = f"{q.dtype} heads {list(q.shape)} [b a s d], keys {list(k.shape)}, {'no ' if mask is None else 'a '}mask"
+        problem = f"attention without a fused kernel ({description}): it keeps the scores of all pairs of positions"
         if (
             q.dtype in (torch.bfloat16, torch.float16)
             and mask is None

@@ -69,8 +69,8 @@ class _CrossEntropy(torch.autograd.Function):
         wide, local, owned, counted, number = ctx.saved_tensors
         dloss, columns = dloss.where(counted, 0.0), ctx.columns
         if ctx.fused:
-            own = local.squeeze(-1).masked_fill(~owned, -1)
-            fused_cpu.softmax_gradient_(wide, columns, number, dloss, own)
+            local_target = local.squeeze(-1).masked_fill(~owned, -1)
+            fused_cpu.softmax_gradient_(wide, columns, number, dloss, local_target)
             return wide, None, None, None, None
         grad = wide if columns == wide.shape[-1] else wide[..., :columns]
         grad.mul_((number * dloss).unsqueeze(-1))  # exponentials -> softmax * dloss

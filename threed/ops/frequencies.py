@@ -79,21 +79,21 @@ def frequencies(
         return theta if turned == size else Frequencies(theta, turned)
     original = scaling.original_max_position_embeddings or 0
     factor = scaling.factor or (positions / original if original else 1.0)
-    known = Frequencies(theta, turned, scaling.rope_type, factor, original=original)
+    common = Frequencies(theta, turned, scaling.rope_type, factor, original=original)
     if scaling.rope_type == "llama3":
-        return known._replace(
+        return common._replace(
             low=scaling.low_freq_factor or 1.0, high=scaling.high_freq_factor or 4.0
         )
     if scaling.rope_type == "yarn":
-        return _yarn(known, scaling)
+        return _yarn(common, scaling)
     if scaling.rope_type == "longrope":
         longer = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         short, long = scaling.short_factor or (), scaling.long_factor or ()
-        return known._replace(short=short, long=long, scale=scaling.attention_factor or longer)
-    return known
+        return common._replace(short=short, long=long, scale=scaling.attention_factor or longer)
+    return common
 
 
-def _yarn(known: Frequencies, scaling: RopeScaling) -> Frequencies:
+def _yarn(common: Frequencies, scaling: RopeScaling) -> Frequencies:
     """Sets the scale and [low, high], the pairs over which frequencies are interpolated.
 
     Pairs below `low` keep their frequency; above `high` it is divided by the factor.
@@ -101,21 +101,21 @@ def _yarn(known: Frequencies, scaling: RopeScaling) -> Frequencies:
 
     def pair(turns: float) -> float:
         return (
-            known.turned
-            * math.log(known.original / (turns * 2 * math.pi))
-            / (2 * math.log(known.theta))
+            common.turned
+            * math.log(common.original / (turns * 2 * math.pi))
+            / (2 * math.log(common.theta))
         )
 
     def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(known.factor) + 1.0 if known.factor > 1 else 1.0
+        return 0.1 * weight * math.log(common.factor) + 1.0 if common.factor > 1 else 1.0
 
     low, high = pair(scaling.beta_fast or 32), pair(scaling.beta_slow or 1)
     if scaling.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, known.turned - 1)
+    low, high = max(low, 0), min(high, common.turned - 1)
     both = scaling.mscale and scaling.mscale_all_dim
     scale = mscale(scaling.mscale) / mscale(scaling.mscale_all_dim) if both else mscale(1.0)  # type: ignore[arg-type]
-    return known._replace(
+    return common._replace(
         low=low, high=high + 0.001 * (low == high), scale=scaling.attention_factor or scale
     )
 
@@ -144,10 +144,10 @@ def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tenso
     if theta.kind == "longrope":
         numbers = theta.long if length > theta.original else theta.short
         if torch.compiler.is_compiling():
-            by = torch.tensor(numbers, dtype=torch.float32, device=device)
+            factors = torch.tensor(numbers, dtype=torch.float32, device=device)
         else:
-            by = start_copy_in(torch.tensor(numbers, dtype=torch.float32), device)
-        return 1.0 / (by * base)
+            factors = start_copy_in(torch.tensor(numbers, dtype=torch.float32), device)
+        return 1.0 / (factors * base)
     return 1.0 / base
 
 

@@ -76,14 +76,14 @@ def forward(
 
 
 def backward(
-    dy: Tensor, done: Normalised, weight: Tensor, dweight: Tensor, dbias: Tensor | None, *, add: bool,
+    dy: Tensor, result: Normalised, weight: Tensor, dweight: Tensor, dbias: Tensor | None, *, add: bool,
     add_bias: bool = False, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of `sum` [n h], plus `residual`. Launches two kernels.
 
     Args:
         dy: gradient of y, bf16 [n h].
-        done: result of `forward`.
+        result: result of `forward`.
         weight: bf16 [h].
         dweight: fp32 [h], receives the weight's gradient, a sum over rows.
         dbias: fp32 [h], receives the bias's gradient.
@@ -92,7 +92,7 @@ def backward(
         residual: gradient of the residual branch, bf16 [n h].
     """
     return _start_backward(
-        dy, done.sum, weight, done.means, done.scales, residual, dweight, dbias, add, add_bias
+        dy, result.sum, weight, result.means, result.scales, residual, dweight, dbias, add, add_bias
     )
 
 

@@ -24,14 +24,16 @@ def quantise_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     blocks = x.view(-1, BLOCK)
     scales = blocks.abs().amax(1) / TOPS[bits]
     scales = torch.where(blocks.isfinite().all(1), scales, torch.nan)
-    whole = (blocks / scales.view(-1, 1)).nan_to_num(0, 0, 0).round().clamp(-TOPS[bits], TOPS[bits])
-    return whole.to(torch.int8), scales
+    integers = (
+        (blocks / scales.view(-1, 1)).nan_to_num(0, 0, 0).round().clamp(-TOPS[bits], TOPS[bits])
+    )
+    return integers.to(torch.int8), scales
 
 
-def packed(whole: Tensor, bits: int) -> Tensor:
+def packed(integers: Tensor, bits: int) -> Tensor:
     """Packs integers int8 [... k 256] to uint8 [... k 256 bits/8]. For the order see `unpacked`."""
     packs = 16 // bits
-    rows = whole.unflatten(-1, (packs, 32 // packs, 8)).transpose(-3, -2)
+    rows = integers.unflatten(-1, (packs, 32 // packs, 8)).transpose(-3, -2)
     if bits == 8:
         return rows.contiguous().view(torch.uint8).flatten(-3)
     return ((rows[..., ::2] + 8) | (rows[..., 1::2] << 4)).view(torch.uint8).flatten(-3)
@@ -123,14 +125,14 @@ class Int8Blocks:
         if launch.ready(padded) and launch.packed(padded) and not padded.is_meta:
             numbers, scales = quantise(padded, 8)
         else:
-            whole, scales = quantise_reference(padded.float(), 8)
-            numbers = packed(whole.view(-1, BLOCK), 8)
+            integers, scales = quantise_reference(padded.float(), 8)
+            numbers = packed(integers.view(-1, BLOCK), 8)
         parts = numbers.view(len(rows), -1), scales.view(len(rows), -1).view(torch.uint8)
         return torch.cat(parts, 1)
 
     def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         blocks = messages.shape[1] // (BLOCK + 4)
         numbers, scales = messages.split((blocks * BLOCK, 4 * blocks), 1)
-        whole = unpacked(numbers.view(len(messages), blocks, BLOCK), 8).to(dtype)
+        integers = unpacked(numbers.view(len(messages), blocks, BLOCK), 8).to(dtype)
         scales = scales.contiguous().view(torch.float32).to(dtype)
-        return (whole * scales.unsqueeze(-1)).view(len(messages), -1)[:, :count]
+        return (integers * scales.unsqueeze(-1)).view(len(messages), -1)[:, :count]

@@ -62,15 +62,15 @@ def table(positions: Positions, size: int, theta: Theta, device: torch.device) -
     Per position the first four numbers of all packs are stored before the second four.
     """
     angle = angles(positions, size, theta, device)
-    both = torch.stack((angle.cos(), angle.sin()), 1)
-    both = both if scale_of(theta) == 1.0 else both * scale_of(theta)
-    return both.view(-1, 2, size // 16, 2, 4).transpose(2, 3).contiguous()
+    cos_sin = torch.stack((angle.cos(), angle.sin()), 1)
+    cos_sin = cos_sin if scale_of(theta) == 1.0 else cos_sin * scale_of(theta)
+    return cos_sin.view(-1, 2, size // 16, 2, 4).transpose(2, 3).contiguous()
 
 
 def fits(x: Tensor, size: int, theta: Theta = 0.0) -> bool:
     """Returns whether the kernel supports rows x with fully rotated heads of this size."""
-    whole = size > 0 and size % 16 == 0 and turned_of(theta, size) == size
-    return whole and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
+    supported = size > 0 and size % 16 == 0 and turned_of(theta, size) == size
+    return supported and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 
 def turn_(
@@ -120,8 +120,8 @@ class _SplitAndRotate(torch.autograd.Function):
         ctx: Any, x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: Theta,
         positions: Positions,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.of = (positions, turned, size, theta)
-        turn_(x.view(-1, x.shape[-1]), *ctx.of)
+        ctx.arguments = (positions, turned, size, theta)
+        turn_(x.view(-1, x.shape[-1]), *ctx.arguments)
         torch.autograd.graph.increment_version((x,))  # lets autograd detect a stale saved x
         parts = x.split([size * n for n in heads], -1)
         return tuple(part.unflatten(-1, (-1, size)) for part in parts)
@@ -129,7 +129,7 @@ class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dx = torch.cat([g.flatten(2) for g in gradients], -1)
-        turn_(dx.view(-1, dx.shape[-1]), *ctx.of, back=True)
+        turn_(dx.view(-1, dx.shape[-1]), *ctx.arguments, back=True)
         return dx, None, None, None, None, None
 
 
