@@ -18,9 +18,9 @@ operation's result is also the input that the next layer saves, so dropping only
 would save no memory. Results are therefore identified by their storage: wherever one is saved, a
 placeholder is saved instead (Megatron-Core achieves the same by emptying the output's storage).
 Weights, often saved as transposed views, have other storages and are not affected. A result that
-was changed in place, or is viewed in another dtype, cannot be rebuilt and is saved as usual. If a
-saved tensor changes before the backward, an error is raised as in plain autograd, which does not
-check this itself once hooks are set.
+was changed in place, or is viewed in another dtype, cannot be rebuilt and is saved as usual. Saved
+tensors are checked for changes before the backward uses them, because autograd does not check them
+if there are hooks.
 
 Names in use: attention (the core: norms of heads, rotary positions, scaled dot product; the
 projected queries, keys and values are saved), activation (of the MLP; its input is saved), norm

@@ -100,14 +100,18 @@ class Slicing:
     def shared(self, *pieces: Piece, partial: bool | None = None, decay: bool = False) -> ShardSpec:
         """Returns the `ShardSpec` of a parameter that is replicated over tensor ranks.
 
+        A gradient is partial if each rank computes only a part of it, to be summed over tensor
+        ranks:
+          None   for layers between blocks: partial with sequence parallelism, because each rank
+                 has only its own positions; otherwise complete
+          True   always partial: each rank has its own heads or features, or the next layer is
+                 sharded by them without an f (`gather`) in between
+          False  always complete: every rank has full sequences, and the gradient of its output
+                 is complete too
+
         Args:
             pieces: global tensors stored in the parameter.
-            partial: whether each rank computes only a part of the gradient, to be summed over
-                tensor ranks. None: for layers between blocks: True with sequence parallelism, since
-                each rank has only its positions, else False. True: each rank has its own heads or
-                features, or the next layer is sharded by them without an f (`gather`) in between.
-                False: every rank has full sequences and the full gradient of its output, so that it
-                computes the full gradient.
+            partial: whether the gradient is partial, see above.
             decay: whether weight decay applies.
         """
         axis = self.partial if partial is None else self.replicated if partial else None
@@ -151,7 +155,7 @@ class MicroBatch:
         labels: int64 [b s]; labels below 0 are ignored. None: the last layer returns logits.
         samples: int64 [b], global sample indices.
         weight: factor of the sum of token losses, a scalar tensor: 1 / the step's global number of
-            valid labels (of rows without integer labels).
+            valid labels (of rows, if labels are not integers).
         step: number of the step, for dropout masks.
         training: whether dropout is on.
         inputs: the batch's other tensors [b ...], in their own dtypes unless precision.cast_inputs

@@ -144,7 +144,10 @@ def input_gradient(
 
 
 def parts(rows: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Yields each tile's number and its columns of rows [m out], last first, as buckets are."""
+    """Yields each tile's number and its columns of rows [m out], in the order of buckets.
+
+    This order is from the last tile to the first.
+    """
     for i, span in reversed(list(enumerate(_columns_of(weights)))):
         # Contiguous: oneDNN is up to a thousand times slower on a transposed slice.
         yield i, rows[:, slice(*span)].contiguous()

@@ -31,7 +31,14 @@ STATES, OUTPUTS = (torch.float32, torch.float64), (torch.float32, torch.bfloat16
 
 @dataclass(frozen=True)
 class Adam:
-    """The constants of the update; see `Rule`."""
+    """The `Rule` of AdamW.
+
+    Attributes:
+        beta1: decay of the first moments.
+        beta2: decay of the second moments.
+        eps: constant added to the denominator.
+        state_names: names of the states.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.95

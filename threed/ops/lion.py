@@ -24,7 +24,13 @@ CHUNK = 2**18
 
 @dataclass(frozen=True)
 class Lion:
-    """The constants of the update; see `Rule`."""
+    """The `Rule` of Lion.
+
+    Attributes:
+        beta1: weight of the momentum in the direction of the step.
+        beta2: decay of the momentum.
+        state_names: names of the states.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.99

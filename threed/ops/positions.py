@@ -36,6 +36,11 @@ class Positions(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def indices(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Returns the positions as a tensor [s]."""
+        """Returns the positions as a tensor [s].
+
+        Args:
+            device: device of the result.
+            dtype: dtype of the result.
+        """
         parts = [torch.arange(*part, dtype=dtype, device=device) for part in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,7 +1,7 @@
 """Rotary positions (arXiv 2104.09864) with half-split pairs as in Hugging Face.
 
-In plain operations, and on GPUs in place (csrc/cuda/rotary.cu). In all functions `theta` is the
-base of the frequencies, or a result of `ops.frequencies.frequencies`.
+Implemented in plain operations and, on GPUs, in place (csrc/cuda/rotary.cu). In all functions
+`theta` is the base of the frequencies, or a result of `ops.frequencies.frequencies`.
 """
 
 from __future__ import annotations

@@ -17,14 +17,19 @@ from threed.ops.update import StepScalars, needs_reference
 
 @dataclass(frozen=True)
 class SGD:
-    """The constants of the update; see `Rule`."""
+    """The `Rule` of SGD.
+
+    Attributes:
+        momentum: decay of the momentum buffer. 0: no buffer.
+        nesterov: whether to use Nesterov momentum.
+    """
 
     momentum: float = 0.9
     nesterov: bool = False
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The momentum buffer, if there is momentum."""
+        """Names of the states: the momentum buffer, if there is one."""
         return ("momentum_buffer",) if self.momentum else ()
 
     def update(
@@ -62,7 +67,7 @@ def _fused(
 def reference(
     p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, sgd: SGD, decay: float
 ) -> None:
-    """Updates p and the momentum in place by the formulas."""
+    """Updates p and the momentum buffer in place by the formulas of torch.optim.SGD."""
     go = now.skip == 0
     g = g.to(p.dtype) * now.scale.to(p.dtype) + decay * p
     if state:

@@ -1,6 +1,6 @@
 """Sums on a GPU in two stages: partial sums of blocks, then their sum, in a fixed order.
 
-csrc/cuda/sums.cu.
+Kernels: csrc/cuda/sums.cu.
 """
 
 from __future__ import annotations
