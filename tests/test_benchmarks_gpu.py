@@ -395,7 +395,7 @@ GONE = {
 @needs_emulator
 @pytest.mark.slow
 def test_a_switch_leaves_its_kernels_out_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_cpu, "FROM", 1 << 40)  # the passes of the CPU would come first
+    monkeypatch.setattr(fused_cpu, "MIN_NUMEL", 1 << 40)  # the passes of the CPU would come first
     plan = step.plan_for(0, small=True)
     batch = step.reference.batches(plan.config, 1, plan.batch)[0]
     with emulated(torch_writes=True, checks=False) as machine:

@@ -39,7 +39,7 @@ SET: dict[str, str] = {
 # Module-level objects that functions change, by reason.
 STATE: dict[str, str] = {
     "architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
-    "ops.attention: _looked_at": "a message is given once per process",
+    "ops.attention: _checked": "a message is given once per process",
     "ops.launch: OPERATORS": "torch's registry of operators is per process, too",
     "schedules: _SCHEDULES": "schedules of the user, added before a configuration is read",
     "testing.ranks: _pipe": "the rank of a process that `run_ranks` has started",

@@ -548,7 +548,7 @@ def test_heads_of_a_rank_are_those_that_its_layers_hold(count: int, ranks: int) 
 
 def test_rotary_positions_refuse_heads_of_odd_size() -> None:
     with pytest.raises(
-        ValueError, match=r"a: heads of size 7: rotary positions turn pairs; use head_dim=8"
+        ValueError, match=r"a: heads of size 7: rotary positions rotate pairs; use head_dim=8"
     ):
         layers.Attention("a", 42, 6, Slicing(), rotary=10000.0)
 
@@ -570,6 +570,6 @@ def test_attention_that_no_kernel_computes_is_said_once_and_one_switched_off_is_
         q = q.to(torch.bfloat16)
         for _ in range(2):
             with pytest.raises(
-                RuntimeError, match=r"\(torch.bfloat16 heads .* there is one for these"
+                RuntimeError, match=r"\(torch.bfloat16 heads .* a fused kernel supports these"
             ):
                 attention_ops.check_fused(q, q, q, None, None, False)

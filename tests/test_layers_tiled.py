@@ -28,7 +28,7 @@ from threed.blueprint import blocks
 from threed.engine import Engine
 from threed.interop.huggingface.layouts import state_dict_to_hf
 from threed.layers import ReplicatedLinear, Slicing
-from threed.layers.tiled import GRANULE, cut_rows, spans
+from threed.layers.tiled import GRANULE, slice_rows, spans
 from threed.ops import matmul
 from threed.ops.matmul import Matmul
 from threed.sharding import attach, initial, matrix, spec_of
@@ -429,7 +429,7 @@ def test_tiles_cover_the_rows_and_none_is_empty(rows: int, tiles: int) -> None:
 
 def test_rows_of_packed_matrices() -> None:
     pieces = (matrix("q", (8, 3), 0, (4, 8), 1.0), matrix("k", (2, 3), 0, (1, 2), 1.0, offset=12))
-    assert [(p.name, p.start, p.size, p.offset) for p in cut_rows(pieces, 2, 5)] == [
+    assert [(p.name, p.start, p.size, p.offset) for p in slice_rows(pieces, 2, 5)] == [
         ("q", (6, 0), (2, 3), 0),
         ("k", (1, 0), (1, 3), 6),
     ]

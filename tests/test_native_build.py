@@ -211,7 +211,10 @@ def test_a_library_is_loaded_only_where_nobody_else_may_write(house: Path) -> No
         assert not file.stat().st_mode & 0o022
         change(file.parent)
         done = run(house, "-c", STATUS)
-        assert f"others own or may write {file.parent}" in done.stdout, (name, done.stdout)
+        assert f"{file.parent} is owned or writable by other users" in done.stdout, (
+            name,
+            done.stdout,
+        )
         assert done.stdout.startswith("none: ")
         assert "portable torch path" in done.stderr
 

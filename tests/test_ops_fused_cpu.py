@@ -145,7 +145,7 @@ def test_the_loss_by_it_is_the_loss_without(dtype: torch.dtype, columns: int) ->
 
     assert fused_cpu.fits(logits)
     losses, gradient = loss()
-    with mock.patch.object(fused_cpu, "FROM", 2**62):
+    with mock.patch.object(fused_cpu, "MIN_NUMEL", 2**62):
         want_losses, want_gradient = loss()
     close(losses, want_losses.double(), torch.float32)
     close(gradient, want_gradient.double(), dtype)
@@ -259,7 +259,7 @@ def test_attention_that_it_would_misread_is_refused() -> None:
 def train(case: Case, smallest: int) -> tuple[list[float], list[float]]:
     """Losses and norms of three steps, where tensors from this size on go to these functions."""
     config = config_of(case)
-    with mock.patch.object(fused_cpu, "FROM", smallest):
+    with mock.patch.object(fused_cpu, "MIN_NUMEL", smallest):
         engine = engine_of(config)
         rows = config.train.global_batch
         done = [engine.step(share(tokens_of(step, rows), engine.topology)) for step in range(3)]

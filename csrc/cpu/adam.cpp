@@ -1,8 +1,9 @@
-// AdamW (arXiv 1711.05101) on flat arrays in one pass: reads gradients of any format, applies the clip scale, updates
-// p, m and v (fp32 or fp64), and may write a narrow copy of the new p.
+// AdamW (arXiv 1711.05101) on flat arrays in one pass: reads gradients of any format, applies the
+// clip scale, updates p, m and v (fp32 or fp64), and can write a copy of the new p in a narrower
+// format.
 //
-// The kernel (adam_kernel.h) is compiled for each instruction set of targets.h. Which thread does which part changes no
-// result.
+// The kernel (adam_kernel.h) is compiled for each instruction set of targets.h. The result does not
+// depend on the assignment of parts to threads.
 
 #include <algorithm>
 #include <cerrno>
@@ -14,9 +15,10 @@
 
 namespace {
 
-// In numbers: a block, and how far ahead memory is asked for (128 and 384 measured best of 64 to 1024; blocks of 512
-// without asking lost a tenth); from where on `out` would not stay in a cache anyway; what a thread must have to be
-// worth waking; a part that one takes, and what it is a multiple of.
+// All in elements. BLOCK: block size. AHEAD: prefetch distance (128 and 384 were the fastest of 64
+// to 1024; blocks of 512 without prefetch were a tenth slower). STREAM_FROM: size from which `out`
+// does not fit in a cache. THREAD_FROM: minimum work per thread. PART: largest part that a thread
+// takes at once; a multiple of GRAIN.
 constexpr int BLOCK = 128, AHEAD = 384;
 constexpr int64_t STREAM_FROM = 1 << 20, THREAD_FROM = 1 << 17, PART = 1 << 18, GRAIN = 1024;
 
@@ -30,7 +32,8 @@ struct Call {
   double beta1, beta2, eps, decay;
 };
 
-// Stores past the cache: a line of `out` need not be read before it is written. Both 16-byte aligned.
+// Non-temporal stores: a cache line of `out` is not read before it is written. Both pointers are
+// 16-byte aligned.
 INLINE void stream(void* to, const void* from, size_t bytes) {
 #ifdef X86
   for (size_t i = 0; i < bytes; i += 16)
@@ -67,10 +70,10 @@ extern "C" {
 // The instruction set in use: "avx512", "avx2" or "portable".
 const char* threed_instructions() { return PATHS[find_path(nullptr)]; }
 
-// One update of p, m, v [n] (state_format: FP32 or FP64) from g [n] (any format); out [n] (FP32, BF16, FP16; or null)
-// gets the new p. lr, step, scale, skip: numbers read now. *skip != 0: nothing is written. instructions: null for the
-// fastest. Arrays need not be aligned. 0, EINVAL for a format that is none of these, ENOTSUP for instructions that this
-// processor has not.
+// Updates p, m, v [n] (state_format: FP32 or FP64) from g [n] (any format); out [n] (FP32, BF16,
+// FP16 or null) receives the new p. lr, step, scale and skip are read at the call. If *skip is not
+// 0, all arrays stay unchanged. instructions: null selects the fastest. Arrays may be unaligned.
+// Returns 0, EINVAL for other formats, or ENOTSUP if the processor lacks the instructions.
 int threed_adamw(void* p, void* m, void* v, const void* g, void* out, int64_t n, int state_format, int grad_format,
                  int out_format, const double* lr, const double* step, const double* scale, const double* skip,
                  double beta1, double beta2, double eps, double decay, int threads, const char* instructions) {

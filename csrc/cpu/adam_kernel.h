@@ -1,18 +1,19 @@
-// AdamW on one part of the arrays. Plain loops over short blocks, for the compiler to vectorise: adam.cpp includes this
-// file once for each instruction set, in a namespace and under a target of its own, hence no include guard.
+// AdamW on one part of the arrays, in plain loops over short blocks that the compiler vectorises.
+// adam.cpp includes this file once per instruction set, each in another namespace and target, so it
+// has no include guard.
 //
 //   run:  block by block   widen (gradient -> T, times the scale) -> update (p, m, v) -> narrow (p -> out)
 //
-// A block stays in the first-level cache between the three loops, so memory is passed over once; what the next blocks
-// need is asked for meanwhile. Every product and sum is rounded by itself (no fused multiply-add), so that all
-// instruction sets give the same bits.
+// A block stays in the L1 cache between the three loops, so memory is read once. The next blocks
+// are prefetched. Every product and sum is rounded separately (no fused multiply-add), so that all
+// instruction sets produce the same bits.
 
 template <class T>
 struct Constants {
   T scale, keep, rest1, weight, beta2, rest2, eps, rate, root;
 };
 
-// Bias corrections and rates are found in fp64 and rounded once.
+// Bias corrections and rates are computed in fp64 and rounded once.
 template <class T>
 inline Constants<T> constants_of(const Call& c) {
   const double t = *c.step, lr = *c.lr;
@@ -27,7 +28,8 @@ NOINLINE void widen(T* RESTRICT to, const G* RESTRICT g, int64_t n, T scale) {
   for (int64_t i = 0; i < n; i++) to[i] = T(to_number(g[i])) * scale;
 }
 
-// As torch's lerp: from the nearer of m and g, for the smaller weight has the smaller rounding.
+// Like torch's lerp: starts from the nearer of m and g, because the smaller weight has the smaller
+// rounding error.
 template <bool from_m, class T>
 NOINLINE void update(T* RESTRICT p, T* RESTRICT m, T* RESTRICT v, const T* RESTRICT g, int64_t n,
                      const Constants<T>& constants) {
@@ -60,10 +62,11 @@ void run(const Call& c, int64_t first, int64_t n) {
   alignas(64) T wide[BLOCK];
   alignas(64) O ready[BLOCK];
   for (int64_t i = 0, size; i < n; i += size) {
-    // A first short block brings `out` to a cache line's start, where stores past the cache must begin.
+    // A short first block aligns `out` to a cache line, as non-temporal stores require.
     const int64_t lead = past_cache ? (-reinterpret_cast<uintptr_t>(out + i) & 63) / sizeof(O) : 0;
     size = std::min(lead ? lead : int64_t(BLOCK), n - i);
-    // Beside a wide gradient, whose blocks are as long as theirs, they come by themselves; asking costs up to a fifth.
+    // With a gradient as wide as the states the hardware prefetches well, and software prefetch
+    // costs up to a fifth.
     if (sizeof(G) < sizeof(T))
       for (const T* x : {p, m, v}) prefetch(x + i + AHEAD);
     widen(wide, g + i, size, constants.scale);

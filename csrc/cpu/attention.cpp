@@ -1,9 +1,10 @@
-// The backward of causal attention over short sequences, on a processor with tiles (AMX): bf16, one head at a time.
+// Backward of causal attention over short sequences in bf16, one head at a time, with AMX tiles.
 //
 //   P = e^(scale Q K^T - L)     dV = P^T dY     dS = P (dP - rows' sums of P dP) scale, dP = dY V^T
 //   dQ = dS K                   dK = dS^T Q
 //
-// P and dS are rounded to bf16 before they are factors, all else is in fp32. Blocks above the diagonal are left out.
+// P and dS are rounded to bf16 before they are multiplied; all other values are in fp32. Blocks
+// above the diagonal are skipped.
 
 #include <algorithm>
 #include <cerrno>
@@ -27,7 +28,7 @@ struct Attention {
   float scale;
 };
 
-// A head's, rows up to a multiple of 32; memory of one thread.
+// Working memory of one thread for one head; rows are padded to a multiple of 32.
 struct Head {
   alignas(64) uint16_t q[LONGEST * WIDEST_HEAD], k[LONGEST * WIDEST_HEAD], v[LONGEST * WIDEST_HEAD];
   alignas(64) uint16_t dy[LONGEST * WIDEST_HEAD], p[LONGEST * LONGEST], ds[LONGEST * LONGEST];
@@ -37,7 +38,7 @@ struct Head {
 
 TARGET_BEGIN(TILES)
 
-// e^x for x <= 88: 2^n e^r with |r| <= ln 2 / 2, and e^r by its series.
+// e^x for x <= 88: 2^n e^r with |r| <= ln 2 / 2, and e^r by its Taylor series.
 INLINE __m512 exponential(__m512 x) {
   x = _mm512_max_ps(x, _mm512_set1_ps(-100.0f));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
@@ -53,7 +54,7 @@ INLINE void narrow(uint16_t* to, __m512 x, __mmask16 which) {
   _mm256_mask_storeu_epi16(to, which, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
 
-// Rows of a head, `step` apart, and zeros behind them.
+// Copies the rows of a head, which are `step` apart, and pads them with zero rows.
 void read_rows(uint16_t* to, const uint16_t* from, int64_t step, int64_t rows, int64_t all, int64_t d) {
   for (int64_t i = 0; i < rows; i++) std::memcpy(to + i * d, from + i * step, size_t(2 * d));
   std::memset(to + rows * d, 0, size_t(2 * (all - rows) * d));
@@ -66,7 +67,7 @@ void pack_all_b(uint16_t* to, const uint16_t* x, int64_t rows, int64_t d, bool t
       transposed ? pack_b_transposed(to, x + (j * d + s) * SIDE, d) : pack_b(to, x + j * SIDE, d, s * SIDE, rows);
 }
 
-// Rows of P and dS [32 n], of whose columns those up to a row's own count.
+// Computes 32 rows of P and dS. Row i attends to columns 0 ... i; the others are zero.
 void softmax_rows(Head& h, const float* logarithms, int64_t first, int64_t rows, int64_t all, float scale) {
   const int64_t n = first + SIDE;
   for (int64_t i = 0; i < SIDE; i++) {
@@ -90,7 +91,8 @@ void softmax_rows(Head& h, const float* logarithms, int64_t first, int64_t rows,
   }
 }
 
-// 32 rows of a product [.. d], from packed factors with so many of k before the first: to rows of the output.
+// Writes 32 rows of a product [.. d] to the output. a and b: packed factors, multiplied over
+// `steps` steps of k; b has b_steps steps per block of columns.
 void product_rows(Head& h, const Attention& c, uint16_t* to, const uint16_t* a, const uint16_t* b, int64_t steps,
                   int64_t b_steps, int64_t rows) {
   for (int64_t j = 0; j < c.d; j += SIDE, b += b_steps * 2 * TILE_NUMBERS) {
@@ -127,11 +129,11 @@ void back_of_head(Head& h, const Attention& c, int64_t batch, int64_t head) {
   read_rows(h.dy, c.dy + batch * width + head * c.d, c.b * width, c.s, all, c.d);
   fill_p_and_ds(h, c, c.logarithms + (batch * c.heads + head) * c.s, all);
   pack_all_b(h.b, h.k, all, c.d, false);
-  for (int64_t i = 0; i < steps; i++) {  // dQ: of a row, keys up to its own
+  for (int64_t i = 0; i < steps; i++) {  // dQ: sums over keys up to the row
     for (int64_t s = 0; s <= i; s++) pack_a(h.a + s * 2 * TILE_NUMBERS, h.ds + (i * all + s) * SIDE, all);
     product_rows(h, c, c.out + in + i * SIDE * step, h.a, h.b, i + 1, steps, std::min<int64_t>(SIDE, c.s - i * SIDE));
   }
-  const uint16_t *left[] = {h.ds, h.p}, *right[] = {h.q, h.dy};  // dK and dV: of a key, rows from its own on
+  const uint16_t *left[] = {h.ds, h.p}, *right[] = {h.q, h.dy};  // dK and dV: sums over rows from the key on
   for (int which = 0; which < 2; which++) {
     pack_all_b(h.b, right[which], all, c.d, false);
     for (int64_t i = 0; i < steps; i++) {
@@ -144,7 +146,7 @@ void back_of_head(Head& h, const Attention& c, int64_t batch, int64_t head) {
 }
 
 void back_of_heads(const Attention& c, int64_t first, int64_t count) {
-  const std::unique_ptr<Head> head(new Head);  // too large for the stacks that OMP_STACKSIZE may ask for
+  const std::unique_ptr<Head> head(new Head);  // too large for small stacks (OMP_STACKSIZE)
   begin_tiles();
   for (int64_t i = first; i < first + count; i++) back_of_head(*head, c, i / c.heads, i % c.heads);
   end_tiles();
@@ -157,8 +159,9 @@ TARGET_END
 
 extern "C" {
 
-// out [s b 3 a d] = the gradient of qkv [s b 3 a d], where causal attention made y [s b a d], whose gradient is dy; bf16.
-// logarithms: of the sum of each row's e^(scale q k), fp32 [b a s]. s up to 256, d 32, 64, 96 or 128; else EINVAL.
+// out [s b 3 a d] = the gradient of qkv [s b 3 a d] for causal attention y [s b a d] with gradient
+// dy. bf16. logarithms: log-sum-exp of each query's scores, scale q k, fp32 [b a s]. Returns EINVAL
+// unless s <= 256 and d is 32, 64, 96 or 128.
 int threed_attention_backward(const void* qkv, const void* dy, const float* logarithms, void* out, int64_t s,
                               int64_t b, int64_t heads, int64_t d, double scale, int threads) {
 #ifdef HAS_TILES

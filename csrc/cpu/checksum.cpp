@@ -1,5 +1,6 @@
-// A checksum that finds damage at the speed of memory: NH (Black et al., UMAC, CRYPTO 1999, section 4) of chunks of
-// 64 KiB, twice with shifted keys. The keys are fixed: it finds what happens to a disk, not what somebody means.
+// A checksum at memory bandwidth: NH (Black et al., UMAC, CRYPTO 1999, section 4) of chunks of 64
+// KiB, twice with shifted keys. The keys are fixed, so it detects accidental corruption, not
+// deliberate changes.
 
 #include <cerrno>
 #include <cstdint>
@@ -34,8 +35,8 @@ constexpr Kernel KERNELS[] = OF_TARGETS(two_sums);
 
 }  // namespace
 
-// out: two sums for each chunk of data[n]; a chunk that is not full counts as if zeros followed. instructions: null for
-// the fastest. 0, or ENOTSUP for instructions that this processor has not.
+// out: two sums per chunk of data [n]; the last chunk is padded with zeros. instructions: null
+// selects the fastest. Returns 0, or ENOTSUP if the processor lacks the instructions.
 extern "C" int threed_checksum(const void* data, int64_t n, uint64_t* out, const char* instructions) {
   static const Keys keys;
   const int path = find_path(instructions);

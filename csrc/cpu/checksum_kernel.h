@@ -1,5 +1,5 @@
-// Two NH sums of a chunk of 32-bit words: of (word + key) products of neighbours, modulo 2^64; the second one with keys
-// four words on.
+// Two NH sums of a chunk of 32-bit words: sums of products of neighbouring (word + key), modulo
+// 2^64. The second sum uses keys that are shifted by four words.
 
 inline void two_sums(const uint64_t* RESTRICT words, const uint64_t* RESTRICT keys, uint64_t* RESTRICT out) {
   uint64_t first = 0, second = 0;

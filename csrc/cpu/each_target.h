@@ -1,4 +1,4 @@
-// Includes the header KERNEL_HEADER for each instruction set (targets.h).
+// Includes the header KERNEL_HEADER once per instruction set (targets.h).
 
 namespace portable {
 #include KERNEL_HEADER

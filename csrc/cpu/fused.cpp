@@ -1,5 +1,6 @@
-// GELU, SwiGLU and cross entropy on the CPU, each in one pass over memory: twins of csrc/cuda/activation.cu and
-// cross_entropy.cu for fp32 and bf16. The kernels are in fused_kernel.h. The result does not depend on the threads.
+// GELU, SwiGLU and cross entropy on the CPU, each in one pass over memory, for fp32 and bf16: the
+// counterparts of csrc/cuda/activation.cu and cross_entropy.cu. The kernels are in fused_kernel.h.
+// The result does not depend on the number of threads.
 
 #include <algorithm>
 #include <cerrno>
@@ -11,15 +12,15 @@
 
 namespace {
 
-constexpr int WIDTH = 512, LANES = 64;               // numbers of a block, and of a sum's lanes
-constexpr int64_t THREAD_FROM = 1 << 15, GRAIN = 64;  // numbers a thread must have; parts of GELU begin at multiples
+constexpr int WIDTH = 512, LANES = 64;               // elements per block; lanes of a sum
+constexpr int64_t THREAD_FROM = 1 << 15, GRAIN = 64;  // elements: minimum per thread; unit of GELU's parts
 
 enum What { GELU, SWIGLU, NUMBERS, GRADIENT };
 
 struct Fused {
   What what;
   int format;
-  int64_t width, columns;  // of a row of x, and those that count
+  int64_t width, columns;  // columns of a row of x, and without padding
   const void *x, *dy;      // dy: null in a forward
   void* out;
   float *top, *total;
@@ -34,7 +35,7 @@ using Kernel = void (*)(const Fused&, int64_t first, int64_t n);
 
 constexpr Kernel KERNELS[] = OF_TARGETS(fused);
 
-// n: rows, or numbers where `size` of a row is 1.
+// n: number of rows of `size` elements; for GELU number of elements, with size 1.
 int run(const Fused& call, int64_t n, int64_t size, int threads, const char* instructions) {
   const int path = find_path(instructions);
   if (path < 0) return ENOTSUP;
@@ -50,10 +51,10 @@ int run(const Fused& call, int64_t n, int64_t size, int threads, const char* ins
 
 extern "C" {
 
-// All: format FP32 or BF16; instructions null for the fastest. 0, EINVAL for another format, ENOTSUP for instructions
-// that this processor has not.
+// All functions: format is FP32 or BF16; instructions null selects the fastest. They return 0,
+// EINVAL for another format, or ENOTSUP if the processor lacks the instructions.
 
-// out [n] = GELU(x), in its tanh form; or its slope times dy, where that is given.
+// out [n] = GELU(x) in its tanh form; if dy is not null, its derivative times dy.
 int threed_gelu(const void* x, const void* dy, void* out, int64_t n, int format, int threads,
                 const char* instructions) {
   Fused call{};
@@ -61,7 +62,8 @@ int threed_gelu(const void* x, const void* dy, void* out, int64_t n, int format,
   return run(call, n, 1, threads, instructions);
 }
 
-// out [rows f] = silu(gate) up of x = gate_up [rows 2f]; or, where dy [rows f] is given, out [rows 2f] = the gradient.
+// out [rows f] = silu(gate) up for x = gate_up [rows 2f]; if dy [rows f] is not null, out [rows 2f]
+// = the gradient of x.
 int threed_swiglu(const void* x, const void* dy, void* out, int64_t rows, int64_t f, int format, int threads,
                   const char* instructions) {
   Fused call{};
@@ -69,7 +71,8 @@ int threed_swiglu(const void* x, const void* dy, void* out, int64_t rows, int64_
   return run(call, rows, f, threads, instructions);
 }
 
-// Of each row of x [rows width], of whose columns so many count: the largest number, and the sum of e^(x - largest).
+// top, total [rows]: maximum and sum of e^(x - maximum) over the first `columns` of each row of x
+// [rows width].
 int threed_row_numbers(const void* x, int64_t rows, int64_t width, int64_t columns, int format, float* top,
                        float* total, int threads, const char* instructions) {
   Fused call{};
@@ -78,8 +81,8 @@ int threed_row_numbers(const void* x, int64_t rows, int64_t width, int64_t colum
   return run(call, rows, width, threads, instructions);
 }
 
-// In place: x = e^(x - logarithm) loss, less loss in the column `target` (none below 0); columns that do not count are
-// zero.
+// In place: x = e^(x - logarithm) loss, minus loss in the column `target` (if not negative). The
+// padding after the first `columns` becomes zero.
 int threed_softmax_gradient(void* x, int64_t rows, int64_t width, int64_t columns, int format,
                             const float* logarithm, const float* loss, const int64_t* target, int threads,
                             const char* instructions) {

@@ -1,14 +1,16 @@
-// Activations and cross entropy on rows of fp32 or bf16, in fp32; included once for each instruction set, hence no guard.
+// Activations and cross entropy on rows of fp32 or bf16, computed in fp32. The file is included
+// once per instruction set, so it has no include guard.
 //
-// Loops over short blocks that the compiler vectorises: widen a block, compute, narrow. Products and sums are rounded by
-// themselves (no fused multiply-add), so all instruction sets give the same bits; sums of a row are made in 16 lanes.
+// Loops over short blocks that the compiler vectorises: widen a block, compute, narrow. Every
+// product and sum is rounded separately (no fused multiply-add), so that all instruction sets
+// produce the same bits. Sums of a row use LANES accumulators.
 
-// e^x within 2 units in the last place: 2^n e^r with |r| <= ln 2 / 2, and e^r by its series (Cephes' expf). It is
-// infinite from x = 88 on, and 0 below -87.
+// e^x within 2 ulp: 2^n e^r with |r| <= ln 2 / 2, and e^r by a polynomial (Cephes' expf). Infinite
+// for x >= 88, and 0 below -87.
 INLINE float exponential(float power) {
   float x = power >= 88.0f ? 88.0f : power;
   x = x < -87.0f ? -87.0f : x;
-  const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounded to a whole number
+  const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounded to an integer
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   float s = 1.9875691500e-4f;
   s = s * r + 1.3981999507e-3f;
@@ -23,7 +25,7 @@ INLINE float exponential(float power) {
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// GELU in its tanh form is x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+// GELU in its tanh form is x sigmoid(2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
 constexpr float TWICE = 1.5957691216057308f, CUBE = 0.044715f;
 INLINE float gelu(float x) { return x * sigmoid(TWICE * (x + CUBE * x * x * x)); }
 INLINE float gelu_slope(float x) {
@@ -62,7 +64,7 @@ NOINLINE void swiglu_back_block(float* RESTRICT dgate, float* RESTRICT dup, cons
   }
 }
 
-// One part of a call: `first` and `n` count numbers for GELU, rows for the others.
+// One part of a call: `first` and `n` count elements for GELU, rows for the others.
 template <class N>
 void gelu_part(const Fused& c, int64_t first, int64_t n) {
   const N *x = static_cast<const N*>(c.x) + first, *dy = c.dy ? static_cast<const N*>(c.dy) + first : nullptr;
@@ -106,7 +108,8 @@ void swiglu_part(const Fused& c, int64_t first, int64_t n) {
   }
 }
 
-// Cross entropy. A row's largest number and the sum of e^(x - largest), in lanes that are combined in a fixed order.
+// Cross entropy: a row's maximum and sum of e^(x - maximum), in lanes that are combined in a fixed
+// order.
 template <class N>
 NOINLINE float largest_of(const N* RESTRICT x, int64_t n) {
   float lane[LANES];
@@ -152,7 +155,7 @@ void gradient_part(const Fused& c, int64_t first, int64_t n) {
     N* x = static_cast<N*>(c.out) + row * c.width;
     const int64_t at = c.target[row];
     const float logarithm = c.logarithm[row], loss = c.loss[row];
-    // Rounded once, so of the number before it was overwritten.
+    // Computed before x is overwritten, so that it is rounded once.
     const float own = at < 0 ? 0.0f : exponential(to_number(x[at]) - logarithm) * loss - loss;
     softmax_times(x, c.columns, logarithm, loss);
     if (at >= 0) from_number(own, x[at]);

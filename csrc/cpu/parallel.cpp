@@ -7,7 +7,8 @@
 
 namespace {
 
-// One call's work: whoever takes part takes parts, so nobody waits for a thread that comes late.
+// The work of one call. Every thread takes the next part when it is free, so a late thread delays
+// no other.
 struct Job {
   int64_t n, part;
   void (*of)(const void*, int64_t, int64_t);
@@ -19,13 +20,14 @@ struct Job {
   }
 };
 
-// Helpers sleep between calls: a thread made for a call begins a millisecond late, and often on its maker's processor.
-// They serve one call at a time; another one in the meantime runs without. A forked child makes its own.
+// Helper threads sleep between calls: a thread created for a call starts a millisecond late, and
+// often on the creator's processor. They serve one call at a time; a concurrent call runs without
+// helpers. A forked child creates new ones.
 pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 pthread_cond_t wake = PTHREAD_COND_INITIALIZER, idle = PTHREAD_COND_INITIALIZER;
-Job* job;          // that of the call being served
-int openings;      // helpers that it still takes
-int active, made;  // helpers at work on it, and in all
+Job* job;          // of the call being served
+int openings;      // number of helpers that may still join it
+int active, made;  // number of helpers working on it, and in total
 
 void* help(void*) {
   pthread_mutex_lock(&mutex);
@@ -46,7 +48,7 @@ bool make_helper() {
   return pthread_create(&id, nullptr, help, nullptr) == 0 && pthread_detach(id) == 0;
 }
 
-// Whether helpers were called: not while they serve another call.
+// Wakes helpers. Returns false if they serve another call.
 bool call_helpers(Job& mine, int count) {
   pthread_mutex_lock(&mutex);
   const bool here = !job;
@@ -68,8 +70,8 @@ void dismiss_helpers() {
   pthread_mutex_unlock(&mutex);
 }
 
-// torch's threads, where it has OpenMP's: they spin for a while after each of its operations, on the processors that
-// helpers of our own would need. OpenMP does not survive a fork.
+// torch's OpenMP threads, if it uses libgomp. They spin for a while after each operation, on the
+// processors that separate helpers would need. OpenMP does not survive a fork.
 using Team = void (*)(void (*of)(void*), void* context, unsigned threads, unsigned flags);
 bool forked;
 
@@ -86,7 +88,7 @@ void forget_helpers() {
   openings = active = made = 0;
 }
 
-const int at_fork = pthread_atfork(nullptr, nullptr, forget_helpers);  // at loading
+const int at_fork = pthread_atfork(nullptr, nullptr, forget_helpers);  // runs when the library is loaded
 
 }  // namespace
 
@@ -94,7 +96,8 @@ void run_in_parts(int64_t n, int64_t part, int64_t threads, void (*work)(const v
                   const void* context) {
   if (threads < 2 || at_fork) return work(context, 0, n);
   Job mine{n, part, work, context};
-  // 0 threads: a team as large as torch's. libgomp ends threads, and starts them anew, when the size of a team changes.
+  // 0 threads: a team as large as torch's. libgomp ends and restarts threads when the size of a
+  // team changes.
   if (const Team team = find_team()) return team([](void* job) { static_cast<Job*>(job)->work(); }, &mine, 0, 0);
   const bool helped = call_helpers(mine, int(threads) - 1);
   mine.work();

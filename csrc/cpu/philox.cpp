@@ -1,5 +1,6 @@
-// Standard normals from Philox4x32-10 (Salmon et al., SC 2011) and Box-Muller, four for every counter: the twin of
-// `_normal_blocks` in threed/rng.py, in the same fp64 operations, so that rounding to fp32 hides the libraries' last bit.
+// Standard normals from Philox4x32-10 (Salmon et al., SC 2011) and Box-Muller, four per counter.
+// Uses the same fp64 operations as `_normal_blocks` in threed/rng.py. Rounding to fp32 hides
+// differences of the math libraries in the last bit.
 
 #include <algorithm>
 #include <cmath>
@@ -10,7 +11,7 @@
 
 namespace {
 
-constexpr int64_t THREAD_FROM = 1 << 14;  // counters a thread must have: a millisecond of work
+constexpr int64_t THREAD_FROM = 1 << 14;  // minimum counters per thread: a millisecond of work
 
 inline double unit(uint32_t word) { return (word + 0.5) * 0x1p-32; }
 
@@ -35,7 +36,8 @@ void fill(float* out, const int64_t* counters, int64_t n, uint32_t key0, uint32_
 
 }  // namespace
 
-// out: float[4 n], four normals for each of counters[n]. threads: at most so many; the result does not depend on it.
+// out: float [4 n], four normals for each of counters [n]. threads: maximum number of threads. The
+// result does not depend on it.
 extern "C" void threed_normal(float* out, const int64_t* counters, int64_t n, uint32_t key0, uint32_t key1,
                               int threads) {
   const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, n / THREAD_FROM));
@@ -44,7 +46,7 @@ extern "C" void threed_normal(float* out, const int64_t* counters, int64_t n, ui
     const int64_t from = n * t / parts, to = n * (t + 1) / parts;
     try {
       others.emplace_back(fill, out + 4 * from, counters + from, to - from, key0, key1);
-    } catch (const std::system_error&) {  // no thread to be had: this one does it
+    } catch (const std::system_error&) {  // no new thread is available: run here
       fill(out + 4 * from, counters + from, to - from, key0, key1);
     }
   }

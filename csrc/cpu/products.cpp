@@ -1,4 +1,4 @@
-// The gradient of a linear layer's weight on a processor with tiles (AMX): a^T b of bf16, added to fp32 in one pass.
+// The weight gradient of a linear layer with AMX tiles: a^T b of bf16, added to fp32 in one pass.
 
 #include <algorithm>
 #include <cerrno>
@@ -11,7 +11,8 @@
 #ifdef HAS_TILES
 namespace {
 
-// A part of the sum is ROWS x COLUMNS, which stay in the second-level cache; factors are packed DEPTH of k at a time.
+// A part of the output has ROWS x COLUMNS elements, which stay in the L2 cache. Factors are packed
+// for DEPTH values of k at a time.
 constexpr int64_t ROWS = 256, COLUMNS = 1024, DEPTH = 512;
 
 struct Product {
@@ -19,15 +20,15 @@ struct Product {
   int64_t k, m, n;
   float* out;  // [m n]
   bool fresh;
-  uint16_t* packed;  // b: its columns 32 by 32, of those k 32 by 32
-  int64_t rows, across;  // of a part; parts beside each other
+  uint16_t* packed;  // b in blocks of 32 columns, each in steps of 32 values of k
+  int64_t rows, across;  // rows per part; parts per row of parts
 };
 
 INLINE int64_t steps_of(int64_t k) { return (k + SIDE - 1) / SIDE; }
 
 TARGET_BEGIN(TILES)
 
-// Packs columns [32 first, 32 (first + count)) of b.
+// Packs the columns [32 first, 32 (first + count)) of b.
 void pack(const Product& c, int64_t first, int64_t count) {
   const int64_t steps = steps_of(c.k);
   for (int64_t j = first; j < first + count; j++)
@@ -54,7 +55,7 @@ void add_part(const Product& c, int64_t row, int64_t column, uint16_t* a) {
 }
 
 void add_parts(const Product& c, int64_t first, int64_t count) {
-  const std::unique_ptr<Packed> packed(new Packed);  // too large for the stacks that OMP_STACKSIZE may ask for
+  const std::unique_ptr<Packed> packed(new Packed);  // too large for small stacks (OMP_STACKSIZE)
   begin_tiles();
   for (int64_t part = first; part < first + count; part++)
     add_part(c, part / c.across * c.rows, part % c.across * COLUMNS, packed->a);
@@ -68,7 +69,7 @@ TARGET_END
 
 extern "C" {
 
-// Whether this processor has tiles, and so the functions below: 1 or 0.
+// Returns 1 if this processor has AMX tiles, which the functions below require, else 0.
 int threed_tiles() {
 #ifdef HAS_TILES
   return tiles_here();
@@ -77,8 +78,9 @@ int threed_tiles() {
 #endif
 }
 
-// out [m n], fp32, = (fresh) or += a^T b of a [k m] and b [k n] in bf16; m and n are multiples of 32. packed: memory for
-// n numbers of bf16 times k, rounded up to a multiple of 32; 64-byte aligned. The result does not depend on the threads.
+// out [m n], fp32, = (if fresh) or += a^T b for a [k m] and b [k n] in bf16; m and n are multiples
+// of 32. packed: working memory for n k bf16 numbers, k rounded up to a multiple of 32; 64-byte
+// aligned. The result does not depend on the number of threads.
 int threed_add_product(const void* a, const void* b, int64_t k, int64_t m, int64_t n, float* out, int fresh,
                        void* packed, int threads) {
 #ifdef HAS_TILES

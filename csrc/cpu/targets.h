@@ -1,5 +1,5 @@
-// Instruction sets: a kernel's header is included once for each, in a namespace and under a target of its own, and cpuid
-// picks one when it is called.
+// Instruction sets: a kernel's header is included once per instruction set, each in another
+// namespace and target. cpuid selects one at each call.
 //
 //   #define KERNEL_HEADER "kernel.h"
 //   #include "each_target.h"
@@ -13,7 +13,7 @@
 #define X86 1
 #endif
 
-// All functions between BEGIN and END may use these instructions.
+// Functions between BEGIN and END may use these instructions.
 #define PRAGMA(text) _Pragma(#text)
 #ifdef __clang__
 #define WIDEST
@@ -31,7 +31,7 @@
 #define AVX2 "avx2"
 #define AVX512 "avx512f,avx512bw,avx512dq,avx512vl" WIDEST
 
-// From the fastest to the plainest.
+// From the fastest to the slowest.
 #ifdef X86
 constexpr const char* PATHS[] = {"avx512", "avx2", "portable"};
 #define OF_TARGETS(f) {avx512::f, avx2::f, portable::f}
@@ -40,7 +40,8 @@ constexpr const char* PATHS[] = {"portable"};
 #define OF_TARGETS(f) {portable::f}
 #endif
 
-// The number of the path of that name, or of the fastest for a null pointer; -1 if this processor cannot run it.
+// Returns the index in PATHS of `name`, or of the fastest if it is null; -1 if this processor
+// cannot run it.
 inline int find_path(const char* name) {
 #ifdef X86
   __builtin_cpu_init();

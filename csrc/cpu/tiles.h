@@ -1,5 +1,6 @@
-// Intel's tile registers (AMX) for products of bf16 that are summed in fp32: what packs factors, and the product of a
-// block. Only for functions between TARGET_BEGIN(TILES) and TARGET_END, on a processor for which `tiles_here` is true.
+// Intel's tile registers (AMX) for products of bf16 that are accumulated in fp32: packing of
+// factors and the product of a block. Only for functions between TARGET_BEGIN(TILES) and
+// TARGET_END, on a processor where `tiles_here` is true.
 #pragma once
 
 #include "targets.h"
@@ -14,14 +15,15 @@
 
 #define TILES "amx-tile,amx-bf16,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"
 
-// Whether the processor has tiles of bf16 and the kernel lets this process use them (it is asked once).
+// Returns whether the processor has tiles for bf16 and Linux permits this process to use them. Asks
+// for permission once.
 inline bool tiles_here() {
   static const bool here = [] {
     unsigned a, b, c, d, narrows;
     if (find_path("avx512") < 0 || !__get_cpuid_count(7, 1, &narrows, &b, &c, &d) || !(narrows & 1u << 5)) return false;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     constexpr unsigned BF16_AND_TILE = 1u << 22 | 1u << 24;
-    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of arch_prctl
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arguments of arch_prctl
     return (d & BF16_AND_TILE) == BF16_AND_TILE && !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
   }();
   return here;
@@ -29,8 +31,9 @@ inline bool tiles_here() {
 
 TARGET_BEGIN(TILES)
 
-// A tile is 16 rows of 64 bytes. C is 16 x 16 in fp32; A holds rows of 16 pairs of k, B rows of 16 columns of a pair.
-constexpr int SIDE = 32, TILE_BYTES = 1024, TILE_NUMBERS = 512;  // SIDE: of a block of C, 2 x 2 tiles; and of k a step
+// A tile has 16 rows of 64 bytes. A tile of C is 16 x 16 in fp32. A row of A holds 16 pairs along
+// k; a row of B holds one pair along k for each of 16 columns.
+constexpr int SIDE = 32, TILE_BYTES = 1024, TILE_NUMBERS = 512;  // SIDE: of a block of 2 x 2 tiles; step along k
 
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -45,7 +48,7 @@ INLINE void begin_tiles() {
 
 INLINE void end_tiles() { _tile_release(); }
 
-// 32 columns of two rows -> 16 pairs, and 16 more.
+// Interleaves 32 columns of two rows into two registers of 16 pairs.
 struct Pairs {
   __m512i low, high;
 };
@@ -63,7 +66,7 @@ INLINE const uint16_t* row_or_none(const uint16_t* x, int64_t width, int64_t row
   return row < rows ? x + row * width : nullptr;
 }
 
-// Rows [k0, k0 + 32) of x [rows width], 32 columns from x on, as two tiles B.
+// Packs rows [k0, k0 + 32) of x [rows width], 32 columns from x on, as two tiles of B.
 INLINE void pack_b(uint16_t* to, const uint16_t* x, int64_t width, int64_t k0, int64_t rows) {
   for (int p = 0; p < 16; p++) {
     const int64_t k = k0 + 2 * p;
@@ -85,7 +88,7 @@ INLINE void transpose(__m512i (&r)[16]) {
     r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
-  for (int i = 0; i < 4; i++) {  // r[4 g + i]: columns i, 4 + i, 8 + i, 12 + i of rows 4 g ... 4 g + 3
+  for (int i = 0; i < 4; i++) {  // r[4 g + i] holds columns i, 4 + i, 8 + i, 12 + i of rows 4 g ... 4 g + 3
     const __m512i a = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), b = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
     const __m512i c = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
     const __m512i d = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
@@ -95,7 +98,7 @@ INLINE void transpose(__m512i (&r)[16]) {
   for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
-// The same as two tiles A of the transposed x: 32 of its rows, 32 of k.
+// Packs the same part of x as two tiles of A, transposed: 32 rows, 32 values of k.
 INLINE void pack_a_transposed(uint16_t* to, const uint16_t* x, int64_t width, int64_t k0, int64_t rows) {
   __m512i low[16], high[16];
   for (int p = 0; p < 16; p++) {
@@ -111,12 +114,12 @@ INLINE void pack_a_transposed(uint16_t* to, const uint16_t* x, int64_t width, in
   }
 }
 
-// 32 rows of x [rows width], 32 of k, as two tiles A.
+// Packs 32 rows of x [rows width], 32 values of k, as two tiles of A.
 INLINE void pack_a(uint16_t* to, const uint16_t* x, int64_t width) {
   for (int i = 0; i < 32; i++) _mm512_store_si512(to + 32 * i, _mm512_loadu_si512(x + i * width));
 }
 
-// 32 rows of x [rows width], 32 of k, as two tiles B of the transposed x.
+// Packs 32 rows of x [rows width], 32 values of k, as two tiles of B, transposed.
 INLINE void pack_b_transposed(uint16_t* to, const uint16_t* x, int64_t width) {
   for (int tile = 0; tile < 2; tile++, to += TILE_NUMBERS, x += 16 * width) {
     __m512i rows[16];
@@ -126,7 +129,8 @@ INLINE void pack_b_transposed(uint16_t* to, const uint16_t* x, int64_t width) {
   }
 }
 
-// c [32 32], of a row so many bytes apart, = or += the product of packed factors, in so many steps of k.
+// Computes c = a b, or c += a b if `add`, for c [32 32] with rows `row_bytes` apart and factors
+// packed in `steps` steps along k.
 INLINE void block_product(float* c, int64_t row_bytes, const uint16_t* a, const uint16_t* b, int64_t steps, bool add) {
   float* below = c + 16 * (row_bytes / 4);
   if (add) {

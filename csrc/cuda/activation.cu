@@ -1,24 +1,24 @@
-// The feed-forward part's activations on bf16 rows. Their backwards compute again what the forwards could have saved.
+// Activations of the feed-forward part on bf16 rows. The backwards recompute intermediate values.
 //
-//   swiglu    out = silu(gate) up          gate_up [rows 2f] -> out [rows f]     6 bytes an element of out, backward 10
-//   gelu      out = gelu(x + bias)         tanh form, [rows f] -> [rows f]       4 bytes, backward 6
+//   swiglu    out = silu(gate) up     gate_up [rows 2f] -> out [rows f]  6 bytes per element of out, backward 10
+//   gelu      out = gelu(x + bias)    tanh form, [rows f] -> [rows f]    4 bytes, backward 6
 //
-// A warp has 32 packs of columns and walks over rows, AHEAD of them at a time; so GELU's backward sums the bias's gradient
-// in registers. Its parts [blocks f] are summed by sums.cu.
+// A warp processes 32 packs of columns and iterates over rows, AHEAD at a time. So GELU's backward
+// accumulates the bias's gradient in registers. Its partial sums [blocks f] are summed by sums.cu.
 
 #include "common.cuh"
 
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
-constexpr int AHEAD = 2;  // rows whose packs a thread asks for before it uses the first
+constexpr int AHEAD = 2;  // rows that a thread loads before it uses the first
 
 // blockIdx.x: packs of columns; blockIdx.y: rows
 __device__ __forceinline__ int64_t first_row() { return (int64_t(blockIdx.y) * WARPS + threadIdx.x / WARP) * AHEAD; }
 __device__ __forceinline__ int64_t next_rows() { return int64_t(gridDim.y) * WARPS * AHEAD; }
 __device__ __forceinline__ int64_t my_pack() { return int64_t(blockIdx.x) * WARP + threadIdx.x % WARP; }
 
-// 1 / (1 + exp(-x)). Below -88 the exponential is infinite, and the quotient 0.
+// 1 / (1 + exp(-x)). Below -88 the exponential is infinite, and the result 0.
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 
 __global__ void __launch_bounds__(THREADS)
@@ -75,10 +75,11 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// gelu(x) = x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3): its tanh form, tanh(u) = 2 sigmoid(2 u) - 1.
+// The tanh form of GELU: x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3), since tanh(u) = 2
+// sigmoid(2 u) - 1.
 constexpr float CUBIC = 0.044715f, TWICE = 1.59576912f, LOG2E = 1.44269504f;  // TWICE: 2 sqrt(2/pi)
 
-// sigmoid(2 u), from x and its square: constants are multiplied into the polynomial.
+// sigmoid(2 u) from x and its square. All constants are folded into the polynomial.
 __device__ __forceinline__ float gelu_sigmoid(float x, float square) {
   return __fdividef(1.f, 1.f + exp2f(x * fmaf(-TWICE * LOG2E * CUBIC, square, -TWICE * LOG2E)));
 }
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(THREADS)
   store_sum_of_warps<WARPS>(db_parts + int64_t(blockIdx.y) * packs * PACK, db, at, packs);
 }
 
-// As many blocks of rows as there is work for; at most what a grid can have.
+// Enough blocks for all rows, up to the limit of a grid.
 dim3 grid_of(int64_t rows, int64_t packs) {
   const int64_t down = ceil_div(rows, WARPS * AHEAD);
   return dim3(unsigned(ceil_div(packs, WARP)), unsigned(down < 65535 ? down : 65535));
@@ -158,13 +159,13 @@ dim3 grid_of(int64_t rows, int64_t packs) {
 
 extern "C" {
 
-// out [rows f] = silu(gate) up, of gate_up [rows 2f].
+// out [rows f] = silu(gate) up for gate_up [rows 2f].
 int threed_cuda_swiglu(const void* gate_up, void* out, int64_t rows, int64_t f, cudaStream_t stream) {
   return launch(swiglu, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(gate_up),
                 static_cast<uint4*>(out), rows, f / PACK);
 }
 
-// dgate_up [rows 2f], which may be gate_up itself.
+// dgate_up [rows 2f] = the gradient of gate_up; may be gate_up itself.
 int threed_cuda_swiglu_backward(const void* dout, const void* gate_up, void* dgate_up, int64_t rows, int64_t f,
                                 cudaStream_t stream) {
   return launch(swiglu_backward, grid_of(rows, f / PACK), THREADS, 0, stream, static_cast<const uint4*>(dout),
@@ -177,7 +178,8 @@ int threed_cuda_gelu(const void* x, const void* bias, void* out, int64_t rows, i
                 static_cast<const uint4*>(bias), static_cast<uint4*>(out), rows, f / PACK);
 }
 
-// dx [rows f], and db_parts fp32 [blocks f] unless that is null: the parts of its sum over rows.
+// dx [rows f] = the gradient of x. db_parts, fp32 [blocks f] or null, receives partial sums of dx
+// over rows.
 int threed_cuda_gelu_backward(const void* dout, const void* x, const void* bias, void* dx, float* db_parts, int64_t rows,
                               int64_t f, int64_t blocks, cudaStream_t stream) {
   const dim3 grid = db_parts ? dim3(unsigned(ceil_div(f / PACK, WARP)), unsigned(blocks)) : grid_of(rows, f / PACK);

@@ -1,9 +1,12 @@
-// AdamW (arXiv 1711.05101) on a flat slice, as csrc/cpu/adam_kernel.h: fp32 weights and states, gradient in fp32 or bf16.
+// AdamW (arXiv 1711.05101) on a flat slice, as csrc/cpu/adam_kernel.h: fp32 weights and states,
+// gradient in fp32 or bf16.
 //
-//   p, m, v read and written, g read, out written: 28 bytes an element in bf16 (30 with an fp32 gradient), 26 without out
+//   reads and writes p, m, v; reads g; writes out: 28 bytes per element with g and out in bf16
+//   (30 with an fp32 gradient, 26 without out)
 //
-// All that changes from step to step is read on the device: rate, step, gradient scale (clipping) and skip, fp64 scalars.
-// Rounded stochastically, out gets p plus 16 random bits below bf16's last, cut off: its mean is p.
+// The values that change from step to step are fp64 scalars on the device: learning rate, step,
+// gradient scale (clipping) and skip flag. Stochastic rounding adds 16 random bits below bf16's
+// last bit to p and truncates, so that the mean of out is p.
 
 #include "philox.cuh"
 
@@ -15,7 +18,7 @@ struct Hyper {
   double beta1, beta2, eps, decay;
 };
 
-// The same for all elements; found once a block, because powers of fp64 are slow.
+// Equal for all elements. Computed once per block, because fp64 powers are slow.
 struct Constants {
   float scale, keep, rest1, beta2, rest2, eps, rate, root;
 };
@@ -51,7 +54,8 @@ __device__ __forceinline__ float4 load_gradient(const uint16_t* g, int64_t four)
                      __uint_as_float(words.y & 0xffff0000u));
 }
 
-// bf16 below or above x, above with the probability of what is between: 16 random bits are added and cut off.
+// Rounds x to the bf16 number below or above, up with a probability equal to the fraction: adds 16
+// random bits and truncates.
 __device__ __forceinline__ unsigned short round_randomly(float x, unsigned random) {
   const unsigned bits = __float_as_uint(x), exponent = bits & 0x7f800000u;
   return (unsigned short)((exponent == 0x7f800000u ? bits : bits + (random & 0xffffu)) >> 16);
@@ -91,8 +95,9 @@ __global__ void __launch_bounds__(THREADS)
 
 }  // namespace
 
-// p, m, v: fp32 [n], n a multiple of 4; g: fp32, or bf16 where `narrow_g`; out: bf16 [n] or null. lr, step, scale, skip: fp64
-// on the device; nothing changes where *skip is not 0. stochastic: whether out is rounded so, by the stream of key0 and key1.
+// p, m, v: fp32 [n], n a multiple of 4; g: fp32, or bf16 if `narrow_g`; out: bf16 [n] or null. lr,
+// step, scale, skip: fp64 on the device. If *skip is not 0, all arrays stay unchanged. stochastic:
+// rounds out stochastically, with the stream of key0 and key1.
 extern "C" int threed_cuda_adamw(float* p, float* m, float* v, const void* g, void* out, int64_t n, int64_t narrow_g,
                                  const double* lr, const double* step, const double* scale, const double* skip,
                                  double beta1, double beta2, double eps, double decay, int64_t stochastic, int64_t key0,

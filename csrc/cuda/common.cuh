@@ -1,11 +1,14 @@
-// What all kernels share: eight bf16 numbers in 16 bytes, sums over a warp, a block and the blocks, and launches.
+// Shared by all kernels: packs of eight bf16 numbers in 16 bytes, sums over warps and blocks, and
+// launches.
 //
-// nvcc compiles these sources for GPUs; g++ compiles the same text for the emulator (tests/cuda). So a kernel keeps to
-// what both understand: no inline PTX, no tensor cores, no atomics between blocks. Sums over blocks are made in two
-// stages, parts and then their sum in a fixed order, so that a result never depends on which block was first.
+// nvcc compiles these sources for GPUs; g++ compiles the same sources for the emulator
+// (tests/cuda). Kernels may therefore use only features of both: no inline PTX, no tensor cores, no
+// atomics between blocks. Sums over blocks have two stages, partial sums and then their sum in a
+// fixed order, so that a result never depends on the order of blocks.
 //
-// A launcher is a C function. It gets pointers, whole numbers as int64_t, others as double, and the stream last; it allocates
-// nothing, waits for nothing, reads nothing on the host, and returns CUDA's error code. The arguments are checked in Python.
+// A launcher is a C function. Its arguments are pointers, integers as int64_t, other numbers as
+// double, and the stream last. It does not allocate or synchronise, reads no device memory, and
+// returns CUDA's error code. Python checks the arguments.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -41,11 +44,12 @@ __device__ __forceinline__ uint4 pack(const float (&x)[PACK]) {
   return make_uint4(pair(x[0], x[1]), pair(x[2], x[3]), pair(x[4], x[5]), pair(x[6], x[7]));
 }
 
-// Stores each lane's eight floats at to + PACK at, for at < packs. Neighbours swap halves first, so that a store of the warp
-// fills whole sectors. Every lane takes part, and has an `at` as odd or even as itself.
+// Stores each lane's eight floats at to + PACK at, for at < packs. Neighbouring lanes swap halves
+// first, so that a store of the warp fills complete sectors. All lanes must participate, and `at`
+// must have the parity of the lane.
 __device__ __forceinline__ void store_floats(float* to, const float (&x)[PACK], int64_t at, int64_t packs) {
   const bool odd = threadIdx.x % 2;
-  float first[4], second[4];  // four floats of the even lane's eight, and of the odd lane's
+  float first[4], second[4];  // four of the even lane's eight floats, and four of the odd lane's
 #pragma unroll
   for (int k = 0; k < 4; k++) {
     const float own = odd ? x[4 + k] : x[k], swapped = __shfl_xor_sync(EVERY_LANE, odd ? x[k] : x[4 + k], 1);
@@ -57,7 +61,8 @@ __device__ __forceinline__ void store_floats(float* to, const float (&x)[PACK], 
   if (at - odd + 1 < packs) both[2] = make_float4(second[0], second[1], second[2], second[3]);
 }
 
-// to [8 packs] = the sums over a block's warps, in order, of each lane's eight at `at`. Every thread takes part.
+// to [8 packs] = sums over a block's warps, in order, of each lane's eight numbers, at position
+// `at`. All threads participate.
 template <int WARPS>
 __device__ __forceinline__ void store_sum_of_warps(float* to, float (&sum)[PACK], int64_t at, int64_t packs) {
   __shared__ float of_warp[WARPS][PACK][WARP];
@@ -81,8 +86,8 @@ __device__ __forceinline__ float sum_over_warp(float x) {
   return x;
 }
 
-// The sum over a block of WARPS warps, in every thread. scratch [WARPS] must not be in use by the sum before: a caller with
-// several takes turns between two.
+// Returns the sum over a block of WARPS warps to every thread. scratch [WARPS] must not be in use
+// by the previous sum: a caller with several sums alternates between two.
 template <int WARPS>
 __device__ __forceinline__ float sum_over_block(float x, float* scratch) {
   static_assert(WARPS <= WARP && (WARPS & (WARPS - 1)) == 0, "a power of two");
@@ -91,7 +96,7 @@ __device__ __forceinline__ float sum_over_block(float x, float* scratch) {
   const int lane = threadIdx.x % WARP;
   if (lane == 0) scratch[threadIdx.x / WARP] = x;
   __syncthreads();
-  x = scratch[lane % WARPS];  // as many neighbours as there are warps have all of their sums
+  x = scratch[lane % WARPS];  // every WARPS neighbouring lanes hold the sums of all warps
 #pragma unroll
   for (int step = WARPS / 2; step; step /= 2) x += __shfl_xor_sync(EVERY_LANE, x, step);
   return x;
@@ -121,11 +126,11 @@ int launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared, cudaStrea
 
 constexpr size_t SHARED_WITHOUT_ASKING = 48 << 10;
 
-// Lets a kernel have `bytes` of dynamic shared memory, where that is more than every kernel may have.
+// Permits a kernel to use `bytes` of dynamic shared memory, if that exceeds the default limit.
 template <class K>
 int allow_shared(K* kernel, size_t bytes) {
   if (bytes <= SHARED_WITHOUT_ASKING) return cudaSuccess;
   const int error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
-  if (error) cudaGetLastError();  // clears it
+  if (error) cudaGetLastError();  // clears the error
   return error;
 }

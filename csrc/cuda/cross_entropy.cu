@@ -1,31 +1,34 @@
-// Cross entropy of bf16 logits over a vocabulary that may be cut over ranks. The gradient takes the logits' place.
+// Cross entropy of bf16 logits over a vocabulary that may be sharded over ranks. The gradient
+// overwrites the logits.
 //
-//   whole      one rank: loss and gradient in one pass                        4 bytes a logit, read once and written once
-//   stats      several: maximum, sum of exponentials, the target's logit      2 bytes
-//   gradient   ... and, when every rank has all of these, loss and gradient   4 bytes
+//   whole      unsharded: loss and gradient in one pass                    4 bytes per logit
+//   stats      sharded: maximum, sum of exponentials, the target's logit   2 bytes
+//   gradient   sharded, from the stats of all ranks: loss and gradient     4 bytes
 //
-// One block a row. `whole` keeps the row in shared memory between its two halves: 2 bytes a column. Rows are `width` columns
-// apart, a multiple of 8; those from `columns` on are padding, which takes no part in a sum and whose gradient is zero.
-// A target outside of the vocabulary costs nothing. All sums are fp32, in an order that the shape alone decides.
+// One block per row. `whole` keeps the row in shared memory between its two halves: 2 bytes per
+// column. Rows are `width` columns apart, a multiple of 8. Columns from `columns` on are padding:
+// excluded from sums, with gradient zero. A target outside the vocabulary has loss 0. All sums are
+// fp32, in an order that depends on the shape only.
 
 #include "common.cuh"
 
 namespace {
 
 constexpr int THREADS = 512, WARPS = THREADS / WARP;
-constexpr int AHEAD = 4;  // packs that a thread asks for before it uses the first
+constexpr int AHEAD = 4;  // packs that a thread loads before it uses the first
 constexpr float LOG2E = 1.44269504f, LN2 = 0.693147181f;
 
-// Of some numbers x, in powers of two: `base` is the largest x LOG2E, rounded; `sum` that of 2^(x LOG2E - base). The rounding
-// of base does no harm as long as nothing but base stands for it: the sum of exp(x) is 2^base sum, and log2 of that goes on.
+// Statistics of numbers x in powers of two: `base` is the maximum of x LOG2E, rounded; `sum` is the
+// sum of 2^(x LOG2E - base). The sum of exp(x) is 2^base sum. Rounding base is harmless as long as
+// this base is used everywhere.
 struct Stats {
   float base, sum;
 };
 
-// 2^(x LOG2E - base), in one multiply-add and the one instruction that there is for it.
+// 2^(x LOG2E - base), in one multiply-add and one ex2 instruction.
 __device__ __forceinline__ float power(float x, float base) { return exp2f(fmaf(x, LOG2E, -base)); }
 
-// Of nothing at all the base is minus infinity, and a difference of two of them no number.
+// Without numbers the base is minus infinity, and the difference of two such bases would be NaN.
 __device__ __forceinline__ float finite(float base) { return base == -INFINITY ? 0.f : base; }
 
 __device__ __forceinline__ Stats join(Stats a, Stats b) {
@@ -60,7 +63,7 @@ __device__ __forceinline__ void add(Stats& s, const uint4 (&words)[COUNT]) {
   }
 }
 
-// A row's last pack, where it is not complete: minus infinity in place of the padding.
+// Replaces the padding in a row's last pack by minus infinity.
 __device__ __forceinline__ uint4 without_padding(uint4 words, int columns) {
   float x[PACK];
   unpack(words, x);
@@ -69,7 +72,8 @@ __device__ __forceinline__ uint4 without_padding(uint4 words, int columns) {
   return pack(x);
 }
 
-// Reads a row; `keep`s it in shared memory; returns its numbers to every thread.
+// Reads a row and returns its statistics to every thread; if `keep`, copies the row to shared
+// memory.
 template <bool keep>
 __device__ __forceinline__ Stats read_row(const uint4* from, uint4* row, int columns) {
   __shared__ float2 of_warp[WARPS];
@@ -103,8 +107,8 @@ __device__ __forceinline__ Stats read_row(const uint4* from, uint4* row, int col
   return join_over_warp({other.x, other.y});
 }
 
-// A thread's share of a row's gradient: (softmax - (column is target)) weight, and zero in the padding. from: the row's
-// packs, whose padding is minus infinity where it is in shared memory.
+// Writes a thread's share of a row's gradient: (softmax - (column is target)) weight, and zero in
+// the padding. from: the row's packs. In shared memory their padding is minus infinity already.
 template <bool from_memory>
 __device__ __forceinline__ void write_gradient(uint4* to, const uint4* from, int columns, int width, int target,
                                                float log2_sum, float weight) {
@@ -126,12 +130,12 @@ __device__ __forceinline__ void write_gradient(uint4* to, const uint4* from, int
   for (int at = used + threadIdx.x; at < width / PACK; at += THREADS) __stcs(to + at, make_uint4(0, 0, 0, 0));
 }
 
-// A target's column in [0, columns), or -1.
+// Returns a target's column in [0, columns), or -1.
 __device__ __forceinline__ int column_of(int64_t target, int64_t first, int columns) {
   return target >= first && target < first + columns ? int(target - first) : -1;
 }
 
-// log(sum of exp(x)) - the target's. One multiply-add, which undoes the rounding of the base.
+// log(sum of exp(x)) - the target's logit. The multiply-add compensates the rounding of the base.
 __device__ __forceinline__ float loss_of(Stats s, float logit) { return LN2 * (fmaf(-logit, LOG2E, s.base) + log2f(s.sum)); }
 
 __global__ void __launch_bounds__(THREADS, 2)
@@ -159,7 +163,7 @@ __global__ void __launch_bounds__(THREADS, 2)
   numbers[2] = target < 0 ? 0.f : bf16_at(mine + target);
 }
 
-// numbers: [ranks rows 3], what `stats` gave on each.
+// numbers: [ranks rows 3], the output of `stats` on each rank.
 __global__ void __launch_bounds__(THREADS, 2)
     gradient(uint16_t* __restrict__ logits, const int64_t* __restrict__ targets, const float* __restrict__ weight,
              const float* __restrict__ numbers, float* __restrict__ loss, int columns, int width, int64_t first,
@@ -179,7 +183,7 @@ __global__ void __launch_bounds__(THREADS, 2)
                        s.base + log2f(s.sum), counts ? *weight : 0.f);
 }
 
-// x times *factor in place; where that is 1, nothing but *factor is read.
+// Multiplies x by *factor in place. If that is 1, x is not read.
 __global__ void __launch_bounds__(THREADS) scale(uint4* __restrict__ x, const float* __restrict__ factor, int64_t packs) {
   const float by = *factor;
   if (by == 1.f) return;
@@ -196,12 +200,13 @@ __global__ void __launch_bounds__(THREADS) scale(uint4* __restrict__ x, const fl
 
 extern "C" {
 
-// x [n], n a multiple of 8, times *factor.
+// Multiplies x [n], n a multiple of 8, by *factor in place.
 int threed_cuda_scale(void* x, const float* factor, int64_t n, int64_t blocks, cudaStream_t stream) {
   return launch(scale, unsigned(blocks), THREADS, 0, stream, static_cast<uint4*>(x), factor, n / PACK);
 }
 
-// loss [rows] of each row; d(sum of the losses * *weight)/d(logits) takes the place of logits [rows width].
+// loss [rows] = the loss of each row; logits [rows width] = d(sum of the losses *
+// *weight)/d(logits), in place.
 int threed_cuda_cross_entropy(void* logits, const int64_t* targets, const float* weight, float* loss, int64_t rows,
                               int64_t columns, int64_t width, cudaStream_t stream) {
   const size_t shared = size_t(ceil_div(columns, PACK)) * sizeof(uint4);
@@ -210,14 +215,16 @@ int threed_cuda_cross_entropy(void* logits, const int64_t* targets, const float*
                 columns, width);
 }
 
-// out [rows 3], of a shard whose first column is `first`: the base and the sum of its powers, and the target's logit or 0.
+// out [rows 3] = base, sum and the target's logit (or 0) of a shard whose first column has the
+// global id `first`.
 int threed_cuda_cross_entropy_stats(const void* logits, const int64_t* targets, float* out, int64_t rows, int64_t columns,
                                     int64_t width, int64_t first, cudaStream_t stream) {
   return launch(stats, unsigned(rows), THREADS, 0, stream, static_cast<const uint16_t*>(logits), targets, out, columns,
                 width, first);
 }
 
-// loss [rows], and the gradient in place of the shard's logits, from numbers [ranks rows 3] of all shards.
+// loss [rows] = the loss of each row; the gradient overwrites the shard's logits. numbers: [ranks
+// rows 3], of all shards.
 int threed_cuda_cross_entropy_gradient(void* logits, const int64_t* targets, const float* weight, const float* numbers,
                                        float* loss, int64_t rows, int64_t columns, int64_t width, int64_t first,
                                        int64_t vocabulary, int64_t ranks, cudaStream_t stream) {

@@ -1,20 +1,21 @@
-// Dropout of bf16 rows whose mask is a function of counters (threed/rng.py), with the bias and residual around it.
+// Dropout of bf16 rows with a counter-based mask (threed/rng.py), fused with bias and residual.
 //
-//   forward    out = residual + (x + bias) keep / (1 - p)     6 bytes an element, 4 without residual
-//   backward   dx = dout keep / (1 - p)                       4 bytes: the mask is drawn again
+//   forward    out = residual + (x + bias) keep / (1 - p)     6 bytes per element, 4 without residual
+//   backward   dx = dout keep / (1 - p)                       4 bytes; the mask is computed again
 //
-// x: [s b h], or a rank's part of the sequence. Element e of a sample's [s h] is kept by word e % 4 of the counter (e / 4,
-// the sample's two words, the step). A warp has a row; a lane draws two counters for eight columns.
+// x: [s b h], or a rank's part of the sequence. Word e % 4 of Philox at counter (e / 4, the
+// sample's two words, the step) decides whether element e of a sample's [s h] is kept. A warp
+// processes a row; a lane evaluates two counters for eight columns.
 
 #include "philox.cuh"
 
 namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
-constexpr int AHEAD = 2;  // packs that a lane asks for before it uses the first
+constexpr int AHEAD = 2;  // packs that a lane loads before it uses the first
 
 struct Stream {
-  unsigned key0, key1, step, threshold;  // kept from this word on
+  unsigned key0, key1, step, threshold;  // threshold: elements with random words from it on are kept
   float scale;
 };
 
@@ -60,8 +61,9 @@ __global__ void __launch_bounds__(THREADS)
 
 }  // namespace
 
-// out [rows h] from x [rows h]; bias [h] and residual [rows h] may be null. Rows are positions first_position ... of
-// `sequences` samples, int64. key0, key1, step, threshold: of 32 bits.
+// out [rows h] from x [rows h]; bias [h] and residual [rows h] may be null. Rows are the positions
+// from first_position on of `sequences` samples. samples: int64 global indices. key0, key1, step
+// and threshold have 32 bits.
 extern "C" int threed_cuda_dropout(const void* x, const void* bias, const void* residual, const int64_t* samples, void* out,
                                    int64_t rows, int64_t h, int64_t sequences, int64_t first_position, int64_t key0,
                                    int64_t key1, int64_t step, int64_t threshold, double scale,

@@ -1,24 +1,27 @@
 // RMSNorm and LayerNorm over rows of bf16, with the residual addition before them.
 //
-//   forward    s = x + residual + bias, rounded to bf16;  y = norm(s)          8 bytes an element, 4 without the addition
-//   backward   ds = d norm(s)/ds dy + dresidual;  dw, db: sums over rows       8 bytes, 6 without dresidual
+//   forward    s = x + residual + before, rounded to bf16;  y = norm(s)    8 bytes per element, 4 without the addition
+//   backward   ds = d norm(s)/ds dy + dresidual;  dw, db: sums over rows   8 bytes, 6 without dresidual
 //
-// A row belongs to one warp, or to a block of 4, 8 or 16, and lies in registers: every thread has the same columns of all its
-// rows. So the backward's blocks walk over rows and keep their part of the weights' gradients in registers, too; the parts
-// [blocks h] are summed by sums.cu. All sums are fp32, in an order that the shape and the number of blocks decide.
+// A row is held in registers by one warp, or by a block of 4, 8 or 16 warps. Every thread has the
+// same columns in all of its rows. So the blocks of the backward iterate over rows and accumulate
+// the weights' gradients in registers, too. The partial sums [blocks h] are summed by sums.cu. All
+// sums are fp32, in an order that depends on the shape and the number of blocks.
 
 #include "common.cuh"
 
 namespace {
 
-// LAYER: LayerNorm. OF_ROW: warps of a row. PACKS: of a thread; h <= OF_ROW * WARP * PACK * PACKS, a multiple of PACK.
+// LAYER: LayerNorm, else RMSNorm. OF_ROW: warps per row. PACKS: packs per thread; h <= OF_ROW *
+// WARP * PACK * PACKS, a multiple of PACK.
 template <int OF_ROW>
 struct Shape {
   static constexpr int THREADS = OF_ROW > 1 ? OF_ROW * WARP : 256;
-  static constexpr int ROWS = THREADS / (OF_ROW * WARP);  // of a block at a time
+  static constexpr int ROWS = THREADS / (OF_ROW * WARP);  // rows of a block at a time
 };
 
-// The sum over a row, in all of its threads. One after the other takes turns between the two halves of scratch.
+// Returns the sum over a row to all of its threads. Successive sums alternate between the two
+// halves of scratch.
 template <int OF_ROW>
 __device__ __forceinline__ float sum_over_row(float x, float (*scratch)[OF_ROW], int& turn) {
   if (OF_ROW == 1) return sum_over_warp(x);
@@ -43,7 +46,7 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS)
   const int column = threadIdx.x % (OF_ROW * WARP);
   int turn = 0;
   const unsigned row = blockIdx.x * Shape<OF_ROW>::ROWS + threadIdx.x / (OF_ROW * WARP);
-  if (row >= rows) return;  // whole warps, of which none waits for another
+  if (row >= rows) return;  // complete warps return; no other warp waits for them
   const int64_t first = int64_t(row) * packs;
   float s[PACKS][PACK] = {}, total = 0.f;
 #pragma unroll
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS)
   }
   total = sum_over_row<OF_ROW>(total, scratch, turn) * share;
   const float mean = LAYER ? total : 0.f;
-  if (LAYER) {  // from here on, s without its mean
+  if (LAYER) {  // from here on, s minus its mean
     float squares = 0.f;
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
@@ -94,7 +97,8 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS)
   }
 }
 
-// A block's part of a sum over rows, [blocks h]. Where it has several rows at a time, each adds to those before.
+// Writes a block's partial sum over rows, [blocks h]. If the block has several rows at a time, they
+// are added in order.
 template <int OF_ROW, int PACKS>
 __device__ __forceinline__ void write_part(float* parts, float (&mine)[PACKS][PACK], int packs, int column, int lane_row) {
   constexpr int ROWS = Shape<OF_ROW>::ROWS, COLUMNS = OF_ROW * WARP;
@@ -118,7 +122,8 @@ __device__ __forceinline__ void write_part(float* parts, float (&mine)[PACKS][PA
     store_floats(parts + int64_t(blockIdx.x) * packs * PACK, mine[p], p * COLUMNS + column, packs);
 }
 
-// The sums that a row's gradient needs: of w dy, and of w dy times the normalised x.
+// The sums that a row's gradient needs: plain = sum of w dy, scaled = sum of w dy times the
+// normalised x.
 struct Sums {
   float plain, scaled;
 };
@@ -129,7 +134,7 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : PACKS
              const float* __restrict__ means, const float* __restrict__ scales, const uint4* __restrict__ residual,
              uint4* __restrict__ dx, float* __restrict__ dw_parts, float* __restrict__ db_parts, int64_t rows, int h,
              float share) {
-  constexpr int ROWS = Shape<OF_ROW>::ROWS, COLUMNS = OF_ROW * WARP;  // columns: of packs
+  constexpr int ROWS = Shape<OF_ROW>::ROWS, COLUMNS = OF_ROW * WARP;  // columns of packs
   __shared__ float scratch[2][OF_ROW];
   const int packs = h / PACK, column = threadIdx.x % COLUMNS, lane_row = threadIdx.x / COLUMNS;
   float dw[PACKS][PACK] = {}, db[LAYER ? PACKS : 1][PACK] = {};
@@ -183,10 +188,10 @@ __global__ void __launch_bounds__(Shape<OF_ROW>::THREADS, OF_ROW > 8 ? 1 : PACKS
 template <int OF_ROW_, int PACKS_>
 struct Kernel : Shape<OF_ROW_> {
   static constexpr int OF_ROW = OF_ROW_, PACKS = PACKS_;
-  static constexpr int MOST = OF_ROW * WARP * PACKS;  // packs of a row
+  static constexpr int MOST = OF_ROW * WARP * PACKS;  // packs per row
 };
 
-// Calls start(Kernel) with the smallest shape that has room for rows of `packs`.
+// Calls start(Kernel) with the smallest shape for rows of `packs`.
 template <class F>
 int with_shape(int64_t packs, F start) {
   if (packs <= Kernel<1, 1>::MOST) return start(Kernel<1, 1>());
@@ -227,8 +232,9 @@ int start_backward(const void* dy, const void* x, const void* weight, const floa
 
 extern "C" {
 
-// y = norm(s), of rows [rows h] of bf16, s = x + residual + before. residual [rows h] and before [h] may be null; `sum` gets s,
-// and is null where both are. means (null for RMSNorm) and scales, fp32 [rows], are for the backward.
+// y = norm(s) for bf16 rows [rows h], s = x + residual + before. residual [rows h] and before [h]
+// may be null. `sum` receives s; it is null if both are null. means (null for RMSNorm) and scales,
+// fp32 [rows], are saved for the backward.
 int threed_cuda_norm(const void* x, const void* residual, const void* before, const void* weight, const void* bias,
                      void* sum, void* y, float* means, float* scales, int64_t rows, int64_t h, double eps,
                      cudaStream_t stream) {
@@ -236,8 +242,8 @@ int threed_cuda_norm(const void* x, const void* residual, const void* before, co
                                                               rows, h, eps, stream);
 }
 
-// dx [rows h] = the gradient of x, plus `residual` [rows h] unless that is null. dw_parts and db_parts (null without a bias),
-// fp32 [blocks h], get each block's sums over rows.
+// dx [rows h] = the gradient of x, plus `residual` [rows h] unless it is null. dw_parts and
+// db_parts (null without a bias), fp32 [blocks h], receive each block's sums over rows.
 int threed_cuda_norm_backward(const void* dy, const void* x, const void* weight, const float* means, const float* scales,
                               const void* residual, void* dx, float* dw_parts, float* db_parts, int64_t rows, int64_t h,
                               int64_t blocks, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// Philox4x32-10 (Salmon et al., SC 2011), as in threed/rng.py and csrc/cpu/philox.cpp: the same bits from the same counters.
+// Philox4x32-10 (Salmon et al., SC 2011). Produces the same bits as threed/rng.py and
+// csrc/cpu/philox.cpp.
 #pragma once
 
 #include "common.cuh"

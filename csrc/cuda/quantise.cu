@@ -1,15 +1,18 @@
-// Blocks of 256 bf16 numbers as whole numbers of 8 or 4 bits and one fp32 scale, for collectives that send less; and back,
-// summed over ranks (ZeRO++, arXiv 2306.10209, section 4).
+// Quantises blocks of 256 bf16 numbers to 8-bit or 4-bit integers with one fp32 scale, for
+// collectives that send fewer bytes; dequantises them and sums over ranks (ZeRO++, arXiv
+// 2306.10209, section 4).
 //
-//   quantise            q = round(x / scale), scale = largest |x| / 127 (or 7)       3 bytes an element (2.5 in 4 bits)
+//   quantise            q = round(x / scale), scale = largest |x| / 127 (or 7)       3 bytes per element (2.5 in 4 bits)
 //   dequantise, reduce  out = sum over n ranks of q scale                            n + 2 bytes (n / 2 + 2 in 4 bits)
 //
-// The sum is in fp32 of eight ranks at a time; among these, scales are rounded to 2^-23 of the largest. They are as `quantise`
-// makes them: positive, +0, or NaN where a block has a number that is not finite, and then so is all that comes back.
+// The sum is in fp32 and takes eight ranks at a time, whose scales are rounded to 2^-23 of the
+// largest one. Scales come from `quantise`: positive, +0, or NaN if a number of the block is not
+// finite; then all dequantised numbers of the block are NaN.
 //
-// A warp quantises a block, each lane a pack of eight numbers. In `dequantise` a lane has PACKS of them in 16 bytes: lane i has
-// packs i, i + 32 / PACKS, ..., and so they lie in memory. Then both read and write whole sectors. In 4 bits the first number
-// of a byte is in the low half, plus 8; the second, in the high half, has a sign.
+// A warp quantises a block, each lane one pack of eight numbers. In `dequantise` a lane has PACKS
+// packs in 16 bytes: lane i has packs i, i + 32 / PACKS, ..., and memory has the same order. So
+// both kernels read and write complete sectors. In 4 bits the first number of a byte, plus 8, is in
+// the low half; the second, signed, is in the high half.
 
 #include "common.cuh"
 
@@ -17,7 +20,7 @@ namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
 
-// Bits of eight numbers, least significant first, of BITS each.
+// Type for the bits of eight numbers of BITS bits, least significant first.
 template <int BITS>
 struct Packed;
 template <>
@@ -29,15 +32,17 @@ struct Packed<4> {
   using type = unsigned;
 };
 template <int BITS>
-constexpr int PACKS = 16 / BITS;  // in 16 bytes
+constexpr int PACKS = 16 / BITS;  // packs in 16 bytes
 
-// What 1.5 2^23 and a number of less than 2^22 sum to has the nearest whole number, ties to even, in its last bits.
+// The last bits of 1.5 2^23 + x, |x| < 2^22, are the integer nearest to x, ties to even.
 constexpr float ROUNDER = 12582912.f;
 constexpr unsigned ROUNDER_BITS = 0x4B400000u;
-// A block whose largest number is below it becomes zeros, for `step` in `dequantise` would be flushed to zero.
+// A block whose largest number is below SMALLEST becomes zeros, because `step` in `dequantise`
+// would be flushed to zero.
 constexpr float SMALLEST = 1e-28f;
 
-// A word's whole numbers plus ROUNDER, as fields of BITS: summed as numbers without sign, until the last step.
+// Joins integers plus ROUNDER into a word of fields of BITS bits. They are summed as unsigned
+// numbers until the last step.
 template <int BITS>
 __device__ __forceinline__ unsigned word_of(const float* rounded) {
   constexpr unsigned HALF = 1u << (BITS - 1), ONES = BITS == 8 ? 0x01010101u : 0x11111111u, SIGNS = 0x80808080u;
@@ -52,9 +57,10 @@ __device__ __forceinline__ uint2 join(const float (&rounded)[PACK], uint2) {
 }
 __device__ __forceinline__ unsigned join(const float (&rounded)[PACK], unsigned) { return word_of<4>(rounded); }
 
-// The largest |x| of a warp's packs. Without their signs, numbers are ordered as their bits are; infinity and NaN are last.
+// Returns the largest |x| of a warp's packs. Without signs, numbers are ordered like their bits,
+// with infinity and NaN last.
 __device__ __forceinline__ float largest_of_warp(const uint4& from) {
-  unsigned top = 0;  // in the upper 15 bits
+  unsigned top = 0;  // bits of |x|, shifted to the top of the word
 #pragma unroll
   for (const unsigned word : {from.x, from.y, from.z, from.w}) top = max(top, max(word << 17, word << 1));
 #pragma unroll
@@ -76,7 +82,7 @@ __global__ void __launch_bounds__(THREADS)
        block += int64_t(gridDim.x) * WARPS) {
     const uint4 words = __ldcs(x + block * WARP);
     const float top = largest_of_warp(words), scale = top * (1.f / TOP);
-    const float inverse = top >= SMALLEST ? __fdividef(1.f, scale) : 0.f;  // by more than 2^126 it would be 0
+    const float inverse = top >= SMALLEST ? __fdividef(1.f, scale) : 0.f;  // for divisors above 2^126 it returns 0
     float y[PACK];
     unpack(words, y);
 #pragma unroll
@@ -86,10 +92,11 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
-constexpr int AHEAD = 8;  // ranks whose numbers a thread asks for before it uses the first; they are summed as whole numbers
+constexpr int AHEAD = 8;  // ranks that a thread loads before it uses the first; their numbers are summed as integers
 
-// The scales of AHEAD ranks as whole numbers of 24 bits times `step`: their low digits of 16 bits, with a sign, and their high
-// ones, those of two ranks in a word. low_offset, high_offset: take back the 8 that the first numbers of bytes have too much.
+// The scales of AHEAD ranks as 24-bit integers times `step`, split into a low signed digit of 16
+// bits and a high digit; a word holds the digits of two ranks. low_offset, high_offset: correct for
+// the 8 that is added to the first number of each byte.
 struct Scales {
   unsigned low[AHEAD / 2], high[AHEAD / 2];
   int low_offset, high_offset;
@@ -97,11 +104,11 @@ struct Scales {
 };
 
 __device__ __forceinline__ Scales fixed(const float (&scale)[AHEAD]) {
-  // 2^23. The sum of it and a whole number up to itself has, as bits, that number more than ONE_BITS: the largest carries into
-  // the exponent.
+  // ONE is 2^23. For an integer i <= 2^23 the bits of 2^23 + i are ONE_BITS + i; i = 2^23 carries
+  // into the exponent.
   constexpr float ONE = 8388608.f;
   constexpr unsigned ONE_BITS = 0x4B000000u, HALF = 0x8000u, MINUS_EIGHTS = 0xf8f8u;
-  unsigned top = 0, digits[AHEAD];  // without signs, numbers are ordered as their bits are; NaN is last
+  unsigned top = 0, digits[AHEAD];  // positive numbers are ordered like their bits, with NaN last
 #pragma unroll
   for (int u = 0; u < AHEAD; u++) top = max(top, __float_as_uint(scale[u]));
   const float largest = __uint_as_float(top), inverse = largest > 0.f ? __fdividef(1.f, largest) : 0.f;
@@ -121,15 +128,17 @@ __device__ __forceinline__ Scales fixed(const float (&scale)[AHEAD]) {
   return out;
 }
 
-// Four numbers of a lane's 16 bytes, as the bytes with a sign that __dp2a reads. Of 8 bits: numbers 4 k to 4 k + 3. Of 4 bits:
-// of pack k / 2 the first numbers of its bytes, 8 too large, or with an odd k the second ones, 16 times too large.
+// Returns four numbers of a lane's 16 bytes as signed bytes for __dp2a. In 8 bits: numbers 4 k to 4
+// k + 3. In 4 bits, from pack k / 2: with even k the first numbers of its bytes, plus 8; with odd k
+// the second ones, times 16.
 template <int BITS>
 __device__ __forceinline__ unsigned quad(const uint4& from, int k) {
   const unsigned words[] = {from.x, from.y, from.z, from.w};
   return BITS == 8 ? words[k] : words[k / 2] & (k % 2 ? 0xf0f0f0f0u : 0x0f0f0f0fu);
 }
 
-// Adds the numbers of `quad` k of all ranks times their scales. A __dp2a takes two ranks' numbers times one digit of both.
+// Adds the numbers of `quad` k of all ranks times their scales. One __dp2a multiplies two ranks'
+// numbers by one digit of their scales.
 template <int BITS>
 __device__ __forceinline__ void add(float (&sum)[4], const uint4 (&from)[AHEAD], const Scales& scales, int k) {
   const bool first_of_bytes = BITS == 4 && k % 2 == 0, second = BITS == 4 && k % 2 == 1;
@@ -164,7 +173,7 @@ __global__ void __launch_bounds__(THREADS)
                int ranks) {
   constexpr int LANES = WARP / PACKS<BITS>, QUADS = 2 * PACKS<BITS>;
   const int64_t of_rank = blocks * LANES;
-  uint4 words[AHEAD] = {};  // an absent rank's are those of another, and its scale is 0
+  uint4 words[AHEAD] = {};  // a missing rank repeats another's words, with scale 0
   for (int64_t at = int64_t(blockIdx.x) * THREADS + threadIdx.x; at < of_rank; at += int64_t(gridDim.x) * THREADS) {
     float sum[QUADS][4] = {};
     const uint4* from = q + at;
@@ -196,7 +205,8 @@ __global__ void __launch_bounds__(THREADS)
 
 extern "C" {
 
-// out: whole numbers of `bits` (8 or 4) [blocks 256]; scales fp32 [blocks]; from x bf16 [blocks 256].
+// out: integers of `bits` (8 or 4) bits [blocks 256]; scales fp32 [blocks]; from x bf16 [blocks
+// 256].
 int threed_cuda_quantise(const void* x, void* out, float* scales, int64_t blocks, int64_t bits, int64_t grid,
                          cudaStream_t stream) {
   const uint4* const from = static_cast<const uint4*>(x);

@@ -1,9 +1,11 @@
-// Rotary positions (arXiv 2104.09864) on the first heads of packed rows, in place: 4 bytes an element of these heads.
+// Rotary positions (arXiv 2104.09864) on the first heads of packed rows, in place: 4 bytes per
+// element of these heads.
 //
-//   left, right = left cos - right sin, right cos + left sin       halves of a head, as Hugging Face lays them out
+//   left, right = left cos - right sin, right cos + left sin       halves of a head, in Hugging Face's layout
 //
-// A row [width] is one position of one sequence: queries' heads, keys' heads, and what is left alone (values). A warp has a
-// row; the table of a position serves all of its heads, from the first-level cache. The backward turns the other way.
+// A row [width] is one position of one sequence: heads of queries, of keys, and of values, which
+// are not changed. A warp processes a row. The table of a position is used for all heads, from the
+// L1 cache. The backward is the inverse rotation.
 
 #include "common.cuh"
 
@@ -11,14 +13,15 @@ namespace {
 
 constexpr int THREADS = 256, WARPS = THREADS / WARP;
 
-// Eight floats of a table whose first and second fours are `apart` fours from each other: neighbours read side by side.
+// Loads eight floats of a table, of which the first and the second four are `apart` fours apart, so
+// that reads are coalesced.
 __device__ __forceinline__ void load_floats(float (&x)[PACK], const float4* from, unsigned apart) {
   const float4 low = __ldg(from), high = __ldg(from + apart);
   x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
   x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-// half: packs of half a head. pairs: of packs in a row, one for each pack of a left half.
+// half: packs in half a head. pairs: pairs of packs (left, right) in a row.
 __global__ void __launch_bounds__(THREADS)
     rotary(uint4* __restrict__ x, const float4* __restrict__ table, unsigned rows, unsigned sequences, unsigned pairs,
            unsigned half, int64_t packs, float direction) {
@@ -28,7 +31,7 @@ __global__ void __launch_bounds__(THREADS)
   uint4* const mine = x + row * packs;
 #pragma unroll 2
   for (unsigned i = threadIdx.x % WARP; i < pairs; i += WARP) {
-    const unsigned head = i / half, at = i - head * half;  // 32 bits: a longer division would be a call
+    const unsigned head = i / half, at = i - head * half;  // 32 bits: a 64-bit division would be a function call
     uint4* const left_at = mine + 2 * head * half + at;
     float left[PACK], right[PACK], c[PACK], s[PACK];
     unpack(__ldcs(left_at), left), unpack(__ldcs(left_at + half), right);
@@ -47,9 +50,9 @@ __global__ void __launch_bounds__(THREADS)
 
 }  // namespace
 
-// x [rows width]: turns the first `heads` of size d in each row by the angles of its position, row / sequences. table: fp32
-// [positions 2 2 d/16 4], of each position cosines and sines, of these the first fours of all packs, then the second ones.
-// direction: 1, or -1 for the backward.
+// x [rows width]: rotates the first `heads` heads of size d in each row by the angles of position
+// row / sequences. table: fp32 [positions 2 2 d/16 4], per position cosines and sines, each with
+// the first fours of all packs before the second fours. direction: 1, or -1 for the backward.
 extern "C" int threed_cuda_rotary(void* x, const float* table, int64_t rows, int64_t width, int64_t sequences,
                                   int64_t heads, int64_t d, double direction, cudaStream_t stream) {
   const int64_t half = d / (2 * PACK);

@@ -1,10 +1,10 @@
-// Sums whose parts blocks have written: second stages, each in a fixed order.
+// Sums in two stages, each in a fixed order: partial sums per block, then their sum.
 
 #include "common.cuh"
 
 namespace {
 
-constexpr int THREADS = 512, WARPS = THREADS / WARP, COLUMNS = 4 * WARP;  // of a block: four to a lane
+constexpr int THREADS = 512, WARPS = THREADS / WARP, COLUMNS = 4 * WARP;  // COLUMNS: per block, four per lane
 
 struct Parts {
   const float* parts;
@@ -12,8 +12,9 @@ struct Parts {
   bool add;
 };
 
-// out [columns] = (add ? out : 0) + the sum of parts [count columns] over count, of one sum or (blockIdx.y) of two. A warp
-// takes each WARPS-th part; then the warps' sums are added in order. columns: a multiple of 4.
+// out [columns] = (add ? out : 0) + the sum of parts [count columns] over count. blockIdx.y selects
+// one of up to two sums. A warp adds every WARPS-th part; then the sums of the warps are added in
+// order. columns: a multiple of 4.
 __global__ void __launch_bounds__(THREADS) add_parts(Parts first, Parts second, int count, int64_t columns) {
   __shared__ float4 of_warp[WARPS][WARP];
   const float* const __restrict__ parts = blockIdx.y ? second.parts : first.parts;
@@ -41,7 +42,8 @@ __global__ void __launch_bounds__(THREADS) add_parts(Parts first, Parts second, 
   *to = sum;
 }
 
-// parts [gridDim.y columns]: of rows [rows columns] of bf16, the sums over each block's. A warp has 32 packs of columns.
+// parts [gridDim.y columns] = each block's sums over its rows of x, bf16 [rows columns]. A warp
+// processes 32 packs of columns.
 __global__ void __launch_bounds__(THREADS)
     column_sums(const uint4* __restrict__ x, float* __restrict__ parts, int64_t rows, int64_t packs) {
   constexpr int AHEAD = 4;
@@ -66,7 +68,8 @@ __global__ void __launch_bounds__(THREADS)
 
 __device__ __forceinline__ float squares(const float4& x) { return x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w; }
 
-// parts [gridDim.x] = a block's sum of squares of x [4 fours]; out, fp64, of all parts, by one more block.
+// parts [gridDim.x] = each block's sum of squares of x [4 fours]. `sum_parts` adds them up to out,
+// fp64.
 __global__ void __launch_bounds__(THREADS)
     square_parts(const float4* __restrict__ x, float* __restrict__ parts, int64_t fours) {
   constexpr int AHEAD = 4;
@@ -97,7 +100,8 @@ __global__ void __launch_bounds__(WARP) sum_parts(const float* __restrict__ part
 
 extern "C" {
 
-// out fp32 [columns] = (add ? out : 0) + the sum over parts [count columns]; and the same of a second sum, unless its are null.
+// out fp32 [columns] = (add ? out : 0) + the sum over parts [count columns]; the same for a second
+// sum, unless it is null.
 int threed_cuda_add_parts(const float* parts, float* out, int64_t add, const float* second_parts, float* second_out,
                           int64_t add_second, int64_t count, int64_t columns, cudaStream_t stream) {
   const dim3 grid(unsigned(ceil_div(columns, COLUMNS)), second_out ? 2 : 1);
@@ -105,14 +109,15 @@ int threed_cuda_add_parts(const float* parts, float* out, int64_t add, const flo
                 Parts{second_parts, second_out, add_second != 0}, count, columns);
 }
 
-// parts fp32 [blocks columns]: whose sum is the sum over rows of x [rows columns].
+// parts fp32 [blocks columns] = partial sums over the rows of x [rows columns].
 int threed_cuda_column_sums(const void* x, float* parts, int64_t rows, int64_t columns, int64_t blocks,
                             cudaStream_t stream) {
   return launch(column_sums, dim3(unsigned(ceil_div(columns, PACK * WARP)), unsigned(blocks)), THREADS, 0, stream,
                 static_cast<const uint4*>(x), parts, rows, columns / PACK);
 }
 
-// out, fp64 scalar = the sum of squares of x fp32 [n], n a multiple of 4. parts: fp32 [blocks], to work in.
+// out, fp64 scalar = the sum of squares of x fp32 [n], n a multiple of 4. parts: fp32 [blocks],
+// working memory.
 int threed_cuda_square_sum(const float* x, float* parts, double* out, int64_t n, int64_t blocks, cudaStream_t stream) {
   if (const int error = launch(square_parts, unsigned(blocks), THREADS, 0, stream,
                                reinterpret_cast<const float4*>(x), parts, n / 4))

@@ -1,8 +1,8 @@
-"""Tensor-sliced layer primitives: what models are built from.
+"""Tensor-parallel layers from which models are built.
 
-Between blocks activations are [s b h] (sequence first, so that gathering along it is concatenation), or this rank's
-[s/t b h] when sequences are cut. Every parameter carries a `ShardSpec`; parameters are on the meta device until their
-pipeline stage is built.
+Activations between blocks are [s b h], sequence first, so that a gather along the sequence is a
+concatenation. With sequence parallelism each rank has its [s/t b h]. Every parameter carries a
+`ShardSpec` and stays on the meta device until its pipeline stage is built.
 """
 
 from threed.layers.attention import Attention

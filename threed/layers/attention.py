@@ -1,8 +1,9 @@
-"""Self-attention, cut by heads: multi-head, grouped-query, rotary or not, with or without q/k norms, any core.
+"""Self-attention with heads sharded over tensor ranks: multi-head or grouped-query, with optional
+rotary positions, query/key norms and custom cores.
 
-Query, key and value are packed into one column-parallel matmul. With fewer key/value heads than tensor ranks, so many
-neighbours share a head: then query and key/value are two matmuls behind one gather, because their gradients are
-reduced over different ranks.
+Query, key and value are packed into one column-parallel matmul. With fewer key/value heads than
+tensor ranks, neighbouring ranks share a head. Query and key/value are then two matmuls after one
+gather, because their gradients are reduced over different ranks.
 """
 
 from __future__ import annotations
@@ -26,18 +27,35 @@ CAUSAL = Causal()
 
 
 class Attention(nn.Module):
-    """x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
+    """Self-attention: x [s b h] -> [s b h] (with sequence parallelism both are [s/t b h]).
 
-    heads a, kv_heads k, head_dim d. tp must divide a, and divide k or be a multiple of it. bias: of query, key and
-    value, and of the output unless out_bias says another thing. rotary: the base of rotary positions, or what
-    `ops.frequencies` makes of one, or None. qk_norm: RMSNorm of every query and key head (Qwen3), with one weight [d]
-    for all heads, to which norm_offset is added.
+    Args:
+        name: global name, the prefix of the parameters' names.
+        hidden: h.
+        heads: number of query heads a, a multiple of tp and of `kv_heads`.
+        slicing: parallel layout.
+        kv_heads: number of key/value heads k, a multiple or a divisor of tp. Default: `heads`.
+        head_dim: size d of a head. Default: hidden // heads.
+        bias: whether query, key and value have a bias.
+        out_bias: whether the output projection has a bias. Default: `bias`.
+        rotary: base of the rotary frequencies or a result of `ops.frequencies.frequencies`. None:
+            no rotary positions.
+        qk_norm: whether every query and key head is normalised by an RMSNorm, as in Qwen3. One
+            weight [d] is used for all heads.
+        norm_offset: constant added to the weights of these norms.
+        eps: epsilon of these norms.
+        core: function or module that computes attention for this rank's heads over full sequences,
+            after norms and rotary positions: q [s b a/t d], k and v [s b k/t d] (one head if
+            k < t) -> [s b a/t d] or [s b (a/t d)]. Default: `Causal`. A core with a custom mask can
+            call `attend`. `slicing.heads(a)` returns the global indices of this rank's heads.
+            Parameters of a core are either replicated and partial
+            (`slicing.shared(..., partial=True)`) or sharded by heads.
+        std: standard deviation of the initial weights of query, key and value.
+        out_std: standard deviation of the initial weights of the output projection.
 
-    core: what a query looks at, and how: a function or module of this rank's heads, whole sequences of them, after
-    norms and rotary positions where there are any: q [s b a/t d], k and v [s b k/t d] (with fewer key/value heads than
-    ranks one each) -> [s b a/t d] or [s b (a/t d)]. `Causal` by default; `attend` does the rest for a mask of your
-    own. Which heads of the model these are, `slicing.heads(a)` says; parameters of a core are replicated and
-    partial (`slicing.shared(..., partial=True)`), or cut by heads.
+    Raises:
+        ValueError: if the heads do not divide evenly, or rotary positions get an odd number of
+            elements.
     """
 
     recompute = Recompute()
@@ -56,7 +74,7 @@ class Attention(nn.Module):
             )
         if rotary is not None and turned_of(rotary, d) % 2:
             raise ValueError(
-                f"{name}: heads of size {d}: rotary positions turn pairs; use head_dim={d + 1}"
+                f"{name}: heads of size {d}: rotary positions rotate pairs; use head_dim={d + 1}"
             )
         self.slicing, self.d, self.rotary, self.core = slicing, d, rotary, core
         self.heads, self.kv_heads = heads // t, max(k // t, 1)
@@ -70,7 +88,7 @@ class Attention(nn.Module):
         if shared > 1:
             self.query = column(query, local=True)
             self.key_value = column(key_value, local=True, shared=shared)
-        # A head's norm sees this rank's heads only, whatever is done with sequences: its gradient is always partial.
+        # The norm sees this rank's heads only, so its gradient is always partial.
         norm = functools.partial(
             RMSNorm, width=d, slicing=slicing, eps=eps, partial=True, offset=norm_offset
         )
@@ -82,8 +100,10 @@ class Attention(nn.Module):
         )
 
     def flops(self, tokens: int, seq: int) -> int | None:
-        """FLOPs of a forward beside its linear layers', over the whole square of positions; None of a core that does
-        not say (`flops(tokens, seq, heads, size)`)."""
+        """Returns the FLOPs of a forward except linear layers, over the full square of positions.
+
+        None if the core is a module, or has no method `flops(tokens, seq, heads, size)`.
+        """
         states = None if isinstance(self.core, nn.Module) else getattr(self.core, "flops", None)
         return None if states is None else states(tokens, seq, self.heads, self.d)
 
@@ -91,16 +111,20 @@ class Attention(nn.Module):
         return self.out(self.recompute.run("attention", self.heads_attend, *self._project(x)))
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values in one tensor [s b (a+2k)/t d]; queries and the others where these are shared."""
+        """Returns (qkv [s b (a+2k)d/t],), or (query, key_value) if ranks share key/value heads."""
         if self.qkv is not None:
             return (self.recompute.column(self.qkv, x),)
-        # torch.compile does not compute twice what other ranks take part in: its backward keeps what was gathered.
-        again = self.slicing.sequence_parallel and not torch.compiler.is_compiling()
-        x = self.recompute.run("norm", self.slicing.gather, x) if again else self.slicing.gather(x)
+        # Under torch.compile collectives are not recomputed: the backward keeps the gathered x.
+        regather = self.slicing.sequence_parallel and not torch.compiler.is_compiling()
+        x = (
+            self.recompute.run("norm", self.slicing.gather, x)
+            if regather
+            else self.slicing.gather(x)
+        )
         return self.query(x), self.key_value(x)
 
     def heads_attend(self, *projected: Tensor) -> Tensor:
-        """Applies the heads' norms, rotary positions and the core -> [s b (a/t d)]."""
+        """Applies the norms of the heads, rotary positions and the core -> [s b (a/t d)]."""
         if self.plain and self._is_short(projected[0]):
             return short_attention.short_attention(projected[0], self.d)
         y = self.core(*self._heads(*projected))
@@ -108,13 +132,13 @@ class Attention(nn.Module):
 
     def _is_short(self, qkv: Tensor) -> bool:
         """Returns whether the kernels for short sequences compute attention of qkv [s b 3ad]."""
-        first_time = type(self.recompute) is Recompute and torch.is_grad_enabled()
-        return first_time and short_attention.fits(qkv, self.d)
+        saves_all = type(self.recompute) is Recompute and torch.is_grad_enabled()
+        return saves_all and short_attention.fits(qkv, self.d)
 
     def _heads(self, *projected: Tensor) -> tuple[Tensor, ...]:
-        """Returns query [s b a/t d], key and value [s b k/t d], after norms and rotary positions."""
+        """Returns query [s b a/t d], key and value [s b k/t d], with norms and rotary positions."""
         first, theta, counts = projected[0], self.rotary, (self.heads, *[self.kv_heads] * 2)
-        if len(projected) == 1 and self._turns_in_place(first):
+        if len(projected) == 1 and self._rotates_in_place(first):
             positions, turned = self.slicing.gathered_positions(first), sum(counts[:2])
             return rotary.split_and_turn(first, counts, turned, self.d, theta or 0.0, positions)
         *query, rest = (part.view(*part.shape[:2], -1, self.d) for part in projected)
@@ -127,8 +151,10 @@ class Attention(nn.Module):
             q, k = rotary.rotate(q, theta, positions), rotary.rotate(k, theta, positions)
         return q, k, v
 
-    def _turns_in_place(self, qkv: Tensor) -> bool:
-        """Returns whether rotary positions may be written over the projection: no norm of heads comes first, and
-        nothing computes the core again from the projection."""
+    def _rotates_in_place(self, qkv: Tensor) -> bool:
+        """Returns whether rotary positions may be applied in the projection's memory.
+
+        Heads must have no norm, and the core must not be recomputed from the projection.
+        """
         plain = self.query_norm is None and type(self.recompute) is Recompute
         return self.rotary is not None and plain and rotary.fits(qkv, self.d, self.rotary)

@@ -1,4 +1,4 @@
-"""The pipeline layers of a decoder: embedding, block, head. Each has a global `name` and maps x to x."""
+"""The pipeline layers `Embedding` and `Block` of a decoder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,21 @@ from threed.layers.slicing import MicroBatch, Slicing
 
 
 class Embedding(PipelineLayer):
-    """Token ids -> x [s b h] (or [s/t b h]): word vectors, learned positions if any, dropout.
+    """Maps token ids [b s] to x [s b h] (or [s/t b h]): word vectors, learned positions, dropout.
 
-    scale: of word vectors, rounded to fp32 and then to their dtype.
+    Args:
+        name: global name of the layer.
+        vocab: number of rows of the word table.
+        hidden: h.
+        slicing: parallel layout and seed of dropout.
+        positions: number of learned positions. None: no learned positions.
+        dropout: probability of zeroing an element.
+        std: standard deviation of the initial weights.
+        scale: factor of the word vectors, rounded to fp32 and then to their dtype.
     """
 
     backward_reads_weights = False
-    recomputable = False  # its output is a look-up, and a mask of a byte
+    recomputable = False  # saves only ids and a one-byte mask
 
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, positions: int | None = None,
@@ -49,14 +57,23 @@ class Embedding(PipelineLayer):
 
 @functools.lru_cache(maxsize=64)
 def rounded(number: float, dtype: torch.dtype) -> float:
-    """A number as fp32 and then `dtype` have it."""
+    """Rounds a number to fp32, then to `dtype`."""
     return float(torch.tensor(number, dtype=torch.float32, device="cpu").to(dtype))
 
 
 class Block(PipelineLayer):
-    """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches: [s b h] -> [s b h] (or [s/t b h]).
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), each branch with dropout.
 
-    post_norms: norms of what the branches give, before it is added.
+    x: [s b h] -> [s b h] (with sequence parallelism [s/t b h]).
+
+    Args:
+        name: global name of the layer.
+        norms: norms before attention and before the MLP.
+        attention: module [s b h] -> [s b h].
+        mlp: module [s b h] -> [s b h].
+        slicing: parallel layout and seed of dropout.
+        dropout: probability of zeroing an element of a branch's output.
+        post_norms: norms of the outputs of the two branches, before the residual addition.
     """
 
     recompute = Recompute()
@@ -86,14 +103,14 @@ class Block(PipelineLayer):
     def _branch(
         self, y: Tensor, norm: nn.Module | None, dropout: Dropout | None, micro: MicroBatch
     ) -> Tensor:
-        """Applies the norm and the dropout of a branch to its output, if it has them."""
+        """Applies the post-norm and the dropout of a branch, if any, to its output."""
         y = y if norm is None else self.recompute.run("norm", norm, y)
         return y if dropout is None else dropout(y, micro)
 
     def _normed(
         self, norm: nn.Module, x: Tensor, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x + residual, and its norm; where the norm may be computed again, the sum is no part of it."""
+        """Returns x + residual and its norm. If norms are recomputed, the sum is saved."""
         if type(self.recompute) is Recompute:
             return sum_and_norm(norm, x, residual)
         total = x if residual is None else x + residual

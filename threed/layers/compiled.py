@@ -1,14 +1,16 @@
-"""A layer under torch.compile, without a graph break.
+"""Compiles a layer with torch.compile, without graph breaks.
 
     compile_layer(layer, "inductor")       layer(x, micro) compiles when it is first called
 
-A weight's gradient goes to its sink, which counts it and may send a bucket; a sum over ranks waits for other ranks;
-a mask of dropout follows from the sample. None of that can be traced. So these are operators of torch, whose last
-argument is the layer's `Opaque`: an input of the graph that stands for the layer, so that blocks that are alike share
-one graph. They run the layers' own code. torch keeps them in order and leaves none out (`EffectType.ORDERED`); what
-lies between them is the compiler's to fuse, and our kernels leave it to it.
+Some operations cannot be traced: a weight's gradient goes to a sink, which counts it and may send
+a bucket; an all-reduce waits for other ranks; a dropout mask depends on the sample. They are custom
+operators, which run the layers' own code. Their last argument is an `Opaque`, a graph input that
+represents the layer, so that blocks of the same structure share one graph. torch keeps these
+operators in order and never removes them (`EffectType.ORDERED`). The compiler fuses the operations
+between them, so this package's own fused kernels are not used in compiled layers.
 
-Gradients of weights and biases of linear layers do not pass through the graph; those of norms do, as ever.
+Gradients of weights and biases of linear layers do not pass through the graph. The gradients of
+norms do.
 """
 
 from __future__ import annotations
@@ -28,22 +30,22 @@ from threed.layers.dropout import Dropout
 from threed.layers.slicing import Slicing, has_gradient_hooks, sink_of
 from threed.sharding import spec_of
 
-RECOMPILES = 64  # graphs of one function: kinds of blocks, with and without gradients, sizes
+RECOMPILES = 64  # graphs per function: kinds of blocks, with and without gradients, sizes
 
 
 class Opaque(OpaqueBase):
-    """Stands for an object that torch.compile does not look into."""
+    """Represents an object that torch.compile does not trace into."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 register_opaque_type(Opaque, typ="reference")
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as it
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as this object
 
 
 def _define(schema: str, work: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Registers torch.ops.threed.<name>; `Opaque` in the schema is that type."""
+    """Registers torch.ops.threed.<name>; `Opaque` in the schema is replaced by its type name."""
     name = schema.split("(")[0]
     _LIBRARY.define(schema.replace("Opaque", get_opaque_type_name(Opaque)))
     _LIBRARY.impl(name, work, "CompositeExplicitAutograd")
@@ -55,10 +57,19 @@ def _define(schema: str, work: Callable[..., Any], fake: Callable[..., Any]) -> 
 
 
 def _product(
-    x: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None, out: int, parts: int, of: Opaque
+    x: Tensor,
+    gathered: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: int,
+    parts: int,
+    opaque: Opaque,
 ) -> Tensor:
-    """x: before f. whole: after it. weight: a single tile; else something of which y's gradient is asked."""
-    return linear.product(whole, _values(weight, of.value), bias, of.value.matmul)
+    """Returns gathered W^T + b.
+
+    x and gathered: the input before and after f. weight: the weight; for a tiled layer its anchor.
+    """
+    return linear.product(gathered, _values(weight, opaque.value), bias, opaque.value.matmul)
 
 
 def _values(weight: Tensor, layer: linear.Product) -> tuple[Tensor, ...]:
@@ -67,17 +78,21 @@ def _values(weight: Tensor, layer: linear.Product) -> tuple[Tensor, ...]:
 
 
 def _product_backward(
-    dy: Tensor, whole: Tensor, weight: Tensor, parts: int, need: list[bool], of: Opaque
+    dy: Tensor, gathered: Tensor, weight: Tensor, parts: int, need: list[bool], opaque: Opaque
 ) -> Tensor:
-    """need: the gradients of x, weight and bias; the latter two go to their sinks, which may not keep dy and whole."""
-    layer, tiles = of.value, tiled.tiles_of(of.value)
+    """Returns the gradient of x, empty if not needed; adds the others to their sinks.
+
+    need: whether the gradients of x, weight and bias are needed. The sinks must not keep dy and
+    gathered.
+    """
+    layer, tiles = opaque.value, tiled.tiles_of(opaque.value)
     bias = layer.bias if need[2] else None  # the parameter itself, which has the sink
     sinks = map(sink_of, tiles)
     if any(sink is not None and sink.defers() for sink in sinks):
-        # They are read later, and the compiler may reuse their memory as soon as this returns.
-        dy, whole = dy.clone(), whole.clone()
+        # The sinks read them later, but the compiler may reuse their memory after this function.
+        dy, gathered = dy.clone(), gathered.clone()
     terms = linear.Terms(tiles, bias, layer.axis, layer.gather, layer.matmul)
-    dx, *rest = linear.gradients(dy, whole, _values(weight, layer), terms, need[0])
+    dx, *rest = linear.gradients(dy, gathered, _values(weight, layer), terms, need[0])
     if any(gradient is not None for gradient in rest):
         hooked = [
             spec_of(param).name
@@ -87,33 +102,35 @@ def _product_backward(
         raise RuntimeError(
             f"{', '.join(hooked)}: gradient hooks do not run on weights of compiled layers; use --run.compile false"
             if hooked
-            else "a compiled layer needs an engine, which takes its gradients"
+            else "a compiled layer works only in an engine, which collects its gradients"
         )
-    return whole.new_empty(0) if dx is None else dx
+    return gathered.new_empty(0) if dx is None else dx
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, whole, weight, _, _, ctx.parts, ctx.of = inputs
-    ctx.save_for_backward(whole, weight)
+    _, gathered, weight, _, _, ctx.parts, ctx.opaque = inputs
+    ctx.save_for_backward(gathered, weight)
 
 
 def _backward_of_product(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    whole, weight = ctx.saved_tensors
+    gathered, weight = ctx.saved_tensors
     need = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
-    dx = torch.ops.threed.product_backward(dy, whole, weight, ctx.parts, need, ctx.of)
+    dx = torch.ops.threed.product_backward(dy, gathered, weight, ctx.parts, need, ctx.opaque)
     return dx if need[0] else None, None, None, None, None, None, None
 
 
 _define(
-    "product(Tensor x, Tensor whole, Tensor weight, Tensor? bias, int out, int parts, Opaque of) -> Tensor",
+    "product(Tensor x, Tensor gathered, Tensor weight, Tensor? bias, int out, int parts, Opaque opaque) -> Tensor",
     _product,
-    lambda x, whole, weight, bias, out, parts, of: whole.new_empty(*whole.shape[:-1], out),
+    lambda x, gathered, weight, bias, out, parts, opaque: gathered.new_empty(
+        *gathered.shape[:-1], out
+    ),
 )
 _define(
-    "product_backward(Tensor dy, Tensor whole, Tensor weight, int parts, bool[] need, Opaque of) -> Tensor",
+    "product_backward(Tensor dy, Tensor gathered, Tensor weight, int parts, bool[] need, Opaque opaque) -> Tensor",
     _product_backward,
-    lambda dy, whole, weight, parts, need, of: whole.new_empty(
-        (whole.shape[0] // parts, *whole.shape[1:]) if need[0] else (0,)
+    lambda dy, gathered, weight, parts, need, opaque: gathered.new_empty(
+        (gathered.shape[0] // parts, *gathered.shape[1:]) if need[0] else (0,)
     ),
 )
 torch.library.register_autograd(
@@ -140,7 +157,8 @@ def _same(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-# Of each: its work (which must give memory of its own), its shape, and the one that its gradient goes through.
+# Per operator: the implementation (its output must not alias x), the fake, and the operator that
+# the gradient goes through (None: the identity).
 _CONJUGATES: dict[
     str, tuple[Callable[[Tensor, Any], Tensor], Callable[..., Tensor], str | None]
 ] = {
@@ -179,18 +197,18 @@ for _name in _CONJUGATES:
 
 
 def _ctx_of_dropout(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, samples, ctx.step, ctx.of = inputs
+    _, samples, ctx.step, ctx.opaque = inputs
     ctx.save_for_backward(samples)
 
 
 def _backward_of_dropout(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
     (samples,) = ctx.saved_tensors
-    return torch.ops.threed.drop(dy.contiguous(), samples, ctx.step, ctx.of), None, None, None
+    return torch.ops.threed.drop(dy.contiguous(), samples, ctx.step, ctx.opaque), None, None, None
 
 
 _define(
-    "drop(Tensor x, Tensor samples, SymInt step, Opaque of) -> Tensor",
-    lambda x, samples, step, of: of.value.drop(x, samples, step),
+    "drop(Tensor x, Tensor samples, SymInt step, Opaque opaque) -> Tensor",
+    lambda x, samples, step, opaque: opaque.value.drop(x, samples, step),
     _same,
 )
 torch.library.register_autograd(
@@ -202,7 +220,12 @@ torch.library.register_autograd(
 
 
 def compile_layer(layer: nn.Module, backend: str) -> None:
-    """Makes calls of a layer run compiled, by a backend of torch.compile."""
+    """Compiles a layer's forward when it is first called.
+
+    Args:
+        layer: pipeline layer. Its linear layers, dropouts and `Slicing` get their `Opaque`s.
+        backend: a backend of torch.compile, such as "inductor".
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILES)
     for module in layer.modules():
         if isinstance(module, linear.Product):
@@ -211,12 +234,12 @@ def compile_layer(layer: nn.Module, backend: str) -> None:
             module.opaque = Opaque(module)
         slicing = getattr(module, "slicing", None)
         if isinstance(slicing, Slicing) and slicing.opaque is None:
-            object.__setattr__(slicing, "opaque", Opaque(slicing.tp))  # of a frozen dataclass
+            object.__setattr__(slicing, "opaque", Opaque(slicing.tp))  # a frozen dataclass
     layer.compile(fullgraph=True, backend=backend)
 
 
 def _traced(module: linear.Product) -> linear.Traced:
     tiles = tiled.tiles_of(module)
     trained = any(tile.requires_grad for tile in tiles)
-    asks = torch.zeros(0, dtype=tiles[0].dtype, requires_grad=trained) if len(tiles) > 1 else None
-    return linear.Traced(Opaque(module), Opaque(module.axis), sum(map(len, tiles)), asks)
+    anchor = torch.zeros(0, dtype=tiles[0].dtype, requires_grad=trained) if len(tiles) > 1 else None
+    return linear.Traced(Opaque(module), Opaque(module.axis), sum(map(len, tiles)), anchor)

@@ -1,4 +1,4 @@
-"""What an engine reads of a pipeline layer, with defaults."""
+"""The attributes of a pipeline layer that an engine reads, with their defaults."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ class Contract:
     """The attributes of a pipeline layer that an engine reads.
 
     Attributes:
-        name: a global name, unique in the model: the prefix of its buffers' names, and what messages call it.
+        name: global name, unique in the model. It is the prefix of buffer names and appears in
+            messages.
         recomputable: whether `--recompute.mode full` may run the forward again in the backward.
-        backward_reads_weights: whether the backward needs the values of parameters, which stage 3 then gathers.
-        runs_vary: whether parts of the layer run a different number of times from pass to pass.
+        backward_reads_weights: whether the backward reads parameter values, which ZeRO stage 3 then
+            gathers.
+        runs_vary: whether the number of runs of a part of the layer varies from pass to pass.
         compilable: whether torch.compile can compile the forward as one graph.
     """
 
@@ -24,19 +26,20 @@ class Contract:
 
 
 class PipelineLayer(nn.Module, Contract):
-    """A layer of a model: `forward(x, micro)` maps the activations of a micro-batch to those of the next layer.
+    """A layer of a model: `forward(x, micro)` maps a micro-batch's activations to the next layer's.
 
-    The layers of a model may be any modules with such a forward. Attributes of `Contract` that a module lacks have the
-    defaults.
+    The layers of a model may be any modules with such a forward. If a module lacks an attribute of
+    `Contract`, its default applies.
 
-    The first layer gets x = None, and the last returns the weighted loss of the micro-batch, or logits if the
-    micro-batch has no labels. Parts of a layer may have a method `flops(tokens, seq)`, the floating-point operations of
-    their forward (None: unknown), and a tuple `data_flags` of `slicing.Flag`s.
+    The first layer gets x = None. The last layer returns the weighted loss of the micro-batch, or
+    logits if the micro-batch has no labels. Submodules may have a method `flops(tokens, seq)`,
+    which returns the floating-point operations of their forward (None: unknown), and a tuple
+    `data_flags` of `slicing.Flag`s.
     """
 
 
 def contract(layer: nn.Module) -> Contract:
-    """Returns the attributes of a layer, with the defaults of those that it lacks."""
+    """Returns a layer's `Contract`, with defaults for missing attributes."""
     found = Contract()
     for name in Contract.__annotations__:
         setattr(found, name, getattr(layer, name, getattr(Contract, name)))
@@ -44,5 +47,5 @@ def contract(layer: nn.Module) -> Contract:
 
 
 def title(layer: nn.Module, number: int) -> str:
-    """Returns what messages call a layer: its name, or else its number, and its class."""
+    """Returns the name of a layer for messages: its name, or "layer <number>", and its class."""
     return f"{contract(layer).name or f'layer {number}'} ({type(layer).__name__})"

@@ -1,4 +1,7 @@
-"""Dropout whose mask is a function of (seed, step, global sample, layer name, element): see `threed.rng`."""
+"""Dropout with a mask that depends only on (seed, step, global sample, layer name, element).
+
+See `threed.rng`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,18 @@ from threed.ops import dropout as ops
 
 
 class Dropout(nn.Module):
-    """Zeroes elements of an activation between blocks with probability p and scales the rest by 1 / (1 - p).
+    """Zeroes elements of an activation between blocks with probability p, and scales the others.
 
-    x: [s b h], or this rank's [s/t b h]: the mask is the same part of the same global one.
+    The scale is 1 / (1 - p). x is [s b h], or this rank's [s/t b h] with sequence parallelism. Each
+    rank's mask is its shard of one global mask.
+
+    Args:
+        name: global name, part of the key of the random stream.
+        p: probability of zeroing an element.
+        slicing: parallel layout and seed.
     """
 
-    opaque: Any = None  # stands for this layer in a graph of torch.compile (`layers.compiled`)
+    opaque: Any = None  # represents this layer in a graph of torch.compile (`layers.compiled`)
 
     def __init__(self, name: str, p: float, slicing: Slicing) -> None:
         super().__init__()
@@ -38,7 +47,7 @@ class Dropout(nn.Module):
         return micro.samples
 
     def drop(self, x: Tensor, samples: Tensor, step: int) -> Tensor:
-        """Dropout of x, whose columns [b] are these global samples (int64)."""
+        """Applies dropout to x [s b h], with global sample indices [b] (int64) for its columns."""
         draw = self._draw(x, samples, step)
         return ops.fused(x, draw) if ops.fits(x) else x * draw.mask(x) * draw.scale
 

@@ -1,4 +1,7 @@
-"""Word and position embeddings; the word table is cut by vocabulary (Megatron-LM, arXiv 1909.08053, section 3)."""
+"""Word and position embeddings.
+
+The word table is sharded by vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
+"""
 
 from __future__ import annotations
 
@@ -12,41 +15,43 @@ from threed.collectives import split
 from threed.layers.slicing import Flag, Slicing, sink_of
 from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
 
-PAD_FROM, PAD_TO = 1024, 128  # rows: below, padding would be a tenth of the table and more
+PAD_FROM, PAD_TO = 1024, 128  # rows; padding could be more than a tenth of a smaller table
 
 
 def vocab_table(
     name: str, vocab: int, hidden: int, slicing: Slicing, std: float = 0.02
 ) -> nn.Parameter:
-    """A [v/t h] table of word vectors, whose rows may be uneven when tp does not divide the vocabulary.
+    """Returns a table of word vectors [v/t h]; shards may be unequal if tp does not divide v.
 
-    A large one is padded with rows of zeros to a multiple of 128, the same on all tensor ranks, for matrix products of
-    odd sizes are slow on GPUs. The padding is no part of the model: see `ShardSpec.padding`.
+    A table of 1024 or more rows per rank is padded with zeros to a multiple of 128 rows, the same
+    number on all tensor ranks, because GPUs are slow at matrix products of odd sizes. Padding is
+    not part of the model: see `ShardSpec.padding`.
     """
     first, last = split(vocab, slicing.tp.size, slicing.tp.index)
-    most = -(-vocab // slicing.tp.size)
-    rows = -(-most // PAD_TO) * PAD_TO if most >= PAD_FROM else last - first
+    rows_per_rank = -(-vocab // slicing.tp.size)
+    rows = -(-rows_per_rank // PAD_TO) * PAD_TO if rows_per_rank >= PAD_FROM else last - first
     piece = matrix(name, (vocab, hidden), 0, (first, last), std)
     return parameter(ShardSpec((piece,), padding=(rows - (last - first)) * hidden), (rows, hidden))
 
 
 class _LookUp(torch.autograd.Function):
-    """Returns rows of a table, zero for ids that it does not hold. held: bool, like ids; None if it holds all."""
+    """Returns rows of a table; 0 for ids of other shards. owned: bool, like ids; None: all are."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor, held: Tensor | None) -> Tensor:
-        ctx.save_for_backward(ids, held)
+    def forward(ctx: Any, table: Tensor, ids: Tensor, owned: Tensor | None) -> Tensor:
+        ctx.save_for_backward(ids, owned)
         ctx.table = table
         if table.shape[0] == 0:
             return table.new_zeros(*ids.shape, table.shape[1])
         rows = F.embedding(ids, table)
-        return rows if held is None else rows.mul_(held.unsqueeze(-1))
+        return rows if owned is None else rows.mul_(owned.unsqueeze(-1))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
-        (ids, held), table = ctx.saved_tensors, ctx.table
-        # Off-shard ids add zero to row 0: cheaper than selecting, and free of a size that depends on the data.
-        rows = (dy if held is None else dy * held.unsqueeze(-1)).flatten(0, -2)
+        (ids, owned), table = ctx.saved_tensors, ctx.table
+        # Ids of other shards add zero to row 0. This is cheaper than selecting rows, and no size
+        # depends on the data.
+        rows = (dy if owned is None else dy * owned.unsqueeze(-1)).flatten(0, -2)
         sink = sink_of(table)
         if sink is not None:
             sink.add_rows(ids.flatten(), rows)
@@ -56,7 +61,10 @@ class _LookUp(torch.autograd.Function):
 
 
 class VocabEmbedding(nn.Module):
-    """Token ids [b s] -> word vectors [s b h] (or [s/t b h] when sequences are cut)."""
+    """Maps token ids [b s] to word vectors [s b h] (with sequence parallelism [s/t b h]).
+
+    Ids outside the vocabulary are clamped and reported by a `Flag`.
+    """
 
     def __init__(
         self, name: str, vocab: int, hidden: int, slicing: Slicing, *, std: float = 0.02
@@ -68,26 +76,26 @@ class VocabEmbedding(nn.Module):
         self.data_flags = (Flag(f"token ids beyond the {vocab} of {name}"),)
 
     def flops(self, tokens: int, seq: int) -> int:
-        """None that count."""
+        """Returns 0: a lookup has no matrix product."""
         return 0
 
     def forward(self, tokens: Tensor) -> Tensor:
-        ids, held = self._find(tokens)
-        return self.slicing.reduce(_LookUp.apply(self.weight, ids, held))
+        ids, owned = self._local_rows(tokens)
+        return self.slicing.reduce(_LookUp.apply(self.weight, ids, owned))
 
-    def _find(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Rows [s b] of this rank's part of the table, and which of them it holds; None where it holds all."""
+    def _local_rows(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns row numbers [s b] in this rank's shard, and which of them it owns (None: all)."""
         ids = tokens.clamp(0, self.vocab - 1)
         self.data_flags[0].note(ids != tokens)
         ids = ids.t()
         if (self.first, self.last) == (0, self.vocab):
             return ids, None
-        held = (ids >= self.first) & (ids < self.last)
-        return (ids - self.first).masked_fill(~held, 0), held
+        owned = (ids >= self.first) & (ids < self.last)
+        return (ids - self.first).masked_fill(~owned, 0), owned
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions, added to x [s b h] (or to this rank's part [s/t b h])."""
+    """Adds learned positions to x [s b h] (or to this rank's [s/t b h])."""
 
     def __init__(
         self, name: str, length: int, hidden: int, slicing: Slicing, *, std: float = 0.02
@@ -100,7 +108,7 @@ class PositionEmbedding(nn.Module):
         self.weight = parameter(slicing.shared(piece, decay=True), (length, hidden))
 
     def flops(self, tokens: int, seq: int) -> int:
-        """None that count."""
+        """Returns 0: a lookup has no matrix product."""
         return 0
 
     def forward(self, x: Tensor) -> Tensor:

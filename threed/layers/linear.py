@@ -1,14 +1,17 @@
-"""Linear layers: column- and row-parallel (Megatron-LM, arXiv 1909.08053, section 3), and whole on every tensor rank.
+"""Linear layers: column-parallel and row-parallel (Megatron-LM, arXiv 1909.08053, section 3), and
+replicated.
 
-    Y = X A^T.   Column-parallel cuts A by rows (outputs), row-parallel by columns (inputs):
+    Y = X A^T.   Column-parallel shards A by rows (outputs), row-parallel by columns (inputs):
 
         column   Y_i = f(X) A_i^T        f: identity forward, all-reduce backward
         row      Y   = g(sum X_i A_i^T)  g: all-reduce forward, identity backward
 
-With sequence parallelism f gathers [s/t b h] to [s b h] and reduce-scatters backward, g the other way round: the same
-bytes. The sum of the input's gradient travels while the weight's gradient is computed.
+With sequence parallelism f all-gathers [s/t b h] to [s b h] and reduce-scatters in the backward; g
+does the reverse. The number of bytes is the same. The reduction of the input's gradient overlaps
+with the computation of the weight's gradient.
 
-With `Slicing.tile` this rank's matrix is cut by rows again, into tiles that are whole one at a time (`layers.tiled`).
+With `Slicing.tile` this rank's matrix is split by rows into tiles, of which one or two are gathered
+at a time (`layers.tiled`).
 """
 
 from __future__ import annotations
@@ -40,12 +43,14 @@ LOCAL = alone()
 
 
 class Terms(NamedTuple):
-    """What y = f(x) W^T + b is made of, except x.
+    """The arguments of y = f(x) W^T + b other than x.
 
     Attributes:
         weights: W [out in], or its tiles, which are gathered one at a time.
-        axis: the axis of f, which gathers x over it if `gather`. A single rank: no f.
-        by: how it is multiplied.
+        bias: b [out].
+        axis: axis over which f communicates. With a single rank, f is the identity.
+        gather: whether f gathers x over `axis`.
+        by: implementation of the matrix products.
     """
 
     weights: Sequence[Tensor]
@@ -56,39 +61,46 @@ class Terms(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
-    """y = f(x) W^T + b. Autograd gets as `shown` those of weights and bias whose gradients pass through it."""
+    """y = f(x) W^T + b. tracked: weights and bias whose gradients autograd receives from here."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, terms: Terms, *shown: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, terms: Terms, *tracked: Tensor | None) -> Tensor:
         if terms.gather:
             x = collectives.all_gather(x, terms.axis)
         weights = terms.weights
-        # Autograd does not save gathered tiles: hooks that offload saved tensors would read freed memory.
+        # Gathered tiles are not saved: hooks that offload saved tensors would read freed memory.
         kept = len(weights) == 1 or all(tile_gatherer_of(weight) is None for weight in weights)
         ctx.save_for_backward(x, *(weights if kept else ()))
         ctx.terms = terms
-        # `data` is not a view, whose in-place changes (relu_()) autograd would refuse.
+        # `data` is not a view. Autograd would reject in-place changes (relu_()) of a view.
         return product(x, weights, terms.bias, terms.by).data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Of the parameters themselves: what was saved comes back as another tensor where hooks have kept it.
+        # Sinks belong to the parameters in `terms`; saved-tensor hooks may return other tensors.
         (x, *saved), terms = ctx.saved_tensors, ctx.terms
         dx, *rest = gradients(dy, x, saved or terms.weights, terms, ctx.needs_input_grad[0])
         return dx, None, *rest
 
 
 def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, by: Matmul) -> Tensor:
-    """Returns x W^T + b, [... in] -> [... out], of a weight or its tiles."""
+    """Returns x W^T + b, [... in] -> [... out], for a weight or its tiles."""
     if len(weights) == 1:
         return by.linear(x, weights[0], bias)
     return tiled.product(x, weights, bias, by)
 
 
 def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) -> Tensor | None:
-    """Adds dy^T x [out in] for y = x weight^T to the parameter's sink, or else returns it for autograd.
+    """Adds dy^T x [out in], the gradient for y = x weight^T, to the weight's sink.
 
-    dy, x: rows [m out] and [... in].
+    Args:
+        weight: parameter [out in].
+        dy: rows [m out].
+        x: [... in], with m rows.
+        by: implementation of the matrix product.
+
+    Returns:
+        The gradient for autograd; None if it was added to a sink or the weight is frozen.
     """
     if not weight.requires_grad:
         return None
@@ -103,27 +115,31 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, by: Matmul = NATIVE) 
 def gradients(
     dy: Tensor, x: Tensor, weights: Sequence[Tensor], terms: Terms, need_dx: bool
 ) -> tuple[Tensor | None, ...]:
-    """Computes the gradients of x before f, of each weight and of the bias.
+    """Computes the gradients of x before f, of each weight and of the bias. Collective.
 
-    Gradients of parameters (those of `terms`) that have a sink go there, and None is returned in their place. In a
-    forward (`torch.autograd.grad` in a layer) only the gradient of x is computed, and it is differentiable.
+    Gradients of parameters in `terms` that have a sink are added to it, and None is returned for
+    them. During a stage's forward (`torch.autograd.grad` in a layer) only the gradient of x is
+    computed, and it is differentiable.
 
     Args:
-        x: after f.
+        dy: gradient of y, [... out].
+        x: input after f, [... in].
         weights: values of the weights in `terms`.
+        terms: arguments of the forward.
         need_dx: whether the gradient of x is needed.
 
     Raises:
-        RuntimeError: a differentiable gradient would have to be summed over tensor ranks or tiles.
+        RuntimeError: if a differentiable gradient would have to be summed over tensor ranks or
+            tiles.
     """
     (params, bias, axis, gather, by), dy = terms, dy.contiguous()
     rows, cut, dx, pending = dy.flatten(0, -2), len(weights) > 1, None, None
     grads: list[Tensor | None] = [None] * len(weights)
     in_forward, differentiable = _in_forward(terms), torch.is_grad_enabled()
     if (in_forward or differentiable) and (cut or axis.size > 1):
-        where = "tiles" if cut else "tensor ranks"
+        where = "split into tiles" if cut else "sharded over tensor ranks"
         raise RuntimeError(
-            f"torch.autograd.grad in a layer's forward, through a layer that is cut over {where}"
+            f"torch.autograd.grad in a layer's forward, through a linear layer that is {where}"
         )
     if in_forward:
         return dy @ weights[0], *grads, None
@@ -132,12 +148,12 @@ def gradients(
         grads[i] = weight_gradient(params[i], part, x, by)
 
     # A tile's gradient is computed while the next tile is being gathered.
-    early = cut and need_dx and axis.size == 1
+    overlapped = cut and need_dx and axis.size == 1
     if need_dx and differentiable:
         dx = dy @ weights[0]
     elif need_dx:
         if cut:
-            dx = tiled.input_gradient(rows, weights, params, by, take if early else None)
+            dx = tiled.input_gradient(rows, weights, params, by, take if overlapped else None)
         else:
             dx = by.input_gradient(rows, weights[0])
         dx = dx.view_as(x)
@@ -146,7 +162,7 @@ def gradients(
             pending = reduce(dx, axis)
     if not cut:
         take(0, rows)
-    elif not early:
+    elif not overlapped:
         for i, part in tiled.parts(rows, weights):
             take(i, part)
     db = bias_gradient(bias, rows) if bias is not None and bias.requires_grad else None
@@ -163,14 +179,14 @@ def _in_forward(terms: Terms) -> bool:
 
 
 def linear(x: Tensor, terms: Terms) -> Tensor:
-    """Returns f(x) W^T + b, [... in] -> [... out]; a weight may be a slice of a larger one."""
-    shown = for_autograd(x, *terms.weights, terms.bias)
-    out: Tensor = _Linear.apply(x, terms, *shown)
+    """Returns f(x) W^T + b, [... in] -> [... out]. A weight may be a slice of a larger one."""
+    tracked = for_autograd(x, *terms.weights, terms.bias)
+    out: Tensor = _Linear.apply(x, terms, *tracked)
     return out
 
 
 class _AddBias(torch.autograd.Function):
-    """y + b, whose gradient of b goes to its sink without a tensor of its own."""
+    """Returns y + b. The backward adds b's gradient to its sink without a temporary tensor."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
@@ -186,20 +202,31 @@ class _AddBias(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What a graph of torch.compile needs of a linear layer (`layers.compiled`).
+    """Inputs of a linear layer in a graph of torch.compile (`layers.compiled`).
 
-    layer, axis: stand for the layer and its axis. outputs: its columns of y. asks: in place of the weight, where that
-    is cut into tiles: an empty tensor that requires a gradient, so that y does.
+    Attributes:
+        layer: `Opaque` of the layer.
+        axis: `Opaque` of its axis.
+        outputs: number of columns of y on this rank.
+        anchor: for a tiled layer, an empty tensor that requires a gradient, passed in place of the
+            weight so that y requires one; else None.
     """
 
     layer: Any
     axis: Any
     outputs: int
-    asks: Tensor | None
+    anchor: Tensor | None
 
 
 class Product(nn.Module):
-    """The base class of linear layers: a product, over `axis` with its f, which gathers if `gather`."""
+    """Base class of linear layers.
+
+    Attributes:
+        axis: axis of f, as in `Terms`.
+        gather: whether f gathers x, as in `Terms`.
+        matmul: implementation of the matrix products.
+        traced: set by `compile_layer`.
+    """
 
     axis, gather, matmul = LOCAL, False, NATIVE
     traced: Traced | None = None
@@ -209,7 +236,7 @@ class Product(nn.Module):
         return 2 * tokens * sum(weight.numel() for weight in tiled.tiles_of(self))
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiplies x by the layer's weight and adds the bias."""
+        """Returns x W^T + bias."""
         if self.traced is not None and torch.compiler.is_compiling():
             return self._traced_product(self.traced, x, bias)
         weight = self._parameters.get("weight")
@@ -218,18 +245,31 @@ class Product(nn.Module):
 
     def _traced_product(self, by: Traced, x: Tensor, bias: Tensor | None) -> Tensor:
         parts = self.axis.size if self.gather else 1
-        whole = torch.ops.threed.gather_from(x.detach(), parts, by.axis) if self.gather else x
-        weight = self.weight if by.asks is None else by.asks
-        out: Tensor = torch.ops.threed.product(x, whole, weight, bias, by.outputs, parts, by.layer)
+        gathered = torch.ops.threed.gather_from(x.detach(), parts, by.axis) if self.gather else x
+        weight = self.weight if by.anchor is None else by.anchor
+        out: Tensor = torch.ops.threed.product(
+            x, gathered, weight, bias, by.outputs, parts, by.layer
+        )
         return out
 
 
 class ColumnLinear(Product):
-    """A linear layer cut by outputs: x [s b h] (or [s/t b h] when sequences are cut) -> [s b out/t].
+    """A linear layer sharded by outputs: x [s b h] (or [s/t b h]) -> [s b out/t].
 
-    outputs: the global matrices packed into it, as (name, out) pairs; each is cut by itself into whole multiples of
-    `multiple` (a head's size), as evenly as can be. shared: so many neighbouring ranks hold the same part (key/value
-    heads fewer than ranks); their gradients are parts of one sum. local: x is whole already, and f is the caller's.
+    x is [s/t b h] with sequence parallelism.
+
+    Args:
+        name: global name, the prefix of the parameters' names.
+        inputs: h.
+        outputs: (name, out) of each global matrix packed into the layer. Each is sharded
+            separately, as evenly as possible in multiples of `multiple`.
+        slicing: parallel layout.
+        std: standard deviation of the initial weights.
+        bias: whether there is a bias.
+        multiple: unit of the shards, such as a head's size.
+        shared: number of neighbouring ranks that hold the same shard (if there are fewer key/value
+            heads than ranks). Their gradients are summed.
+        local: whether the caller applies f. x is then [s b h].
     """
 
     def __init__(
@@ -260,9 +300,19 @@ class ColumnLinear(Product):
 
 
 class RowLinear(Product):
-    """A linear layer cut by inputs: x [s b in/t] -> [s b out] (or [s/t b out] when sequences are cut).
+    """A linear layer sharded by inputs: x [s b in/t] -> [s b out] (or [s/t b out]).
 
-    The bias is added once, after the sum; when sequences are cut its gradient is partial.
+    The output is [s/t b out] with sequence parallelism. The bias is added once, after the
+    reduction. With sequence parallelism its gradient is partial.
+
+    Args:
+        name: global name, the prefix of the parameters' names.
+        inputs: in.
+        outputs: out.
+        slicing: parallel layout.
+        std: standard deviation of the initial weights.
+        bias: whether there is a bias.
+        multiple: unit of the shards, such as a head's size.
     """
 
     def __init__(
@@ -291,12 +341,21 @@ class RowLinear(Product):
 
 
 class ReplicatedLinear(Product):
-    """A linear layer that every tensor rank holds whole, without communication: x [... in] -> [... out].
+    """A linear layer replicated over tensor ranks, without communication: x [... in] -> [... out].
 
-    For what is too small to cut (a router, a projection to a low rank), or what works on positions between blocks:
-    there x may be [s b in] or this rank's [s/t b in]. partial: for other inputs, as in `Slicing.shared`; None: x is
-    between blocks. tiles: cut into so many that are whole one at a time, by default `Slicing.tile`; fewer where there
-    are fewer outputs. Weight [out in] and bias [out] are the global tensors `name`.weight and `name`.bias.
+    For matrices that are too small to shard (a router, a low-rank projection), and for layers
+    between blocks, where x is [s b in] or this rank's [s/t b in]. Weight [out in] and bias [out]
+    are the global tensors `name`.weight and `name`.bias.
+
+    Args:
+        name: global name.
+        inputs: in.
+        outputs: out.
+        slicing: parallel layout.
+        tiles: number of tiles, reduced to `outputs` if larger. Default: `slicing.tile`.
+        std: standard deviation of the initial weights.
+        bias: whether there is a bias.
+        partial: see `Slicing.shared`. None: x is an activation between blocks.
     """
 
     def __init__(
@@ -315,7 +374,11 @@ class ReplicatedLinear(Product):
 
 
 class SinkLinear(nn.Linear):
-    """torch's linear layer, whose weight's gradient goes to its sink without passing through autograd, if it may."""
+    """torch's linear layer, with gradients added to sinks directly instead of through autograd.
+
+    It falls back to torch's forward under torch.compile and autocast, for mixed dtypes, and if a
+    gradient must pass through autograd.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
@@ -334,8 +397,11 @@ class SinkLinear(nn.Linear):
 
 
 def use_sinks(layer: nn.Module) -> None:
-    """Lets torch's own linear layers among a layer's parts write to sinks, which a split backward can defer; those of
-    derived classes, and those whose forward was replaced, stay with autograd."""
+    """Replaces torch's linear layers inside a layer by `SinkLinear`.
+
+    A split backward can then defer their weight gradients. Derived classes and modules with a
+    replaced forward are left to autograd.
+    """
     for module in layer.modules():
         if type(module) is nn.Linear and "forward" not in module.__dict__:
             module.__class__ = SinkLinear

@@ -1,4 +1,4 @@
-"""The end of a language model: final norm, vocabulary projection and loss in one pipeline layer."""
+"""The last pipeline layer of a language model: final norm, vocabulary projection and loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from threed.ops.matmul import NATIVE
 
 @dataclass(frozen=True, eq=False)
 class _Projection:
-    """What the loss depends on, except x: the table [v/t h] as a linear layer, targets [s b], arguments of the loss."""
+    """The arguments of the loss other than x.
+
+    terms: the table [v/t h] as a linear layer. targets: [s b]. scale: factor of the summed loss.
+    first: global id of the shard's first column. columns: number of columns without padding.
+    vocabulary: columns of all ranks.
+    """
 
     terms: Terms
     targets: Tensor
@@ -32,47 +37,56 @@ class _Projection:
     softcap: float = 0.0
 
     def loss(self, logits: Tensor, at: slice) -> Tensor:
-        """The weighted loss at some positions, of their logits."""
+        """Returns the weighted loss at the positions `at` from their logits."""
         return weighted_loss(
             capped(logits, self.softcap), self.targets[at], self.scale, self.terms.axis, self.first, columns=self.columns,
             vocabulary=self.vocabulary,
         )  # fmt: skip
 
     def gradient(self, x: Tensor, weight: Tensor, at: slice, dloss: Tensor) -> Tensor:
-        """The gradient of logits at some positions, [n v/t]; they are made again of x, [.. b h]."""
+        """Returns the gradient of the logits [n v/t] at positions `at`, from x [.. b h].
+
+        The logits are recomputed.
+        """
         with torch.enable_grad():
             logits = self.terms.by.linear(x, weight, None).requires_grad_()
-            # not a leaf to the loss, which works in its memory
+            # a view, because the loss overwrites its input and autograd forbids that for a leaf
             loss = self.loss(logits.view_as(logits), at)
             return torch.autograd.grad(loss, logits, dloss.to(loss.dtype))[0].flatten(0, -2)
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
-    """c tanh(logits / c), the logits where there is no bound c (arXiv 2408.00118)."""
+    """Returns softcap * tanh(logits / softcap) (arXiv 2408.00118); the logits if softcap is 0."""
     return (logits / softcap).tanh_() * softcap if softcap else logits
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The weighted loss of f(x) w^T, whose logits exist for some positions at a time, in the forward and again in the
-    backward."""
+    """The weighted loss of f(x) w^T, computed chunk by chunk along the sequence.
+
+    Only the logits of one chunk exist at a time. The backward recomputes them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shown: Tensor | None, of: _Projection, chunks: int) -> Tensor:
-        (weight,), _, axis, gather, by = of.terms
+    def forward(
+        ctx: Any, x: Tensor, tracked: Tensor | None, head: _Projection, chunks: int
+    ) -> Tensor:
+        (weight,), _, axis, gather, by = head.terms
         x = collectives.all_gather(x, axis) if gather else x
         ctx.save_for_backward(x, weight)
-        ctx.of, ctx.parts = of, [slice(*split(len(x), chunks, i)) for i in range(chunks)]
-        return torch.stack([of.loss(by.linear(x[at], weight, None), at) for at in ctx.parts]).sum()
+        ctx.head, ctx.parts = head, [slice(*split(len(x), chunks, i)) for i in range(chunks)]
+        return torch.stack(
+            [head.loss(by.linear(x[at], weight, None), at) for at in ctx.parts]
+        ).sum()
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        (param,), _, axis, gather, by = ctx.of.terms
+        (param,), _, axis, gather, by = ctx.head.terms
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
 
         def products() -> Iterator[tuple[Tensor, Tensor]]:
             for at in ctx.parts:
-                dlogits = ctx.of.gradient(x[at], weight, at, dloss)
+                dlogits = ctx.head.gradient(x[at], weight, at, dloss)
                 if dx is not None:
                     dx[at] = by.input_gradient(dlogits, weight).view_as(dx[at])
                 yield dlogits.t(), x[at].flatten(0, -2)
@@ -85,15 +99,25 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class LanguageModelHead(PipelineLayer):
-    """x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss (a scalar), or logits [s b v/t] without labels.
+    """The last layer: x [s b h] (or [s/t b h]) -> the micro-batch's weighted loss, a scalar.
 
-    weight_name: the global name of the [v h] projection; the word table's name when head and embedding are tied.
-    softcap: a bound on logits, by tanh; 0: none. If `MicroBatch.loss_chunks` is above 1, the logits
-    of a part of the rows exist at a time, which costs a third of the head's time.
+    Without labels it returns logits [s b v/t]. If `MicroBatch.loss_chunks` is above 1, the logits
+    of one chunk of the sequence exist at a time, which costs a third of the head's time.
+
+    Args:
+        name: global name of the layer.
+        weight_name: global name of the projection [v h]. If head and embedding are tied, it is the
+            name of the word table.
+        norm: final norm.
+        vocab: v.
+        hidden: h.
+        slicing: parallel layout.
+        std: standard deviation of the initial weights.
+        softcap: bound on logits, applied by tanh. 0: no bound.
     """
 
     matmul = NATIVE
-    recomputable = False  # on the last stage its backward follows at once
+    recomputable = False  # on the last stage its backward follows immediately
 
     def __init__(
         self,
@@ -111,12 +135,12 @@ class LanguageModelHead(PipelineLayer):
         self.name, self.softcap = name, softcap
         self.slicing, self.norm = slicing, norm
         self.first, last = split(vocab, slicing.tp.size, slicing.tp.index)
-        self.columns = last - self.first  # of the logits; the rest are the table's padding
+        self.columns = last - self.first  # without the table's padding
         self.weight = vocab_table(weight_name, vocab, hidden, slicing, std)
         self.vocab, self.data_flags = vocab, (Flag(f"labels beyond the {vocab} of {name}"),)
 
     def flops(self, tokens: int, seq: int) -> int:
-        """FLOPs of a forward."""
+        """Returns the FLOPs of a forward."""
         return 2 * tokens * self.columns * self.weight.shape[1]
 
     def forward(self, x: Tensor, micro: MicroBatch) -> Tensor:
@@ -131,12 +155,12 @@ class LanguageModelHead(PipelineLayer):
             )
         self.data_flags[0].note(micro.labels >= self.vocab)
         scale = torch.ones((), device=x.device) if micro.weight is None else micro.weight
-        of = _Projection(
+        head = _Projection(
             terms, micro.labels.t(), scale, self.first, self.columns, self.vocab, self.softcap
         )
         y = self.norm(x)
         if micro.loss_chunks == 1:
-            return of.loss(linear(y, terms), slice(None))
+            return head.loss(linear(y, terms), slice(None))
         chunks = min(micro.loss_chunks, y.shape[0])
-        loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, self.weight), of, chunks)
+        loss: Tensor = _ChunkedLoss.apply(y, *for_autograd(y, self.weight), head, chunks)
         return loss

@@ -1,6 +1,6 @@
-"""The feed-forward part of a block, cut by its inner features: GELU, or gated with SiLU (SwiGLU) or any other.
+"""The feed-forward part of a block, sharded by inner features: GELU, SwiGLU or another activation.
 
-activation, of both: any function of each element by itself; or a module, whose parameters carry records as all do.
+An activation is an element-wise function, or a module whose parameters carry a `ShardSpec`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from threed.ops import activation as activation_ops
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form."""
+    """Returns GELU of x in its tanh form."""
     return activation_ops.apply("gelu", x)
 
 
 def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
-    """activation(gate) * up: [... 2f] -> [... f]."""
+    """Returns activation(gate) * up: [... 2f] -> [... f]."""
     if activation is F.silu:
         return activation_ops.apply("swiglu", gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -30,13 +30,21 @@ def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))): x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
+    """Returns down(activation(up(x))): x [s b h] -> [s b h] (with sequence parallelism [s/t b h]).
 
-    activation: GELU in its tanh form by default.
+    Args:
+        name: global name, the prefix of the parameters' names.
+        hidden: h.
+        ffn: number of inner features.
+        slicing: parallel layout.
+        bias: whether both linear layers have a bias.
+        std: standard deviation of the initial weights of `up`.
+        out_std: standard deviation of the initial weights of `down`.
+        activation: element-wise function or module. Default: GELU in its tanh form.
     """
 
     recompute = Recompute()
-    outputs: tuple[str, ...] = ("up",)  # of the first product
+    outputs: tuple[str, ...] = ("up",)  # global matrices packed into `self.up`
 
     def __init__(
         self, name: str, hidden: int, ffn: int, slicing: Slicing, *, bias: bool = True, std: float = 0.02,
@@ -53,14 +61,15 @@ class MLP(nn.Module):
         return self.down(self.recompute.run("activation", self.activate, y))
 
     def activate(self, x: Tensor) -> Tensor:
-        """Returns what `down` gets, of the first product."""
+        """Returns the input of `down` from the output of `up`."""
         return self.activation(x)
 
 
 class GatedMLP(MLP):
-    """down(activation(gate(x)) * up(x)) (arXiv 2002.05202): x [s b h] -> [s b h]; gate and up are one matmul.
+    """Returns down(activation(gate(x)) * up(x)) (arXiv 2002.05202): x [s b h] -> [s b h].
 
-    activation: SiLU by default, which makes it SwiGLU.
+    Gate and up projections are one matmul. Arguments as for `MLP`; the default activation is SiLU,
+    which makes it SwiGLU.
     """
 
     outputs = ("gate", "up")

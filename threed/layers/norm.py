@@ -1,6 +1,7 @@
-"""LayerNorm and RMSNorm: whole on every tensor rank, over its part of the sequence when sequences are cut.
+"""LayerNorm and RMSNorm, replicated over tensor ranks.
 
-partial, of both: as in `Slicing.shared`; True for a norm over heads, of which a rank sees its own only.
+With sequence parallelism each rank normalises its part of the sequence. `partial` is as in
+`Slicing.shared`: True for a norm of heads, because a rank has only its own heads.
 """
 
 from __future__ import annotations
@@ -17,25 +18,26 @@ from threed.sharding import parameter, vector
 
 
 class _Fused(torch.autograd.Function):
-    """norm(s) by our kernel, s = x + residual, or x without one; if `both`, s as well.
+    """norm(s) by the fused kernel, with s = x + residual or x; if `with_sum`, returns (s, norm(s)).
 
-    With `both`, the backward sums the gradient that comes through the norm and the one that comes past it. weight and
-    bias are `params`; autograd gets them as `shown_weight` and `shown_bias` if their gradients pass through it.
+    If `with_sum`, the backward adds the gradient of s to the gradient through the norm. Weight and
+    bias are `params`. `tracked_weight` and `tracked_bias` are the same tensors if autograd receives
+    their gradients from here, else None.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, shown_weight: Tensor | None, shown_bias: Tensor | None,
-        params: tuple[Tensor, Tensor | None], eps: float, layer: bool, both: bool,
+        ctx: Any, x: Tensor, residual: Tensor | None, tracked_weight: Tensor | None, tracked_bias: Tensor | None,
+        params: tuple[Tensor, Tensor | None], eps: float, layer: bool, with_sum: bool,
     ) -> Any:  # fmt: skip
         rows, added = x.view(-1, x.shape[-1]), residual
-        done = norm.forward(
+        result = norm.forward(
             rows, *params, eps, layer, None if added is None else added.view_as(rows)
         )
-        ctx.save_for_backward(done.sum, params[0], done.scales, done.means)
+        ctx.save_for_backward(result.sum, params[0], result.scales, result.means)
         ctx.params, ctx.added = params, added is not None
-        y = done.y.view_as(x)
-        return (done.sum.view_as(x), y) if both else y
+        y = result.y.view_as(x)
+        return (result.sum.view_as(x), y) if with_sum else y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -49,28 +51,28 @@ class _Fused(torch.autograd.Function):
             residual=dsum[0].contiguous().view_as(total) if dsum else None,
         ).view_as(dy)  # fmt: skip
         ended = (dweight.done(), dbias.done() if dbias else None)
-        # Of a frozen parameter autograd was given None, and takes no gradient.
-        shown = [ended[i] if ctx.needs_input_grad[2 + i] else None for i in range(2)]
-        return dx, dx if ctx.added else None, *shown, None, None, None, None
+        # For an input that was None or frozen, autograd accepts only None.
+        tracked = [ended[i] if ctx.needs_input_grad[2 + i] else None for i in range(2)]
+        return dx, dx if ctx.added else None, *tracked, None, None, None, None
 
 
 def sum_and_norm(
     module: nn.Module, x: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns x + residual (x without one) and its norm by `module`, in one kernel if that is possible."""
-    ours = type(module) in (LayerNorm, RMSNorm) and not (
+    """Returns x + residual (or x) and its norm by `module`, in one kernel if possible."""
+    is_plain = type(module) in (LayerNorm, RMSNorm) and not (
         module._forward_hooks or module._forward_pre_hooks
         or module._backward_hooks or module._backward_pre_hooks
     )  # fmt: skip
-    if ours and module.fits(x) and (residual is None or launch.packed(residual)):  # type: ignore[operator]
-        both: tuple[Tensor, Tensor] = module.fused(x, residual, both=True)  # type: ignore[operator]
-        return both
+    if is_plain and module.fits(x) and (residual is None or launch.packed(residual)):  # type: ignore[operator]
+        pair: tuple[Tensor, Tensor] = module.fused(x, residual, with_sum=True)  # type: ignore[operator]
+        return pair
     total = x if residual is None else x + residual
     return total, module(total)
 
 
 class Norm(nn.Module):
-    """The base class of LayerNorm and RMSNorm."""
+    """Base class of LayerNorm and RMSNorm."""
 
     layer = False
     eps: float
@@ -79,22 +81,22 @@ class Norm(nn.Module):
     bias: Tensor | None
 
     def flops(self, tokens: int, seq: int) -> int:
-        """None that count."""
+        """Returns 0: a norm has no matrix product."""
         return 0
 
     def fits(self, x: Tensor) -> bool:
-        """Whether our kernel takes x."""
+        """Returns whether the fused kernel supports x."""
         return not self.offset and launch.ready(x) and norm.fits(x, *self._params())
 
-    def fused(self, x: Tensor, residual: Tensor | None, *, both: bool) -> Any:
-        """The norm of x + residual by our kernel; if `both`, the sum before it."""
+    def fused(self, x: Tensor, residual: Tensor | None, *, with_sum: bool) -> Any:
+        """Returns the norm of x + residual by the fused kernel; if `with_sum`, (sum, norm)."""
         params = self._params()
         return _Fused.apply(
-            x, residual, *for_autograd(x, *params), params, self.eps, self.layer, both
+            x, residual, *for_autograd(x, *params), params, self.eps, self.layer, with_sum
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fused(x, None, both=False) if self.fits(x) else self.plain(x)
+        y: Tensor = self.fused(x, None, with_sum=False) if self.fits(x) else self.plain(x)
         return y
 
     def plain(self, x: Tensor) -> Tensor:
@@ -106,7 +108,16 @@ class Norm(nn.Module):
 
 
 class LayerNorm(Norm):
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension: [... h] -> [... h]."""
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension: [... h] -> [... h].
+
+    Args:
+        name: global name, the prefix of the parameters' names.
+        width: h.
+        slicing: parallel layout.
+        eps: constant added to the variance.
+        bias: whether there is a bias.
+        partial: whether gradients are partial, as in `Slicing.shared`.
+    """
 
     layer = True
 
@@ -122,14 +133,22 @@ class LayerNorm(Norm):
         self.bias = parameter(spec, (width,)) if bias else None
 
     def plain(self, x: Tensor) -> Tensor:
-        """Returns the norm of x by torch's operations."""
         return F.layer_norm(x, (self.width,), self.weight, self.bias, self.eps)
 
 
 class RMSNorm(Norm):
-    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension (arXiv 1910.07467): [... h] -> [... h].
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension: [... h] -> [... h].
 
-    offset: 1 in Gemma, whose weights begin at zero; then it is computed in fp32 at least, for 1 + weight is.
+    arXiv 1910.07467.
+
+    Args:
+        name: global name, the prefix of the weight's name.
+        width: h.
+        slicing: parallel layout.
+        eps: constant added to the mean square.
+        partial: whether the gradient is partial, as in `Slicing.shared`.
+        offset: constant added to the weight, 1 in Gemma, whose weights start at zero. If it is not
+            0, the norm is computed in fp32 or wider, as is 1 + weight.
     """
 
     def __init__(
@@ -142,7 +161,6 @@ class RMSNorm(Norm):
         self.weight, self.bias = parameter(spec, (width,)), None
 
     def plain(self, x: Tensor) -> Tensor:
-        """Returns the norm of x by torch's operations."""
         if self.offset:
             wide = torch.promote_types(x.dtype, torch.float32)
             return F.rms_norm(

@@ -1,7 +1,7 @@
-"""Selective recompute: operations in a layer whose results are recomputed in the backward instead of saved.
+"""Selective recompute: the results of named operations are recomputed in the backward, not saved.
 
     class Mine(nn.Module):
-        recompute = Recompute()                              # saves everything, until a Selective is installed
+        recompute = Recompute()                   # saves everything, until a Selective is installed
 
         def forward(self, x):
             y = self.recompute.run("activation", torch.tanh, self.up(x))
@@ -9,20 +9,22 @@
 
     selective = Selective(["activation"])
     selective.install(layer)
-    with selective.watch():                                  # around the layer's forward
+    with selective.watch():                       # around the layer's forward
         y = layer(x, micro)
 
-Nothing is saved inside a named operation; in the backward, what autograd needs is recomputed from the operation's
-inputs, all at once, and freed as it is used. The operation's result is the input that the next layer saves, so dropping
-only the inner tensors would gain nothing. Results are identified by their storage, and wherever one is saved it is
-replaced by a placeholder from which it is rebuilt (Megatron-Core does the same by emptying the output's storage).
-Weights are saved too, often as transposed views; their storage is none of those. A result that was changed in place, or
-is viewed in another dtype, cannot be rebuilt: it is saved as any other tensor. A saved tensor that changes before the
-backward is an error, as without hooks; autograd does not check this itself once hooks are set.
+No tensor is saved inside a named operation. In the backward the operation is run again from its
+inputs; all tensors that autograd needs are rebuilt at once and freed as they are used. The
+operation's result is also the input that the next layer saves, so dropping only the inner tensors
+would save no memory. Results are therefore identified by their storage: wherever one is saved, a
+placeholder is saved instead (Megatron-Core achieves the same by emptying the output's storage).
+Weights, often saved as transposed views, have other storages and are not affected. A result that
+was changed in place, or is viewed in another dtype, cannot be rebuilt and is saved as usual. Saved
+tensors are checked for changes before the backward uses them, because autograd does not check them
+if there are hooks.
 
-Names in use: attention (the core: norms of heads, rotary positions, scaled dot product; queries, keys and values are
-saved as projected), activation (of the MLP; its input is saved), norm (its input is saved). Under sequence parallelism
-a norm's gathered result is gathered again as well.
+Names in use: attention (the core: norms of heads, rotary positions, scaled dot product; the
+projected queries, keys and values are saved), activation (of the MLP; its input is saved), norm
+(its input is saved). With sequence parallelism the backward also gathers a norm's result again.
 """
 
 from __future__ import annotations
@@ -51,9 +53,10 @@ from threed.sharding import storage_of
 
 
 class RngState:
-    """The state of torch's generators before a forward, so that it can be run again with the same random numbers.
+    """The state of torch's generators before a forward, so that a rerun draws the same numbers.
 
-    It is kept only if the forward drew from them: the layers of this package do not, those of users may.
+    It is kept only if the forward used a generator. The layers of this package do not; custom
+    layers may.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,14 +64,14 @@ class RngState:
         self._before: dict[str, Tensor] | None = rng_states(device)
 
     def drawn(self) -> None:
-        """Ends the recording: drops the state if nothing was drawn."""
+        """Ends the recording. Drops the state if the generators were not used since."""
         before, now = self._before or {}, rng_states(self._device)
         if all(torch.equal(before[kind], now[kind]) for kind in before):
             self._before = None
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restores the recorded state in the block; afterwards the generators continue from where they were."""
+        """Restores the recorded state in the block, and the present state after it."""
         if self._before is None:
             yield
             return
@@ -81,14 +84,14 @@ class RngState:
 
 
 class Recompute:
-    """The default for the operations of a layer: everything is saved."""
+    """The default for the operations of a layer: saves everything."""
 
     def run(self, name: str, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Returns f(*inputs); f depends on its inputs and on weights only."""
+        """Returns f(*inputs). f must depend on its inputs and on weights only."""
         return f(*inputs)
 
     def column(self, layer: Product, x: Tensor) -> Tensor:
-        """Returns layer(x), where x may be the result of an operation."""
+        """Applies a column-parallel layer to x, which may be the result of an operation."""
         return layer(x)
 
 
@@ -96,7 +99,10 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset 
 
 
 class _SavedTensor:
-    """A tensor that is saved as it is, with its version; not for weights, because ZeRO writes into their buffers."""
+    """A saved tensor and its version.
+
+    The version is not checked for weights, because ZeRO writes into their buffers.
+    """
 
     __slots__ = ("_tensor", "_version")
 
@@ -105,11 +111,11 @@ class _SavedTensor:
         self._tensor = tensor.detach()  # shares the version counter
         self._version = None if isinstance(base, nn.Parameter) else tensor._version
 
-    def get(self, what: str) -> Tensor:
-        """Returns the tensor; RuntimeError if it was changed in place."""
+    def get(self, description: str) -> Tensor:
+        """Returns the tensor. Raises RuntimeError if it was changed in place after it was saved."""
         if self._version is not None and self._tensor._version != self._version:
             raise RuntimeError(
-                f"{what}, {self._tensor.dtype} {list(self._tensor.shape)}, was changed in place after it was saved: it"
+                f"{description}, {self._tensor.dtype} {list(self._tensor.shape)}, was changed in place after it was saved: it"
                 f" is at version {self._tensor._version}, and was at {self._version}; change a copy instead"
                 " (x = x * 2, not x.mul_(2))"
             )
@@ -117,7 +123,7 @@ class _SavedTensor:
 
 
 class _Placeholder:
-    """A placeholder that autograd holds in place of a tensor; `value` is set when it is rebuilt, and freed with it."""
+    """Saved by autograd in place of a tensor. `rebuild` sets `value`, which is freed with it."""
 
     __slots__ = ("__weakref__", "operation", "value")
 
@@ -129,40 +135,44 @@ class _Placeholder:
 Packed = _SavedTensor | _Placeholder
 
 
-def unpack(packed: Packed, what: str = "a tensor that the backward needs") -> Tensor:
-    """Returns the tensor that was saved, rebuilt if need be."""
+def unpack(packed: Packed, description: str = "a tensor that the backward needs") -> Tensor:
+    """Returns a saved tensor, rebuilt if necessary. description: for an error message."""
     if isinstance(packed, _Placeholder):
         if packed.value is None:
             packed.operation.rebuild()
         assert packed.value is not None
         packed = packed.value
-    return packed.get(what)
+    return packed.get(description)
 
 
 class _Operation:
-    """One run of a named operation: its inputs, and placeholders of what it saved and returned."""
+    """One run of a named operation: its inputs, and placeholders of its saved tensors."""
 
     def __init__(
-        self, name: str, f: Callable[..., Tensor], inputs: Sequence[Packed], wants: Sequence[bool]
+        self,
+        name: str,
+        f: Callable[..., Tensor],
+        inputs: Sequence[Packed],
+        requires_grad: Sequence[bool],
     ) -> None:
-        self.name, self.f, self.inputs, self.wants = name, f, inputs, wants
-        self._inside: list[weakref.ref[_Placeholder]] = []  # in the order saved
+        self.name, self.f, self.inputs, self.requires_grad = name, f, inputs, requires_grad
+        self._inside: list[weakref.ref[_Placeholder]] = []  # in the order of saving
         self._results: list[tuple[weakref.ref[_Placeholder], Layout]] = []
-        self._draws: RngState | None = None
-        self._made: tuple[int, torch.dtype] | None = None  # the result's version and dtype
+        self._rng: RngState | None = None
+        self._version: tuple[int, torch.dtype] | None = None  # version and dtype of the result
 
     def first(self, inputs: Sequence[Tensor]) -> Tensor:
         """Runs the operation in the forward."""
-        self._draws = RngState(inputs[0].device)
+        self._rng = RngState(inputs[0].device)
         with saved_tensors_hooks(self._pack, unpack):
             y = self.f(*inputs)
-        self._draws.drawn()
-        self._made = y._version, y.dtype
+        self._rng.drawn()
+        self._version = y._version, y.dtype
         return y
 
-    def makes(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor in the result's storage is a view of what `rebuild` returns."""
-        return self._made == (tensor._version, tensor.dtype) and not (
+    def can_rebuild(self, tensor: Tensor) -> bool:
+        """Returns whether `rebuild` can restore a tensor that shares the result's storage."""
+        return self._version == (tensor._version, tensor.dtype) and not (
             tensor.is_conj() or tensor.is_neg()
         )
 
@@ -172,32 +182,32 @@ class _Operation:
         return placeholder
 
     def result(self, view: Tensor) -> _Placeholder:
-        """Returns a placeholder of the result, or of a view of it."""
+        """Returns a placeholder for the result or a view of it."""
         placeholder = _Placeholder(self)
         self._results.append((weakref.ref(placeholder), _layout(view)))
         return placeholder
 
     def rebuild(self) -> None:
-        """Runs the operation in the backward, and fills the placeholders that are still alive."""
-        again: list[_SavedTensor] = []
-        what = f"an input of {self.name}, which is to be recomputed"
+        """Runs the operation again in the backward; fills the placeholders still in use."""
+        recomputed: list[_SavedTensor] = []
+        description = f"an input of the recomputed operation {self.name}"
         inputs = [
-            unpack(x, what).detach().requires_grad_(w)
-            for x, w in zip(self.inputs, self.wants, strict=True)
+            unpack(x, description).detach().requires_grad_(w)
+            for x, w in zip(self.inputs, self.requires_grad, strict=True)
         ]
-        draws = self._draws.again() if self._draws else nullcontext()
+        draws = self._rng.again() if self._rng else nullcontext()
         with (
             torch.enable_grad(),
             draws,
-            saved_tensors_hooks(lambda t: again.append(_SavedTensor(t)), _never),
+            saved_tensors_hooks(lambda t: recomputed.append(_SavedTensor(t)), _no_backward),
         ):
             y = self.f(*inputs).detach()
-        if len(again) != len(self._inside):
+        if len(recomputed) != len(self._inside):
             raise RuntimeError(
-                f"recompute of {self.name} saved {len(again)} tensors where its forward saved {len(self._inside)}: it"
+                f"recompute of {self.name} saved {len(recomputed)} tensors where its forward saved {len(self._inside)}: it"
                 " must be a function of its inputs and weights alone"
             )
-        for ref, saved in zip(self._inside, again, strict=True):
+        for ref, saved in zip(self._inside, recomputed, strict=True):
             if (placeholder := ref()) is not None:
                 placeholder.value = saved
         for ref, layout in self._results:
@@ -209,8 +219,8 @@ def _layout(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
-def _never(_: Any) -> Tensor:
-    raise AssertionError("a graph made to rebuild values has no backward")
+def _no_backward(_: Any) -> Tensor:
+    raise AssertionError("backward through a graph that only rebuilds values")
 
 
 _SAVED = frozenset(operator.default for operator in attention.FUSED)
@@ -221,30 +231,37 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 def _contexts() -> Any:
-    """What torch.compile keeps of an operation that is recomputed: what fused attention returns, which the next layer
-    saves in any case, beside a number for each query. (torch 2.13 mistakes its random state for a saved tensor, where
-    it is recomputed in a graph with opaque objects.)"""
+    """Returns the policy for recompute under torch.compile: keep only results of fused attention.
+
+    The next layer saves the attention output in any case; the log-sum-exp is one number per query.
+    (torch 2.13 mistakes the random state of fused attention for a saved tensor if it is recomputed
+    in a graph with opaque objects.)
+    """
     return create_selective_checkpoint_contexts(_policy)
 
 
 class Selective(Recompute):
-    """Recomputes the operations named `ops` in the backward; everything else is saved."""
+    """Recomputes the operations named `ops` in the backward; saves everything else.
+
+    Args:
+        ops: names of operations, see the module's docstring.
+    """
 
     def __init__(self, ops: Iterable[str]) -> None:
         self.ops = frozenset(ops)
-        # By storage. While the table has the weak reference, the storage's address is not reused.
+        # By storage address. The weak reference prevents that the address is reused.
         self._results: dict[int, tuple[StorageWeakRef, _Operation]] = {}
         self._running = False
 
     def install(self, layer: nn.Module) -> None:
-        """Makes a layer and its parts run their operations through this object."""
+        """Makes a layer and its submodules run their operations through this object."""
         for module in layer.modules():
             if isinstance(getattr(module, "recompute", None), Recompute):
                 module.recompute = self  # type: ignore[assignment]
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Replaces what autograd saves in the block by placeholders, if it can be rebuilt."""
+        """Context in which tensors that can be rebuilt are saved as placeholders."""
         try:
             with saved_tensors_hooks(self._pack, unpack):
                 yield
@@ -252,23 +269,23 @@ class Selective(Recompute):
             self._results.clear()
 
     def run(self, name: str, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Returns f(*inputs); saves nothing of it if `name` is one of the operations to recompute."""
+        """Returns f(*inputs); saves only the inputs if `name` is to be recomputed."""
         if name not in self.ops or self._running or not torch.is_grad_enabled():
             return f(*inputs)
         if torch.compiler.is_compiling():
             again: Tensor = checkpoint(f, *inputs, use_reentrant=False, context_fn=_contexts)
             return again
-        alone = functools.partial(self._alone, f)
+        as_one = functools.partial(self._run_as_one, f)
         operation = _Operation(
-            name, alone, [self._pack(x) for x in inputs], [x.requires_grad for x in inputs]
+            name, as_one, [self._pack(x) for x in inputs], [x.requires_grad for x in inputs]
         )
         y = operation.first(inputs)
         storage = y.untyped_storage()
         self._results[storage._cdata] = StorageWeakRef(storage), operation
         return y
 
-    def _alone(self, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Returns f(*inputs); named operations inside are part of this one."""
+    def _run_as_one(self, f: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Returns f(*inputs); treats named operations inside f as part of it."""
         self._running = True
         try:
             return f(*inputs)
@@ -276,11 +293,11 @@ class Selective(Recompute):
             self._running = False
 
     def column(self, layer: Product, x: Tensor) -> Tensor:
-        """Returns layer(x); if the layer gathers an x that is to be rebuilt, the backward gathers it again as well."""
-        source = None if torch.compiler.is_compiling() else self._made(x)
+        """Returns layer(x). If the layer gathers a recomputed x, the backward gathers it again."""
+        source = None if torch.compiler.is_compiling() else self._operation_of(x)
         if not layer.gather or source is None:
             return layer(x)
-        placeholder = source.result(x)  # a hook that refers to x itself would keep it alive
+        placeholder = source.result(x)  # so that the hook does not keep x alive
         gathered = (layer.axis.size * x.shape[0], *x.shape[1:])
 
         def pack(tensor: Tensor) -> Packed:
@@ -295,10 +312,10 @@ class Selective(Recompute):
         with saved_tensors_hooks(pack, unpack):
             return layer(x)
 
-    def _made(self, tensor: Tensor) -> _Operation | None:
+    def _operation_of(self, tensor: Tensor) -> _Operation | None:
         found = self._results.get(tensor.untyped_storage()._cdata)
-        return found[1] if found is not None and found[1].makes(tensor) else None
+        return found[1] if found is not None and found[1].can_rebuild(tensor) else None
 
     def _pack(self, tensor: Tensor) -> Packed:
-        operation = self._made(tensor)
+        operation = self._operation_of(tensor)
         return _SavedTensor(tensor) if operation is None else operation.result(tensor)

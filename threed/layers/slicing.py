@@ -1,4 +1,4 @@
-"""The arguments of every layer: how tensors are sliced, and which micro-batch is running."""
+"""Arguments of every layer (parallel layout, micro-batch), gradient sinks and tile gatherers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from threed.topology import Axis, alone
 
 @dataclass(frozen=True, eq=False)
 class Slicing:
-    """How layers are sliced: over which axis, whether sequences are too, and the seed of dropout.
+    """Parallel layout of the layers, and the seed of dropout.
 
-    tp: the tensor-parallel axis. sequence: activations between column- and row-parallel layers are cut along the
-    sequence (arXiv 2205.05198, section 4.2.2). tile: tiles that every linear layer is cut into (see `layers.tiled`).
+    Attributes:
+        tp: tensor-parallel axis.
+        sequence: whether activations between column- and row-parallel layers are sharded along the
+            sequence (sequence parallelism, arXiv 2205.05198, section 4.2.2).
+        seed: seed of dropout.
+        tile: number of tiles of every linear layer (see `layers.tiled`).
     """
 
     tp: Axis = field(default_factory=alone)
     sequence: bool = False
     seed: int = 1234
     tile: int = 1
-    # stands for `tp` in a graph of torch.compile (`layers.compiled`)
+    # represents `tp` in a graph of torch.compile (`layers.compiled`)
     opaque: Any = field(default=None, init=False)
 
     def __deepcopy__(self, memo: object) -> Slicing:
@@ -38,16 +42,23 @@ class Slicing:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether activations between blocks are [s/t b h] rather than [s b h]."""
+        """Whether activations between blocks are [s/t b h] instead of [s b h]."""
         return self.sequence and self.tp.size > 1
 
     @property
     def sequence_parts(self) -> int:
-        """The number of ranks that a sequence is cut over between blocks."""
+        """Number of ranks that a sequence is sharded over between blocks."""
         return self.tp.size if self.sequence_parallel else 1
 
     def positions(self, length: int) -> Positions:
-        """Returns this rank's positions of a sequence of `length`, in activations between blocks."""
+        """Returns this rank's positions of a sequence, for activations between blocks.
+
+        Args:
+            length: full length of the sequence.
+
+        Raises:
+            ValueError: if the length is not a multiple of `sequence_parts`.
+        """
         if length % self.sequence_parts:
             raise ValueError(
                 f"sequence length {length} is not a multiple of tp {self.tp.size}: pad the batch to one"
@@ -66,43 +77,60 @@ class Slicing:
 
     @property
     def replicated(self) -> str | None:
-        """The axis that a parameter held whole by every tensor rank is replicated over."""
+        """The axis over which a parameter that is not sharded is replicated: "tp" or None."""
         return "tp" if self.tp.size > 1 else None
 
     @property
     def partial(self) -> str | None:
-        """The axis over which such a parameter's gradient is partial: each rank has a part of the sequence only."""
+        """The axis over which the gradient of a replicated parameter between blocks is partial.
+
+        "tp" with sequence parallelism, because each rank has only its part of the sequence; else
+        None.
+        """
         return "tp" if self.sequence_parallel else None
 
     def heads(self, count: int) -> tuple[int, int]:
-        """Returns the heads of `count` that this rank holds: [first, last). With too few heads, ranks share one."""
+        """Returns the heads of this rank, [first, last), out of `count`.
+
+        If `count` is below tp, ranks share heads.
+        """
         first = count * self.tp.index // self.tp.size
         return first, max(first + 1, count * (self.tp.index + 1) // self.tp.size)
 
     def shared(self, *pieces: Piece, partial: bool | None = None, decay: bool = False) -> ShardSpec:
-        """Returns the record of a parameter that every tensor rank holds whole.
+        """Returns the `ShardSpec` of a parameter that is replicated over tensor ranks.
 
-        partial: whether the gradient that a rank computes is partial, to be summed over tensor ranks, or already
-        complete, the same on every rank.
-          None   between blocks: partial if sequences are cut, since each rank has its positions only; else complete
-          True   always partial: each rank has its own heads or features, or the next layer is cut by them without an
-                 f (`gather`) in between
-          False  always complete: every rank has whole sequences, and the gradient of its output is complete too
+        A gradient is partial if each rank computes only a part of it, to be summed over tensor
+        ranks:
+          None   for layers between blocks: partial with sequence parallelism, because each rank
+                 has only its own positions; otherwise complete
+          True   always partial: each rank has its own heads or features, or the next layer is
+                 sharded by them without an f (`gather`) in between
+          False  always complete: every rank has full sequences, and the gradient of its output
+                 is complete too
+
+        Args:
+            pieces: global tensors stored in the parameter.
+            partial: whether the gradient is partial, see above.
+            decay: whether weight decay applies.
         """
         axis = self.partial if partial is None else self.replicated if partial else None
         return ShardSpec(pieces, self.replicated, axis, decay)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Applies f, before layers cut over tensor ranks: [s b h] (or [s/t b h] when sequences are cut) -> [s b h].
+        """Applies f before sharded layers: [s b h] (or [s/t b h]) -> [s b h]. Collective.
 
-        Every rank gets all of x; the gradient is the sum of the ranks' gradients.
+        With sequence parallelism f gathers along the sequence. The gradient is summed over ranks.
         """
         return self._conjugate(
             collectives.gather_from if self.sequence_parallel else collectives.copy_to, x
         )
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Applies g, after layers cut over tensor ranks: sums the ranks' [s b h] (returns its [s/t b h] of the sum)."""
+        """Applies g after sharded layers: sums [s b h] over tensor ranks. Collective.
+
+        With sequence parallelism it returns this rank's [s/t b h] of the sum.
+        """
         return self._conjugate(
             collectives.scatter_to if self.sequence_parallel else collectives.reduce_from, x
         )
@@ -120,13 +148,19 @@ class Slicing:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One micro-batch as the layers see it.
+    """One micro-batch as seen by the layers.
 
-    tokens, labels: int64 [b s]; a label below 0 is not counted. samples: int64 [b], global sample indices.
-    weight: what the sum of token losses is multiplied by, 1 / the step's global number of valid labels (a scalar
-    tensor; of rows where there are no integer labels). step and training rule dropout. inputs: the batch's other
-    tensors [b ...], in their own dtypes unless precision.cast_inputs is on; for a wrapped module all of its keyword
-    arguments. loss_chunks: the number of parts in which a head computes logits.
+    Attributes:
+        tokens: int64 [b s].
+        labels: int64 [b s]; labels below 0 are ignored. None: the last layer returns logits.
+        samples: int64 [b], global sample indices.
+        weight: factor of the sum of token losses, a scalar tensor: 1 / the step's global number of
+            valid labels (of rows, if labels are not integers).
+        step: number of the step, for dropout masks.
+        training: whether dropout is on.
+        inputs: the batch's other tensors [b ...], in their own dtypes unless precision.cast_inputs
+            is on. For a wrapped module: all of its keyword arguments.
+        loss_chunks: number of chunks in which the head computes logits.
     """
 
     tokens: Tensor | None = None
@@ -140,10 +174,14 @@ class MicroBatch:
 
 
 class Flag:
-    """An error in the data, detected on the device. The step is skipped, and reading its metrics raises DataError.
+    """An error in the data, detected on the device without a synchronisation.
 
-    A layer keeps its flags in a tuple `data_flags`. what: a description for the message. error: if false, a warning is
-    given instead of the exception.
+    The step is skipped, and reading its metrics raises DataError. A layer keeps its flags in a
+    tuple `data_flags`.
+
+    Args:
+        what: description for the message.
+        error: whether to raise DataError; otherwise a warning is issued.
     """
 
     def __init__(self, what: str, error: bool = True) -> None:
@@ -151,22 +189,22 @@ class Flag:
         self._found: Tensor | None = None
 
     def note(self, wrong: Tensor) -> None:
-        """Records whether any of `wrong` (bool) is true."""
+        """Records whether any element of `wrong` (bool) is true."""
         found = wrong.any()
         if self._found is None:
             self._found = found
         else:
-            self._found |= found  # in place: a forward may run beside another stream, which would reuse what it frees
+            self._found |= found  # in place: another stream could reuse freed memory
 
     def take(self, device: torch.device) -> Tensor:
-        """Returns 1.0 if there was an error since the last call, else 0.0 (fp64 scalar)."""
+        """Returns 1.0 if an error was recorded since the last call, else 0.0 (fp64 scalar)."""
         found = self.swap(None)
         return (
             torch.zeros((), dtype=torch.float64, device=device) if found is None else found.double()
         )
 
     def swap(self, found: Tensor | None) -> Tensor | None:
-        """Replaces the record since the last `take` (a bool scalar, or None), and returns the old one."""
+        """Replaces the record (a bool scalar or None), and returns the previous one."""
         found, self._found = self._found, found
         return found
 
@@ -174,8 +212,8 @@ class Flag:
 class ForwardScope:
     """Records whether a pipeline stage is running a forward.
 
-    A gradient that is computed during a forward comes from `torch.autograd.grad` in a layer, and is not part of the
-    loss's gradient. The stages of a rank and its gradient sinks share one scope.
+    A gradient that is computed during a forward comes from `torch.autograd.grad` in a layer and is
+    not part of the loss's gradient. The stages of a rank and its gradient sinks share one scope.
     """
 
     def __init__(self) -> None:
@@ -183,7 +221,7 @@ class ForwardScope:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Marks the block as a forward."""
+        """Context that marks its block as a forward."""
         before, self.active = self.active, True
         try:
             yield
@@ -192,68 +230,71 @@ class ForwardScope:
 
 
 class GradSink(Protocol):
-    """Collects a parameter's gradient, contribution by contribution.
+    """Accumulates a parameter's gradient, contribution by contribution.
 
-    A layer that can write its gradient in place uses `weight.sink`; without one it returns the gradient to autograd.
+    A layer that can write its gradient in place uses `weight.sink`. Without a sink it returns the
+    gradient to autograd.
     """
 
     def add(self, grad: Tensor) -> None:
-        """Adds a whole gradient."""
+        """Adds a gradient of the parameter's shape."""
 
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
         """Adds the matrix product a @ b."""
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds matrix products a @ b, made one after the other, as one contribution."""
+        """Adds several matrix products a @ b, computed one by one, as one contribution."""
 
     def add_rows(self, index: Tensor, rows: Tensor) -> None:
-        """Adds rows [n h] at the given row numbers [n]."""
+        """Adds rows [n h] at the row numbers `index` [n]."""
 
     def memory(self) -> tuple[Tensor, bool] | None:
-        """Returns where the gradient is, in the parameter's shape, and whether to add to what is there; None where it
-        must be given to `add`."""
+        """Returns the gradient's buffer, in the parameter's shape, and whether it must be added to.
+
+        None if the gradient has to be passed to `add`.
+        """
 
     def mark_added(self) -> None:
         """Counts a contribution that was written to `memory`."""
 
     def in_forward(self) -> bool:
-        """Returns whether a stage is running a forward, during which the sink takes no gradients."""
+        """Returns whether a stage is running a forward, when the sink accepts no gradients."""
 
     def defers(self) -> bool:
         """Returns whether contributions are kept and added later, as in a split backward."""
 
 
 def sink_of(weight: Tensor) -> GradSink | None:
-    """Returns the sink that takes a parameter's gradient.
+    """Returns the sink of a parameter, or None.
 
-    Returns None without a sink, and for a parameter with gradient hooks of the user: its gradient goes through
-    autograd, and the sink's hook, which runs last, moves it to the sink.
+    None also if the user registered gradient hooks on the parameter: its gradient then goes through
+    autograd, and the sink's own hook, which runs last, moves it to the sink.
     """
     return None if has_gradient_hooks(weight) else getattr(weight, "sink", None)
 
 
 def has_gradient_hooks(param: Tensor) -> bool:
-    """Returns whether a parameter has gradient hooks in addition to its sink's post-accumulate hook."""
+    """Returns whether a parameter has gradient hooks other than the sink's post-accumulate hook."""
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
 def goes_to_sink(param: Tensor | None) -> bool:
-    """Returns whether no gradient of a parameter (or None) passes through autograd: it is frozen, or has a sink."""
+    """Returns whether autograd handles no gradient for `param`: None, frozen, or with a sink."""
     return param is None or not param.requires_grad or sink_of(param) is not None
 
 
 def for_autograd(x: Tensor, *params: Tensor | None) -> tuple[Tensor | None, ...]:
     """Returns the parameters to pass to an autograd function of x.
 
-    None for each of them if x requires a gradient and theirs go to sinks: autograd would visit them for nothing, which
-    costs the host as much as a small kernel.
+    If x requires a gradient and the parameters' gradients go to sinks, each is None. Otherwise
+    autograd would visit them for no result, which costs the host as much as a small kernel.
     """
-    known = x.requires_grad and all(map(goes_to_sink, params))
-    return (None,) * len(params) if known else params
+    no_params = x.requires_grad and all(map(goes_to_sink, params))
+    return (None,) * len(params) if no_params else params
 
 
 def bias_gradient(bias: Tensor, rows: Tensor) -> Tensor | None:
-    """Computes the sum of rows [m n]: adds it to the bias's sink, else returns it for autograd."""
+    """Adds the sum of rows [m n] to the bias's sink, or returns it for autograd."""
     if sums.column_fits(rows):
         gradient = VectorGradient(bias)
         sums.column_sums(rows, gradient.out, add=gradient.add)
@@ -266,9 +307,11 @@ def bias_gradient(bias: Tensor, rows: Tensor) -> Tensor | None:
 
 
 class VectorGradient:
-    """Memory for a kernel that sums a vector's gradient in fp32: that of the parameter's sink, where it fits.
+    """fp32 memory to which a kernel writes a vector's gradient: the sink's own memory if possible.
 
-    out: fp32 [n]. add: whether to add to what it holds.
+    Attributes:
+        out: fp32 [n].
+        add: whether the kernel must add to `out` instead of overwriting it.
     """
 
     def __init__(self, param: Tensor) -> None:
@@ -284,7 +327,7 @@ class VectorGradient:
             self.add = False
 
     def done(self) -> Tensor | None:
-        """Ends the contribution; returns what autograd is to get, if it does not go to a sink."""
+        """Finishes the contribution; without a sink, returns the gradient for autograd."""
         if self._sink is None:
             return self.out.to(self._dtype)
         self._sink.mark_added() if self._direct else self._sink.add(self.out)
@@ -292,30 +335,33 @@ class VectorGradient:
 
 
 class TileGatherer(Protocol):
-    """Gathers a tile's weight while it is used; at other times its memory may be freed, and must not be read.
+    """Gathers a tile's weight while it is used. At other times its memory may be freed.
 
-    A layer uses `weight.tile_gatherer`; a weight without one is always whole.
+    A layer uses `weight.tile_gatherer`. A weight without one is always in memory.
     """
 
     def open(self) -> None:
-        """Waits until the weight is whole; begins to gather it if `ahead` has not."""
+        """Waits for the weight's gather, which it starts if `ahead` has not."""
 
     def ahead(self) -> None:
-        """Begins to gather the weight, for the next `open`."""
+        """Starts to gather the weight, for the next `open`."""
 
     def close(self) -> None:
         """Frees the weight until the next `open`."""
 
 
 def tile_gatherer_of(weight: Tensor) -> TileGatherer | None:
-    """Returns the tile gatherer of a parameter, if it has one."""
+    """Returns the tile gatherer of a parameter, or None."""
     return getattr(weight, "tile_gatherer", None)
 
 
 def sum_of_products(
     weight: Tensor, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE
 ) -> Tensor | None:
-    """Adds the sum of products a @ b to the weight's sink, or else returns it. Every pair is made in any case."""
+    """Adds the sum of products a @ b to the weight's sink, or returns it.
+
+    All pairs are consumed, also for a frozen weight.
+    """
     sink, total = sink_of(weight), None
     if sink is not None:
         sink.add_products(pairs, by)
@@ -327,7 +373,7 @@ def sum_of_products(
 
 
 def add_to(total: Tensor | None, a: Tensor, b: Tensor, by: Matmul) -> Tensor:
-    """Returns total + a b, in total's memory; a b if there is no total yet."""
+    """Returns total + a b, computed in total's memory; without a total, a b."""
     if total is None:
         return by.product(a, b)
     by.add_product_(total, a, b, fresh=False)

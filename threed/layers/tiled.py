@@ -1,15 +1,18 @@
-"""Tiled linear layers: large weights that are gathered one tile at a time (memory-centric tiling, ZeRO-Infinity, arXiv
-2104.07857, section 5.1.3).
+"""Tiled linear layers: large weights are gathered one tile at a time (memory-centric tiling,
+ZeRO-Infinity, arXiv 2104.07857, section 5.1.3).
 
-    weight [out in]  ->  tiles [out_i in], rows cut;   y[..., out_i] = x tile_i^T;   dx = sum of dy[..., out_i] tile_i
+    weight [out in] -> tiles [out_i in], split by rows
+    y[..., out_i] = x tile_i^T
+    dx = sum over i of dy[..., out_i] tile_i
 
-`zero.tile` sets the number of tiles for the linear layers of a model's blocks; a single `ReplicatedLinear` can have its
-own. A tile is a parameter of its own: gathered, reduced, updated and offloaded by itself. Its record names the same
-global tensor, so initial values, checkpoints and exports do not depend on tiles. While one tile is used the next is
-being gathered (`TileGatherer`); never more than two are in memory. Without gatherers all tiles stay in memory.
+`zero.tile` sets the number of tiles for the linear layers of a model's blocks. A `ReplicatedLinear`
+can override it. Each tile is a separate parameter, which is gathered, reduced, updated and
+offloaded by itself. Its `ShardSpec` names the same global tensor, so initial values, checkpoints
+and exports do not depend on tiles. While one tile is used the next is gathered (`TileGatherer`). At
+most two tiles are in memory. Without gatherers all tiles stay in memory.
 
-Outputs equal those of the whole layer, up to the order of summation in matrix products of another shape; the input's
-gradient is a sum over tiles.
+Outputs equal the untiled layer's, up to the order of summation in matrix products of another shape.
+The input's gradient is a sum over tiles.
 """
 
 from __future__ import annotations
@@ -27,21 +30,21 @@ from threed.layers.slicing import tile_gatherer_of
 from threed.ops.matmul import Matmul
 from threed.sharding import Piece, ShardSpec, parameter
 
-GRANULE = 64  # rows: larger tiles are cut at multiples of it, which matrix kernels prefer
+GRANULE = 64  # rows: larger tiles are split at multiples of it, which matrix kernels prefer
 
 Span = tuple[int, int]
 
 
 def spans(rows: int, tiles: int) -> list[Span]:
-    """Returns the first and last row of each tile of a matrix; fewer tiles than requested if it has fewer rows."""
+    """Returns the first and last row of each tile; fewer tiles if the matrix has fewer rows."""
     tiles = max(1, min(tiles, rows))
     unit = GRANULE if rows >= GRANULE * tiles else 1
     cuts = [min(rows, unit * split(-(-rows // unit), tiles, i)[0]) for i in range(tiles)]
     return list(zip(cuts, [*cuts[1:], rows], strict=True))
 
 
-def cut_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...]:
-    """Returns the pieces of rows [first, last) of matrices that are stacked."""
+def slice_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...]:
+    """Returns the pieces of rows [first, last) of stacked matrices."""
     found, at = [], 0
     for piece in pieces:
         rows, columns = piece.size
@@ -56,18 +59,25 @@ def cut_rows(pieces: Sequence[Piece], first: int, last: int) -> tuple[Piece, ...
 
 
 def add_weight(module: nn.Module, spec: ShardSpec, shape: Span, tiles: int) -> None:
-    """Registers a module's `weight` [rows in], or its tiles: `weight_0`, `weight_1` ..."""
+    """Registers a module's `weight` [rows in], or its tiles `weight_0`, `weight_1` ...
+
+    Args:
+        module: linear layer.
+        spec: `ShardSpec` of the full weight.
+        shape: (rows, in).
+        tiles: requested number of tiles.
+    """
     cuts = spans(shape[0], tiles)
     if len(cuts) == 1:
         module.register_parameter("weight", parameter(spec, shape))
         return
     for i, (first, last) in enumerate(cuts):
-        part = replace(spec, pieces=cut_rows(spec.pieces, first, last), tile=(i, len(cuts)))
+        part = replace(spec, pieces=slice_rows(spec.pieces, first, last), tile=(i, len(cuts)))
         module.register_parameter(f"weight_{i}", parameter(part, (last - first, shape[1])))
 
 
 def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
-    """Returns the tiles of a module's weight in order, or the one weight."""
+    """Returns the tiles of a module's weight in order, or its only weight."""
     return tuple(
         weight
         for name, weight in module._parameters.items()
@@ -76,8 +86,8 @@ def tiles_of(module: nn.Module) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def whole(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
-    """Keeps a tile whole in the block, and begins to gather `following`."""
+def gathered(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
+    """Context in which a tile is gathered. Starts to gather `following` at its beginning."""
     gatherer = tile_gatherer_of(weight)
     following_gatherer = None if following is None else tile_gatherer_of(following)
     if gatherer is not None:
@@ -94,9 +104,9 @@ def whole(weight: Tensor, following: Tensor | None = None) -> Iterator[None]:
 def _walk(
     weights: Sequence[Tensor], order: Sequence[int]
 ) -> Iterator[tuple[int, AbstractContextManager[None]]]:
-    """Yields the numbers of tiles in `order`, each with the context in which it is whole."""
+    """Yields the numbers of tiles in `order`, each with the context in which it is gathered."""
     for i, following in zip(order, [*(weights[n] for n in order[1:]), None], strict=True):
-        yield i, whole(weights[i], following)
+        yield i, gathered(weights[i], following)
 
 
 def product(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, by: Matmul) -> Tensor:
@@ -117,9 +127,10 @@ def input_gradient(
     rows: Tensor, weights: Sequence[Tensor], params: Sequence[Tensor], by: Matmul,
     after: Callable[[int, Tensor], None] | None,
 ) -> Tensor:  # fmt: skip
-    """Returns the gradient of x [m in] for y = x W^T, of rows dy [m out]: a sum over tiles.
+    """Returns the gradient of x [m in] for y = x W^T from rows dy [m out]: a sum over tiles.
 
-    after: called with i and dy's columns when tile i has been used, while the next is being gathered.
+    after: called with (i, dy's columns of tile i) after tile i was used, while the next is
+    gathered.
     """
     last = len(weights) - 1
     total = rows.new_empty(len(rows), weights[0].shape[1], dtype=_sum_dtype(rows, len(weights)))
@@ -133,9 +144,12 @@ def input_gradient(
 
 
 def parts(rows: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Yields the number of each tile and its columns of rows [m out], last first: the order of buckets."""
+    """Yields each tile's number and its columns of rows [m out], in the order of buckets.
+
+    This order is from the last tile to the first.
+    """
     for i, span in reversed(list(enumerate(_columns_of(weights)))):
-        # Contiguous: oneDNN is up to a thousand times slower on a transposed window.
+        # Contiguous: oneDNN is up to a thousand times slower on a transposed slice.
         yield i, rows[:, slice(*span)].contiguous()
 
 
@@ -145,5 +159,5 @@ def _columns_of(weights: Sequence[Tensor]) -> list[Span]:
 
 
 def _sum_dtype(x: Tensor, tiles: int) -> torch.dtype:
-    """Returns fp32 for sums of more than two 16-bit terms, to round once; a sum of two is rounded once anyway."""
+    """Returns fp32 for sums of more than two 16-bit terms, so that they are rounded once."""
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) and tiles > 2 else x.dtype

@@ -1,10 +1,13 @@
-"""The shared libraries that `csrc` is compiled into, loaded by ctypes; they know neither torch's nor Python's ABI.
+"""Loads the shared libraries that are compiled from `csrc`.
 
-    library("cpu")     # the ctypes.CDLL of csrc/cpu, compiled at first use; None where there is none (no compiler)
-    function("threed_normal", "vPPquui")   # a function of it, with its types; None where there is no library
-    status()           # {"cpu": "native (avx512): /home/me/.cache/threed/cpu-0123456789abcdef.so", "cuda": "none: ..."}
+    library("cpu")                         # the ctypes.CDLL of csrc/cpu, or None
+    function("threed_normal", "vPPquui")   # one of its functions, with types, or None
+    status()                               # {"cpu": "native (avx512): /dir/cpu-0123456789abcdef.so",
+                                           #  "cuda": "none: ..."}
 
-Where `library` gives None, the callers' portable torch path runs. See `threed.native.build` for where they come from.
+A library is compiled at first use (`threed.native.build`) and loaded by ctypes. It depends neither
+on the ABI of torch nor of Python. Without a compiler, `library` returns None and callers use plain
+torch operations.
 """
 
 from __future__ import annotations
@@ -20,15 +23,18 @@ _TYPES: dict[str, Any] = {
 
 
 def library(name: str) -> ctypes.CDLL | None:
-    """The library of csrc/<name>, or None; a compiler that fails is told of once, as a warning."""
+    """Returns the library of csrc/<name>, or None. If the compiler fails, it warns once."""
     return _find(name)[0]
 
 
 @functools.cache
 def function(name: str, types: str) -> Any:
-    """A function of csrc/cpu, declared; None where there is no library.
+    """Returns a function of csrc/cpu with declared types; None without a library.
 
-    types: a letter for its result, then one for each argument: Pointer, int, uint32, int64 (q), double, string, void.
+    Args:
+        name: name in C.
+        types: one letter for the result and one per argument: Pointer, int, uint32, int64 (q),
+            double, string, void.
     """
     if (loaded := library("cpu")) is None:
         return None
@@ -36,14 +42,14 @@ def function(name: str, types: str) -> Any:
 
 
 def declare(loaded: ctypes.CDLL, name: str, types: str) -> Any:
-    """Returns a function of a library, declared; types: as in `function`."""
+    """Sets the types of a library's function and returns it; types as in `function`."""
     declared = getattr(loaded, name)
     declared.restype, *declared.argtypes = (_TYPES[letter] for letter in types)
     return declared
 
 
 def status() -> dict[str, str]:
-    """Of every library: "native (instructions): path", or "none: why"."""
+    """Returns, per library, "native (instructions): path" or "none: reason"."""
     from threed.native import build
 
     return {name: _find(name)[1] for name in build.LIBRARIES}
@@ -51,7 +57,7 @@ def status() -> dict[str, str]:
 
 @functools.cache
 def _find(name: str) -> tuple[ctypes.CDLL | None, str]:
-    # not above: `python -m threed.native.build` must be the first to import it
+    # imported here because `python -m threed.native.build` must import it first
     from threed.native import build
 
     return build.load(build.LIBRARIES[name])

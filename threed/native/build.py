@@ -1,17 +1,19 @@
-"""Compiles `csrc` into shared libraries: at `pip install`, at first use, or by hand. Standard library only.
+"""Compiles `csrc` into shared libraries: at `pip install`, at first use, or by command.
 
-    python -m threed.native.build            # compile what can be compiled, into the cache
-    python -m threed.native.build --check    # say what is in use; exit code 1 unless every library is native
+    python -m threed.native.build            # compile all libraries into the cache
+    python -m threed.native.build --check    # report which are in use; exit 1 unless all are native
 
-Three ways lead here: the wheel's build hook (`hatch_build.py`) compiles into the wheel, `threed.native.library` into
-$XDG_CACHE_HOME/threed (~/.cache/threed) when the wheel has none, and this command. A cached library's name carries
-the hash of its sources, flags, compiler and machine, so an old one is never loaded; it appears by one rename, under a
-lock that the kernel drops when its holder dies. It is code, so the folder must belong to the user or to root, and nobody
-else may write there: it is made with mode 0700.
+This module uses only the standard library. The wheel's build hook (`hatch_build.py`) compiles into
+the wheel. The command, and `threed.native.library` if the wheel has no library, compile into
+$XDG_CACHE_HOME/threed (~/.cache/threed). The name of a cached library contains a hash of its
+sources, flags, compiler and machine, so a stale one is never loaded. It is created by one rename,
+under a lock that the kernel releases if the process dies. Because its code is executed, the folder
+must be owned by the user or root and must not be writable for others; it is created with mode 0700.
 
-CXX and NVCC name other compilers. THREED_NATIVE=0 switches native code off: the portable torch path runs.
-Code is compiled for the plain architecture; faster instructions are picked at run time, so a library may be moved. For
-GPUs it is compiled for every generation that the compiler knows of `CUDA.architectures`, and as PTX for later ones.
+CXX and NVCC select other compilers. THREED_NATIVE=0 disables native code; plain torch operations
+run instead. Code is compiled for the baseline architecture, and faster instructions are selected at
+run time, so a library can be moved to another machine. GPU code is compiled for all of
+`CUDA.architectures` that the compiler supports, and as PTX for later ones.
 """
 
 from __future__ import annotations
@@ -33,24 +35,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-FIX = (
-    "remove it, take away the right to write (chmod go-w), or name another folder in XDG_CACHE_HOME"
-)
+FIX = "remove it, remove the write permission (chmod go-w), or set XDG_CACHE_HOME to another folder"
 WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas")
 
 
 class BuildError(RuntimeError):
-    """Why a library could not be compiled."""
+    """A library could not be compiled."""
 
 
 class Unavailable(BuildError):
-    """There is nothing to compile with, or nothing to compile: no fault, the portable path is meant for it."""
+    """Compiler or sources are missing. Not a failure: plain torch operations run instead."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A shared library: all sources of one folder of `csrc`. variable: the environment's name for its compiler.
-    architectures: compute capabilities without the point, of GPUs to compile for."""
+    """A shared library, compiled from all sources in one folder of `csrc`.
+
+    Attributes:
+        name: name of the folder and of the library.
+        suffix: suffix of the sources.
+        variable: environment variable that selects its compiler.
+        compilers: default compilers, in order of preference.
+        flags: compiler flags.
+        architectures: compute capabilities of GPUs to compile for, without the point.
+    """
 
     name: str
     suffix: str
@@ -61,17 +69,18 @@ class Library:
 
     @property
     def sources(self) -> list[Path]:
-        """What is compiled."""
+        """Paths of the sources."""
         return sorted((source_root() / self.name).glob(f"*{self.suffix}"))
 
 
-# No contraction: products and sums are rounded one by one on every path, so that all paths agree bit for bit.
+# No FMA contraction: each product and sum is rounded, so all instruction sets agree bit by bit.
 CPU = Library(
     "cpu", ".cpp", "CXX", ("c++", "g++", "clang++"),
     ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
      *WARNINGS),
 )  # fmt: skip
-# Numbers below 1.2e-38 count as zero: without that, each exponential, root and quotient takes three instructions more.
+# Numbers below 1.2e-38 are flushed to zero. Otherwise each exponential, root and quotient would
+# take three more instructions.
 CUDA = Library(
     "cuda", ".cu", "NVCC", ("nvcc", "/usr/local/cuda/bin/nvcc"),
     ("-std=c++17", "-O3", "-ftz=true", "-shared", "-Xcompiler=-fPIC", "-cudart=static", "--threads=0",
@@ -82,52 +91,61 @@ LIBRARIES = {library.name: library for library in (CPU, CUDA)}
 
 
 def source_root() -> Path:
-    """The folder `csrc`: inside the package when it was installed from a wheel, else beside it in the checkout."""
+    """Returns the folder `csrc`: inside the package in a wheel, otherwise in the checkout."""
     inside = HERE / "csrc"
     return inside if inside.is_dir() else HERE.parent.parent / "csrc"
 
 
 def installed(library: Library) -> Path | None:
-    """The library that came with the wheel."""
+    """Returns the library in the wheel, if any."""
     path = HERE / "lib" / f"{library.name}.so"
     return path if path.is_file() else None
 
 
 def cache() -> Path:
-    """Where libraries that are compiled at first use go; `BuildError` without a home."""
+    """Returns the folder of libraries that are compiled at first use.
+
+    Raises:
+        BuildError: without a home folder.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "threed"
     except RuntimeError as error:
-        raise BuildError(f"nowhere to build: {error} (XDG_CACHE_HOME names a place)") from error
+        raise BuildError(f"no folder to build in: {error} (set XDG_CACHE_HOME)") from error
 
 
 def find_compiler(library: Library) -> list[str]:
-    """The compiler's command; `Unavailable` without one."""
+    """Returns the compiler's command as a list of words.
+
+    Raises:
+        Unavailable: if no compiler is found.
+        BuildError: if the environment variable cannot be parsed.
+    """
     try:
         named = shlex.split(os.environ.get(library.variable, ""))
     except ValueError as error:
-        raise BuildError(f"{library.variable} is no command: {error}") from error
+        raise BuildError(f"{library.variable} is not a valid command: {error}") from error
     for command in [named] if named else [[name] for name in library.compilers]:
         if path := shutil.which(command[0]):
             return [path, *command[1:]]
     wanted = " ".join(named) or ", ".join(library.compilers)
-    raise Unavailable(
-        f"no compiler: {wanted} not found (install one, or name it in {library.variable})"
-    )
+    raise Unavailable(f"no compiler: {wanted} not found (install one, or set {library.variable})")
 
 
 def is_cached(library: Library) -> bool:
-    """Returns whether the cache has this library: `ensure` compiles nothing then."""
+    """Returns whether the cache contains this library, so that `ensure` compiles nothing."""
     if not library.sources:
         return False
     return (cache() / f"{library.name}-{_key(library, find_compiler(library))}.so").exists()
 
 
 def ensure(library: Library, folder: Path | None = None) -> Path:
-    """The library's path in `folder` (default: the cache), compiled if it is not there yet.
+    """Returns the library's path in `folder` (default: the cache); compiles it if it is missing.
 
-    `Unavailable` without sources or a compiler; `BuildError` if the compiler refuses, or the folder cannot be written.
+    Raises:
+        Unavailable: without sources or a compiler.
+        BuildError: if the compiler fails or the folder is not writable.
     """
     if not library.sources:
         raise Unavailable(
@@ -143,26 +161,31 @@ def ensure(library: Library, folder: Path | None = None) -> Path:
                     _compile(library, command, path)
     except OSError as error:
         raise BuildError(
-            f"cannot build in {folder}: {error} (XDG_CACHE_HOME names another place)"
+            f"cannot build in {folder}: {error} (set XDG_CACHE_HOME to another folder)"
         ) from error
     return path
 
 
 def _make_private(folder: Path) -> None:
-    """Makes a folder for this user alone; BuildError if others own or may write it, as its code will run."""
+    """Creates a folder for this user only.
+
+    Raises BuildError if other users own it or may write to it, because code in it is executed.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     about = folder.stat()
     if about.st_uid not in (os.geteuid(), 0) or about.st_mode & 0o022:
-        raise BuildError(f"others own or may write {folder}, and its code would run: {FIX}")
+        raise BuildError(
+            f"{folder} is owned or writable by other users, but its code is executed: {FIX}"
+        )
 
 
 def _key(library: Library, command: list[str]) -> str:
-    """A hash of all that the machine code depends on."""
+    """Returns a hash of all inputs that the machine code depends on."""
     try:
         version = subprocess.run([*command, "--version"], capture_output=True, check=False).stdout
     except OSError as error:
         raise BuildError(
-            f"{shlex.join(command)} does not run: {error} ({library.variable} names another)"
+            f"{shlex.join(command)} does not run: {error} (set {library.variable} to another compiler)"
         ) from error
     flags = (*command[1:], *library.flags, *library.architectures)
     parts = [platform.machine().encode(), shlex.join(flags).encode(), version]
@@ -176,14 +199,14 @@ def _key(library: Library, command: list[str]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock on a file; the kernel releases it with the process, so the file may stay behind."""
+    """Holds a lock on a file, which the kernel releases when the process ends. The file remains."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _compile(library: Library, command: list[str], path: Path) -> None:
-    """Compiles under a name of its own beside `path`, then renames; sweeps what killed builders left."""
+    """Compiles to a temporary file, then renames it to `path`; removes files of killed builds."""
     for stale in path.parent.glob(f"{path.name}.*.tmp"):
         stale.unlink(missing_ok=True)
     handle, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
@@ -203,9 +226,10 @@ def _compile(library: Library, command: list[str], path: Path) -> None:
 
 
 def targets(library: Library, command: list[str]) -> list[str]:
-    """The flags for those GPUs that this compiler knows; of the newest also PTX, which later GPUs compile themselves.
+    """Returns the flags for the GPUs that this compiler supports, and for PTX of the newest.
 
-    It is one command, so they go to the linker as well, which would else add a GPU of its own choice.
+    PTX is compiled by later GPUs' drivers. One command compiles and links, so the linker gets the
+    flags too; otherwise it would add a default GPU.
     """
     if not library.architectures:
         return []
@@ -218,14 +242,14 @@ def targets(library: Library, command: list[str]) -> list[str]:
 
 
 def first_errors(output: str, lines: int = 6) -> str:
-    """The first lines of a compiler's output from its first error on."""
+    """Returns up to `lines` lines of a compiler's output, from its first error on."""
     found = output.splitlines()
     start = next((i for i, line in enumerate(found) if "error" in line), 0)
-    return "\n".join(found[start : start + lines]) or "(it said nothing)"
+    return "\n".join(found[start : start + lines]) or "(no output)"
 
 
 def load(library: Library) -> tuple[ctypes.CDLL | None, str]:
-    """The library, loaded, and what it is; or None, and why. A build that fails is told of in a warning."""
+    """Returns (library, description), or (None, reason). Warns if a build fails."""
     if os.environ.get("THREED_NATIVE") == "0":
         return None, "none: switched off by THREED_NATIVE=0"
     try:
@@ -240,23 +264,23 @@ def load(library: Library) -> tuple[ctypes.CDLL | None, str]:
 
 
 def _load(library: Library) -> tuple[Path, ctypes.CDLL]:
-    """The wheel's library; where it has none, or one that does not load here, that of the cache."""
+    """Loads the wheel's library; if it is missing or does not load here, the cached one."""
     wheel = installed(library)
     if wheel is not None:
-        with contextlib.suppress(OSError):  # built for another system: compile for this one
+        with contextlib.suppress(OSError):  # built for another system
             return wheel, ctypes.CDLL(str(wheel))
     path = ensure(library)
     with contextlib.suppress(OSError):
         return path, ctypes.CDLL(str(path))
     try:
-        path.unlink(missing_ok=True)  # damaged: compile it anew
+        path.unlink(missing_ok=True)  # damaged: compile it again
         return path, ctypes.CDLL(str(ensure(library)))
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}") from error
 
 
 def _instructions(loaded: ctypes.CDLL) -> str:
-    """The instruction set that the library picked for this processor."""
+    """Returns the instruction set that the library selected for this processor."""
     pick = getattr(loaded, "threed_instructions", None)
     if pick is None:
         return "gpu"
@@ -265,7 +289,7 @@ def _instructions(loaded: ctypes.CDLL) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compiles every library, or says what is in use."""
+    """Compiles every library, or with --check reports which are in use. Returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if argv not in ([], ["--check"]):
         print(

@@ -1,1 +1,1 @@
-"""Operators: a readable reference each, and the fast path where there is one."""
+"""Operators: each has a readable reference implementation and, where one exists, a fast kernel."""

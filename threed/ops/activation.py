@@ -1,7 +1,8 @@
-"""SwiGLU (arXiv 2002.05202) and GELU in its tanh form (arXiv 1606.08415), on bf16 rows: csrc/cuda/activation.cu.
+"""SwiGLU (arXiv 2002.05202) and GELU in its tanh form (arXiv 1606.08415).
 
-Forwards save nothing but their input; backwards compute the rest again in the same pass: 6 and 10 bytes an element of
-the output for SwiGLU, 4 and 6 for GELU.
+On GPUs: csrc/cuda/activation.cu, for rows in bf16. On CPUs: `ops.fused_cpu`. A forward saves only
+its input; the backward recomputes the rest in the same pass. Memory traffic per element of the
+output, forward and backward: 6 and 10 bytes for SwiGLU, 4 and 6 bytes for GELU.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from threed.ops import fused_cpu, launch, sums
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up: [... 2f] -> [... f]."""
+    """Returns silu(gate) * up: [... 2f] -> [... f]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """GELU of x + bias, in its tanh form."""
+    """Returns GELU of x + bias, in its tanh form."""
     return F.gelu(x if bias is None else x + bias, approximate="tanh")
 
 
 def fits(x: Tensor, f: int) -> bool:
-    """Returns whether the kernels take x, rows whose output has f columns."""
+    """Returns whether the GPU kernels support x, rows whose output has f columns."""
     return f % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 
@@ -39,7 +40,7 @@ def _half(gate_up: Tensor) -> Tensor:
 
 @launch.operator("swiglu(Tensor gate_up) -> Tensor", _half, launches=1)
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Computes silu(gate) * up, [n 2f] -> [n f]. Launches one kernel."""
+    """Returns silu(gate) * up, [n 2f] -> [n f]. Launches one kernel."""
     rows, f = _check("swiglu", gate_up.shape[-1] // 2, gate_up)
     out = gate_up.new_empty(rows, f)
     if out.numel():
@@ -52,7 +53,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     lambda dout, gate_up: torch.empty_like(gate_up), launches=1,
 )  # fmt: skip
 def swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
-    """Computes the gradient of gate_up [n 2f]. Launches one kernel."""
+    """Returns the gradient of gate_up [n 2f]. Launches one kernel."""
     rows, f = _check("swiglu_backward", gate_up.shape[-1] // 2, gate_up, dout)
     out = torch.empty_like(gate_up)
     if out.numel():
@@ -65,7 +66,7 @@ def swiglu_backward(dout: Tensor, gate_up: Tensor) -> Tensor:
     lambda x, bias=None: torch.empty_like(x), launches=1,
 )  # fmt: skip
 def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Computes GELU of x + bias, [n f]. Launches one kernel. No layer passes a bias yet."""
+    """Returns GELU of x + bias, [n f]. Launches one kernel. No layer passes a bias yet."""
     rows, f = _check("gelu", x.shape[-1], x, bias)
     out = torch.empty_like(x)
     if out.numel():
@@ -81,9 +82,16 @@ def gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 def gelu_backward(
     dout: Tensor, x: Tensor, bias: Tensor | None = None, dbias: Tensor | None = None, *, add: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Computes the gradient of x [n f]; dbias, fp32 [f], gets its sum over rows.
+    """Returns the gradient of x [n f]; writes its sum over rows, fp32 [f], to dbias if given.
 
-    Launches one kernel, two with dbias. add: to what dbias holds.
+    Launches one kernel, or two with dbias.
+
+    Args:
+        dout: gradient of the output [n f].
+        x: input [n f].
+        bias: [f], as in the forward.
+        dbias: fp32 [f], gradient of the bias.
+        add: whether to add to dbias instead of overwriting it.
     """
     rows, f = _check("gelu_backward", x.shape[-1], x, dout, bias)
     dx = torch.empty_like(x)
@@ -97,7 +105,7 @@ def gelu_backward(
 
 
 def _check(name: str, f: int, *tensors: Tensor | None) -> tuple[int, int]:
-    """Refuses what the kernel would misread; returns rows, and columns of the output."""
+    """Raises ValueError for unsupported tensors; returns rows, and columns of the output."""
     given = [t for t in tensors if t is not None]
     x = given[0]
     fits = x.dim() == 2 and f > 0 and f % 8 == 0 and x.shape[1] in (f, 2 * f)
@@ -111,7 +119,7 @@ def _check(name: str, f: int, *tensors: Tensor | None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Pair:
-    """A function of x [... n] and its gradient, of dy and x, which alone is saved."""
+    """A function of x [... n], and its gradient as a function of dy and x. Only x is saved."""
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -120,16 +128,16 @@ class Pair:
 def _of_rows(
     forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor, Tensor], Tensor]
 ) -> Pair:
-    """Of kernels for rows [n ...]."""
+    """Wraps kernels for rows [n f] so that they accept [... f]."""
 
-    def whole(x: Tensor) -> Tensor:
+    def apply_rows(x: Tensor) -> Tensor:
         y = forward(x.view(-1, x.shape[-1]))
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def gradient(dy: Tensor, x: Tensor) -> Tensor:
         return backward(dy.contiguous().view(-1, dy.shape[-1]), x.view(-1, x.shape[-1])).view_as(x)
 
-    return Pair(whole, gradient)
+    return Pair(apply_rows, gradient)
 
 
 _GPU = {"swiglu": _of_rows(swiglu, swiglu_backward), "gelu": _of_rows(gelu, gelu_backward)}
@@ -141,7 +149,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": swiglu_reference, "ge
 
 
 def _fused(name: str, x: Tensor) -> Pair | None:
-    """Our kernels for "swiglu" or "gelu" of x; None where there are none that take it."""
+    """Returns the kernels for "swiglu" or "gelu" of x; None if no kernel supports x."""
     if fused_cpu.fits(x):
         return _CPU[name]
     return _GPU[name] if fits(x, x.shape[-1] // (2 if name == "swiglu" else 1)) else None
@@ -149,21 +157,27 @@ def _fused(name: str, x: Tensor) -> Pair | None:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Pair) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kernels: Pair) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.by = by
-        return by.forward(x)
+        ctx.kernels = kernels
+        return kernels.forward(x)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return ctx.by.backward(dy, x), None
+        return ctx.kernels.backward(dy, x), None
 
 
 def apply(name: str, x: Tensor) -> Tensor:
-    """Computes "gelu" (in its tanh form, [... f] -> [... f]) or "swiglu" (silu(gate) * up, [... 2f] -> [... f])."""
-    by = _fused(name, x)
-    if by is None:
+    """Computes an activation by the fastest available kernel.
+
+    Args:
+        name: "gelu" (tanh form, [... f] -> [... f]) or "swiglu" (silu(gate) * up, [... 2f] -> [...
+            f]).
+        x: input.
+    """
+    kernels = _fused(name, x)
+    if kernels is None:
         return _PLAIN[name](x)
-    y: Tensor = _Fused.apply(x, by)
+    y: Tensor = _Fused.apply(x, kernels)
     return y

@@ -1,12 +1,13 @@
-"""AdamW (arXiv 1711.05101) on a flat slice: a plain reference, a kernel of our own for the CPU, and torch's.
+"""AdamW (arXiv 1711.05101) on a flat slice.
 
-    Adam.update(p, g, state, now, decay, out)      the fastest of these that can run here:
-        torch.ops.threed.adamw_                    csrc/cpu: one pass over everything, any gradient, writes `out` too
-        adamw_                                     torch's fused kernel: CUDA, and CPUs without a compiler
+    Adam.update(p, g, state, now, decay, out)      the fastest of these that supports the tensors:
+        torch.ops.threed.adamw_cuda_               csrc/cuda: one pass, writes `out` too
+        torch.ops.threed.adamw_                    csrc/cpu: one pass, writes `out` too
+        adamw_                                     torch's fused kernel
         reference                                  the formulas
 
-All scalars that change (learning rate, step, clip factor, skip flag) are tensors, so that a step reads nothing on the
-host; native code gets their addresses.
+All scalars that change (learning rate, step, clip factor, skip flag) are tensors, so that a step
+never synchronises the host with the device. Native code receives their addresses.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ from threed import device, native
 from threed.ops import launch
 from threed.ops.update import StepScalars, needs_reference
 
-# As in csrc/cpu/number.h.
+# enum Format of csrc/cpu/number.h
 FORMATS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
 STATES, OUTPUTS = (torch.float32, torch.float64), (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Adam:
-    """The constants of the update; see `Rule`."""
+    """The `Rule` of AdamW.
+
+    Attributes:
+        beta1: decay of the first moments.
+        beta2: decay of the second moments.
+        eps: constant added to the denominator.
+        state_names: names of the states.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -46,7 +54,7 @@ class Adam:
         decay: float,
         out: Tensor | None = None,
     ) -> None:
-        """One update in place, by the fastest kernel there is."""
+        """Updates p and its state in place by the fastest available kernel."""
         if fits(p, g, out):
             ADAMW_CUDA(p, *state, g, out, *now, self.beta1, self.beta2, self.eps, decay)
             return
@@ -63,7 +71,7 @@ class Adam:
 def reference(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float
 ) -> None:
-    """One update of p, m and v [n] in place from the gradient g [n], by the formulas of the paper."""
+    """Updates p, m and v [n] in place from the gradient g [n] by the formulas of the paper."""
     g = g.to(p.dtype) * now.scale.to(p.dtype)
     lr, t = now.lr.to(p.dtype), now.step.double()
     m2 = adam.beta1 * m + (1 - adam.beta1) * g
@@ -78,11 +86,12 @@ def reference(
 def adamw_(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, now: StepScalars, adam: Adam, decay: float
 ) -> None:
-    """The same update by torch's fused kernel: one pass over p, m, v [n] (fp32 or fp64) and g [n]."""
+    """Updates p, m, v [n] (fp32 or fp64) from g [n] in one pass by torch's fused kernel."""
     g = g.to(p.dtype)
     scale, lr = None, now.lr
     if p.dtype == torch.float32:
-        # The kernel divides by the scale, and reads it (and on CUDA the rate) as fp32, whatever p is.
+        # The kernel divides by the scale. It reads the scale (and on CUDA the learning rate) as
+        # fp32, regardless of p's dtype.
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:
         g = g * now.scale.to(p.dtype)
@@ -92,11 +101,11 @@ def adamw_(
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------- our kernel
+# ----------------------------------------------------------------------------------- native kernels
 
 
 def _on_host(number: Tensor) -> Tensor:
-    """A scalar whose address native code can read."""
+    """Returns an fp64 scalar in host memory, whose address native code can read."""
     return (
         number
         if number.dtype == torch.float64 and number.device.type == "cpu"
@@ -105,7 +114,7 @@ def _on_host(number: Tensor) -> Tensor:
 
 
 def _kernel() -> Any:
-    """`threed_adamw` of csrc/cpu/adam.cpp; None without the library."""
+    """Returns `threed_adamw` of csrc/cpu/adam.cpp; None without the library."""
     return native.function("threed_adamw", "iPPPPPqiiiPPPPddddis")
 
 
@@ -113,18 +122,36 @@ def call_native(
     p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None, lr: Tensor, step: Tensor, scale: Tensor,
     skip: Tensor, beta1: float, beta2: float, eps: float, decay: float, *, instructions: str | None = None,
 ) -> None:  # fmt: skip
-    """`torch.ops.threed.adamw_` on the CPU, in torch's number of threads; the result does not depend on that.
+    """Runs `torch.ops.threed.adamw_` on the CPU, with torch's number of threads.
 
-    p, m, v: [n] of fp32 or fp64. g: [n] of fp32, bf16, fp16 or fp64, left as it is. out: [n] of fp32, bf16 or fp16,
-    gets the new p. lr, step, scale, skip: fp64 scalars. instructions: "avx512", "avx2" or "portable" instead of the
-    processor's best. ValueError for other tensors, RuntimeError without the library or the instructions.
+    The result does not depend on the number of threads.
+
+    Args:
+        p: parameters, fp32 or fp64 [n], updated in place.
+        m: first moments, dtype of p [n], updated in place.
+        v: second moments, dtype of p [n], updated in place.
+        g: gradient, fp32, bf16, fp16 or fp64 [n]. Not changed.
+        out: fp32, bf16 or fp16 [n], receives the new p. May be None.
+        lr: learning rate, fp64 scalar.
+        step: number of the update, from 1, fp64 scalar.
+        scale: factor of the gradient, fp64 scalar.
+        skip: 1.0 to leave all tensors unchanged, fp64 scalar.
+        beta1: decay of the first moments.
+        beta2: decay of the second moments.
+        eps: constant added to the denominator.
+        decay: weight decay.
+        instructions: "avx512", "avx2" or "portable". Default: the best of the processor.
+
+    Raises:
+        ValueError: for unsupported tensors.
+        RuntimeError: if the library or the instructions are not available.
     """
     tensors = (p, m, v, g) if out is None else (p, m, v, g, out)
     _check(tensors, (lr, step, scale, skip), out)
     kernel = _kernel()
     if kernel is None:
         raise RuntimeError(
-            "threed has no native library for the CPU here: `threed inspect` says why"
+            "threed has no native library for the CPU here: `threed inspect` reports the reason"
         )
     code = kernel(
         p.data_ptr(), m.data_ptr(), v.data_ptr(), g.data_ptr(), None if out is None else out.data_ptr(), p.numel(),
@@ -136,44 +163,60 @@ def call_native(
         raise RuntimeError(
             f"threed_adamw: {os.strerror(code)} (instructions {instructions or 'of this processor'})"
         )
-    # it wrote behind autograd's back
+    # autograd does not see native writes
     torch.autograd.graph.increment_version([t for t in tensors if t is not g])
 
 
 def fits(p: Tensor, g: Tensor, out: Tensor | None) -> bool:
-    """Returns whether `call_cuda` takes these."""
-    formats = p.dtype == torch.float32 and g.dtype in (torch.float32, torch.bfloat16)
-    formats = formats and (out is None or out.dtype == torch.bfloat16)
-    whole = p.numel() % 4 == 0 and all(
+    """Returns whether `call_cuda` supports these tensors."""
+    dtypes = p.dtype == torch.float32 and g.dtype in (torch.float32, torch.bfloat16)
+    dtypes = dtypes and (out is None or out.dtype == torch.bfloat16)
+    layout = p.numel() % 4 == 0 and all(
         t is None or (t.is_contiguous() and launch.aligned(t)) for t in (p, g, out)
     )
-    return formats and whole and launch.available(p)
+    return dtypes and layout and launch.available(p)
 
 
 def call_cuda(
     p: Tensor, m: Tensor, v: Tensor, g: Tensor, out: Tensor | None, lr: Tensor, step: Tensor, scale: Tensor,
     skip: Tensor, beta1: float, beta2: float, eps: float, decay: float, *, stream: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """The update by csrc/cuda/adam.cu: p, m, v fp32 [n], g fp32 or bf16 [n], out bf16 [n]; n a multiple of 4.
+    """Runs `torch.ops.threed.adamw_cuda_` (csrc/cuda/adam.cu). Launches one kernel.
 
-    The scalars are fp64 on the same device, and read there. stream: the key of a random stream (`rng.key`), by which
-    out is rounded stochastically; without one to nearest. 28 bytes an element with g and out in bf16; one kernel.
+    With g and out in bf16 it moves 28 bytes per element.
+
+    Args:
+        p: parameters, fp32 [n], n a multiple of 4, updated in place.
+        m: first moments, fp32 [n], updated in place.
+        v: second moments, fp32 [n], updated in place.
+        g: gradient, fp32 or bf16 [n].
+        out: bf16 [n], receives the new p. May be None.
+        lr: learning rate, fp64 scalar on the same device, as are the next three.
+        step: number of the update, from 1.
+        scale: factor of the gradient.
+        skip: 1.0 to leave all tensors unchanged.
+        beta1: decay of the first moments.
+        beta2: decay of the second moments.
+        eps: constant added to the denominator.
+        decay: weight decay.
+        stream: key of a random stream (`rng.key`) for stochastic rounding of out. None: out is
+            rounded to nearest.
     """
-    right = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (
+    supported = all(t.dtype == torch.float32 for t in (p, m, v)) and g.dtype in (
         torch.float32,
         torch.bfloat16,
     )
-    right = right and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
+    supported = supported and (out is None or out.dtype == torch.bfloat16) and p.numel() % 4 == 0
     arrays = [t for t in (p, m, v, g, out) if t is not None]
-    right = right and all(
+    supported = supported and all(
         t.numel() == p.numel() and t.is_contiguous() and launch.aligned(t) for t in arrays
     )
     scalars = (lr, step, scale, skip)
-    right = right and all(
+    supported = supported and all(
         t.dtype == torch.float64 and t.numel() == 1 and t.device == p.device for t in scalars
     )
-    wanted = "p, m, v fp32, g fp32 or bf16, out bf16, 16-byte aligned, n a multiple of 4; fp64 scalars beside them"
-    launch.check(right, "adamw", wanted, *arrays, *scalars)
+    wanted = "p, m, v fp32, g fp32 or bf16, out bf16, 16-byte aligned, n a multiple of 4; fp64 scalars on the device"
+    launch.check(supported, "adamw", wanted, *arrays, *scalars)
     if not p.numel():
         return
     blocks = min(8 * device.processors(p.device), -(-p.numel() // 1024))
@@ -184,7 +227,7 @@ def call_cuda(
 
 
 def _check(tensors: Sequence[Tensor], scalars: Sequence[Tensor], out: Tensor | None) -> None:
-    """Raises ValueError for what the kernel, which sees only addresses, would misread."""
+    """Raises ValueError for tensors that the kernel, which sees only addresses, would misread."""
     p, m, v, g = tensors[:4]
     fits = p.dtype in STATES and m.dtype == v.dtype == p.dtype and g.dtype in FORMATS
     fits = fits and (out is None or out.dtype in OUTPUTS)

@@ -1,16 +1,17 @@
-"""Scaled dot-product attention, in one place for layers, recompute and cost traces.
+"""Scaled dot-product attention for layers, recompute and cost traces.
 
-    attend(q, k, v)                                    causal, or under a mask: torch's fused attention
-    Causal(window=4096, softcap=50.0)(q, k, v)         with a window, a soft cap on scores, or another scale
+    attend(q, k, v)                                    torch's fused attention, causal or masked
+    Causal(window=4096, softcap=50.0)(q, k, v)         with a window, a soft cap or another scale
 
-A part of attention is that of some queries and some keys (arXiv 2205.14135, 2310.01889):
+A block is the attention of some queries to some keys (arXiv 2205.14135, 2310.01889):
 
-    y, lse = forward(offset, causal, q, k, v)                   and the log-sum-exp of each query's scores
-    merge_(y, lse, *forward(..., q, more_k, more_v))            the same queries with further keys
-    dq, dk, dv = backward(offset, causal, dy, q, k, v, y, lse)  of a part; y and lse are those of all keys
+    y, lse = forward(offset, causal, q, k, v)                   lse: log-sum-exp per query
+    merge_(y, lse, *forward(..., q, more_k, more_v))            the same queries with more keys
+    dq, dk, dv = backward(offset, causal, dy, q, k, v, y, lse)  y and lse include all keys
 
-torch's flash attention for CPUs computes a part in fp32 and fp64. The plain operations here are for 16 bits, for soft
-caps, which it lacks, and for other devices, where it gives no log-sum-exp under a mask.
+On CPUs torch's flash attention computes a block in fp32 and fp64. The plain operations of this
+module are used for 16-bit dtypes, for soft caps, which flash attention lacks, and on other devices,
+where torch returns no log-sum-exp under a mask.
 """
 
 from __future__ import annotations
@@ -39,22 +40,25 @@ FUSED = (
     _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_cudnn_attention,
 )
-SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19  # of a part: 128 MiB in fp32; 2 MiB, which fit a cache
+SCORES, SCORES_ON_CPU = 1 << 25, 1 << 19  # per chunk: 128 MiB in fp32; 2 MiB, which fit a cache
 
 
-# ---------------------------------------------------------------------------------------------------- whole sequences
+# ----------------------------------------------------------------------------------- full sequences
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Returns softmax(q k^T scale + mask) v, [s b (a d)]; causal if there is no mask.
+    """Returns softmax(q k^T scale + mask) v, [s b (a d)]; without a mask it is causal.
 
     Args:
-        q: [s b a d]; k and v are [s b k d].
-        mask: [s s] or [a s s], bool (true if a query, a row, sees a key, a column) or numbers of
-            q's dtype that are added to scores. It alone decides which keys a query sees.
-        scale: by default 1 / sqrt(d).
+        q: queries [s b a d].
+        k: keys [s b k d].
+        v: values [s b k d].
+        mask: [s s] or [a s s], rows are queries, columns are keys. Bool (True: the query attends to
+            the key) or numbers in q's dtype that are added to the scores. A mask replaces the
+            causal mask.
+        scale: factor of the scores. Default: 1 / sqrt(d).
     """
     q, k, v = _batch_first(q), _batch_first(k), _batch_first(v)
     grouped = q.shape[1] != k.shape[1]
@@ -75,9 +79,9 @@ class Causal:
     """Causal attention as a core of `layers.Attention`.
 
     Attributes:
-        window: the number of positions that a query sees, the last of which is its own; 0: no limit.
-        softcap: c, with which scores become c tanh(score / c) (arXiv 2408.00118); 0: none.
-        scale: of scores; by default 1 / sqrt(d).
+        window: number of positions that a query attends to, including its own. 0: no limit.
+        softcap: c, with which scores become c tanh(score / c) (arXiv 2408.00118). 0: no cap.
+        scale: factor of the scores. Default: 1 / sqrt(d).
     """
 
     window: int = 0
@@ -85,13 +89,13 @@ class Causal:
     scale: float | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Returns [s b (a d)] of q [s b a d], k and v [s b k d]."""
+        """Returns attention [s b (a d)] of q [s b a d] to k and v [s b k d]."""
         if not self.window and not self.softcap:
             return attend(q, k, v, None, self.scale)
         length = q.shape[0]
         window = self.window if self.window < length else 0
         if self.softcap or (0 < 2 * window <= length and _on_cpu(q)):
-            y: Tensor = _InParts.apply(q, k, v, window, self.softcap, self.scale)
+            y: Tensor = _Chunked.apply(q, k, v, window, self.softcap, self.scale)
             return y
         mask = _mask((length, length), 0, window, q) if window else None
         return attend(q, k, v, mask, self.scale)
@@ -101,19 +105,22 @@ class Causal:
         return 4 * tokens * seq * heads * size
 
 
-class _InParts(torch.autograd.Function):
-    """Causal attention of some queries at a time. Saves its inputs, its output, and a number per query and head."""
+class _Chunked(torch.autograd.Function):
+    """Causal attention, computed for one chunk of queries at a time.
+
+    Saves its inputs, its output and the log-sum-exp per query and head.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         s, b, a, _ = q.shape
         y = q.new_empty(s, b, a, v.shape[-1])
         lse = q.new_empty(b, a, s, dtype=_wide(q))
-        for rows, keys in _parts(q, how[0]):
+        for rows, keys in _chunks(q, how[0]):
             queries, *pair = map(_batch_first, (q[rows], k[keys], v[keys]))
             part, lse[:, :, rows] = forward(rows.start - keys.start, Causal(*how), queries, *pair)
             y[rows] = part.permute(2, 0, 1, 3)
-        out: Tensor = torch.ops.aten._unsafe_view(y, (s, b, -1))  # not a view to autograd
+        out: Tensor = torch.ops.aten._unsafe_view(y, (s, b, -1))  # autograd must not see a view
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.how = how
         return out
@@ -125,10 +132,10 @@ class _InParts(torch.autograd.Function):
         dy = dy.reshape(*q.shape[:3], -1)
         dq = torch.empty_like(q)
         dk, dv = (_batch_first(torch.zeros_like(x, dtype=lse.dtype)) for x in (k, v))
-        for rows, keys in _parts(q, ctx.how[0]):
+        for rows, keys in _chunks(q, ctx.how[0]):
             offset, causal = rows.start - keys.start, Causal(*ctx.how)
-            of = map(_batch_first, (dy[rows], q[rows], k[keys], v[keys], y[rows]))
-            part, more_dk, more_dv = backward(offset, causal, *(*of, lse[:, :, rows]))
+            inputs = map(_batch_first, (dy[rows], q[rows], k[keys], v[keys], y[rows]))
+            part, more_dk, more_dv = backward(offset, causal, *(*inputs, lse[:, :, rows]))
             dq[rows] = part.permute(2, 0, 1, 3)
             dk[:, :, keys] += more_dk
             dv[:, :, keys] += more_dv
@@ -136,20 +143,20 @@ class _InParts(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def _parts(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
-    """Yields queries and the keys that these see, for each part of bounded size."""
+def _chunks(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
+    """Yields chunks of queries of bounded size, each with the keys that it attends to."""
     s, b, a, _ = q.shape
     window = window or s
     most = SCORES_ON_CPU if _on_cpu(q) else SCORES
     count = min(max(16, most // (b * a * min(s, 2 * window))), max(window, 64))
     for first in range(0, s, count):
         last = min(s, first + count)
-        # A cost trace counts the full square of positions.
+        # Cost traces count the full square of positions.
         seen = slice(0, s) if q.is_meta else slice(max(0, first - window + 1), last)
         yield slice(first, last), seen
 
 
-# -------------------------------------------------------------------------------------------------------------- parts
+# ------------------------------------------------------------------------------------------- blocks
 
 
 def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,29 +164,37 @@ def forward(offset: int, causal: Causal, q: Tensor, k: Tensor, v: Tensor) -> tup
 
     Args:
         offset: the first query's position minus the first key's.
-        q: [b a n d], of consecutive positions; k and v, also of consecutive positions, are [b k m d].
+        causal: window, cap and scale.
+        q: [b a n d], consecutive positions.
+        k: [b k m d], consecutive positions.
+        v: [b k m d].
 
     Returns:
-        y [b a n d], and the log-sum-exp of each query's scores [b a n] in fp32 at least; for a
-        query that sees no key, 0 and minus infinity.
+        y [b a n d], and the log-sum-exp of each query's scores [b a n], in fp32 or wider. For a
+        query that attends to no key they are 0 and minus infinity.
     """
     if not _is_flash(q, v, causal):
         return _plain_forward(offset, causal, q, k, v)
     square, mask = _visible(q, k, offset, causal.window)
     y, lse = _FLASH(q, k, v, 0.0, square, attn_mask=mask, scale=causal.scale)
-    if mask is not None and _sees_nothing(q, k, offset, causal.window):
-        lse = lse.masked_fill(mask.isneginf().all(-1), -torch.inf)  # torch gives 0
+    if mask is not None and _has_masked_query(q, k, offset, causal.window):
+        lse = lse.masked_fill(mask.isneginf().all(-1), -torch.inf)  # torch returns 0
     return y, lse
 
 
 def backward(
     offset: int, causal: Causal, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what some queries and some keys add to the gradients of q, k and v.
+    """Returns the contributions of some queries and some keys to the gradients of q, k and v.
 
-    y and lse are those of the queries and *all* keys; other arguments as in `forward`.
+    Args:
+        offset: as in `forward`, like the other arguments not listed here.
+        dy: gradient of the output [b a n d].
+        y: output of the queries for *all* keys.
+        lse: log-sum-exp of the queries for *all* keys.
     """
-    lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)  # for exp(-inf - 0), not NaN
+    # 0 for masked queries, because exp(-inf - 0) is 0 and exp(-inf + inf) is NaN
+    lse = lse.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
     if not _is_flash(q, v, causal):
         return _plain_backward(offset, causal, dy, q, k, v, y, lse)
     square, mask = _visible(q, k, offset, causal.window)
@@ -190,7 +205,10 @@ def backward(
 
 
 def merge_(y: Tensor, lse: Tensor, more_y: Tensor, more_lse: Tensor) -> None:
-    """Adds attention of the same queries to further keys to y [b a n d] and lse [b a n], in fp32 at least."""
+    """Merges attention of the same queries to more keys into y [b a n d] and lse [b a n].
+
+    In place, in fp32 or wider.
+    """
     more_lse = more_lse.to(lse.dtype)
     share = torch.sigmoid(more_lse - lse).masked_fill_(more_lse.isneginf(), 0.0)
     y.sub_(share.unsqueeze(-1) * (y - more_y))
@@ -198,14 +216,20 @@ def merge_(y: Tensor, lse: Tensor, more_y: Tensor, more_lse: Tensor) -> None:
 
 
 def _is_flash(q: Tensor, v: Tensor, causal: Causal) -> bool:
-    """Returns whether torch's flash attention computes a part. In 16 bits plain products are faster on CPUs."""
+    """Returns whether torch's flash attention computes a block.
+
+    In 16 bits plain products are faster on CPUs.
+    """
     return (
         _on_cpu(q) and q.dtype.itemsize >= 4 and not causal.softcap and q.shape[-1] == v.shape[-1]
     )
 
 
 def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tensor | None]:
-    """Returns whether what is visible is the lower triangle of a square; else a mask, unless all is visible."""
+    """Returns (True, None) for the lower triangle of a square, else (False, mask).
+
+    Without any masked key, mask is None.
+    """
     n, m = q.shape[2], k.shape[2]
     if offset == 0 and n == m and (not window or window >= n):
         return True, None
@@ -214,8 +238,8 @@ def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tens
     return False, _mask((n, m), offset, window, q)
 
 
-def _sees_nothing(q: Tensor, k: Tensor, offset: int, window: int) -> bool:
-    """Returns whether there is a query that sees no key: the first one, or the last one if there is a window."""
+def _has_masked_query(q: Tensor, k: Tensor, offset: int, window: int) -> bool:
+    """Returns whether some query, the first or the last one, attends to no key."""
     return offset < 0 or 0 < window <= offset + q.shape[2] - k.shape[2]
 
 
@@ -228,7 +252,7 @@ def _mask(size: tuple[int, int], offset: int, window: int, like: Tensor) -> Tens
 def _cached_mask(
     size: tuple[int, int], offset: int, window: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Returns what is added to scores [n m]: 0 if a query sees a key, else minus infinity."""
+    """Returns an additive mask [n m]: 0 if the query attends to the key, else minus infinity."""
     query = torch.arange(offset, offset + size[0], device=device).unsqueeze(1)
     key = torch.arange(size[1], device=device)
     hidden = (key > query) | (key <= query - window) if window else key > query
@@ -259,7 +283,10 @@ def _plain_backward(
 
 
 def _scores(q: Tensor, k: Tensor, offset: int, causal: Causal) -> tuple[Tensor, Tensor | None]:
-    """Returns scores [b k (g n) m] in fp32 at least, minus infinity where a key is hidden; and their tanh if capped."""
+    """Returns scores [b k (g n) m] in fp32 or wider, and with a soft cap their tanh.
+
+    Scores of masked keys are minus infinity.
+    """
     scores, capped, scale = (_grouped(q, k) @ k.mT).to(_wide(q)), None, _scale(q, causal)
     if causal.softcap:
         capped = scores.mul_(scale / causal.softcap).tanh_()
@@ -279,7 +306,7 @@ def _grouped(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _batch_first(x: Tensor) -> Tensor:
-    """Returns a view [b a s d] of heads [s b a d]; einops would cost 5 us."""
+    """Returns heads [s b a d] as a view [b a s d]; einops would cost 5 us."""
     return x.permute(1, 2, 0, 3)
 
 
@@ -292,7 +319,7 @@ def _wide(q: Tensor) -> torch.dtype:
 
 
 def _on_cpu(q: Tensor) -> bool:
-    """Returns whether q is on a CPU; on the meta device, whether the device of this process is one."""
+    """Returns whether q, or for a meta tensor the default device, is on a CPU."""
     return (default_device() if q.is_meta else q.device).type == "cpu"
 
 
@@ -308,7 +335,10 @@ def on_meta(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """torch's `scaled_dot_product_attention` of meta tensors by a fused operator; torch would take the plain one."""
+    """Computes torch's `scaled_dot_product_attention` of meta tensors by a fused operator.
+
+    torch itself would use its unfused implementation for them.
+    """
     learned = attn_mask is not None and attn_mask.requires_grad
     if query.shape[-1] == value.shape[-1] and not learned:
         y: Tensor = _FLASH(query, key, value, 0.0, is_causal, attn_mask=attn_mask)[0]
@@ -319,25 +349,28 @@ def on_meta(
     return y
 
 
-_looked_at: set[tuple[object, ...]] = set()
+_checked: set[tuple[object, ...]] = set()
 
 
 def check_fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, grouped: bool
 ) -> None:
-    """Looks, once for such tensors, whether torch takes a fused kernel for them, which keeps no scores of all pairs.
+    """Checks once per kind of tensors that torch uses a fused kernel, which keeps no score matrix.
 
-    Raises RuntimeError where there is one but it is switched off; warns where there is none.
+    Warns if no fused kernel supports them.
+
+    Raises:
+        RuntimeError: if a fused kernel supports them but is switched off.
     """
     kind = (q.shape, k.shape, q.dtype, mask is None, q.requires_grad)
-    if kind in _looked_at:
+    if kind in _checked:
         return
     chosen = torch._fused_sdp_choice(
         q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=grouped
     )
     if chosen == SDPBackend.MATH.value:
-        what = f"{q.dtype} heads {list(q.shape)} [b a s d], keys {list(k.shape)}, {'no ' if mask is None else 'a '}mask"
-        problem = f"attention without a fused kernel ({what}): it keeps the scores of all pairs of positions"
+        description = f"{q.dtype} heads {list(q.shape)} [b a s d], keys {list(k.shape)}, {'no ' if mask is None else 'a '}mask"
+        problem = f"attention without a fused kernel ({description}): it keeps the scores of all pairs of positions"
         if (
             q.dtype in (torch.bfloat16, torch.float16)
             and mask is None
@@ -345,9 +378,9 @@ def check_fused(
             and q.shape[3] <= 256
         ):
             raise RuntimeError(
-                f"{problem}; there is one for these, which is switched off: leave out torch.nn.attention.sdpa_kernel"
-                " and torch.backends.cuda.enable_flash_sdp(False)"
+                f"{problem}; a fused kernel supports these tensors but is switched off: leave out"
+                " torch.nn.attention.sdpa_kernel and torch.backends.cuda.enable_flash_sdp(False)"
             )
-        has = "bf16 or fp16, heads of a multiple of 8 up to 256, and no mask but the causal one have one"
-        warnings.warn(f"{problem}; {has}", stacklevel=3)
-    _looked_at.add(kind)
+        supported = "fused kernels support bf16 and fp16, head sizes that are multiples of 8 up to 256, and the causal mask"
+        warnings.warn(f"{problem}; {supported}", stacklevel=3)
+    _checked.add(kind)

@@ -1,8 +1,9 @@
-"""Cross entropy over a vocabulary that is cut over ranks; the logits are never gathered.
+"""Cross entropy over a vocabulary that is sharded over ranks; the logits are never gathered.
 
-Each rank finds its shard's maximum, its sum of exponentials and the target's logit if it holds it; one all-gather of
-these three numbers per token replaces the logits (Megatron-LM, arXiv 1909.08053, section 3, sends two and the maximum
-first). The logits' memory becomes the exponentials and then the gradient.
+Each rank computes the maximum and the sum of exponentials of its shard, and the target's logit if
+the target is in its shard. One all-gather of these three numbers per token replaces a gather of the
+logits (Megatron-LM, arXiv 1909.08053, section 3, sends two, and the maximum first). The logits'
+memory is overwritten by the exponentials and then by the gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from threed.topology import Axis
 
 
 def reference(logits: Tensor, targets: Tensor) -> Tensor:
-    """The loss of every token, fp32 or fp64 [...], from whole logits [... v]; targets below 0 cost nothing."""
+    """Returns the loss of every token, fp32 or fp64 [...], from unsharded logits [... v].
+
+    Targets below 0 have loss 0.
+    """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     flat = F.cross_entropy(
         logits.flatten(0, -2), targets.clamp(min=-1).flatten(), reduction="none", ignore_index=-1
@@ -30,8 +34,8 @@ def reference(logits: Tensor, targets: Tensor) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     """The loss of every token.
 
-    csrc/cpu/fused.cpp, where it takes the logits, leaves them as they are until the backward. Otherwise their memory
-    holds the exponentials meanwhile, in fp32 at least.
+    If csrc/cpu/fused.cpp supports the logits, they stay unchanged until the backward. Otherwise the
+    exponentials overwrite them, or a copy in fp32 if they are narrower.
     """
 
     @staticmethod
@@ -39,46 +43,46 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, first: int, columns: int
     ) -> Tensor:
         fused = columns > 0 and fused_cpu.fits(logits)
-        whole = axis.size == 1 and columns > 0
+        unsharded = axis.size == 1 and columns > 0
         narrow = not fused and logits.dtype not in (torch.float32, torch.float64)
         wide = logits.float() if narrow else logits
-        counted = held = targets >= 0
-        if whole:
+        counted = owned = targets >= 0
+        if unsharded:
             local = targets.clamp(0, columns - 1)
         else:
             local = targets - first
-            held = counted & (local >= 0) & (local < columns)
-            local = local.masked_fill(~held, 0)
+            owned = counted & (local >= 0) & (local < columns)
+            local = local.masked_fill(~owned, 0)
         local = local.unsqueeze(-1)
         hit = wide.gather(-1, local).squeeze(-1) if columns else wide.new_zeros(targets.shape)
         if fused:
             top, total = fused_cpu.row_numbers(logits, columns)
         else:
             top, total = _shard_numbers(wide if columns == wide.shape[-1] else wide[..., :columns])
-        logarithm, scale, hit = _over_shards(top, total, hit if whole else hit * held, axis)
-        ctx.save_for_backward(wide, local, held, counted, logarithm if fused else scale)
-        ctx.fused, ctx.whole, ctx.columns, ctx.dtype = fused, whole, columns, logits.dtype
+        logarithm, scale, hit = _combine_shards(top, total, hit if unsharded else hit * owned, axis)
+        ctx.save_for_backward(wide, local, owned, counted, logarithm if fused else scale)
+        ctx.fused, ctx.unsharded, ctx.columns, ctx.dtype = fused, unsharded, columns, logits.dtype
         return (logarithm - hit).where(counted, 0.0)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
-        wide, local, held, counted, number = ctx.saved_tensors
+        wide, local, owned, counted, number = ctx.saved_tensors
         dloss, columns = dloss.where(counted, 0.0), ctx.columns
         if ctx.fused:
-            own = local.squeeze(-1).masked_fill(~held, -1)
-            fused_cpu.softmax_gradient_(wide, columns, number, dloss, own)
+            local_target = local.squeeze(-1).masked_fill(~owned, -1)
+            fused_cpu.softmax_gradient_(wide, columns, number, dloss, local_target)
             return wide, None, None, None, None
         grad = wide if columns == wide.shape[-1] else wide[..., :columns]
-        grad.mul_((number * dloss).unsqueeze(-1))  # exponentials -> softmax, times dloss
+        grad.mul_((number * dloss).unsqueeze(-1))  # exponentials -> softmax * dloss
         if columns:
-            grad.scatter_add_(-1, local, -(dloss if ctx.whole else dloss * held).unsqueeze(-1))
+            grad.scatter_add_(-1, local, -(dloss if ctx.unsharded else dloss * owned).unsqueeze(-1))
         if columns < wide.shape[-1]:
             wide[..., columns:].zero_()
         return wide.to(ctx.dtype), None, None, None, None
 
 
 def _shard_numbers(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Maximum and sum of exponentials of a shard; `scores` become exponentials."""
+    """Returns maximum and sum of exponentials of a shard; `scores` become the exponentials."""
     if scores.shape[-1] == 0:
         zero = scores.new_zeros(scores.shape[:-1])
         return zero - torch.inf, zero
@@ -86,28 +90,38 @@ def _shard_numbers(scores: Tensor) -> tuple[Tensor, Tensor]:
     return top, scores.sub_(top.unsqueeze(-1)).exp_().sum(-1)
 
 
-def _over_shards(
+def _combine_shards(
     top: Tensor, total: Tensor, hit: Tensor, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the logarithm of the sum of exponentials over all shards, what this shard's e^(x - top) are to be
-    multiplied by to be probabilities, and the target's logit."""
+    """Combines the numbers of all shards, per row. Collective over the axis.
+
+    Returns the logarithm of the sum of exponentials over all shards, the factor that turns this
+    shard's e^(x - top) into probabilities, and the target's logit.
+    """
     if axis.size == 1:
         return top + total.log(), total.reciprocal(), hit
     # [t 3 ...]
     rows = collectives.all_gather(torch.stack((top, total, hit.to(top.dtype))).unsqueeze(0), axis)
     peak = rows[:, 0].amax(0)
-    whole = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
-    return peak + whole.log(), torch.exp(top - peak) / whole, rows[:, 2].sum(0)
+    denominator = (rows[:, 1] * torch.exp(rows[:, 0] - peak)).sum(0)
+    return peak + denominator.log(), torch.exp(top - peak) / denominator, rows[:, 2].sum(0)
 
 
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, axis: Axis, first: int, columns: int | None = None
 ) -> Tensor:
-    """The loss of every token [...], fp32 (fp64 for fp64 logits), the same on every rank of the axis.
+    """Returns the loss of every token [...], equal on every rank of the axis. Collective.
 
-    logits: [... v/t], whose memory is used up (fp32 and fp64; a narrower type is copied). targets: int64 [...], global
-    ids; those below 0 cost nothing. first: the global id of the shard's first column. columns: the shard's, where
-    there is padding behind them, whose gradient is zero.
+    Args:
+        logits: [... v/t]. fp32 and fp64 logits are overwritten; narrower ones are copied.
+        targets: int64 [...], global ids. Targets below 0 have loss 0.
+        axis: axis over which the vocabulary is sharded.
+        first: global id of the shard's first column.
+        columns: number of columns in the shard. Columns after them are padding, with gradient zero.
+            Default: all.
+
+    Returns:
+        fp32 [...]; fp64 for fp64 logits.
     """
     width = logits.shape[-1] if columns is None else columns
     losses: Tensor = _CrossEntropy.apply(logits, targets, axis, first, width)
@@ -116,44 +130,49 @@ def vocab_parallel_cross_entropy(
 
 # ------------------------------------------------------------------------------------------ csrc/cuda/cross_entropy.cu
 #
-# The gradient is made in the forward, in the logits' place, times a scalar `weight` that is known by then. logits:
-# bf16 [n width], of which `columns` are the shard's and the rest is padding; targets: int64 [n], global ids; first: the
-# id of the shard's first column. Targets outside of the vocabulary cost nothing.
+# The forward computes the gradient, times a scalar `weight`, and writes it over the logits.
+# logits: bf16 [n width]; the first `columns` columns are the shard, the others are padding.
+# targets: int64 [n], global ids. first: global id of the shard's first column.
+# Targets outside the vocabulary have loss 0.
 
-ROW_IN_SHARED_MEMORY = 112 << 10  # bytes: two such blocks fit a multiprocessor (227 KiB on sm_90)
-OF_WARPS = 128  # bytes of shared memory that the kernel of `whole` uses in addition to the row
+ROW_IN_SHARED_MEMORY = 112 << 10  # bytes; two blocks fit on a multiprocessor (227 KiB on sm_90)
+OF_WARPS = 128  # bytes of shared memory that `whole` needs in addition to the row
 
 
 def fits(logits: Tensor) -> bool:
-    """Returns whether the kernels take logits [... width]."""
+    """Returns whether the GPU kernels support logits [... width]."""
     width = logits.shape[-1]
     return width > 0 and width % 8 == 0 and launch.ready(logits) and launch.packed(logits)
 
 
 def row_fits(columns: int, logits: Tensor) -> bool:
-    """Returns whether a row of `columns` columns fits into the GPU's shared memory, as `whole` requires."""
+    """Returns whether a row fits into the GPU's shared memory, as `whole` requires."""
     row = -(-columns // 8) * 16
     return row <= ROW_IN_SHARED_MEMORY and row + OF_WARPS <= device.shared_memory(
         launch.gpu_of(logits)
     )
 
 
-def _losses(logits: Tensor, *rest: object) -> Tensor:
+def _empty_losses(logits: Tensor, *rest: object) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.float32)
 
 
-def _three(logits: Tensor, *rest: object) -> Tensor:
+def _empty_numbers(logits: Tensor, *rest: object) -> Tensor:
     return logits.new_empty(len(logits), 3, dtype=torch.float32)
 
 
 @launch.operator(
     "cross_entropy_(Tensor(a!) logits, Tensor targets, Tensor weight, int columns) -> Tensor",
-    _losses, launches=1,
+    _empty_losses, launches=1,
 )  # fmt: skip
 def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tensor:
-    """Returns the loss of each row, fp32 [n]; logits become d(their sum * weight)/d(logits). 4 bytes a logit."""
+    """Returns the loss of each row, fp32 [n]; overwrites logits by their gradient. One kernel.
+
+    For an unsharded vocabulary. The gradient is d(sum(loss) * weight)/d(logits). Moves 4 bytes per
+    logit.
+    """
     _check(logits, targets, weight, columns)
-    loss, (rows, width) = _losses(logits), logits.shape
+    loss, (rows, width) = _empty_losses(logits), logits.shape
     if rows:
         launch.start("cross_entropy", logits, targets, weight, loss, rows, columns, width)
     return loss
@@ -161,13 +180,16 @@ def whole(logits: Tensor, targets: Tensor, weight: Tensor, columns: int) -> Tens
 
 @launch.operator(
     "cross_entropy_numbers(Tensor logits, Tensor targets, int columns, int first) -> Tensor",
-    _three, launches=1,
+    _empty_numbers, launches=1,
 )  # fmt: skip
 def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> Tensor:
-    """Returns of each row, in powers of two: its largest exponent, the sum of powers below that, and the target's
-    logit or 0, fp32 [n 3]. 2 bytes a logit."""
+    """Returns three numbers per row of a shard, fp32 [n 3]. One kernel; reads 2 bytes per logit.
+
+    They are base = max(x log2 e), the sum of 2^(x log2 e - base), and the target's logit, or 0 if
+    the target is in another shard.
+    """
     _check(logits, targets, None, columns)
-    out, (rows, width) = _three(logits), logits.shape
+    out, (rows, width) = _empty_numbers(logits), logits.shape
     if rows:
         launch.start("cross_entropy_stats", logits, targets, out, rows, columns, width, first)
     return out
@@ -176,14 +198,14 @@ def shard_numbers(logits: Tensor, targets: Tensor, columns: int, first: int) -> 
 @launch.operator(
     "cross_entropy_from_numbers_(Tensor(a!) logits, Tensor targets, Tensor weight, Tensor numbers, int columns,"
     " int first, int vocabulary) -> Tensor",
-    _losses, launches=1,
+    _empty_losses, launches=1,
 )  # fmt: skip
 def from_numbers(
     logits: Tensor, targets: Tensor, weight: Tensor, numbers: Tensor, columns: int, first: int, vocabulary: int
 ) -> Tensor:  # fmt: skip
-    """As `whole`, of a shard, from all shards' numbers [t n 3] in the order of ranks. 4 bytes a logit."""
+    """As `whole`, for a shard, from the numbers of all shards [t n 3] in the order of ranks."""
     _check(logits, targets, weight, columns)
-    loss, (rows, width) = _losses(logits), logits.shape
+    loss, (rows, width) = _empty_losses(logits), logits.shape
     fits = numbers.dtype == torch.float32 and numbers.shape == (len(numbers), rows, 3)
     launch.check(
         fits and numbers.is_contiguous(), "from_numbers", "numbers fp32 [t n 3]", logits, numbers
@@ -198,7 +220,7 @@ def from_numbers(
 
 @launch.operator("scale_(Tensor(a!) x, Tensor factor) -> ()", lambda x, factor: None, launches=1)
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """Multiplies x, bf16, by an fp32 scalar in place; reads nothing else if that is 1."""
+    """Multiplies x, bf16, by an fp32 scalar in place. If that is 1, x is not read."""
     fits = factor.dtype == torch.float32 and factor.numel() == 1 and x.numel() % 8 == 0
     wanted = "x bf16, 16-byte aligned, a multiple of 8 numbers; factor an fp32 scalar"
     launch.check(fits and launch.packed(x), "scale_", wanted, x, factor)
@@ -208,7 +230,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
 
 def _check(logits: Tensor, targets: Tensor, weight: Tensor | None, columns: int) -> None:
-    """Raises ValueError for what the kernels would misread."""
+    """Raises ValueError for tensors that the kernels would misread."""
     fits = logits.dim() == 2 and launch.packed(logits) and logits.shape[1] % 8 == 0
     fits = fits and 0 <= columns <= logits.shape[1] and targets.shape == logits.shape[:1]
     fits = fits and targets.dtype == torch.int64 and targets.is_contiguous()
@@ -219,8 +241,10 @@ def _check(logits: Tensor, targets: Tensor, weight: Tensor | None, columns: int)
 
 
 class _Weighted(torch.autograd.Function):
-    """The sum of the losses times `weight` by our kernels, which make the gradient in the forward, in the logits'
-    memory."""
+    """The sum of the losses times `weight`, by the GPU kernels.
+
+    The forward computes the gradient in the logits' memory.
+    """
 
     @staticmethod
     def forward(
@@ -241,7 +265,7 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        scale_(gradient, dloss.float())  # at the root of a backward 1, and then it only looks
+        scale_(gradient, dloss.float())  # dloss is 1 at the root of a backward
         return gradient.view(ctx.shape), *(None,) * 6
 
 
@@ -255,10 +279,22 @@ def weighted_loss(
     columns: int,
     vocabulary: int,
 ) -> Tensor:
-    """The sum of all tokens' losses times `weight`, a scalar, fp32 (fp64 for fp64 logits), the same on every rank.
+    """Returns the sum of all tokens' losses times `weight`, equal on every rank. Collective.
 
-    Arguments as in `vocab_parallel_cross_entropy`, and: weight, a scalar tensor; vocabulary: the columns of all ranks.
-    By our kernels it makes the gradient in the forward, and can be differentiated once.
+    With the GPU kernels the gradient is computed in the forward, and only the first derivative
+    exists.
+
+    Args:
+        logits: as in `vocab_parallel_cross_entropy`.
+        targets: as in `vocab_parallel_cross_entropy`.
+        weight: scalar tensor.
+        axis: axis over which the vocabulary is sharded.
+        first: global id of the shard's first column.
+        columns: number of columns in the shard without padding.
+        vocabulary: number of columns of all ranks.
+
+    Returns:
+        fp32 scalar; fp64 for fp64 logits.
     """
     trained = logits.requires_grad and not weight.requires_grad and torch.is_grad_enabled()
     if trained and fits(logits):

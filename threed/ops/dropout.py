@@ -1,6 +1,8 @@
-"""Dropout by counters (`threed.rng`), with the bias and the residual around it, in one pass: csrc/cuda/dropout.cu.
+"""Counter-based dropout (`threed.rng`), fused with bias and residual: csrc/cuda/dropout.cu.
 
-out = residual + (x + bias) keep / (1 - p)     6 bytes an element of bf16; backward 4: the mask is drawn again
+out = residual + (x + bias) keep / (1 - p)
+
+Moves 6 bytes per element in bf16; the backward, which computes the mask again, 4.
 """
 
 from __future__ import annotations
@@ -18,9 +20,15 @@ from threed.ops.positions import Positions
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """What the mask of an activation [s b h] is a function of.
+    """The arguments that determine the mask of an activation [s b h].
 
-    samples: int64 [b], global indices. positions: of the rows.
+    Attributes:
+        seed: seed of the run.
+        name: global name of the dropout layer.
+        step: number of the step.
+        samples: int64 [b], global sample indices.
+        positions: positions of the rows.
+        p: probability of zeroing an element.
     """
 
     seed: int
@@ -32,11 +40,11 @@ class Draw:
 
     @property
     def scale(self) -> float:
-        """What is left is multiplied by it."""
+        """Factor of the elements that are kept."""
         return 1.0 / (1.0 - self.p)
 
     def mask(self, x: Tensor) -> Tensor:
-        """What is left of x [s b h]: bool, of its shape."""
+        """Returns the mask of x [s b h]: bool, True for elements that are kept."""
         h, draw = x.shape[-1], (self.seed, self.name, self.step, self.samples)
         parts = [rng.keep_mask(*draw, rows, (0, h), h, self.p) for rows in self.positions.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -45,22 +53,22 @@ class Draw:
 def reference(
     x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """The same in plain operations: x and residual [s b h], bias [h]."""
+    """Returns residual + dropout(x + bias) by torch's operations: x, residual [s b h], bias [h]."""
     y = (x if bias is None else x + bias) * draw.mask(x) * draw.scale
     return y if residual is None else residual + y
 
 
 def fits(x: Tensor) -> bool:
-    """Returns whether the kernel takes x [s b h]."""
+    """Returns whether the kernel supports x [s b h]."""
     return x.dim() == 3 and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 
 def dropout(
     x: Tensor, draw: Draw, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """As `reference`, of bf16; for the backward without bias and residual. One kernel per range of positions.
+    """As `reference`, for bf16. Launches one kernel per range of positions.
 
-    No layer passes bias or residual yet.
+    The backward is the same call without bias and residual. No layer passes them yet.
     """
     ranges = [edge for part in draw.positions.ranges for edge in part]
     stream = (*rng.key(draw.seed, draw.name), draw.step & 0xFFFFFFFF)
@@ -95,7 +103,7 @@ def _start(
 def _check(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, ranges: list[int], p: float
 ) -> None:  # fmt: skip
-    """Raises ValueError for what the kernel would misread."""
+    """Raises ValueError for tensors that the kernel would misread."""
     h, of_ranges = x.shape[-1], sum(ranges[1::2]) - sum(ranges[::2])
     fits = x.dim() == 3 and h % 8 == 0 and 0 <= p < 1 and x.shape[0] * x.shape[1] < 2**31
     fits = fits and x.shape[0] == of_ranges
@@ -116,7 +124,7 @@ def _check(
 
 
 class _Fused(torch.autograd.Function):
-    """Dropout by the kernel. Saves nothing: the backward draws the mask again."""
+    """Dropout by the kernel. Saves no tensor: the backward computes the mask again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, draw: Draw) -> Tensor:
@@ -129,6 +137,6 @@ class _Fused(torch.autograd.Function):
 
 
 def fused(x: Tensor, draw: Draw) -> Tensor:
-    """As `dropout` without bias and residual, differentiable."""
+    """Differentiable `dropout` without bias and residual."""
     y: Tensor = _Fused.apply(x, draw)
     return y

@@ -1,10 +1,10 @@
-"""Frequencies of rotary positions that are scaled for longer sequences, or turn a part of each head only.
+"""Frequencies of rotary positions: scaled for longer sequences, or for only a part of each head.
 
-    of = frequencies(10000.0, size, scaling=scaling, positions=131072)      the base itself where nothing is to be done
-    inverse(of, size, length, device)                                       radians a position, fp32 [d/2]
+    theta = frequencies(10000.0, size, scaling=scaling, positions=131072)
+    inverse(theta, size, length, device)               # radians per position, fp32 [d/2]
 
-Scalings: `threed.architectures.rope_scaling`. The order of operations is that of `transformers`, for in fp32 a
-frequency's last bit is a hundredth of a radian at the hundred-thousandth position.
+Scalings: `threed.architectures.rope_scaling`. The order of operations is as in `transformers`: in
+fp32 the last bit of a frequency is a hundredth of a radian at position 100,000.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ from threed.device import start_copy_in
 
 
 class Frequencies(NamedTuple):
-    """Scaled frequencies: numbers only, so that graphs and caches can tell two of them apart.
+    """Parameters of scaled frequencies: only numbers, so that graphs and caches can compare them.
 
-    turned: numbers of a head that are turned, the first ones. factor, low, high, original: as each kind needs them.
-    short, long: of longrope, in sequences up to `original` and beyond. scale: of cosines and sines.
+    Attributes:
+        theta: base.
+        turned: number of elements of a head that are rotated, the first ones.
+        kind: kind of scaling, "default" for none.
+        factor: scaling factor.
+        low: low_freq_factor of llama3; first pair of yarn's ramp.
+        high: high_freq_factor of llama3; last pair of yarn's ramp.
+        original: number of positions before scaling.
+        short: factors of longrope for sequences up to `original`.
+        long: factors of longrope for longer sequences.
+        scale: factor of cosines and sines.
     """
 
     theta: float
@@ -49,59 +58,77 @@ def frequencies(
     scaling: RopeScaling | None = None,
     positions: int = 0,
 ) -> Theta:
-    """What rotary positions of heads of `size` need: theta alone, or with a scaling for so many positions.
+    """Returns the argument `theta` of rotary positions: the base, or `Frequencies`.
 
-    part: of each head that is turned. ValueError where that is no even number of elements.
+    Args:
+        theta: base.
+        size: head's size d.
+        part: fraction of each head that is rotated.
+        scaling: scaling for longer sequences.
+        positions: number of positions of the model, from which a missing factor is computed.
+
+    Raises:
+        ValueError: if the rotated part has an odd number of elements.
     """
     turned = int(size * part)
     if turned % 2:
         raise ValueError(
-            f"rotary positions turn pairs, and {part:g} of a head of {size} are {turned} numbers"
+            f"rotary positions rotate pairs, and {part:g} of a head of {size} are {turned} numbers"
         )
     if scaling is None:
         return theta if turned == size else Frequencies(theta, turned)
     original = scaling.original_max_position_embeddings or 0
     factor = scaling.factor or (positions / original if original else 1.0)
-    known = Frequencies(theta, turned, scaling.rope_type, factor, original=original)
+    common = Frequencies(theta, turned, scaling.rope_type, factor, original=original)
     if scaling.rope_type == "llama3":
-        return known._replace(
+        return common._replace(
             low=scaling.low_freq_factor or 1.0, high=scaling.high_freq_factor or 4.0
         )
     if scaling.rope_type == "yarn":
-        return _yarn(known, scaling)
+        return _yarn(common, scaling)
     if scaling.rope_type == "longrope":
         longer = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         short, long = scaling.short_factor or (), scaling.long_factor or ()
-        return known._replace(short=short, long=long, scale=scaling.attention_factor or longer)
-    return known
+        return common._replace(short=short, long=long, scale=scaling.attention_factor or longer)
+    return common
 
 
-def _yarn(known: Frequencies, scaling: RopeScaling) -> Frequencies:
-    """low, high: the pairs between which frequencies go over from those kept to those divided by the factor."""
+def _yarn(common: Frequencies, scaling: RopeScaling) -> Frequencies:
+    """Sets the scale and [low, high], the pairs over which frequencies are interpolated.
+
+    Pairs below `low` keep their frequency; above `high` it is divided by the factor.
+    """
 
     def pair(turns: float) -> float:
         return (
-            known.turned
-            * math.log(known.original / (turns * 2 * math.pi))
-            / (2 * math.log(known.theta))
+            common.turned
+            * math.log(common.original / (turns * 2 * math.pi))
+            / (2 * math.log(common.theta))
         )
 
-    def grown(weight: float) -> float:
-        return 0.1 * weight * math.log(known.factor) + 1.0 if known.factor > 1 else 1.0
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(common.factor) + 1.0 if common.factor > 1 else 1.0
 
     low, high = pair(scaling.beta_fast or 32), pair(scaling.beta_slow or 1)
     if scaling.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, known.turned - 1)
+    low, high = max(low, 0), min(high, common.turned - 1)
     both = scaling.mscale and scaling.mscale_all_dim
-    scale = grown(scaling.mscale) / grown(scaling.mscale_all_dim) if both else grown(1.0)  # type: ignore[arg-type]
-    return known._replace(
+    scale = mscale(scaling.mscale) / mscale(scaling.mscale_all_dim) if both else mscale(1.0)  # type: ignore[arg-type]
+    return common._replace(
         low=low, high=high + 0.001 * (low == high), scale=scaling.attention_factor or scale
     )
 
 
 def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tensor:
-    """Radians a position, fp32 [d/2] of the numbers that are turned, in sequences of this length."""
+    """Returns radians per position, fp32 [d/2], for the rotated pairs of a head.
+
+    Args:
+        theta: base or `Frequencies`.
+        size: head's size d.
+        length: full length of the sequences.
+        device: device of the result.
+    """
     theta = theta if isinstance(theta, Frequencies) else Frequencies(theta, size)
     base = theta.theta ** (
         torch.arange(0, theta.turned, 2, dtype=torch.float32, device=device) / theta.turned
@@ -117,15 +144,15 @@ def inverse(theta: Theta, size: int, length: int, device: torch.device) -> Tenso
     if theta.kind == "longrope":
         numbers = theta.long if length > theta.original else theta.short
         if torch.compiler.is_compiling():
-            by = torch.tensor(numbers, dtype=torch.float32, device=device)
+            factors = torch.tensor(numbers, dtype=torch.float32, device=device)
         else:
-            by = start_copy_in(torch.tensor(numbers, dtype=torch.float32), device)
-        return 1.0 / (by * base)
+            factors = start_copy_in(torch.tensor(numbers, dtype=torch.float32), device)
+        return 1.0 / (factors * base)
     return 1.0 / base
 
 
 def _by_wavelength(plain: Tensor, theta: Frequencies) -> Tensor:
-    """Long waves are divided by the factor, short ones are kept, those between go over."""
+    """Divides frequencies of long waves by the factor, keeps short waves, blends the others."""
     wave = 2 * math.pi / plain
     longest, shortest = theta.original / theta.low, theta.original / theta.high
     divided = torch.where(wave > longest, plain / theta.factor, plain)
@@ -135,10 +162,10 @@ def _by_wavelength(plain: Tensor, theta: Frequencies) -> Tensor:
 
 
 def scale_of(theta: Theta) -> float:
-    """What cosines and sines are multiplied by."""
+    """Returns the factor of cosines and sines."""
     return theta.scale if isinstance(theta, Frequencies) else 1.0
 
 
 def turned_of(theta: Theta, size: int) -> int:
-    """How many numbers of a head of this size are turned."""
+    """Returns how many elements of a head of this size are rotated."""
     return theta.turned if isinstance(theta, Frequencies) else size

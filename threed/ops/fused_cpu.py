@@ -1,9 +1,12 @@
-"""GELU, SwiGLU and cross entropy on the CPU, each in one pass over memory: csrc/cpu/fused.cpp. On processors with tiles
-(AMX) also products of bf16 that are added to fp32 as they are made (csrc/cpu/products.cpp), and the backward of causal
-attention over short sequences (csrc/cpu/attention.cpp).
+"""Fused CPU kernels.
 
-The first take contiguous fp32 or bf16 tensors and compute in fp32. The result does not depend on the number of threads,
-nor on the instructions.
+GELU, SwiGLU and cross entropy in one pass over memory (csrc/cpu/fused.cpp) take contiguous fp32 or
+bf16 tensors and compute in fp32. Their results depend neither on the number of threads nor on the
+instruction set.
+
+On processors with AMX tiles there are also matrix products of bf16 that are accumulated in fp32
+(csrc/cpu/products.cpp), and the backward of causal attention over short sequences
+(csrc/cpu/attention.cpp).
 """
 
 from __future__ import annotations
@@ -18,15 +21,18 @@ from threed import native
 from threed.ops import launch
 from threed.topology import default_device
 
-SIDE = 32  # of a block of tiles
-FROM = 1 << 15  # numbers: below, torch's own operations cost the host less than a call from Python
+TILE_BLOCK = 32  # rows and columns of a block of tiles
+MIN_NUMEL = 1 << 15  # elements; torch's operations are faster for fewer
 _FORMATS = {torch.float32: 1, torch.bfloat16: 2}
 
 
 def fits(x: Tensor) -> bool:
-    """Returns whether these functions take x, and pay: it is large, on the CPU (or on the meta device, where a step of
-    it is only looked at), and there is a compiled library."""
-    suits = x.numel() >= FROM and x.dtype in _FORMATS and _on_cpu(x) and x.is_contiguous()
+    """Returns whether these functions support x and are faster than torch.
+
+    x must be large, on the CPU (or on the meta device in a CPU process), and a compiled library
+    must exist.
+    """
+    suits = x.numel() >= MIN_NUMEL and x.dtype in _FORMATS and _on_cpu(x) and x.is_contiguous()
     return suits and not torch.compiler.is_compiling() and native.library("cpu") is not None
 
 
@@ -35,15 +41,24 @@ def _on_cpu(x: Tensor) -> bool:
 
 
 def gelu(x: Tensor, dy: Tensor | None = None) -> Tensor:
-    """GELU of x in its tanh form; or the gradient of x, where dy is given."""
+    """Returns GELU of x in its tanh form; if dy is given, the gradient of x."""
     _check("gelu", x, dy)
     out = torch.empty_like(x)
-    _call(x, "threed_gelu", "iPPPqiis", _at(x), _at(dy), _at(out), x.numel(), *_how(x))
+    _call(
+        x,
+        "threed_gelu",
+        "iPPPqiis",
+        _address(x),
+        _address(dy),
+        _address(out),
+        x.numel(),
+        *_settings(x),
+    )
     return out
 
 
 def swiglu(gate_up: Tensor, dy: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, [... 2f] -> [... f]; or the gradient of gate_up, where dy [... f] is given."""
+    """Returns silu(gate) * up, [... 2f] -> [... f]; if dy [... f] is given, gate_up's gradient."""
     f = gate_up.shape[-1] // 2
     _check("swiglu", gate_up)
     like = (gate_up.dtype, (*gate_up.shape[:-1], f))
@@ -52,29 +67,34 @@ def swiglu(gate_up: Tensor, dy: Tensor | None = None) -> Tensor:
     out = torch.empty_like(gate_up) if dy is not None else gate_up.new_empty(*gate_up.shape[:-1], f)
     rows = gate_up.numel() // (2 * f) if f else 0
     given = None if dy is None else dy.contiguous()
-    places = (_at(gate_up), _at(given), _at(out))
-    _call(gate_up, "threed_swiglu", "iPPPqqiis", *places, rows, f, *_how(gate_up))
+    addresses = (_address(gate_up), _address(given), _address(out))
+    _call(gate_up, "threed_swiglu", "iPPPqqiis", *addresses, rows, f, *_settings(gate_up))
     return out
 
 
 def row_numbers(x: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Of the first `columns` of each row of x [... width]: the largest number, and the sum of e^(x - largest), fp32."""
+    """Returns maximum and sum of e^(x - maximum) of the first `columns` of each row, fp32."""
     _check("row_numbers", x)
     launch.check(0 < columns <= x.shape[-1], "row_numbers", f"{columns} columns or more", x)
     top, total = (x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
     sizes = (top.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
-    places = (_at(top), _at(total))
-    how = _how(x)[1:]
-    _call(x, "threed_row_numbers", "iPqqqiPPis", _at(x), *sizes, *places, *how)
+    addresses = (_address(top), _address(total))
+    how = _settings(x)[1:]
+    _call(x, "threed_row_numbers", "iPqqqiPPis", _address(x), *sizes, *addresses, *how)
     return top, total
 
 
 def softmax_gradient_(
     x: Tensor, columns: int, logarithm: Tensor, loss: Tensor, target: Tensor
 ) -> None:
-    """x = e^(x - logarithm) * loss, less `loss` in each row's column `target`; columns beyond the first ones are zero.
+    """Computes x = e^(x - logarithm) * loss, minus `loss` in each row's column `target`. In place.
 
-    x: [... width]. logarithm (of a row's sum of exponentials), loss: fp32 [...]. target: int64 [...], below 0 for none.
+    Args:
+        x: [... width]. Columns after the first `columns` become zero.
+        columns: number of columns without padding.
+        logarithm: log-sum-exp of each row, fp32 [...].
+        loss: gradient of each row's loss, fp32 [...].
+        target: column of the target, int64 [...]; below 0 if the row has none.
     """
     _check("softmax_gradient_", x)
     rows = (logarithm, loss)
@@ -85,55 +105,70 @@ def softmax_gradient_(
     launch.check(fits, "softmax_gradient_", wanted, x, *rows, target)
     given = [t.contiguous() for t in (*rows, target)]
     sizes = (target.numel(), x.shape[-1], columns, _FORMATS[x.dtype])
-    how = _how(x)[1:]
-    _call(x, "threed_softmax_gradient", "iPqqqiPPPis", _at(x), *sizes, *map(_at, given), *how)
-    torch.autograd.graph.increment_version((x,))  # it wrote behind autograd's back
+    how = _settings(x)[1:]
+    _call(
+        x,
+        "threed_softmax_gradient",
+        "iPqqqiPPPis",
+        _address(x),
+        *sizes,
+        *map(_address, given),
+        *how,
+    )
+    torch.autograd.graph.increment_version((x,))  # autograd does not see native writes
 
 
 @functools.cache
 def has_tiles() -> bool:
-    """Returns whether this processor multiplies tiles of bf16, and there is a compiled library."""
+    """Returns whether this processor has AMX tiles for bf16, and a compiled library exists."""
     found = native.function("threed_tiles", "i")
     return found is not None and bool(found())
 
 
 def adds_products(a: Tensor, b: Tensor) -> bool:
-    """Returns whether `add_product_` takes these factors."""
+    """Returns whether `add_product_` supports these factors."""
     fits = a.dtype == b.dtype == torch.bfloat16 and a.dim() == b.dim() == 2
     fits = fits and _on_cpu(a) and _on_cpu(b) and a.t().is_contiguous() and b.is_contiguous()
-    fits = fits and not (len(a) % SIDE or b.shape[1] % SIDE)
+    fits = fits and not (len(a) % TILE_BLOCK or b.shape[1] % TILE_BLOCK)
     return fits and len(b) > 0 and not torch.compiler.is_compiling() and has_tiles()
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
-    """out += a b, or out = a b when `fresh`, without rounding to bf16.
+    """Computes out += a b, or out = a b if `fresh`, without rounding to bf16.
 
-    out: fp32 [m n], contiguous. a: bf16 [m k], transposed. b: bf16 [k n]. m and n are multiples of 32.
+    Args:
+        out: fp32 [m n], contiguous. m and n are multiples of 32.
+        a: bf16 [m k], transposed in memory.
+        b: bf16 [k n], contiguous.
+        fresh: whether to overwrite out.
     """
     k, (m, n) = len(b), out.shape
     fits = adds_products(a, b) and out.dtype == torch.float32 and out.is_contiguous()
     fits = fits and (len(a), b.shape[1], a.shape[1]) == (m, n, k)
     wanted = "contiguous fp32 [m n], bf16 [k m] transposed and [k n]"
     launch.check(fits, "add_product_", wanted, out, a, b)
-    packed = b.new_empty(-(-k // SIDE) * SIDE * n)
-    places = (_at(a), _at(b), k, m, n, _at(out), int(fresh), _at(packed))
-    _call(a, "threed_add_product", "iPPqqqPiPi", *places, torch.get_num_threads())
+    packed = b.new_empty(-(-k // TILE_BLOCK) * TILE_BLOCK * n)
+    addresses = (_address(a), _address(b), k, m, n, _address(out), int(fresh), _address(packed))
+    _call(a, "threed_add_product", "iPPqqqPiPi", *addresses, torch.get_num_threads())
 
 
-LONGEST, WIDEST_HEAD = 256, 128
+MAX_LENGTH, MAX_HEAD = 256, 128
 
 
 def attends_backward(qkv: Tensor, d: int) -> bool:
-    """Returns whether `attention_backward` takes this projection [s b 3ad] of heads of size d, and pays."""
+    """Returns whether `attention_backward` supports a projection [s b 3ad] with heads of size d."""
     fits = qkv.dtype == torch.bfloat16 and _on_cpu(qkv) and qkv.is_contiguous() and qkv.numel() > 0
-    return fits and len(qkv) <= LONGEST and d % SIDE == 0 and d <= WIDEST_HEAD and has_tiles()
+    return fits and len(qkv) <= MAX_LENGTH and d % TILE_BLOCK == 0 and d <= MAX_HEAD and has_tiles()
 
 
 def attention_backward(qkv: Tensor, dy: Tensor, logarithms: Tensor, d: int) -> Tensor:
-    """The gradient of qkv [s b 3ad] of causal attention y [s b ad], whose gradient is dy; bf16, s up to 256.
+    """Returns the gradient of qkv [s b 3ad] for causal attention y [s b ad]; scores / sqrt(d).
 
-    logarithms: of the sum of each row's exponentials, fp32 [b a s]. d: a head's size, a multiple of 32 up to 128.
-    Scores are scaled by 1 / sqrt(d).
+    Args:
+        qkv: packed projection, bf16 [s b 3ad], s up to 256.
+        dy: gradient of y, bf16 [s b ad].
+        logarithms: log-sum-exp of each query's scores, fp32 [b a s].
+        d: size of a head, a multiple of 32 up to 128.
     """
     s, b, width = qkv.shape
     heads, out = width // (3 * d), torch.empty_like(qkv)
@@ -142,28 +177,33 @@ def attention_backward(qkv: Tensor, dy: Tensor, logarithms: Tensor, d: int) -> T
     fits = fits and dy.shape == (s, b, heads * d) and logarithms.shape == (b, heads, s)
     wanted = "bf16 [s b 3ad], [s b ad], fp32 [b a s]"
     launch.check(fits, "attention_backward", wanted, qkv, dy, logarithms)
-    places, sizes = (_at(qkv), _at(dy), _at(logarithms), _at(out)), (s, b, heads, d, d**-0.5)
-    _call(qkv, "threed_attention_backward", "iPPPPqqqqdi", *places, *sizes, torch.get_num_threads())
+    addresses, sizes = (
+        (_address(qkv), _address(dy), _address(logarithms), _address(out)),
+        (s, b, heads, d, d**-0.5),
+    )
+    _call(
+        qkv, "threed_attention_backward", "iPPPPqqqqdi", *addresses, *sizes, torch.get_num_threads()
+    )
     return out
 
 
-def _at(x: Tensor | None) -> int | None:
+def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _how(x: Tensor) -> tuple[int, int, bytes | None]:
+def _settings(x: Tensor) -> tuple[int, int, bytes | None]:
     return _FORMATS[x.dtype], torch.get_num_threads(), instructions()
 
 
 def instructions() -> bytes | None:
-    """Returns the instruction set of the first functions; None: the best of this processor. Replaced by tests."""
+    """Returns the instruction set of GELU, SwiGLU and cross entropy; None: the best. For tests."""
     return None
 
 
 def _check(name: str, x: Tensor, like: Tensor | None = None) -> None:
     fits = x.dtype in _FORMATS and _on_cpu(x) and x.is_contiguous()
-    alike = (x.dtype, x.shape, True)
-    fits = fits and (like is None or (like.dtype, like.shape, like.is_contiguous()) == alike)
+    expected = (x.dtype, x.shape, True)
+    fits = fits and (like is None or (like.dtype, like.shape, like.is_contiguous()) == expected)
     launch.check(fits, name, "contiguous fp32 or bf16 tensors on the CPU", x, like)
 
 
@@ -173,7 +213,7 @@ def _call(x: Tensor, name: str, types: str, *arguments: object) -> None:
     function = native.function(name, types)
     if function is None:
         raise RuntimeError(
-            "threed has no native library for the CPU here: `threed inspect` says why"
+            "threed has no native library for the CPU here: `threed inspect` reports the reason"
         )
     if code := function(*arguments):
         raise RuntimeError(f"{name}: {os.strerror(code)}")

@@ -1,9 +1,10 @@
-"""Starts kernels of csrc/cuda, and says whether there are any.
+"""Launches kernels of csrc/cuda, and checks that they are available.
 
-    if launch.ready(x):                                     x lies on a GPU, and the library was compiled
+    if launch.ready(x):                                     x is on a GPU, the library compiled
         launch.start("swiglu", gate_up, out, rows, width)   threed_cuda_swiglu on the current stream
 
-A launcher in C sees addresses and sizes only: who calls `start` has checked device, dtype, shape and strides.
+A launcher in C receives addresses and sizes only. The caller of `start` has to check device, dtype,
+shape and strides.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ LAUNCHERS = {
 
 
 def available(x: Tensor) -> bool:
-    """Returns whether kernels can be used on this tensor's device: a GPU on which one was tested. False while
-    torch.compile traces, since it fuses by itself."""
+    """Returns whether kernels run on this tensor's device: a GPU on which one was tested.
+
+    False while torch.compile traces, because inductor generates its own fused kernels.
+    """
     if torch.compiler.is_compiling() or not on_gpu(x) or native.library("cuda") is None:
         return False
     return not problem(gpu_of(x))
 
 
 def gpu_of(x: Tensor) -> torch.device:
-    """Returns the GPU that x is on; for a tensor on the meta device, the one that it would be on."""
+    """Returns the GPU of x; for a meta tensor, the default device."""
     return default_device() if x.is_meta else x.device
 
 
@@ -52,8 +55,8 @@ def gpu_of(x: Tensor) -> torch.device:
 def problem(where: torch.device) -> str:
     """Returns why kernels of the native library do not run on a GPU; "" if they do.
 
-    The first call for a device runs a kernel, waits for its result, and warns if it fails: the library may have been
-    compiled for a newer driver, or have no code for this GPU.
+    The first call for a device runs a kernel, waits for its result, and warns if it fails: the
+    library may have been compiled for a newer driver, or have no code for this GPU.
     """
     try:
         _probe(where)
@@ -65,7 +68,7 @@ def problem(where: torch.device) -> str:
 
 
 def _probe(where: torch.device) -> None:
-    """Doubles eight numbers on a device; RuntimeError if that fails or the result is wrong."""
+    """Doubles eight numbers on a device. Raises RuntimeError if the result is wrong."""
     with _disable_current_modes(), torch.inference_mode():  # the caller may be tracing
         x = torch.ones(8, dtype=torch.bfloat16, device=where)
         factor = torch.full((), 2.0, device=where)
@@ -75,25 +78,26 @@ def _probe(where: torch.device) -> None:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Returns whether x is on a GPU; on the meta device, where a step is only looked at, whether it would be."""
+    """Returns whether x is on a GPU; for a meta tensor, whether the default device is a GPU."""
     return x.is_cuda or (x.is_meta and default_device().type == "cuda")
 
 
 def ready(x: Tensor) -> bool:
-    """Returns whether kernels work on this activation: they know bf16 alone."""
+    """Returns whether kernels support this activation: bf16 on an available GPU."""
     return x.dtype == torch.bfloat16 and available(x)
 
 
 def start(name: str, *arguments: Argument) -> None:
-    """Starts the kernel `threed_cuda_<name>` on the current stream of the tensors' device.
+    """Launches the kernel `threed_cuda_<name>` on the current stream of the tensors' device.
 
     Args:
         name: a key of LAUNCHERS.
-        arguments: of the types in LAUNCHERS; tensors are passed as addresses, None as a null pointer.
+        arguments: values of the types in LAUNCHERS. Tensors are passed as addresses, None as a null
+            pointer.
 
     Raises:
-        TypeError: arguments are not of the launcher's types.
-        RuntimeError: CUDA refuses the launch; later launches do not see its error.
+        TypeError: if arguments are not of the launcher's types.
+        RuntimeError: if CUDA rejects the launch. Later launches do not report its error.
     """
     plain = check_types(name, arguments)
     where = next(a.device for a in arguments if isinstance(a, Tensor))
@@ -101,30 +105,36 @@ def start(name: str, *arguments: Argument) -> None:
     with device.made_current(where):
         code = launcher(*plain, device.stream_address(where))
     if code:
-        raise RuntimeError(f"threed_cuda_{name}: CUDA error {code} ({_words(arguments)})")
+        raise RuntimeError(f"threed_cuda_{name}: CUDA error {code} ({_describe(arguments)})")
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A registered operator: the function behind it, and how many kernels that starts for its arguments."""
+    """A registered operator.
+
+    Attributes:
+        work: function behind it.
+        launches: returns the number of kernels that `work` launches for the same arguments.
+    """
 
     work: Callable[..., Any]
     launches: Callable[..., int]
 
 
-_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as it
+_LIBRARY = torch.library.Library("threed", "FRAGMENT")  # registrations last as long as this object
 OPERATORS: dict[str, Operator] = {}
 
 
 def operator(
     schema: str, fake: Callable[..., Any], launches: int | Callable[..., int]
 ) -> Callable[[Function], Function]:
-    """Registers the decorated function, which starts kernels, as torch.ops.threed.<name>.
+    """Registers the decorated function, which launches kernels, as torch.ops.threed.<name>.
 
     Args:
-        schema: of the operator, as torch writes it; arguments as the function has them.
-        fake: returns outputs of the right shapes, for tensors without values.
-        launches: how many kernels are started, perhaps a function of the arguments.
+        schema: schema of the operator in torch's syntax, with the function's arguments.
+        fake: returns outputs of the right shapes for meta tensors.
+        launches: number of kernels that are launched, or a function of the arguments that returns
+            it.
     """
     name = schema.split("(")[0]
 
@@ -143,7 +153,9 @@ def operator(
 def _launcher(name: str) -> Any:
     library = native.library("cuda")
     if library is None:
-        raise RuntimeError("threed has no native library for GPUs here: `threed inspect` says why")
+        raise RuntimeError(
+            "threed has no native library for GPUs here: `threed inspect` reports the reason"
+        )
     return declare(library, name)
 
 
@@ -153,11 +165,15 @@ def declare(library: ctypes.CDLL, name: str) -> Any:
 
 
 def check_types(name: str, arguments: tuple[Argument, ...]) -> list[int | float | None]:
-    """Returns the arguments for ctypes. Raises TypeError if they are not of the launcher's types."""
+    """Returns the arguments for ctypes.
+
+    Raises:
+        TypeError: if they are not of the launcher's types.
+    """
     letters = LAUNCHERS[name]
     if len(letters) != len(arguments) or not all(map(_is_of_type, letters, arguments)):
         raise TypeError(
-            f"threed_cuda_{name} takes {letters} (pointers, int64 q, doubles), not {_words(arguments)}"
+            f"threed_cuda_{name} takes {letters} (pointers, int64 q, doubles), not {_describe(arguments)}"
         )
     return [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
 
@@ -168,14 +184,14 @@ def _is_of_type(letter: str, argument: Argument) -> bool:
     return isinstance(argument, int) or (letter == "d" and isinstance(argument, float))
 
 
-def _words(arguments: tuple[Argument, ...]) -> str:
+def _describe(arguments: tuple[Argument, ...]) -> str:
     return ", ".join(
         f"{a.dtype} {list(a.shape)}" if isinstance(a, Tensor) else str(a) for a in arguments
     )
 
 
 def check(fits: bool, name: str, wanted: str, *tensors: Tensor | None) -> None:
-    """ValueError unless `fits`: a launcher would misread what it is given."""
+    """Raises ValueError unless `fits`; the message names `wanted` and the given tensors."""
     if not fits:
         given = [t for t in tensors if t is not None]
         got = [f"{t.dtype} {list(t.shape)} strides {t.stride()} on {t.device}" for t in given]
@@ -188,5 +204,5 @@ def packed(x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> bool:
-    """Returns whether x begins at a multiple of 16 bytes, as every storage does."""
+    """Returns whether x starts at a multiple of 16 bytes, as every storage does."""
     return x.storage_offset() * x.element_size() % 16 == 0

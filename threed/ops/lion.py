@@ -1,8 +1,10 @@
-"""Lion (arXiv 2302.06675, algorithm 2) on a flat slice: the sign of an interpolated momentum, with decoupled decay.
+"""Lion (arXiv 2302.06675, algorithm 2) on a flat slice: the sign of an interpolated momentum, with
+decoupled weight decay.
 
-A plain reference, and a fast update out of torch's fused kernel for SGD: both halves of Lion are steps of plain SGD.
-The weights take one along the sign, with the decay as SGD has it; the momentum takes one of size 1 - beta2 towards the
-gradient. So unscaling and skipping are the kernel's, and a step costs two passes more than that.
+A reference, and a fast update from torch's fused SGD kernel: both halves of Lion are plain SGD
+steps. The weights take a step along the sign, with SGD's weight decay. The momentum takes a step of
+size 1 - beta2 towards the gradient. The kernel handles the skip flag; the scale of the gradient and
+the direction are separate operations.
 """
 
 from __future__ import annotations
@@ -16,13 +18,19 @@ from torch import Tensor
 from threed.device import is_accelerator
 from threed.ops.update import StepScalars, needs_reference
 
-# elements worked on at a time on a CPU: the direction stays in the cache, and has no size of its own
+# elements per chunk on a CPU, so that the direction stays in the cache and needs little memory
 CHUNK = 2**18
 
 
 @dataclass(frozen=True)
 class Lion:
-    """The constants of the update; see `Rule`."""
+    """The `Rule` of Lion.
+
+    Attributes:
+        beta1: weight of the momentum in the direction of the step.
+        beta2: decay of the momentum.
+        state_names: names of the states.
+    """
 
     beta1: float = 0.9
     beta2: float = 0.99
@@ -37,7 +45,7 @@ class Lion:
         decay: float,
         out: Tensor | None = None,
     ) -> None:
-        """One update in place, by the fused kernel."""
+        """Updates p and its state in place, by torch's fused kernel if it supports p."""
         if needs_reference(p):
             reference(p, g, state, now, self, decay)
         else:
@@ -60,7 +68,7 @@ def _update(p: Tensor, g: Tensor, m: Tensor, now: StepScalars, lion: Lion, decay
 def _sgd_(
     x: Tensor, g: Tensor, lr: float | Tensor, now: StepScalars, *, decay: float, maximize: bool
 ) -> None:
-    """x - lr (g + decay x), with -g for g to maximize; nothing where the step is skipped."""
+    """Computes x -= lr (g + decay x), with -g if `maximize`. No change if the step is skipped."""
     step = (
         torch.ops.aten._fused_sgd_.tensor_lr
         if isinstance(lr, Tensor)
@@ -75,7 +83,7 @@ def _sgd_(
 def reference(
     p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, lion: Lion, decay: float
 ) -> None:
-    """The same update in plain operations."""
+    """Updates p and the momentum in place by the formulas of the paper."""
     (m,), lr = state, now.lr.to(p.dtype)
     go = now.skip == 0
     g = g.to(p.dtype) * now.scale.to(p.dtype)

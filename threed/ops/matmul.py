@@ -1,17 +1,18 @@
-"""The matrix products of linear layers: torch's, or oneDNN's in fp32 on processors that torch's BLAS uses half of.
+"""Matrix products of linear layers, by torch or oneDNN.
 
-    by = matmul.NATIVE                          the products of y = x W^T, which layers take as `Product.matmul`
+    by = matmul.NATIVE                          the products of y = x W^T, see `Product.matmul`
     y = by.linear(x, weight, bias)
     dx = by.input_gradient(dy, weight)
-    by.add_product_(dw, dy.t(), x, fresh=...)   into the gradient's buffer, without rounding where the device can
-    dw = by.product(dy.t(), x)                  a tensor of its own
+    by.add_product_(dw, dy.t(), x, fresh=...)   into the gradient's buffer, unrounded if possible
+    dw = by.product(dy.t(), x)                  into a new tensor
 
-Another way to multiply (in fp8, say) is another `Matmul`.
+Other implementations (fp8, for example) are other `Matmul`s.
 
-For fp32 torch calls MKL, which on an AVX-512 processor that is not Intel's runs a 256-bit kernel. oneDNN, which torch
-also carries and uses for narrower types, compiles one for the processor at hand: 225 against 97 GFLOP/s a core on a
-Zen 5. Which of the two runs depends on processor, dtype and device alone, never on a measurement: so all ranks agree,
-and so does a run that is resumed.
+oneDNN is used for fp32 on AMD processors with AVX-512. There torch calls MKL, which runs only a
+256-bit kernel on processors of other vendors than Intel. oneDNN, which torch ships and uses for
+narrower types, compiles a kernel for the processor: 225 against 97 GFLOP/s per core on a Zen 5. The
+choice depends only on processor, dtype and device, not on a measurement. So all ranks make the same
+choice, also after a resume.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from threed.topology import default_device
 
 @functools.cache
 def _onednn_is_faster() -> bool:
-    """Whether this is an AVX-512 processor that MKL has no kernel for, and this torch has oneDNN."""
+    """Returns whether this is an AMD processor with AVX-512, and this torch has oneDNN."""
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -50,31 +51,34 @@ def _by_onednn(x: Tensor, weight: Tensor, device: str = "") -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x weight^T + bias: x [... in], weight [out in] of any strides -> [... out]. No gradient of its own."""
+    """Returns x weight^T + bias, without autograd: x [... in], weight [out in] -> [... out].
+
+    The weight may have any strides.
+    """
     if not _by_onednn(x, weight):
         return F.linear(x, weight, bias)
     flat = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
-    # Not a view to autograd: the loss works in the memory of its logits.
+    # Autograd must not see a view: the loss overwrites its logits in place.
     out: Tensor = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], len(weight)))
     return out
 
 
 def input_gradient(rows: Tensor, weight: Tensor) -> Tensor:
-    """rows weight: [m out] [out in] -> [m in], what `linear` makes of rows and the transposed weight; no gradient."""
+    """Returns rows weight, without autograd: [m out] [out in] -> [m in]."""
     return linear(rows, weight.t()) if _by_onednn(rows, weight) else torch.mm(rows, weight)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a b: a [m k], b [k n] -> [m n]. No gradient of its own."""
+    """Returns a b, without autograd: [m k] [k n] -> [m n]."""
     if not _by_onednn(a, b, default_device().type if a.is_meta else ""):
         return torch.mm(a, b)
-    # oneDNN repacks its second operand but not the first: a tall, transposed `a` goes second.
-    turned = a.stride(0) == 1 and len(a) > b.shape[1]
-    return linear(b.t(), a).t() if turned else linear(a, b.t())
+    # oneDNN repacks its second operand, not the first, so a tall, transposed `a` is passed second.
+    swapped = a.stride(0) == 1 and len(a) > b.shape[1]
+    return linear(b.t(), a).t() if swapped else linear(a, b.t())
 
 
 def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
-    """Returns whether the device adds products of a and b to a wider sum in one kernel, without rounding them."""
+    """Returns whether one kernel adds a b to a sum in dtype `to` without rounding the products."""
     if to != torch.float32 or a.dtype not in (torch.bfloat16, torch.float16):
         return False
     if launch.on_gpu(a):
@@ -83,10 +87,16 @@ def widens(a: Tensor, b: Tensor, to: torch.dtype) -> bool:
 
 
 def add_product_(out: Tensor, a: Tensor, b: Tensor, *, fresh: bool) -> None:
-    """Computes out += a b, or out = a b if `fresh`: out [m n], a [m k], b [k n].
+    """Computes out += a b, or out = a b if `fresh`.
 
-    If out is wider than a and b, products are rounded to their dtype first, unless the device
-    `widens` them. On the meta device it makes what it would make on the device of this process.
+    If out is wider than a and b, the products are rounded to their dtype first, unless `widens`. On
+    the meta device it allocates the same tensors as on the default device.
+
+    Args:
+        out: [m n].
+        a: [m k].
+        b: [k n].
+        fresh: whether to overwrite out.
     """
     if a.dtype != out.dtype and widens(a, b, out.dtype):
         _add_widened_(out, a, b, fresh)
@@ -107,7 +117,7 @@ def _add_widened_(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 @dataclass(frozen=True)
 class Matmul:
-    """How a linear layer multiplies. See the functions of these names."""
+    """The matrix products of a linear layer. Each attribute is the function of that name."""
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
     input_gradient: Callable[[Tensor, Tensor], Tensor] = input_gradient

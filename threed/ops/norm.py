@@ -1,6 +1,7 @@
-"""RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of bf16 rows, with the residual addition before them.
+"""RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of bf16 rows on GPUs, fused with the
+residual addition before them: csrc/cuda/norm.cu.
 
-s = x + residual + before, rounded to bf16;  y = norm(s)          csrc/cuda/norm.cu: 8 bytes an element
+s = x + residual + before, rounded to bf16;  y = norm(s)          moves 8 bytes per element
 ds = the gradient of norm(s) + dresidual;  dw += ..., db += ...   8 bytes; sums in a fixed order
 """
 
@@ -14,13 +15,19 @@ from torch import Tensor
 from threed import device
 from threed.ops import launch, sums
 
-LARGEST = 16384  # numbers in a row
+LARGEST = 16384  # elements per row
 
 
 @dataclass(frozen=True, eq=False)
 class Normalised:
-    """sum: what was normalised, [n h] bf16 (x itself where nothing was added). y: the result. means (LayerNorm's) and
-    scales, 1 / sqrt(variance + eps): fp32 [n], for the backward."""
+    """Results of `forward`.
+
+    Attributes:
+        sum: normalised input, bf16 [n h]; x itself without an addition.
+        y: output, bf16 [n h].
+        means: LayerNorm's mean per row, fp32 [n], for the backward.
+        scales: 1 / sqrt(variance + eps) per row, fp32 [n], for the backward.
+    """
 
     sum: Tensor
     y: Tensor
@@ -29,7 +36,7 @@ class Normalised:
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool) -> Tensor:
-    """norm(x) in formulas: LayerNorm if `layer`, else RMSNorm, over the last dimension."""
+    """Returns LayerNorm (if `layer`) or RMSNorm of x over the last dimension, by formulas."""
     if layer:
         x = x - x.mean(-1, keepdim=True)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
@@ -37,7 +44,10 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer:
 
 
 def fits(x: Tensor, *vectors: Tensor | None) -> bool:
-    """Returns whether the kernel takes rows x [... h] and its weights [h], which may lie at odd places of a buffer."""
+    """Returns whether the kernel supports rows x [... h] and weights [h].
+
+    Weights may be unaligned views of a buffer, which the kernel does not support.
+    """
     h = x.shape[-1]
     if h % 8 or not 0 < h <= LARGEST or x.numel() >= h << 31 or not launch.ready(x):
         return False
@@ -48,9 +58,16 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, layer: bool, residual: Tensor | None = None,
     before: Tensor | None = None,
 ) -> Normalised:  # fmt: skip
-    """norm(x + residual + before): x and residual [n h], the others [h], all bf16. Launches one kernel.
+    """Computes norm(x + residual + before). Launches one kernel.
 
-    No layer passes `before` yet.
+    Args:
+        x: bf16 [n h].
+        weight: bf16 [h].
+        bias: bf16 [h], for LayerNorm.
+        eps: constant added to the variance.
+        layer: LayerNorm if true, else RMSNorm.
+        residual: bf16 [n h].
+        before: bf16 [h], a bias added before the norm. No layer passes it yet.
     """
     total, y, means, scales = _start(x, residual, before, weight, bias, eps, layer)
     return Normalised(
@@ -59,15 +76,23 @@ def forward(
 
 
 def backward(
-    dy: Tensor, done: Normalised, weight: Tensor, dweight: Tensor, dbias: Tensor | None, *, add: bool,
+    dy: Tensor, result: Normalised, weight: Tensor, dweight: Tensor, dbias: Tensor | None, *, add: bool,
     add_bias: bool = False, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of `sum` [n h], plus `residual` [n h]; dweight and dbias, fp32 [h], get their sums over rows.
+    """Returns the gradient of `sum` [n h], plus `residual`. Launches two kernels.
 
-    add, add_bias: to what they hold. Launches two kernels.
+    Args:
+        dy: gradient of y, bf16 [n h].
+        result: result of `forward`.
+        weight: bf16 [h].
+        dweight: fp32 [h], receives the weight's gradient, a sum over rows.
+        dbias: fp32 [h], receives the bias's gradient.
+        add: whether to add to dweight instead of overwriting it.
+        add_bias: whether to add to dbias.
+        residual: gradient of the residual branch, bf16 [n h].
     """
     return _start_backward(
-        dy, done.sum, weight, done.means, done.scales, residual, dweight, dbias, add, add_bias
+        dy, result.sum, weight, result.means, result.scales, residual, dweight, dbias, add, add_bias
     )
 
 
@@ -125,8 +150,10 @@ def _start_backward(
 
 
 def blocks_of_backward(h: int) -> int:
-    """On a multiprocessor, each of which writes a part of the weights' gradients: enough rows at a time to keep memory
-    busy, and no more."""
+    """Returns the blocks per multiprocessor in the backward.
+
+    Each writes partial gradients of the weights, so there are only enough to keep memory busy.
+    """
     return 4 if h <= 2048 else 2
 
 
@@ -137,7 +164,7 @@ def _check(
     rows: tuple[Tensor | None, ...],
     vectors: tuple[Tensor | None, ...],
 ) -> tuple[int, int]:
-    """Refuses what the kernel would misread; returns the number of rows, and of columns."""
+    """Raises ValueError for tensors that the kernel would misread; returns (rows, columns)."""
     h = weight.numel()
     tensors = [t for t in (x, weight, *rows, *vectors) if t is not None]
     fits = x.dim() == 2 and x.shape[1] == h and h % 8 == 0 and 0 < h <= LARGEST and len(x) < 2**31

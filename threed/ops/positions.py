@@ -1,6 +1,6 @@
-"""The positions of a rank's tokens in their sequence, as ranges.
+"""Positions of a rank's tokens in their sequence, as ranges.
 
-Positions.all(8)                        ranges ((0, 8),): a rank with the whole sequence
+Positions.all(8)                        ranges ((0, 8),): a rank with the full sequence
 Positions(((0, 2), (6, 8)), 8)          a rank whose rows 0 ... 3 are positions 0, 1, 6 and 7
 """
 
@@ -15,9 +15,11 @@ Range = tuple[int, int]  # [first, last)
 
 
 class Positions(NamedTuple):
-    """The positions of activations [s b h], row by row. Hashable: tables are cached by it.
+    """Positions of the rows of activations [s b h]. Hashable, as a key of cached tables.
 
-    ranges: in the order of the rows. length: of the full sequence.
+    Attributes:
+        ranges: ranges of positions, in the order of the rows.
+        length: full length of the sequence.
     """
 
     ranges: tuple[Range, ...]
@@ -29,11 +31,16 @@ class Positions(NamedTuple):
         return cls(((0, length),), length)
 
     def rows(self, full: Tensor) -> Tensor:
-        """Returns the rows of these positions of a tensor [length ...]: a view if there is one range."""
+        """Returns the rows of `full` [length ...] at these positions: a view of a single range."""
         parts = [full[first:last] for first, last in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def indices(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Returns the positions as a tensor [s]."""
+        """Returns the positions as a tensor [s].
+
+        Args:
+            device: device of the result.
+            dtype: dtype of the result.
+        """
         parts = [torch.arange(*part, dtype=dtype, device=device) for part in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

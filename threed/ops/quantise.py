@@ -1,6 +1,7 @@
-"""Blocks of 256 numbers as 8-bit or 4-bit whole numbers and a scale (ZeRO++, arXiv 2306.10209): csrc/cuda/quantise.cu.
+"""Quantisation of blocks of 256 numbers to int8 or int4 with an fp32 scale.
 
-A block's scale is its largest number over 127 (or 7); NaN where a number of it is not finite, and so what comes back.
+ZeRO++ (arXiv 2306.10209): csrc/cuda/quantise.cu. A block's scale is its largest magnitude over 127
+(or 7). If a number of a block is not finite, the scale is NaN, and so are the dequantised numbers.
 """
 
 from __future__ import annotations
@@ -19,28 +20,31 @@ TOPS = {8: 127, 4: 7}
 
 
 def quantise_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers int8 [k 256] (not packed) and scales [k] of x [n], n a multiple of 256."""
+    """Returns integers int8 [k 256], not packed, and scales [k] of x [n], n a multiple of 256."""
     blocks = x.view(-1, BLOCK)
     scales = blocks.abs().amax(1) / TOPS[bits]
     scales = torch.where(blocks.isfinite().all(1), scales, torch.nan)
-    whole = (blocks / scales.view(-1, 1)).nan_to_num(0, 0, 0).round().clamp(-TOPS[bits], TOPS[bits])
-    return whole.to(torch.int8), scales
+    integers = (
+        (blocks / scales.view(-1, 1)).nan_to_num(0, 0, 0).round().clamp(-TOPS[bits], TOPS[bits])
+    )
+    return integers.to(torch.int8), scales
 
 
-def packed(whole: Tensor, bits: int) -> Tensor:
-    """Whole numbers int8 [... k 256] as they are packed, uint8 [... k 256 bits/8]: see `unpacked`."""
+def packed(integers: Tensor, bits: int) -> Tensor:
+    """Packs integers int8 [... k 256] to uint8 [... k 256 bits/8]. For the order see `unpacked`."""
     packs = 16 // bits
-    rows = whole.unflatten(-1, (packs, 32 // packs, 8)).transpose(-3, -2)
+    rows = integers.unflatten(-1, (packs, 32 // packs, 8)).transpose(-3, -2)
     if bits == 8:
         return rows.contiguous().view(torch.uint8).flatten(-3)
     return ((rows[..., ::2] + 8) | (rows[..., 1::2] << 4)).view(torch.uint8).flatten(-3)
 
 
 def unpacked(q: Tensor, bits: int) -> Tensor:
-    """The whole numbers int8 [... k 256] of packed ones uint8 [... k 256 bits/8].
+    """Unpacks uint8 [... k 256 bits/8] to integers int8 [... k 256].
 
-    16 bytes have packs of eight numbers that are as far apart in the block as can be: its first pack is in the first 16
-    bytes, its second in the next. Of two numbers of 4 bits in a byte the first is in the low half, plus 8.
+    16 bytes hold packs of eight numbers that are as far apart in the block as possible: the block's
+    first pack is in the first 16 bytes, its second pack in the next 16. In 4 bits a byte holds two
+    numbers. The first one, plus 8, is in the low half.
     """
     packs = 16 // bits
     rows = q.unflatten(-1, (32 // packs, packs, bits)).transpose(-3, -2)
@@ -51,12 +55,15 @@ def unpacked(q: Tensor, bits: int) -> Tensor:
 
 
 def dequantise_reference(q: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The sum over ranks [n] of packed q [r k 256 bits/8] times scales [r k]."""
+    """Returns the sum over ranks [n] of packed q [r k 256 bits/8] times scales [r k]."""
     return (unpacked(q, bits).to(scales.dtype) * scales.unsqueeze(-1)).sum(0).flatten()
 
 
 def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Packed whole numbers, uint8 [k 256 bits/8], and scales, fp32 [k], of x bf16 [n]. 3 bytes an element (2.5)."""
+    """Returns packed integers, uint8 [k 256 bits/8], and scales, fp32 [k], of x, bf16 [n].
+
+    Moves 3 bytes per element (2.5 in 4 bits).
+    """
     fits = bits in TOPS and x.numel() % BLOCK == 0 and launch.packed(x)
     launch.check(
         fits,
@@ -73,9 +80,11 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The sum over ranks, bf16 [n], of packed q [r k 256 bits/8] times scales [r k]. r + 2 bytes an element (r/2 + 2).
+    """Returns the sum over ranks, bf16 [n], of packed q [r k 256 bits/8] times scales [r k].
 
-    scales: as `quantise` makes them, none below zero. Off by at most 2^-21 of what the largest of eight ranks can be.
+    Moves r + 2 bytes per element (r/2 + 2 in 4 bits). Scales must come from `quantise`, which are
+    not negative. Ranks are summed eight at a time; the error is at most 2^-21 of the largest number
+    that their scales allow.
     """
     fits = (
         bits in TOPS
@@ -103,11 +112,12 @@ def _grid(x: Tensor, warps: int) -> int:
 
 @dataclass(frozen=True)
 class Int8Blocks:
-    """A codec of collectives (ZeRO++, arXiv 2306.10209): 256 numbers as int8 and an fp32 scale.
+    """A codec for collectives (ZeRO++, arXiv 2306.10209): int8 blocks of 256 numbers with scales.
 
-    The scale is their largest magnitude divided by 127. A block with a number that is not finite
-    decodes to NaN. The last block of a row is padded: a message has 260 · ceil(n / 256) bytes, in
-    the order of `packed`, from the kernel and from plain operations alike.
+    The fp32 scale is the largest magnitude of the block divided by 127. A block with a number that
+    is not finite decodes to NaN. The last block of a row is padded: a message has 260 · ceil(n /
+    256) bytes, in the order of `packed`. The kernel and the plain operations produce the same
+    message.
     """
 
     def encode(self, rows: Tensor) -> Tensor:
@@ -115,14 +125,14 @@ class Int8Blocks:
         if launch.ready(padded) and launch.packed(padded) and not padded.is_meta:
             numbers, scales = quantise(padded, 8)
         else:
-            whole, scales = quantise_reference(padded.float(), 8)
-            numbers = packed(whole.view(-1, BLOCK), 8)
+            integers, scales = quantise_reference(padded.float(), 8)
+            numbers = packed(integers.view(-1, BLOCK), 8)
         parts = numbers.view(len(rows), -1), scales.view(len(rows), -1).view(torch.uint8)
         return torch.cat(parts, 1)
 
     def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         blocks = messages.shape[1] // (BLOCK + 4)
         numbers, scales = messages.split((blocks * BLOCK, 4 * blocks), 1)
-        whole = unpacked(numbers.view(len(messages), blocks, BLOCK), 8).to(dtype)
+        integers = unpacked(numbers.view(len(messages), blocks, BLOCK), 8).to(dtype)
         scales = scales.contiguous().view(torch.float32).to(dtype)
-        return (whole * scales.unsqueeze(-1)).view(len(messages), -1)[:, :count]
+        return (integers * scales.unsqueeze(-1)).view(len(messages), -1)[:, :count]

@@ -1,7 +1,7 @@
-"""Rotary positions (arXiv 2104.09864), half-split as in Hugging Face: in plain operations, and on GPUs in place
-(csrc/cuda/rotary.cu).
+"""Rotary positions (arXiv 2104.09864) with half-split pairs as in Hugging Face.
 
-theta, of all: the base of the frequencies, or a result of `ops.frequencies.frequencies`.
+Implemented in plain operations and, on GPUs, in place (csrc/cuda/rotary.cu). In all functions
+`theta` is the base of the frequencies, or a result of `ops.frequencies.frequencies`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def angles(positions: Positions, size: int, theta: Theta, device: torch.device) 
 def plain_table(
     positions: Positions, size: int, theta: Theta, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines [s 1 1 d], as `rotate` reads them."""
+    """Returns cosines and sines [s 1 1 d] for `rotate`."""
     angle = angles(positions, size, theta, device)
     angle = torch.cat((angle, angle), dim=-1).view(-1, 1, 1, turned_of(theta, size))
     cos, sin = angle.cos(), angle.sin()
@@ -40,8 +40,9 @@ def rotate(x: Tensor, theta: Theta, positions: Positions | None = None) -> Tenso
     """Applies rotary positions to heads x [s b a d], in plain operations.
 
     Args:
-        theta: the base of the frequencies, or a result of `ops.frequencies.frequencies`.
-        positions: of the rows of x; by default x is a full sequence.
+        x: heads [s b a d].
+        theta: base of the frequencies, or a result of `ops.frequencies.frequencies`.
+        positions: positions of the rows of x. Default: x is a full sequence.
     """
     table = plain_table.__wrapped__ if torch.compiler.is_compiling() else plain_table
     positions = positions or Positions.all(x.shape[0])
@@ -56,29 +57,36 @@ def rotate(x: Tensor, theta: Theta, positions: Positions | None = None) -> Tenso
 
 @functools.lru_cache(maxsize=16)
 def table(positions: Positions, size: int, theta: Theta, device: torch.device) -> Tensor:
-    """Returns cosines and sines as the kernel reads them, fp32 [s 2 2 d/16 4].
+    """Returns cosines and sines for the kernel, fp32 [s 2 2 d/16 4].
 
-    Of each position the first fours of all packs come first, then the second ones.
+    Per position the first four numbers of all packs are stored before the second four.
     """
     angle = angles(positions, size, theta, device)
-    both = torch.stack((angle.cos(), angle.sin()), 1)
-    both = both if scale_of(theta) == 1.0 else both * scale_of(theta)
-    return both.view(-1, 2, size // 16, 2, 4).transpose(2, 3).contiguous()
+    cos_sin = torch.stack((angle.cos(), angle.sin()), 1)
+    cos_sin = cos_sin if scale_of(theta) == 1.0 else cos_sin * scale_of(theta)
+    return cos_sin.view(-1, 2, size // 16, 2, 4).transpose(2, 3).contiguous()
 
 
 def fits(x: Tensor, size: int, theta: Theta = 0.0) -> bool:
-    """Returns whether the kernel takes rows x of heads of this size, all of which is turned."""
-    whole = size > 0 and size % 16 == 0 and turned_of(theta, size) == size
-    return whole and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
+    """Returns whether the kernel supports rows x with fully rotated heads of this size."""
+    supported = size > 0 and size % 16 == 0 and turned_of(theta, size) == size
+    return supported and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 
 def turn_(
     x: Tensor, positions: Positions, heads: int, size: int, theta: Theta, *, back: bool = False
 ) -> None:
-    """Rotates the first `heads` heads of `size` d in every row of x [(s b) width], in place.
+    """Rotates the first `heads` heads in every row of x in place. Launches one kernel.
 
-    Rows are those of [s b width], where s are these positions. 4 bytes per element of the heads;
-    one kernel. back: the inverse.
+    Moves 4 bytes per element of these heads.
+
+    Args:
+        x: bf16 [(s b) width].
+        positions: positions of s.
+        heads: number of heads to rotate.
+        size: d.
+        theta: base of the frequencies, or a result of `ops.frequencies.frequencies`.
+        back: whether to apply the inverse rotation.
     """
     (rows, width), table_rows = x.shape, sum(last - first for first, last in positions.ranges)
     fits = size > 0 and size % 16 == 0 and heads * size <= width and width % 8 == 0
@@ -87,47 +95,50 @@ def turn_(
     wanted = "bf16 [(s b) width], contiguous and 16-byte aligned, heads of a multiple of 16"
     launch.check(fits, "rotary", wanted, x)
     if rows and heads:
-        turns = table(positions, size, theta, x.device)
-        _start(x, turns, rows // table_rows, heads, size, -1.0 if back else 1.0)
+        cos_sin = table(positions, size, theta, x.device)
+        _start(x, cos_sin, rows // table_rows, heads, size, -1.0 if back else 1.0)
 
 
 @launch.operator(
-    "rotary_(Tensor(a!) x, Tensor turns, int sequences, int heads, int size, float direction) -> ()",
+    "rotary_(Tensor(a!) x, Tensor cos_sin, int sequences, int heads, int size, float direction) -> ()",
     lambda *args: None, launches=1,
 )  # fmt: skip
 def _start(
-    x: Tensor, turns: Tensor, sequences: int, heads: int, size: int, direction: float
+    x: Tensor, cos_sin: Tensor, sequences: int, heads: int, size: int, direction: float
 ) -> None:
-    launch.start("rotary", x, turns, *x.shape, sequences, heads, size, direction)
+    launch.start("rotary", x, cos_sin, *x.shape, sequences, heads, size, direction)
 
 
-class _Turned(torch.autograd.Function):
-    """Splits x [s b width] into tensors of `heads` heads, of which the first `turned` are rotated, in x's memory."""
+class _SplitAndRotate(torch.autograd.Function):
+    """Splits x [s b width] into `heads` heads per tensor, of which the first `turned` are rotated.
+
+    The results are views of x's memory.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: Theta,
         positions: Positions,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.of = (positions, turned, size, theta)
-        turn_(x.view(-1, x.shape[-1]), *ctx.of)
-        torch.autograd.graph.increment_version((x,))  # whoever saved it is told
+        ctx.arguments = (positions, turned, size, theta)
+        turn_(x.view(-1, x.shape[-1]), *ctx.arguments)
+        torch.autograd.graph.increment_version((x,))  # lets autograd detect a stale saved x
         parts = x.split([size * n for n in heads], -1)
         return tuple(part.unflatten(-1, (-1, size)) for part in parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dx = torch.cat([g.flatten(2) for g in gradients], -1)
-        turn_(dx.view(-1, dx.shape[-1]), *ctx.of, back=True)
+        turn_(dx.view(-1, dx.shape[-1]), *ctx.arguments, back=True)
         return dx, None, None, None, None, None
 
 
 def split_and_turn(
     x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: Theta, positions: Positions
 ) -> tuple[Tensor, ...]:
-    """Returns tensors [s b n d] for n in `heads`, of x [s b width]; the first `turned` heads are rotated.
+    """Returns tensors [s b n d] for n in `heads`, of x [s b width]; the first `turned` are rotated.
 
-    They lie in x's memory, which must not be read afterwards.
+    They share x's memory, so x must not be read afterwards.
     """
-    parts: tuple[Tensor, ...] = _Turned.apply(x, heads, turned, size, theta, positions)
+    parts: tuple[Tensor, ...] = _SplitAndRotate.apply(x, heads, turned, size, theta, positions)
     return parts

@@ -1,6 +1,7 @@
-"""SGD with momentum on a flat slice: a plain reference, and the fused kernel that torch ships.
+"""SGD with momentum on a flat slice: a reference, and torch's fused kernel.
 
-As torch.optim.SGD: weight decay is part of the gradient, and the first buffer is the first gradient.
+As in torch.optim.SGD, weight decay is part of the gradient, and the momentum buffer starts as the
+first gradient.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from threed.ops.update import StepScalars, needs_reference
 
 @dataclass(frozen=True)
 class SGD:
-    """The constants of the update; see `Rule`."""
+    """The `Rule` of SGD.
+
+    Attributes:
+        momentum: decay of the momentum buffer. 0: no buffer.
+        nesterov: whether to use Nesterov momentum.
+    """
 
     momentum: float = 0.9
     nesterov: bool = False
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The momentum buffer, if there is momentum."""
+        """Names of the states: the momentum buffer, if there is one."""
         return ("momentum_buffer",) if self.momentum else ()
 
     def update(
@@ -35,7 +41,7 @@ class SGD:
         decay: float,
         out: Tensor | None = None,
     ) -> None:
-        """One update in place, by the fused kernel."""
+        """Updates p and its state in place, by torch's fused kernel if it supports p."""
         step = reference if needs_reference(p) else _fused
         step(p, g, state, now, self, decay)
         if out is not None:
@@ -47,11 +53,11 @@ def _fused(
 ) -> None:
     g = g.to(p.dtype)
     scale, lr = None, now.lr
-    if p.dtype == torch.float32:  # the kernel divides, and reads both as fp32
+    if p.dtype == torch.float32:  # the kernel divides by the scale, and reads both as fp32
         scale, lr = now.scale.float().reciprocal(), now.lr.float()
     else:
         g.mul_(now.scale.to(p.dtype))
-    # A buffer of zeros becomes the gradient: no first step of its own.
+    # A zero buffer becomes the gradient, so the first step is not a special case.
     torch.ops.aten._fused_sgd_.tensor_lr(
         [p], [g], list(state), weight_decay=decay, momentum=sgd.momentum, lr=lr, dampening=0.0,
         nesterov=sgd.nesterov, maximize=False, is_first_step=False, grad_scale=scale, found_inf=now.skip.float(),
@@ -61,7 +67,7 @@ def _fused(
 def reference(
     p: Tensor, g: Tensor, state: Sequence[Tensor], now: StepScalars, sgd: SGD, decay: float
 ) -> None:
-    """The same update in plain operations."""
+    """Updates p and the momentum buffer in place by the formulas of torch.optim.SGD."""
     go = now.skip == 0
     g = g.to(p.dtype) * now.scale.to(p.dtype) + decay * p
     if state:

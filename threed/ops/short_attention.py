@@ -1,7 +1,7 @@
-"""Causal attention over short sequences in bf16, with a backward on tiles (AMX): csrc/cpu/attention.cpp.
+"""Causal attention over short sequences in bf16, with a backward on AMX tiles.
 
-The forward is torch's flash attention for CPUs. The backward reads the packed projection and writes its gradient in
-one call.
+The forward is torch's flash attention for CPUs. The backward (csrc/cpu/attention.cpp) reads the
+packed projection and writes its gradient in one call.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from threed.ops import fused_cpu
 
 
 def reference(qkv: Tensor, d: int) -> Tensor:
-    """Computes causal attention of packed heads of size d: qkv [s b 3ad] -> [s b ad]."""
+    """Returns causal attention of packed heads of size d: qkv [s b 3ad] -> [s b ad]."""
     q, k, v = _heads(qkv, d)
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return y.permute(2, 0, 1, 3).flatten(2)
 
 
 def fits(qkv: Tensor, d: int) -> bool:
-    """Returns whether `short_attention` takes qkv [s b 3ad], and is faster than `reference`."""
+    """Returns whether `short_attention` supports qkv [s b 3ad] and is faster than `reference`."""
     if qkv.dtype != torch.bfloat16 or qkv.is_meta or torch.compiler.is_compiling():
         return False
     if torch.is_autocast_enabled("cpu") or not fused_cpu.attends_backward(qkv, d):
@@ -35,7 +35,7 @@ def fits(qkv: Tensor, d: int) -> bool:
 
 
 def short_attention(qkv: Tensor, d: int) -> Tensor:
-    """As `reference`, for tensors that `fits` accepts. It can be differentiated once."""
+    """As `reference`, for tensors that `fits` accepts. Only the first derivative exists."""
     y: Tensor = _ShortAttention.apply(qkv, d)
     return y
 
@@ -64,7 +64,10 @@ def _heads(qkv: Tensor, d: int) -> list[Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def _is_flash(s: int, b: int, d: int, dtype: torch.dtype, enabled: bool) -> bool:
-    """Returns whether torch takes its flash attention for such heads on a CPU; enabled: the user's setting."""
+    """Returns whether torch uses flash attention for such heads on a CPU.
+
+    enabled: the user's setting, part of the cache key.
+    """
     q = torch.empty(b, 1, s, d, dtype=dtype)
     chosen = torch._fused_sdp_choice(q, q, q, None, 0.0, True)
     return bool(chosen == SDPBackend.FLASH_ATTENTION.value)

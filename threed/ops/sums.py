@@ -1,4 +1,7 @@
-"""Sums on a GPU in two stages, parts of blocks and then their sum, in a fixed order: csrc/cuda/sums.cu."""
+"""Sums on a GPU in two stages: partial sums of blocks, then their sum, in a fixed order.
+
+Kernels: csrc/cuda/sums.cu.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,40 @@ from torch import Tensor
 from threed import device
 from threed.ops import launch
 
-ROWS_OF_A_BLOCK = 64  # at least: fewer, and the parts would be as large as what is summed
+ROWS_OF_A_BLOCK = 64  # minimum; with fewer rows the partial sums would be as large as the input
 PER_PROCESSOR = 2
 
 
 def row_blocks(x: Tensor) -> int:
-    """Returns into how many parts the sum over the rows of x [n h] is cut."""
+    """Returns the number of partial sums over the rows of x [n h]."""
     return max(1, min(PER_PROCESSOR * device.processors(x.device), -(-len(x) // ROWS_OF_A_BLOCK)))
 
 
 def fits(x: Tensor) -> bool:
-    """Returns whether `square_sum` takes x."""
+    """Returns whether `square_sum` supports x."""
     return _is_plain(x) and launch.available(x)
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Returns whether x is fp32, contiguous and aligned, of a multiple of 4 numbers."""
+    """Returns whether x is fp32, contiguous and aligned, with a multiple of 4 elements."""
     plain = x.dtype == torch.float32 and x.is_contiguous() and launch.aligned(x)
     return plain and x.numel() % 4 == 0
 
 
 def column_fits(x: Tensor) -> bool:
-    """Returns whether `column_sums` takes rows x [n h]."""
+    """Returns whether `column_sums` supports rows x [n h]."""
     return x.shape[1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """A sum in parts [k h]. out: fp32 [h], gets it; add: plus what it held."""
+    """Partial sums.
+
+    Attributes:
+        parts: fp32 [k h].
+        out: fp32 [h], receives the sum over k.
+        add: whether to add to `out` instead of overwriting it.
+    """
 
     parts: Tensor
     out: Tensor
@@ -45,7 +54,7 @@ class Parts:
 
 
 def add_parts(first: Parts, second: Parts | None = None) -> None:
-    """Adds up the parts of one sum, or of two of one shape. Launches one kernel."""
+    """Adds up partial sums, of one or two sums of the same shape. Launches one kernel."""
     wanted = "fp32 parts [k h] and out [h], 16-byte aligned, h a multiple of 4"
     for one in (first,) if second is None else (first, second):
         fits = _is_plain(one.out) and one.parts.shape == (len(first.parts), one.out.numel())
@@ -63,9 +72,12 @@ def add_parts(first: Parts, second: Parts | None = None) -> None:
     lambda x, out, add: None, launches=2,
 )  # fmt: skip
 def column_sums(x: Tensor, out: Tensor, *, add: bool) -> None:
-    """Computes out fp32 [h] = the sum over rows of x bf16 [n h], plus what it held if `add`.
+    """Computes out = the sum over rows of x, plus out if `add`. Launches two kernels.
 
-    2 bytes an element; two kernels.
+    Args:
+        x: bf16 [n h], read once (2 bytes per element).
+        out: fp32 [h].
+        add: whether to add to `out` instead of overwriting it.
     """
     fits = x.dim() == 2 and x.shape[1] % 8 == 0 and launch.packed(x)
     wanted = "bf16 [n h], contiguous and 16-byte aligned, h a multiple of 8"
@@ -80,7 +92,10 @@ def column_sums(x: Tensor, out: Tensor, *, add: bool) -> None:
     "square_sum(Tensor x) -> Tensor", lambda x: x.new_empty((), dtype=torch.float64), launches=2
 )
 def square_sum(x: Tensor) -> Tensor:
-    """Returns the sum of the squares of x [n], fp32, as an fp64 scalar. 4 bytes an element; two kernels in one launch."""
+    """Returns the sum of squares of x, fp32 [n], as an fp64 scalar. Launches two kernels.
+
+    Reads 4 bytes per element.
+    """
     wanted = "fp32 [n], contiguous and 16-byte aligned, n a multiple of 4"
     launch.check(_is_plain(x), "square_sum", wanted, x)
     blocks = max(1, min(8 * device.processors(x.device), -(-x.numel() // 8192)))

@@ -1,4 +1,4 @@
-"""What an optimizer's rule is: from a gradient to new weights, on a flat slice."""
+"""The interface of optimizer rules: from a gradient to new weights, on a flat slice."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class StepScalars(NamedTuple):
     """The arguments of an update that change from step to step, as scalar tensors.
 
     Attributes:
-        lr: the learning rate.
-        step: the number of the update, from 1.
-        scale: the factor of the gradient, for clipping and the loss scale.
-        skip: 1.0 if the update must not happen, else 0.0.
+        lr: learning rate.
+        step: number of the update, from 1.
+        scale: factor of the gradient, for clipping and the loss scale.
+        skip: 1.0 if the update must be skipped, else 0.0.
     """
 
     lr: Tensor
@@ -26,7 +26,10 @@ class StepScalars(NamedTuple):
 
 
 class Rule(Protocol):
-    """An update rule, with its constants. state_names: what it keeps beside the weights, element by element."""
+    """An update rule with its constants.
+
+    state_names: names of the states, each with one element per weight.
+    """
 
     @property
     def state_names(self) -> tuple[str, ...]: ...
@@ -40,15 +43,25 @@ class Rule(Protocol):
         decay: float,
         out: Tensor | None = None,
     ) -> None:
-        """One update of p [n] and its state, in place, from the gradient g [n] (used up).
+        """Updates p and its state in place. Does not synchronise with the host.
 
-        out: [n], usually narrower than p; gets the new p, in the same pass where the kernel can. After a skipped step
-        it may hold p, or what it held. Nothing is read on the host; where `now.skip` is set, not a bit of the others
-        changes.
+        If `now.skip` is set, p and the state stay bit-identical.
+
+        Args:
+            p: weights [n].
+            g: gradient [n], may be overwritten.
+            state: tensors [n] in the order of `state_names`.
+            now: scalars of this step.
+            decay: weight decay.
+            out: [n], usually narrower than p. Receives the new p, in the same pass if the kernel
+                supports that. After a skipped step it holds p or its previous content.
         """
 
 
 def needs_reference(p: Tensor) -> bool:
-    """Whether torch's fused kernels cannot update this slice: on CUDA they take a rate that is a tensor as fp32 only,
-    which is too coarse for fp64 weights."""
+    """Returns whether torch's fused kernels cannot update this slice.
+
+    On CUDA they read a learning rate given as a tensor in fp32 only, which is too coarse for fp64
+    weights.
+    """
     return p.is_cuda and p.dtype == torch.float64
