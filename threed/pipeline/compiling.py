@@ -14,7 +14,7 @@ def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run:
     """Marks this rank's layers with `compilable = True` for compilation: each layer as one graph,
     at its first run.
 
-    Does nothing unless `run.compile` is set.
+    Without `run.compile` this has no effect.
 
     Args:
         layers: the layers of this rank.

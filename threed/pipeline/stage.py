@@ -57,19 +57,19 @@ class ParameterGatherer(Protocol):
 
 
 class AlwaysWhole:
-    """The gatherer of parameters that are always unsharded, or that hooks gather. It does nothing."""
+    """The gatherer of parameters that are always unsharded, or that hooks gather."""
 
     def comes_and_goes(self, unit: int) -> bool:
         return False
 
     def start(self, unit: int) -> None:
-        """Does nothing."""
+        """No operation."""
 
     def ready(self, unit: int) -> None:
-        """Does nothing."""
+        """No operation."""
 
     def release(self, unit: int) -> None:
-        """Does nothing."""
+        """No operation."""
 
 
 @dataclass(eq=False)

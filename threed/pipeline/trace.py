@@ -3,7 +3,7 @@ and bytes sent.
 
     costs = Tracer(micro_batch, dtype, grad_dtype, traffic).trace(layers, recomputed)      one LayerCost per layer
 
-Nothing is computed or sent: shapes pass through the layer's code, forward and backward, as in a
+No values are computed or sent: shapes pass through the layer's code, forward and backward, as in a
 pipeline stage. A layer that is built like an earlier one, for inputs of the same shape, is not run
 again.
 """
@@ -237,7 +237,7 @@ class BufferSink:
         return self.target, True
 
     def mark_added(self) -> None:
-        """Does nothing: contributions are not counted."""
+        """No operation: contributions are not counted."""
 
     def in_forward(self) -> bool:
         return False
