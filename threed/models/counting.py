@@ -121,10 +121,14 @@ def count_items(inputs: Inputs, shifted: bool) -> Tensor:
 
 
 def with_some_label(inputs: Inputs, items: Tensor) -> dict[str, Any]:
-    """Returns the inputs with valid labels.
+    """Returns the inputs, with valid labels in place of the ignored ones if all labels are ignored.
 
-    If all labels are ignored, they are replaced by valid ones, whose loss gets the weight zero. A
-    mean over no labels is 0 / 0, and its gradient is NaN even if the loss is multiplied by zero.
+    The loss of such a micro-batch has the weight zero. A mean over no labels would be 0 / 0, and
+    its gradient NaN even if the loss is multiplied by zero.
+
+    Args:
+        inputs: the inputs of a micro-batch.
+        items: number of items, as `Items` returns it.
     """
     labels = class_labels(inputs)
     if labels is None:

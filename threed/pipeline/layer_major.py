@@ -43,9 +43,9 @@ class LayerMajorStage(Stage):
     separate graph.
 
     Args:
+        layers: see `Stage`, also for `gatherer`, `prefetch`, `first`, `recomputed` and `scope`.
         unit_ended: `unit_ended(unit)` is called after the last micro-batch's backward of a layer.
         between: called after each backward of a layer other than the last.
-        layers, gatherer, prefetch, first, recomputed, scope: see `Stage`.
     """
 
     def __init__(

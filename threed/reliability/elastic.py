@@ -52,8 +52,7 @@ PATIENCE_S = 10.0  # wait for copies in progress when a run fails
 
 
 class Memory:
-    """The copies of a run in memory. The methods are collective unless their description excludes
-    it.
+    """The copies of a run in memory. The methods are collective unless stated otherwise.
 
     Raises:
         RunFolderError: on every rank, if a machine has no folder in memory for the copies.

@@ -102,7 +102,7 @@ def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
 
 
 def attempt() -> str:
-    """Returns the number of torchrun's attempt if torchrun may restart the job, else ""."""
+    """Returns "; attempt N of M" for messages if torchrun may restart the job, else ""."""
     number, most = (
         int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
         for name in ("RESTART_COUNT", "MAX_RESTARTS")
