@@ -57,7 +57,7 @@ def like(value: Any, parts: Sequence[Any]) -> Any:
 
 
 def gradients_of(gradient: Any, count: int) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of `count` tensors as a flat tuple; all None if `gradient` is None."""
+    """Returns the gradients of `count` tensors as a flat tuple; all None if `gradient` is `None`."""
     if gradient is None:
         return (None,) * count
     if isinstance(gradient, Tensor):

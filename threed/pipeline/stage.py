@@ -112,8 +112,8 @@ class Stage:
 
     forward(m, x, micro) -> y;  backward(m, dy) -> dx
 
-    x is None on the model's first stage. On the last stage, y is the weighted loss of the
-    micro-batch and dy is None. Gradients have the structure of the values, with None for a tensor
+    x is `None` on the model's first stage. On the last stage, y is the weighted loss of the
+    micro-batch and dy is `None`. Gradients have the structure of the values, with None for a tensor
     without a gradient; for a single tensor without a gradient this is (None,). The tensors of y
     have no graph; their `requires_grad` marks those that need a gradient.
 
