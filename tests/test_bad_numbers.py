@@ -823,7 +823,7 @@ def test_data_that_are_bad_twice_are_named(case: Case) -> None:
     samples = ", ".join(str(number) for number in range(first, first + 4))
     for lines in run_ranks(2, bad_data, case):
         assert lines == [
-            f"step 2 was computed twice, alike: no machine erred, the data are bad (samples {samples})",
+            f"step 2 was computed twice, with equal results: no machine erred, the data are bad (samples {samples})",
             "1 1 True",
         ]
 

@@ -145,7 +145,7 @@ def going_back(folder: Path, data: Data) -> None:
 
 def past_all(folder: Path, data: Data) -> None:
     run(folder, data, checkpoint={"every": 5, "keep": 3}, train={"stop_after": 15})
-    none = "no checkpoint of this run can be resumed; --checkpoint.resume none starts anew and keeps them aside"
+    none = "no checkpoint of this run can be resumed; --checkpoint.resume none starts from scratch and keeps them aside"
     with pytest.raises(CheckpointError) as refused:
         run(folder, data, optim={"name": "sgd"})
     said = str(refused.value)

@@ -313,7 +313,7 @@ def test_training_goes_on_where_copies_fail(tmp_path: Path) -> None:
             assert len(later) == STEPS - 2
     assert ranks[0]["no folder"] == ranks[1]["no folder"]
     line = ranks[0]["no folder"]
-    assert line.startswith("RunFolderError: copies in memory cannot be begun in "), line
+    assert line.startswith("RunFolderError: cannot keep copies in memory in "), line
     assert "No space left on device" in line
     assert f"name another folder in memory by {node_memory.FOLDER}" in line
 

@@ -111,7 +111,7 @@ def test_what_is_a_model() -> None:
     wrapped = Wrapped(Named())
     assert Engine(wrapped, topology_of(1, 1), config).model is wrapped
     with pytest.raises(
-        TypeError, match=r"dict is no model: pass an nn\.Module, or layers with their `slicing`"
+        TypeError, match=r"dict is not a model: pass an nn\.Module, or layers with their `slicing`"
     ):
         Engine({}, topology_of(1, 1), config)  # type: ignore[arg-type]
 

@@ -322,8 +322,8 @@ def test_a_receive_just_before_its_use_deadlocks_where_sends_block() -> None:
 
 def test_a_message_to_nobody_is_refused_by_rank_and_action() -> None:
     for text, complaint in (
-        ("F0.0 SF0.0", "SF0.0 has nobody to send to"),
-        ("RF0.0", "RF0.0 has nobody to receive"),
+        ("F0.0 SF0.0", "SF0.0 has no stage to send to"),
+        ("RF0.0", "RF0.0 has no stage to receive"),
     ):
         plan = Plan("wrong", 1, 1, 1, (tuple(Action.parse(word) for word in text.split()),))
         with pytest.raises(ValueError, match=f"plan wrong: rank 0: {complaint}"):

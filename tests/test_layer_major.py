@@ -283,10 +283,11 @@ def test_a_wrapped_module_runs_by_itself() -> None:
 def test_only_a_plan_of_all_forwards_and_then_all_backwards_is_run_so() -> None:
     check(build("gpipe", 1, 3))
     with pytest.raises(
-        ValueError, match=r"plan 1f1b: rank 0: B0\.0: layer by layer runs the plan of one stage"
+        ValueError,
+        match=r"plan 1f1b: rank 0: B0\.0: layer-major execution needs a plan of one stage",
     ):
         check(build("1f1b", 1, 3))
-    with pytest.raises(ValueError, match=r"plan gpipe: rank 0: F0\.0: layer by layer"):
+    with pytest.raises(ValueError, match=r"plan gpipe: rank 0: F0\.0: layer-major execution"):
         check(build("gpipe", 2, 3))
 
 

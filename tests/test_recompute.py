@@ -390,7 +390,7 @@ def test_a_wrapped_module_recomputes_its_own_way(stage: int) -> None:
 @pytest.mark.parametrize(
     ("recompute", "message"),
     [
-        ({"mode": "selective"}, "selective: LlamaForCausalLM has no operations known by name"),
+        ({"mode": "selective"}, "selective: LlamaForCausalLM has no named operations"),
         (
             {"mode": "full", "every": 2},
             "recompute.every: LlamaForCausalLM is not built from threed.layers",

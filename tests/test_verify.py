@@ -252,7 +252,7 @@ def test_a_module_is_compared_where_it_can_be_trained(
         main(["verify", f"{users}:Plain", "--topologies", "tp2,dp2-zero3", "--model.seq", "8"]) == 0
     )
     out = capsys.readouterr().out
-    assert "not compared   tp2: Plain cannot be cut by pp 1 or tp 2" in out
+    assert "not compared   tp2: Plain cannot be split by pp 1 or tp 2" in out
     assert "equal          dp2-zero3" in out
     assert out.endswith("same\n")
 
@@ -269,7 +269,7 @@ def test_what_cannot_be_compared_is_said(users: Path, capsys: pytest.CaptureFixt
     assert "TypeError: not today (users.py, line 17)" in says(
         f"{users}:Fails", "--topologies", "tp2"
     )
-    assert "TypeError: Other is no model: pass an nn.Module, or layers with" in says(
+    assert "TypeError: Other is not a model: pass an nn.Module, or layers with" in says(
         f"{users}:Other"
     )
     assert "'tq2' is no word of one" in says(f"{users}:Mine", "--topologies", "tq2")

@@ -1,4 +1,5 @@
-"""Models as lists of pipeline layers: decoders by the name of their architecture, and any module, wrapped."""
+"""Models as lists of pipeline layers: decoders, selected by architecture, and any wrapped
+`nn.Module`."""
 
 from __future__ import annotations
 
@@ -17,17 +18,22 @@ from threed.topology import Topology
 
 
 class Model(Protocol):
-    """What an engine needs of a model: its pipeline layers, the width of what passes between them, and the slicing.
+    """The interface of a model to an engine.
 
-    Layers are `layers.PipelineLayer`s, or modules with such a forward. A model may have the attributes of
-    `ModelOptions`, too.
+    The layers are `layers.PipelineLayer`s, or modules with such a forward. A model may also have
+    the attributes of `ModelOptions`.
+
+    Attributes:
+        hidden: width of the activations between layers.
+        slicing: how layers are sharded over tensor ranks.
     """
 
     hidden: int
     slicing: Slicing
 
     def layers(self) -> list[nn.Module]:
-        """The pipeline layers in order, on the meta device, each with a global `name`."""
+        """Returns the pipeline layers in order, on the meta device, each with a globally unique
+        `name`."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +41,15 @@ class ModelOptions:
     """Optional attributes of a model, with their defaults.
 
     Attributes:
-        boundaries_replicated: without sequence parallelism all tensor ranks pass on the same tensors. Then each sends a
-            slice of them to the next stage.
-        boundaries_vary: the shapes of what layers pass on differ from micro-batch to micro-batch.
-        costs: `costs(micro_batch)` returns the cost of each layer, in any unit, by which stages are balanced. None: the
-            FLOPs of the forward, found by running the layers on the meta device.
-        example: `example(micro_batch)` returns a batch of so many rows; for models that read more of a batch than
-            'tokens' and 'labels'.
+        boundaries_replicated: whether, without sequence parallelism, layers return the same tensors
+            on all tensor ranks. Then each rank sends only a slice to the next stage.
+        boundaries_vary: whether the shapes of layer outputs may differ between micro-batches of the
+            same shape.
+        costs: `costs(micro_batch)` returns the cost of each layer, in any unit, to balance the
+            stages. None uses the FLOPs of the forward, found by running the layers on the meta
+            device.
+        example: `example(micro_batch)` returns a batch with that many rows; required if the model
+            reads more entries of a batch than 'tokens' and 'labels'.
     """
 
     boundaries_replicated: bool = False
@@ -57,7 +65,8 @@ def options_of(model: Model) -> ModelOptions:
 
 
 def is_layered(model: object) -> bool:
-    """Returns whether a model is made of pipeline layers; others are modules to be wrapped."""
+    """Returns whether a model consists of pipeline layers; any other model is a module to be
+    wrapped."""
     has_slicing = isinstance(getattr(model, "slicing", None), Slicing)
     return has_slicing and not isinstance(model, Wrapped)
 
@@ -66,19 +75,19 @@ def wrap(model: object, topology: Topology) -> Wrapped:
     """Returns an `nn.Module` as a `Wrapped` model. Collective.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`.
-        ConfigError: a module with pp or tp above 1.
+        TypeError: if `model` is not an `nn.Module`.
+        ConfigError: if pp or tp is above 1.
         ValueError: on every rank, if some rank cannot wrap its module.
     """
     if isinstance(model, Wrapped):
         return model
     if not isinstance(model, nn.Module):
         fix = "pass an nn.Module, or layers with their `slicing`, a layers.Slicing (examples/custom_model.py)"
-        raise TypeError(f"{type(model).__name__} is no model: {fix}")
+        raise TypeError(f"{type(model).__name__} is not a model: {fix}")
     if topology.pp * topology.tp > 1:
         sizes = f"pp {topology.pp} or tp {topology.tp}"
         fix = "build it from threed.layers (examples/custom_model.py), or use pp 1 and tp 1"
-        raise ConfigError([f"{type(model).__name__} cannot be cut by {sizes}: {fix}"])
+        raise ConfigError([f"{type(model).__name__} cannot be split by {sizes}: {fix}"])
     problem = ""
     try:
         wrapped = Wrapped(model)
@@ -89,5 +98,5 @@ def wrap(model: object, topology: Topology) -> Wrapped:
 
 
 def build(config: ModelConfig, slicing: Slicing) -> Model:
-    """The model that `config.arch` names."""
+    """Returns the model of the architecture `config.arch`."""
     return Decoder(config, slicing)

@@ -1,11 +1,12 @@
-"""Whether a model built from `threed.layers` can be right: found out before the first step, on every rank alike.
+"""Checks the sharding records of a model built from `threed.layers`, before the first step.
 
     check(model.layers(), model.slicing, topology)
 
-Checked are the sharding records: every parameter has one; a name stands for one parameter of a layer; where layers
-share a parameter by name (tied weights) they agree about it; the parts that the tensor ranks hold make up each global
-tensor, once; and all ranks describe the same model. What only arithmetic can show (a gradient that is partial and not
-marked so) is the matter of `threed verify`.
+The checks: every parameter has a record; a name refers to one parameter of a layer; layers that
+share a parameter by name (tied weights) have equal records of it; the shards of the tensor ranks
+cover each global tensor exactly once; and all ranks describe the same model. Errors that only show
+in the arithmetic, such as a partial gradient that is not marked as partial, are found by `threed
+verify`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,20 @@ from threed.planner.grid import same_place
 from threed.sharding import ModelError, ShardSpec, check_dense, intersect, is_managed
 from threed.topology import Topology
 
-MOST = 8  # problems that one message lists
+MAX_LISTED = 8  # limit on problems in one message
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box
 
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """A parameter at one place: the layer that has it, the path in that layer, and its record."""
+    """A parameter of a layer.
+
+    Attributes:
+        layer: name of the layer.
+        path: path of the parameter in the layer.
+        param: the parameter.
+        spec: its sharding record.
+    """
 
     layer: str
     path: str
@@ -41,7 +49,8 @@ class Use:
     spec: ShardSpec
 
     def facts(self) -> dict[str, Any]:
-        """What every layer that uses the parameter, and every rank, must say of it."""
+        """Returns the properties that must be equal on every rank, and in every layer that uses the
+        parameter."""
         spec = self.spec
         return {
             "global shape": [piece.shape for piece in spec.pieces],
@@ -52,7 +61,14 @@ class Use:
 
 
 def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> None:
-    """Raises ModelError on every rank when any rank finds a fault in the model's records. Collective."""
+    """Raises ModelError on every rank if any rank finds a fault in the model's sharding records.
+    Collective.
+
+    Args:
+        layers: all layers of the model.
+        slicing: the model's slicing.
+        topology: the topology.
+    """
     uses, problems = list[Use](), list[str]()
     tensor, world = topology.axis("tp"), topology.axis("world")
     if slicing.tp.size != tensor.size:
@@ -71,38 +87,38 @@ def check(layers: Sequence[nn.Module], slicing: Slicing, topology: Topology) -> 
                 )
             elif param._backward_hooks or param._post_accumulate_grad_hooks:
                 problems.append(
-                    f"{name}: parameter {path} has a gradient hook, which would be lost, since the engine"
-                    " replaces parameters on the meta device: register hooks after the engine is made"
+                    f"{name}: parameter {path} has a gradient hook, which would be lost, because the engine"
+                    " replaces parameters on the meta device: register hooks after creating the engine"
                 )
             if spec is not None and spec.over and spec.over.split("/")[0] != topology.data_name:
                 problems.append(
-                    f"{name}: parameter {path} is dealt over {spec.over!r}: this must be {topology.data_name!r} or"
+                    f"{name}: parameter {path} is sharded over {spec.over!r}: this must be {topology.data_name!r} or"
                     f" blocks of it, such as '{topology.data_name}/2'"
                 )
             if spec is None:
                 problems.append(
                     f"{name}: parameter {path} has no sharding record: make it by threed.layers or sharding.parameter,"
-                    " or give it one by sharding.attach"
+                    " or attach a record with sharding.attach"
                 )
             else:
                 uses.append(Use(name, path, param, spec))
-    problems += [*_doubled(uses), *_unlike(uses)]
+    problems += [*_duplicate_names(uses), *_conflicting_records(uses)]
     text = json.dumps([[u.layer, u.path, u.spec.over or u.spec.name, u.facts()] for u in uses])
     digest, description = hashlib.sha256(text.encode()).hexdigest(), json.loads(text)
-    everyone = collectives.exchange([problems, digest], world)
-    if any(other != digest for _, other in everyone):
+    results = collectives.exchange([problems, digest], world)
+    if any(other != digest for _, other in results):
         first = collectives.exchange(description if world.index == 0 else None, world)[0]
-        mine = [] if world.index == 0 else _differences(first, description, world.index)
-        everyone += [[found, ""] for found in collectives.exchange(mine, world)]
-    found = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
-    found = found or collectives.problems_of_all(_badly_cut(uses, topology), world)
+        own_differences = [] if world.index == 0 else _differences(first, description, world.index)
+        results += [[found, ""] for found in collectives.exchange(own_differences, world)]
+    found = list(dict.fromkeys(problem for theirs, _ in results for problem in theirs))
+    found = found or collectives.problems_of_all(_partition_faults(uses, topology), world)
     if found:
-        more = [f"... and {len(found) - MOST} more"] if len(found) > MOST else []
-        raise ModelError("\n".join(found[:MOST] + more))
+        more = [f"... and {len(found) - MAX_LISTED} more"] if len(found) > MAX_LISTED else []
+        raise ModelError("\n".join(found[:MAX_LISTED] + more))
 
 
-def _doubled(uses: Iterable[Use]) -> Iterator[str]:
-    """Names that two parameters of one layer have."""
+def _duplicate_names(uses: Iterable[Use]) -> Iterator[str]:
+    """Yields problems of different parameters with the same name in one layer."""
     seen: dict[tuple[str, str], Use] = {}
     for use in uses:
         first = seen.setdefault((use.layer, use.spec.name), use)
@@ -113,24 +129,25 @@ def _doubled(uses: Iterable[Use]) -> Iterator[str]:
             )
 
 
-def _unlike(uses: Iterable[Use]) -> Iterator[str]:
-    """Parameters that two layers share by name, and describe differently."""
+def _conflicting_records(uses: Iterable[Use]) -> Iterator[str]:
+    """Yields problems of parameters that two layers share by name, but describe differently."""
     seen: dict[str, Use] = {}
     for use in uses:
         first = seen.setdefault(use.spec.name, use)
         here, there = use.facts(), first.facts()
         if unequal := [key for key in here if here[key] != there[key]]:
-            what = ", ".join(f"{key} {there[key]} and {here[key]}" for key in unequal)
+            differences = ", ".join(f"{key} {there[key]} and {here[key]}" for key in unequal)
             yield (
                 f"{use.spec.name} is one weight of {first.layer} {first.path} and {use.layer} {use.path}, but they do"
-                f" not agree: {what}; give both the same, or different names"
+                f" not agree: {differences}; give both the same, or different names"
             )
         elif first.spec != use.spec:
             yield f"{use.spec.name}: {first.layer} and {use.layer} hold different parts of it on one rank"
 
 
-def _badly_cut(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
-    """Global tensors of which ranks hold some elements not at all, or twice without saying so. Collective."""
+def _partition_faults(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
+    """Yields problems of global tensors with missing elements, or with replicas that are not
+    marked. Collective."""
     boxes: dict[str, dict[str, list[Part]]] = {}  # by `ShardSpec.over` and name
     where: dict[str, Use] = {}
     for use in {(use.spec.name, use.spec.tile): use for use in uses}.values():
@@ -140,65 +157,69 @@ def _badly_cut(uses: Iterable[Use], topology: Topology) -> Iterator[str]:
             own = boxes.setdefault(use.spec.over or "", {})
             own.setdefault(piece.name, []).append((piece.start, piece.size))
             where.setdefault(piece.name, use)
-    ranks: dict[
-        str, list[Any]
-    ] = {}  # the boxes of the tensor ranks, for each rank of the axis `over`
+    # The boxes of the tensor ranks, for each rank of the axis `over`.
+    ranks: dict[str, list[Any]] = {}
     for over, own in sorted(boxes.items()):
         row = collectives.exchange(own, topology.axis("tp"))
         ranks[over] = collectives.exchange(row, topology.axis(over)) if over else [row]
     for name, use in where.items():
         shape = next(piece.shape for piece in use.spec.pieces if piece.name == name)
         parts = [[of_rank.get(name, []) for of_rank in row] for row in ranks[use.spec.over or ""]]
-        if fault := _cut_fault(shape, use.spec.replicated, parts):
+        if fault := _partition_fault(shape, use.spec.replicated, parts):
             yield f"{use.layer}: {name} {list(shape)}: {fault}"
 
 
-def _cut_fault(
+def _partition_fault(
     shape: tuple[int, ...], replicated: str | None, rows: Sequence[Sequence[Sequence[Part]]]
 ) -> str | None:
-    """What is wrong with the boxes of one global tensor, by tensor rank (for each rank that it is dealt over), if
-    anything."""
-    held = list[tuple[int, Part]]()
+    """Returns the problem of one global tensor, if any.
+
+    Args:
+        shape: its global shape.
+        replicated: axis over which it is replicated.
+        rows: the boxes of each tensor rank, for each rank of the axis `ShardSpec.over`.
+    """
+    parts_by_rank = list[tuple[int, Part]]()
     for ranks in rows:
         first_of: dict[int, int] = {}
         for rank, parts in enumerate(ranks):
             first = first_of.setdefault(same_place(replicated, rank, len(ranks)), rank)
             if parts != ranks[first]:
                 return f"marked as replicated over {replicated}, but tensor ranks {first} and {rank} hold different parts"
-        held += [(rank, part) for rank in first_of.values() for part in ranks[rank]]
-    for (a, (a_start, a_size)), (b, (b_start, b_size)) in combinations(held, 2):
+        parts_by_rank += [(rank, part) for rank in first_of.values() for part in ranks[rank]]
+    for (a, (a_start, a_size)), (b, (b_start, b_size)) in combinations(parts_by_rank, 2):
         if intersect(a_start, a_size, b_start, b_size) is not None:
-            who = f"tensor ranks {a} and {b} hold" if a != b else "its parameters hold"
+            holders = f"tensor ranks {a} and {b} hold" if a != b else "its parameters hold"
             return (
-                f"{who} the same elements, and its record does not say that it is replicated: mark the record"
-                " replicated=slicing.replicated, or cut it over the Slicing's tp axis (was the layer given a Slicing"
+                f"{holders} the same elements, and its record is not marked as replicated: mark the record"
+                " replicated=slicing.replicated, or shard it over the Slicing's tp axis (was the layer given a Slicing"
                 " with the topology's tp axis?)"
             )
-    found, wanted = sum(math.prod(size) for _, (_, size) in held), math.prod(shape)
-    if found != wanted:
-        return f"tensor ranks hold {found} of its {wanted} elements: start and size of its pieces do not make it up"
+    found, expected = sum(math.prod(size) for _, (_, size) in parts_by_rank), math.prod(shape)
+    if found != expected:
+        return f"tensor ranks hold {found} of its {expected} elements: start and size of its pieces do not cover it"
     return None
 
 
-def _differences(first: Sequence[Any], mine: Sequence[Any], rank: int) -> list[str]:
-    """Where this rank's description of the model departs from that of rank 0."""
-    for there, here in zip(first, mine, strict=False):
+def _differences(first: Sequence[Any], own: Sequence[Any], rank: int) -> list[str]:
+    """Returns the first difference between the model descriptions of rank 0 and this rank."""
+    for there, here in zip(first, own, strict=False):
         if there != here:
             layer, path, name, facts = here
             keys = (
                 [k for k in facts if there[3].get(k) != facts[k]] if there[:3] == here[:3] else []
             )
-            what = (
+            differences = (
                 ", ".join(f"{k} {there[3][k]} and {facts[k]}" for k in keys)
                 or f"{there[2]} and {name}"
             )
             text = (
-                f"{layer}: parameter {path} is not the same on ranks 0 and {rank}: {what}; what a layer is must not"
+                f"{layer}: parameter {path} is not the same on ranks 0 and {rank}: {differences}; a layer's definition must not"
                 " depend on the rank (only start and size of its pieces may)"
             )
             return [text]
     return (
         []
-        if len(first) == len(mine)
-        else [f"rank {rank} has {len(mine)} parameters, rank 0 has {len(first)}"]
+        if len(first) == len(own)
+        else [f"rank {rank} has {len(own)} parameters, rank 0 has {len(first)}"]
     )

@@ -1,9 +1,10 @@
-"""How many items a wrapped module's mean loss is over: what its micro-batches weigh.
+"""Counts the items in the mean loss of a wrapped module, which are the weights of its
+micro-batches.
 
 items = Items(module)
-items(inputs)                    counts a micro-batch before its forward, in every way that may turn out right
-with items.watching(inputs):     ... the forward ...
-items.chosen(weights)            the weight that belongs to the way that was
+items(inputs)                    before the forward: the number of items, for each way to count them
+with items.observing(inputs):    around the forward
+items.select_weight(weights)     after the forward: the weight for the way that applies
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ Inputs = Mapping[str, Any]
 class Items:
     """Counts the items of a module's loss.
 
-    A causal model of Hugging Face predicts each label from the positions before it, so it does not count the first
-    label of a row. Where such a model is a part of the module, only the forward shows whether it gets the labels, or
-    the module computes the loss itself: then both are counted.
+    A causal model of Hugging Face predicts each label from the positions before it, so it does not
+    count the first label of a row. If the module contains such a model as a submodule, only the
+    forward shows whether the submodule gets the labels, or the module computes the loss itself. In
+    this case both numbers are counted.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,7 +35,7 @@ class Items:
             [] if self.shifted else [(n, m) for n, m in module.named_modules() if shifts_labels(m)]
         )
         self._inputs: Inputs | None = None
-        self._took_labels = False
+        self._inner_got_labels = False
         for name, inner in self._inner:
             inner.register_forward_pre_hook(
                 lambda m, args, kwargs, name=name: self._called(name, m, args, kwargs),
@@ -41,23 +43,27 @@ class Items:
             )
 
     def __call__(self, inputs: Inputs) -> Tensor:
-        """The number of items of a micro-batch: a fp64 scalar, or [2], without and with the first label of a row."""
+        """Returns the number of items of a micro-batch.
+
+        The result is an fp64 scalar; or [2] if the first label of a row may or may not count: with
+        it, then without it.
+        """
         if not self._inner:
             return count_items(inputs, self.shifted)
         return torch.stack([count_items(inputs, shifted) for shifted in (False, True)])
 
     @contextmanager
-    def watching(self, inputs: Inputs) -> Iterator[None]:
-        """Notices what the causal models within get while this is open."""
-        self._inputs, self._took_labels = inputs, False
+    def observing(self, inputs: Inputs) -> Iterator[None]:
+        """Records the labels that inner causal models get, inside the block."""
+        self._inputs, self._inner_got_labels = inputs, False
         try:
             yield
         finally:
             self._inputs = None
 
-    def chosen(self, weight: Tensor) -> Tensor:
-        """The scalar weight of the micro-batch whose forward was watched."""
-        return weight[int(self._took_labels)] if self._inner else weight
+    def select_weight(self, weight: Tensor) -> Tensor:
+        """Returns the scalar weight of the micro-batch whose forward was observed."""
+        return weight[int(self._inner_got_labels)] if self._inner else weight
 
     def _called(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._inputs is None:
@@ -70,18 +76,18 @@ class Items:
         if given is None:
             return
         if labels is not None and same_memory(given, labels):
-            self._took_labels = True
+            self._inner_got_labels = True
         elif labels is not None or not any(
             same_memory(given, value) for value in self._inputs.values()
         ):
             raise ValueError(
-                f"{name} computes the loss from labels that are not the batch's 'labels', so it is not known how many"
-                " items it is a mean over: pass threed.models.Wrapped(module, count=...)"
+                f"{name} computes the loss from labels that are not the batch's 'labels', so the number of items"
+                " in its mean is unknown: pass threed.models.Wrapped(module, count=...)"
             )
 
 
 def same_memory(a: object, b: object) -> bool:
-    """Whether two tensors are the same elements."""
+    """Returns whether two tensors have the same elements in the same memory."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return False
     return a is b or (
@@ -90,21 +96,24 @@ def same_memory(a: object, b: object) -> bool:
 
 
 def shifts_labels(module: nn.Module) -> bool:
-    """Whether the module predicts each label from the positions before it, as Hugging Face's causal models do: then
-    the first label of a row is not counted."""
+    """Returns whether the module predicts each label from the positions before it.
+
+    Hugging Face's causal models do. The first label of a row is then not counted.
+    """
     names = [kind.__name__ for kind in type(module).__mro__]
     return any(word in name for name in names for word in ("CausalLM", "LMHeadModel"))
 
 
-def whole_labels(inputs: Inputs) -> Tensor | None:
-    """The labels of a micro-batch, if they are classes."""
+def class_labels(inputs: Inputs) -> Tensor | None:
+    """Returns the labels of a micro-batch if they are classes, else None."""
     labels = inputs.get("labels")
     return labels if isinstance(labels, Tensor) and not labels.is_floating_point() else None
 
 
 def count_items(inputs: Inputs, shifted: bool) -> Tensor:
-    """How many items a mean loss is over: labels that are not ignored (below 0), else rows; fp64 scalar."""
-    labels = whole_labels(inputs)
+    """Returns the number of items in a mean loss, an fp64 scalar: the labels that are not ignored
+    (below 0), or the rows if there are no labels."""
+    labels = class_labels(inputs)
     if labels is None:
         first = next(value for value in inputs.values() if isinstance(value, Tensor))
         return torch.full((), float(len(first)), dtype=torch.float64, device=first.device)
@@ -112,11 +121,16 @@ def count_items(inputs: Inputs, shifted: bool) -> Tensor:
 
 
 def with_some_label(inputs: Inputs, items: Tensor) -> dict[str, Any]:
-    """The same inputs; without any item their labels become valid ones, which weigh nothing.
+    """Returns the inputs, with valid labels in place of the ignored ones if all labels are ignored.
 
-    A mean over no labels is 0 / 0, and its gradient is no number even where the loss is multiplied by zero.
+    The loss of such a micro-batch has the weight zero. A mean over no labels would be 0 / 0, and
+    its gradient NaN even if the loss is multiplied by zero.
+
+    Args:
+        inputs: the inputs of a micro-batch.
+        items: number of items, as `Items` returns it.
     """
-    labels = whole_labels(inputs)
+    labels = class_labels(inputs)
     if labels is None:
         return dict(inputs)
     some = (items.amax() > 0).to(labels.device)

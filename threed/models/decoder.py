@@ -1,7 +1,9 @@
-"""A decoder of any architecture in `threed.architectures`: whose record says what its blocks are made of.
+"""A decoder of any architecture in `threed.architectures`; the architecture's record lists the
+parts of its blocks.
 
 model = Decoder(config.model, slicing)
-model.layers()    # embedding, blocks.0 ... blocks.l-1, head: each on the meta device until its stage is built
+model.layers()    # embedding, blocks.0 ... blocks.l-1, head: each on the meta device until its
+stage is built
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ STD = 0.02
 class Decoder:
     """A decoder as a list of pipeline layers.
 
-    Outputs onto the residual stream start smaller, by 1 / sqrt(2 l) with the global number of layers l.
+    Projections onto the residual stream have smaller initial values, by 1 / sqrt(2 l) for l layers
+    in the full model.
     """
 
     boundaries_replicated = True
@@ -46,7 +49,7 @@ class Decoder:
         self.record, self.hidden = config.record, config.hidden
 
     def layers(self) -> list[nn.Module]:
-        """The pipeline layers, in order."""
+        """Returns the pipeline layers, in order."""
         return [
             self._embedding(),
             *(self._block(i) for i in range(self.config.layers)),
@@ -64,7 +67,7 @@ class Decoder:
     def _block(self, index: int) -> nn.Module:
         c, name = self.config, f"blocks.{index}"
         norms = (self._norm(f"{name}.attention_norm"), self._norm(f"{name}.mlp_norm"))
-        behind = (
+        post_norm_names = (
             (f"{name}.attention_post_norm", f"{name}.mlp_post_norm")
             if self.record.post_norms
             else None
@@ -72,7 +75,7 @@ class Decoder:
         attention = self._attention(f"{name}.attention", self.record.has_window(dict(c), index))
         return Block(
             name, norms, attention, self._mlp(f"{name}.mlp"), self.slicing, dropout=c.dropout,
-            post_norms=behind and (self._norm(behind[0]), self._norm(behind[1])),
+            post_norms=post_norm_names and (self._norm(post_norm_names[0]), self._norm(post_norm_names[1])),
         )  # fmt: skip
 
     def _attention(self, name: str, window: bool) -> nn.Module:
@@ -112,7 +115,7 @@ class Decoder:
         return STD / math.sqrt(2 * self.config.layers)
 
     def _theta(self, window: bool) -> Theta:
-        """What rotary positions need, in layers with a window or without."""
+        """Returns the rotary base or frequencies of layers with or without a window."""
         c = self.config
         d = c.head_dim or c.hidden // c.heads
         if window and c.rope_local_theta is not None:
@@ -136,7 +139,7 @@ class Decoder:
 
 
 def vocab_of(config: ModelConfig) -> int:
-    """The vocabulary size; ValueError while it is still open."""
+    """Returns the vocabulary size; ValueError if it is not set yet."""
     if config.vocab is None:
         raise ValueError(
             "model.vocab is not set: resolve the configuration with the tokenizer's vocabulary first"

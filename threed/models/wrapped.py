@@ -1,10 +1,11 @@
-"""Any `nn.Module` as a model: one pipeline layer that calls it, and the units its parameters are gathered in.
+"""Wraps any `nn.Module` as a model of one pipeline layer, and finds the units for gathering its
+parameters.
 
-    model = Wrapped(hf_model)       # threed.Engine(hf_model, ...) does this by itself
+    model = Wrapped(hf_model)       # done by threed.Engine(hf_model, ...)
 
-Units are what the outermost containers (`nn.ModuleList`, `nn.ModuleDict`, `nn.Sequential`) hold, transformer blocks as
-a rule, and beside them every module that has parameters of its own. The module itself is not changed; its parameters
-get new storage.
+The members of the outermost containers (`nn.ModuleList`, `nn.ModuleDict`, `nn.Sequential`) are
+units, usually transformer blocks; so is every other module with direct parameters. The module
+itself is not changed, but its parameters get new storage.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from threed.topology import Axis
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a module returned: its `.loss`, its entry 'loss', the first of a tuple, or itself.
+    """Returns the loss in a module's output: its `.loss`, its entry 'loss', the first of a tuple,
+    or the output.
 
-    Raises ValueError when that is no scalar.
+    Raises:
+        ValueError: if the loss is not a scalar tensor.
     """
     found = getattr(output, "loss", None)
     if found is None and isinstance(output, Mapping):
@@ -54,7 +57,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 @contextmanager
-def noting_dtypes(inputs: Inputs) -> Iterator[None]:
+def with_dtype_note(inputs: Inputs) -> Iterator[None]:
     """Adds a note with the dtypes of a batch to an error about dtypes."""
     try:
         yield
@@ -73,22 +76,34 @@ def noting_dtypes(inputs: Inputs) -> Iterator[None]:
 
 
 class Unit:
-    """Modules whose own parameters are gathered and released together; `module` is what runs them."""
+    """Modules whose direct parameters are gathered and released together.
+
+    Attributes:
+        name: path of the unit in the wrapped module.
+        module: the module that runs all others of the unit.
+        members: the modules of the unit.
+    """
 
     def __init__(self, name: str, module: nn.Module, members: Sequence[nn.Module]) -> None:
         self.name, self.module, self.members = name, module, members
 
     def modules(self) -> Iterator[nn.Module]:
-        """The modules whose parameters belong to the unit."""
+        """Returns the modules whose parameters belong to the unit."""
         return iter(self.members)
 
 
 class Wrapped(PipelineLayer):
-    """`module` as a model of one layer; see `threed.models.Model`.
+    """A module as a model with a single layer; see `threed.models.Model`.
 
-    The batch's tensors are its keyword arguments. loss: from what the module returns to the scalar mean loss. count:
-    from a micro-batch's inputs to the number of items its loss is a mean over (a scalar tensor), so that the loss of a
-    step is the mean over the global batch however it is cut. By default valid labels, else rows.
+    The tensors of a batch are passed as keyword arguments.
+
+    Args:
+        module: the module.
+        loss: returns the scalar mean loss from the module's output.
+        count: returns the number of items in the loss's mean (a scalar tensor) from the inputs of a
+            micro-batch. The loss of a step is then the mean over the global batch, independent of
+            how the batch is split. By default valid labels are counted, or rows if there are no
+            labels.
     """
 
     def __init__(
@@ -103,42 +118,45 @@ class Wrapped(PipelineLayer):
         self.hidden, self.slicing, self.name = 0, Slicing(), "module"
         check(module)
         self.units = list(find_units(module))
-        self._given: dict[str, Tensor] = {}
+        self._original: dict[str, Tensor] = {}
         names: dict[int, str] = {}
         for name, param in module.named_parameters():
             names[id(param)] = name
             piece = Piece(name, tuple(param.shape), (0,) * param.dim(), tuple(param.shape))
             attach(param, ShardSpec((piece,), decay=param.dim() > 1))
-            self._given[name] = param.detach()
+            self._original[name] = param.detach()
         self._unit_of: dict[str, Unit] = {}
         for unit in self.units:
             for param in (p for member in unit.members for p in member.parameters(recurse=False)):
                 self._unit_of.setdefault(names[id(param)], unit)
-        # Copies of what is on the meta device cost nothing, and keep what a layout is about to replace.
-        self._plans = {unit.name: meta_copy(unit) for unit in self.units if is_meta(unit.members)}
-        self._fresh = functools.lru_cache(maxsize=2)(self._initialise)
+        # Meta copies take no memory. A layout replaces the original parameters later.
+        self._meta_copies = {
+            unit.name: meta_copy(unit) for unit in self.units if has_meta_parameters(unit.members)
+        }
+        self._initialised_unit = functools.lru_cache(maxsize=2)(self._initialise)
 
     def layers(self) -> list[nn.Module]:
-        """The module, as one layer."""
+        """Returns the module as the only layer."""
         return [self]
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
-        """The micro-batch's weighted loss."""
+        """Returns the weighted loss of a micro-batch."""
         inputs = micro.inputs or {}
         weight = micro.weight
         items = self.count if isinstance(self.count, Items) else None
-        with nullcontext() if items is None else items.watching(inputs), noting_dtypes(inputs):
+        with nullcontext() if items is None else items.observing(inputs), with_dtype_note(inputs):
             loss = self.loss(self.module(**inputs))
         loss = loss if loss.dtype == torch.float64 else loss.float()
         if weight is None:
             return loss
-        weight = weight if items is None else items.chosen(weight)
-        # A mean over no items may be no number; it weighs nothing.
+        weight = weight if items is None else items.select_weight(weight)
+        # A mean over no items may be NaN; its weight is zero.
         return torch.where(weight > 0, loss, 0.0) * weight.to(loss.dtype)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """In evaluation mode for a while; every module then goes back to the mode it was in."""
+        """Puts the module into evaluation mode inside the block; then restores the mode of every
+        submodule."""
         modes = [(module, module.training) for module in self.module.modules()]
         self.module.eval()
         try:
@@ -150,29 +168,36 @@ class Wrapped(PipelineLayer):
     # ------------------------------------------------------------------------------------------------ initial values
 
     def initial(self, piece: Piece, seed: int) -> Tensor:
-        """The initial values of a piece: those the module came with, or for a module on the meta device those that its
-        own initialisation gives, one unit in memory at a time."""
-        given = self._given[piece.name]
+        """Returns the initial values of a piece.
+
+        These are the values the module was passed with. For a module on the meta device, they come
+        from its own initialisation, which runs for one unit at a time to save memory.
+        """
+        given = self._original[piece.name]
         values = (
             given
             if given.device.type != "meta"
-            else self._fresh(self._unit_of[piece.name].name, seed)[piece.name]
+            else self._initialised_unit(self._unit_of[piece.name].name, seed)[piece.name]
         )
         return values[slices(piece.start, piece.size)]
 
     def agree(self, axis: Axis, device: torch.device) -> None:
-        """Makes the values that the module came with those of the axis's first rank: all begin alike."""
-        for value in self._given.values():
+        """Broadcasts the module's original values from the first rank of the axis. Collective."""
+        for value in self._original.values():
             if axis.size > 1 and value.device.type != "meta":
                 shared = collectives.broadcast(value.detach().to(device).contiguous(), axis, 0)
                 value.copy_(shared)
 
     def initialised(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Forgets the values the module came with, moves buffers as `module.to(device, dtype)` does where parameters
-        change their dtype, and gives those on the meta device the values of their module's own initialisation."""
-        cast = dtype if any(values.dtype != dtype for values in self._given.values()) else None
-        self._given.clear()
-        self._fresh.cache_clear()
+        """Finishes the initialisation of the parameters, and initialises the buffers.
+
+        Drops the original values. Moves buffers to the device; casts them like `module.to(device,
+        dtype)` if some parameter changes its dtype. Buffers on the meta device get their values
+        from their module's own initialisation.
+        """
+        cast = dtype if any(values.dtype != dtype for values in self._original.values()) else None
+        self._original.clear()
+        self._initialised_unit.cache_clear()
         self.module.__dict__["_threed"] = True
         self.module.register_load_state_dict_pre_hook(refuse_loading)
         for name, owner in self.module.named_modules():
@@ -180,26 +205,27 @@ class Wrapped(PipelineLayer):
             if any(
                 buffer is not None and buffer.device.type == "meta" for buffer in buffers.values()
             ):
-                buffers = self._initialised(shallow(owner), 0, name)._buffers
+                buffers = self._materialise(without_children(owner), 0, name)._buffers
             for key, buffer in buffers.items():
                 to = (
                     cast
                     if buffer is not None
                     and buffer.is_floating_point()
-                    and not stays_wide(owner, key)
+                    and not keeps_dtype(owner, key)
                     else None
                 )
                 owner._buffers[key] = None if buffer is None else buffer.to(device, to)
 
     def _initialise(self, unit: str, seed: int) -> dict[str, Tensor]:
-        """A unit's parameters by their names in the whole module."""
-        fresh = self._initialised(copy.deepcopy(self._plans[unit]), seed, unit)
+        """Returns the initialised parameters of a unit, by name in the wrapped module."""
+        fresh = self._materialise(copy.deepcopy(self._meta_copies[unit]), seed, unit)
         found = fresh.named_parameters(prefix=unit, remove_duplicate=False)
         return {name: param.detach() for name, param in found}
 
-    def _initialised(self, plan: nn.Module, seed: int, name: str) -> nn.Module:
-        """Allocates and initialises a module on the meta device, alike on every rank for one name and seed."""
-        for module in plan.modules():
+    def _materialise(self, copied: nn.Module, seed: int, name: str) -> nn.Module:
+        """Allocates and initialises a module from the meta device; the values depend on name and
+        seed only."""
+        for module in copied.modules():
             for key, param in module._parameters.items():
                 if param is not None:
                     values = torch.full_like(param, torch.nan, device="cpu")
@@ -209,35 +235,35 @@ class Wrapped(PipelineLayer):
                     module._buffers[key] = torch.empty_like(buffer, device="cpu")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-            plan.apply(self._reset)
-        empty = [key for key, param in plan.named_parameters() if param.isnan().any()]
+            copied.apply(self._reset)
+        empty = [key for key, param in copied.named_parameters() if param.isnan().any()]
         if empty:
             raise ValueError(
-                f"{name}: the module's own initialisation leaves {', '.join(empty)} without values; give what has them"
+                f"{name}: the module's initialisation leaves {', '.join(empty)} without values; give their owners"
                 " a reset_parameters(), or build the model on the CPU"
             )
-        return plan
+        return copied
 
     def _reset(self, module: nn.Module) -> None:
         own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-        theirs = getattr(self.module, "_init_weights", None)
+        init_weights = getattr(self.module, "_init_weights", None)
         reset = getattr(module, "reset_parameters", None)
         if reset is not None:
             reset()
-        if theirs is not None:
-            theirs(module)
+        if init_weights is not None:
+            init_weights(module)
         elif own and reset is None:
             raise ValueError(
                 f"{type(module).__name__} is on the meta device and has no reset_parameters(): build the model on"
-                " the CPU, or give that module one"
+                " the CPU, or give that module this method"
             )
 
 
 def check(module: nn.Module) -> None:
-    """Raises ValueError naming what cannot be wrapped."""
+    """Raises ValueError if a module cannot be wrapped; names the parameter or submodule."""
     if "_threed" in module.__dict__:
         raise ValueError(
-            f"this {type(module).__name__} belongs to an engine already: build it anew for another one"
+            f"this {type(module).__name__} belongs to an engine already: build a new one for another engine"
         )
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     if shared := [name for name, param in params.items() if is_managed(param)]:
@@ -258,8 +284,8 @@ def check(module: nn.Module) -> None:
         if isinstance(part, torch.jit.ScriptModule)
     ]:
         raise ValueError(
-            f"{few(scripted)}: compiled by torch.jit, which reads parameters where no engine can gather them: pass the"
-            " module as it was before torch.jit.script or trace, and script it after training"
+            f"{few(scripted)}: compiled by torch.jit, which reads parameters without the engine's hooks: pass the"
+            " original module, from before torch.jit.script or trace, and script it after training"
         )
     check_dense((params | buffers).items())
     _check_one_dtype(params)
@@ -270,19 +296,19 @@ def _check_one_dtype(params: Mapping[str, nn.Parameter]) -> None:
     for param in params.values():
         counts[param.dtype] += param.numel()
     if len(counts) > 1:
-        most, _ = counts.most_common(1)[0]
-        others = [
-            f"{name} ({param.dtype})" for name, param in params.items() if param.dtype != most
+        majority, _ = counts.most_common(1)[0]
+        different = [
+            f"{name} ({param.dtype})" for name, param in params.items() if param.dtype != majority
         ]
         raise ValueError(
-            f"parameters have several dtypes: {few(others)}, all others {most}. All parameters of an engine have one"
-            f" dtype, and fp32 masters: convert the module with module.to({most}) (or module.float()), and compute in"
+            f"parameters have several dtypes: {few(different)}, all others {majority}. All parameters of an engine have one"
+            f" dtype, and fp32 masters: convert the module with module.to({majority}) (or module.float()), and compute in"
             " another precision by casts in the forward, such as F.linear(x.float(), self.weight.float())"
         )
 
 
 def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
-    """Returns the problems of a module with `data_ranks` data ranks, each with its fix."""
+    """Returns the problems of a module for `data_ranks` data ranks, each with a fix."""
     kinds, problems = (nn.Embedding, nn.EmbeddingBag), []
     renorm = [
         name
@@ -291,27 +317,29 @@ def find_problems(module: nn.Module, data_ranks: int) -> list[str]:
     ]
     if renorm and data_ranks > 1:
         problems.append(
-            f"{', '.join(renorm)}: an embedding with max_norm: each data rank would change the rows it sees only;"
+            f"{', '.join(renorm)}: an embedding with max_norm: each data rank would only change the rows in its own batch;"
             " normalise rows in the forward, or use one data rank"
         )
     return problems
 
 
-def stays_wide(owner: nn.Module, key: str) -> bool:
-    """Whether a buffer keeps its dtype: `transformers` computes rotary angles in fp32, and casts them itself."""
+def keeps_dtype(owner: nn.Module, key: str) -> bool:
+    """Returns whether a buffer is exempt from casts: `transformers` computes rotary angles in fp32,
+    and casts them itself."""
     return "inv_freq" in key and type(owner).__module__.startswith("transformers.")
 
 
 def refuse_loading(module: nn.Module, *_: Any) -> None:
-    """Raises RuntimeError if an engine has the module's values: `load_state_dict` would not set slices and masters."""
+    """Raises RuntimeError if the module belongs to an engine: `load_state_dict` would not set
+    shards and master weights."""
     if any(map(is_managed, module.parameters())):
         raise RuntimeError(
             "the engine has this module's weights: use Engine.load_full_state_dict, or Engine.load"
         )
 
 
-def is_meta(modules: Sequence[nn.Module]) -> bool:
-    """Whether some parameter of these modules has a shape but no values."""
+def has_meta_parameters(modules: Sequence[nn.Module]) -> bool:
+    """Returns whether some direct parameter of these modules is on the meta device."""
     return any(
         param.device.type == "meta"
         for module in modules
@@ -320,26 +348,27 @@ def is_meta(modules: Sequence[nn.Module]) -> bool:
 
 
 def meta_copy(unit: Unit) -> nn.Module:
-    """A unit to be initialised later."""
-    return copy.deepcopy(unit.module) if len(unit.members) > 1 else shallow(unit.module)
+    """Returns a copy of a unit on the meta device, for its initialisation."""
+    return copy.deepcopy(unit.module) if len(unit.members) > 1 else without_children(unit.module)
 
 
-def shallow(module: nn.Module) -> nn.Module:
-    """A copy of a module without its children."""
-    alone = copy.copy(module)
-    # an LSTM's weights
-    alone.__dict__.update({k: list(v) for k, v in module.__dict__.items() if isinstance(v, list)})
-    alone.__dict__["_modules"] = {}
-    alone.__dict__["_parameters"] = dict(module._parameters)
-    alone.__dict__["_buffers"] = dict(module._buffers)
-    return alone
+def without_children(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module without its children."""
+    copied = copy.copy(module)
+    # The list of weights of an LSTM, for example.
+    copied.__dict__.update({k: list(v) for k, v in module.__dict__.items() if isinstance(v, list)})
+    copied.__dict__["_modules"] = {}
+    copied.__dict__["_parameters"] = dict(module._parameters)
+    copied.__dict__["_buffers"] = dict(module._buffers)
+    return copied
 
 
 def find_units(root: nn.Module) -> Iterator[Unit]:
-    """The units of a module, in order of registration: blocks whole, other modules with what they own themselves.
+    """Yields the units of a module, in the order of registration.
 
-    Blocks are what the outermost containers hold. A container in a container is looked into, but for an `nn.Sequential`
-    in a list or a dict, which is a block.
+    A unit is a block with all its submodules, or another module with its direct parameters only.
+    Blocks are the members of the outermost containers. Containers in containers are searched for
+    blocks, except an `nn.Sequential` in a list or dict, which is a block.
     """
     inside: set[int] = set()
     for name, module in root.named_modules():

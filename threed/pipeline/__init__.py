@@ -1,1 +1,1 @@
-"""The pipeline: stages of layers, and an executor that walks a rank's plan."""
+"""Pipeline parallelism: stages of layers, and an executor that runs the plan of a rank."""

@@ -1,14 +1,16 @@
-"""Activation checkpointing: which layers are recomputed in the backward, and where their inputs are saved until then.
+"""Activation checkpointing: which layers are recomputed in the backward, and where their inputs are
+saved until then.
 
-    recomputed = build(config, units, live, slicing, topology)      # an argument of Stage
+    recomputed = build(config, units, live, slicing, topology, unlike)    # an argument of Stage
     saved = recomputed.store.save(x)                                # after a layer's forward
-    store.fetch(saved) · store.prefetch(saved)                      # a few layers ahead of its backward
+    store.fetch(saved) · store.prefetch(saved)                      # a few layers before its backward
     x = store.get(saved)       ...     store.release(saved)
 
-What is saved is the input itself; or a copy in a slot of an arena, in host memory beside a GPU, or on a drive. Where
-all tensor ranks have the same input (`replicated_inputs`), each may save its part, to be gathered again (ZeRO, arXiv
-1910.02054, section 6.1: P_a, P_a+cpu). `fetch` begins to read from the drive, `prefetch` begins to copy to the device
-and to gather; all tensor ranks run the same layers in the same order, so their gathers match.
+A saved input is the tensor itself, or a copy: in a slot of an arena, in host memory, or on a drive.
+If all tensor ranks have the same input (`replicated_inputs`), each may save its slice, and the
+slices are gathered before the backward (ZeRO, arXiv 1910.02054, section 6.1: P_a, P_a+cpu). `fetch`
+starts to read from the drive. `prefetch` starts to copy to the device and to gather. All tensor
+ranks run the same layers in the same order, so their gathers match.
 """
 
 from __future__ import annotations
@@ -37,23 +39,23 @@ from threed.topology import Axis, Topology
 
 META = torch.device("meta")
 FETCH_AHEAD = 2  # inputs being read from the drive
-GATHER_AHEAD = 1  # inputs being gathered, or copied to the device
-BUFFERS = 2 * FETCH_AHEAD + 2  # of the drive: read ahead, in use, written behind
-MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD  # tensors of one input: all of them are in use at once
+GATHER_AHEAD = 1  # inputs being copied to the device, or gathered
+BUFFERS = 2 * FETCH_AHEAD + 2  # of a drive: being read, in use, being written
+MOST_ON_DRIVE = BUFFERS - FETCH_AHEAD  # tensors of one input, which are all in use at once
 
 
 class StoragePool(Protocol):
-    """Reusable storages for inputs."""
+    """Reusable storages for saved inputs."""
 
     def take(self, numel: int, dtype: torch.dtype) -> Storage:
         """Returns a storage for `numel` values."""
 
     def give(self, storage: Storage) -> None:
-        """Takes a storage back."""
+        """Returns a storage to the pool."""
 
 
 class InArena:
-    """Storages in the slots of an arena."""
+    """A pool of storages in the slots of an arena."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -67,7 +69,8 @@ class InArena:
 
 
 class OnDrives:
-    """Storages in a swap file, each as large as the drive's buffers, so that any input fits into any of them."""
+    """A pool of storages in a swap file. Each is as large as a buffer of the drive, so any input
+    fits into any storage."""
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -88,8 +91,11 @@ class OnDrives:
             self._release(storage)
 
     def _large_enough(self, nbytes: int) -> Drive:
-        """Returns the drive, or a new one if its buffers are too small. New buffers are larger by half at least: old
-        regions cannot be reused, but together they are not larger than two new regions for each input."""
+        """Returns the drive, or a new drive if its buffers are too small.
+
+        New buffers are at least 1.5 times as large. Old regions cannot be reused, but together they
+        take no more space than two new regions per input.
+        """
         old = 0 if self._drive is None else self._drive.nbytes
         if self._drive is None or nbytes > old:
             self._drive = Drive(
@@ -102,14 +108,24 @@ class OnDrives:
 
     def _release(self, storage: OnDrive) -> None:
         if storage.writing is not None:
-            storage.writing.wait()  # before the next owner of the region writes
+            storage.writing.wait()  # the next owner of the region may write only afterwards
         self.disk.release(storage.offset, storage.drive.nbytes)
 
 
 @dataclass(eq=False)
 class SavedInput:
-    """A layer's saved input. axis: the ranks over which it is sliced, if it is. value: on the device, in full or this
-    rank's slice. sample: some elements of a sliced one. arrived: its copy from the host ended."""
+    """One saved input tensor of a layer.
+
+    Attributes:
+        shape: shape of the input.
+        axis: the ranks over which the input is sliced; None if it is saved in full.
+        sample: some elements of a sliced input, to check the gathered one.
+        storage: storage of the copy, if it is a copy.
+        value: the input or this rank's slice, on the device.
+        arrived: event after the copy from host memory to the device.
+        staged: buffer that the storage is read into.
+        gathering: the all-gather in flight.
+    """
 
     shape: torch.Size
     axis: Axis | None = None
@@ -122,9 +138,15 @@ class SavedInput:
 
 
 class ActivationStore:
-    """Saves inputs. axis: they are sliced over it, unless None. storages: for copies; None saves the inputs themselves.
-    device: where layers run. away: storages are not on the device, and copies use a stream of their own. replicated:
-    finds the inputs that can be sliced; None: all can."""
+    """Saves inputs of layers until their backward.
+
+    Args:
+        axis: ranks over which inputs are sliced, or None.
+        storages: pool for copies; None saves the inputs themselves.
+        device: device of the layers.
+        away: whether the storages are on another device. Copies then use a separate stream.
+        replicated: finds the inputs that can be sliced; None if all can.
+    """
 
     def __init__(
         self, axis: Axis | None, storages: StoragePool | None, device: torch.device, away: bool = False,
@@ -134,10 +156,14 @@ class ActivationStore:
         self._stream = (
             copy_stream(device, "activations") if away and is_accelerator(device) else None
         )
-        self._leaving: deque[tuple[torch.Event, StagedBuffer, Tensor]] = deque()
+        self._outgoing: deque[tuple[torch.Event, StagedBuffer, Tensor]] = deque()
 
     def save_all(self, unit: int, given: Sequence[Tensor]) -> tuple[SavedInput, ...]:
-        """Saves the tensors of the input of layer `unit`."""
+        """Saves the input tensors of layer `unit`.
+
+        Raises:
+            ValueError: if there are more tensors than drive buffers.
+        """
         if len(given) > MOST_ON_DRIVE and isinstance(self.storages, OnDrives):
             raise ValueError(
                 f"--recompute.offload nvme saves at most {MOST_ON_DRIVE} tensors of a layer's input, not {len(given)}:"
@@ -146,14 +172,20 @@ class ActivationStore:
         return tuple(self.save(x, (unit, number)) for number, x in enumerate(given))
 
     def save(self, x: Tensor, place: tuple[int, int] = (0, 0)) -> SavedInput:
-        """Saves x [any shape], the input at a place; the caller may drop it as soon as this returns."""
+        """Saves a tensor of any shape; the caller may drop it as soon as this returns.
+
+        Args:
+            place: (layer, number of the tensor in the layer's input).
+        """
         saved, part, numel = SavedInput(x.shape), x.detach(), x.numel()
-        if self.axis is not None and (self.replicated is None or self.replicated.are(place, x)):
+        if self.axis is not None and (
+            self.replicated is None or self.replicated.is_replicated(place, x)
+        ):
             saved.axis = self.axis
             saved.sample = None if self.replicated is None else self.replicated.sample(x)
             numel = -(-numel // self.axis.size)
             first = self.axis.index * numel
-            part = part.reshape(-1)[first : first + numel]  # the last ranks' may be short
+            part = part.reshape(-1)[first : first + numel]  # may be shorter on the last ranks
         if self.storages is None:
             saved.value = self._own(part, numel, saved.axis is not None)
             return saved
@@ -178,27 +210,31 @@ class ActivationStore:
             return
         with beside(self._stream):
             target.copy_(part, non_blocking=True)
-            self._leaving.append((self._stream.record_event(), staged, part))
+            self._outgoing.append((self._stream.record_event(), staged, part))
         self._store_left(at_most=1)
 
     def _store_left(self, at_most: int) -> None:
-        """Stores the copies that have ended, and lets the device reuse their memory; waits for all but the last
-        `at_most`: on the device's stream, and on the host if it has to write them to a drive."""
-        while self._leaving and (len(self._leaving) > at_most or self._leaving[0][0].query()):
-            event, staged, _ = self._leaving.popleft()
+        """Stores the finished copies, and lets the device reuse the memory of their sources.
+
+        Waits for all but the last `at_most` copies: on the device's stream, and on the host only
+        before a write to a drive.
+        """
+        while self._outgoing and (len(self._outgoing) > at_most or self._outgoing[0][0].query()):
+            event, staged, _ = self._outgoing.popleft()
             current_stream(self.device).wait_event(event)
             if not isinstance(staged, InMemory):
                 event.synchronize()
             staged.store()
 
     def fetch(self, saved: SavedInput) -> None:
-        """Begins to read a saved input, if it is on a drive."""
+        """Starts to read a saved input from its drive, if it is on one."""
         if saved.storage is not None and saved.staged is None and saved.value is None:
             self._store_left(at_most=0)
             saved.staged = saved.storage.fetch()
 
     def prefetch(self, saved: SavedInput) -> None:
-        """Begins to copy a saved input to the device, and to gather its parts."""
+        """Starts to copy a saved input to the device, and to gather its slices. Collective if it is
+        sliced."""
         self.fetch(saved)
         with nullcontext() if self._stream is None else beside(self._stream):
             if saved.value is None:
@@ -209,32 +245,37 @@ class ActivationStore:
                 saved.gathering = collectives.start_all_gather(saved.value, saved.axis)
 
     def get(self, saved: SavedInput, own: bool = False) -> Tensor:
-        """Returns the input; until `release` it may be a view of the storage, unless it is to be the caller's own."""
+        """Returns a saved input in full. Collective if it is sliced.
+
+        Args:
+            own: whether the result must stay valid after `release`; otherwise it may be a view of
+                the storage.
+        """
         self.prefetch(saved)
         assert saved.value is not None
-        whole = saved.value
+        full = saved.value
         if saved.arrived is not None:
             current_stream(self.device).wait_event(saved.arrived)
         if saved.gathering is not None:
-            whole = saved.gathering.wait()[: saved.shape.numel()]
+            full = saved.gathering.wait()[: saved.shape.numel()]
             if self.replicated is not None and saved.sample is not None:
-                self.replicated.check(saved.sample, whole)
+                self.replicated.check(saved.sample, full)
             self.release(saved)
         elif own and saved.storage is not None and saved.arrived is None:
-            whole = whole.clone()
+            full = full.clone()
         return (
-            whole[: saved.shape.numel()].view(saved.shape)
+            full[: saved.shape.numel()].view(saved.shape)
             if saved.axis is not None or saved.storage
-            else whole
+            else full
         )
 
     def release(self, saved: SavedInput) -> None:
-        """Frees a saved input; harmless when called again."""
+        """Frees a saved input. May be called repeatedly."""
         if saved.gathering is not None:
             saved.gathering.wait()
         if saved.staged is not None:
             if self._stream is not None and not isinstance(saved.storage, InMemory):
-                self._stream.synchronize()  # else the drive could fill the buffer while it is being read
+                self._stream.synchronize()  # before the drive reuses the buffer, which the stream reads
             saved.staged.drop()
         if saved.storage is not None and self.storages is not None:
             self._store_left(at_most=0)
@@ -246,7 +287,8 @@ class ActivationStore:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The units of a stage that are recomputed: in full from inputs in `store`, or the operations of `selective`."""
+    """The recomputed units of a stage: in full from inputs in `store`, or the operations of
+    `selective` only."""
 
     units: frozenset[int] = frozenset()
     store: ActivationStore | None = None
@@ -254,25 +296,32 @@ class Recomputed:
 
 
 def choose(layers: Sequence[nn.Module], every: int) -> list[int]:
-    """Returns the numbers of the layers to recompute: every n-th of those that may be (`recomputable` is not False).
+    """Returns the numbers of the layers to recompute: every n-th layer whose `recomputable` is not
+    False.
 
-    It counts over the whole model, so that the choice does not depend on how the model is cut into stages.
+    Layers are counted over the full model, so that the choice does not depend on the pipeline
+    stages.
     """
     return [n for n, layer in enumerate(layers) if contract(layer).recomputable][::every]
 
 
 def recomputed_layers(config: Config, layers: Sequence[nn.Module]) -> list[int]:
-    """Returns the numbers of the layers of which something is computed again."""
+    """Returns the numbers of the layers that are recomputed in full or in part."""
     return [] if config.recompute.mode == "none" else choose(layers, config.recompute.every)
 
 
 def whole_again(config: Config, layers: Sequence[nn.Module]) -> list[int]:
-    """Returns the numbers of the layers that are computed again as a whole."""
+    """Returns the numbers of the layers that are recomputed in full."""
     return recomputed_layers(config, layers) if config.recompute.mode == "full" else []
 
 
 def with_recompute(costs: Sequence[float], again: Sequence[int]) -> Sequence[float]:
-    """Returns FLOPs of layers, forward and backward; those in `again` run their forward, a third of it, twice."""
+    """Returns the FLOPs of layers, forward and backward, with recomputation.
+
+    Args:
+        costs: FLOPs per layer without recomputation, of which the forward is a third.
+        again: numbers of the layers that are recomputed in full.
+    """
     return [cost + cost / 3 if number in again else cost for number, cost in enumerate(costs)]
 
 
@@ -284,10 +333,15 @@ def build(
     topology: Topology,
     unlike: Flag,
 ) -> Recomputed:
-    """Returns what a rank's stages recompute.
+    """Returns the recomputation of a rank's stages.
 
-    units: by number, those that are recomputed in full or in part. live: the largest number of micro-batches whose
-    inputs are saved at once. unlike: the flag for inputs that were sliced although they differ per tensor rank.
+    Args:
+        config: the configuration.
+        units: the layers that are recomputed in full or in part, by number.
+        live: largest number of micro-batches with saved inputs at the same time.
+        slicing: the model's slicing.
+        topology: the topology.
+        unlike: flag for inputs that were sliced although they differ between tensor ranks.
     """
     r = config.recompute
     if r.mode == "none" or not units:
@@ -306,7 +360,15 @@ def build(
 def on_paper(
     config: Config, numbers: Sequence[int], slicing: Slicing, device: torch.device = META
 ) -> Recomputed:
-    """Returns the same for layers that are only traced, or timed on a device: inputs are not copied anywhere."""
+    """Returns the recomputation of layers that are traced or timed one by one. Inputs are not
+    copied.
+
+    Args:
+        config: the configuration.
+        numbers: numbers of the recomputed layers.
+        slicing: the model's slicing.
+        device: device of the layers.
+    """
     r = config.recompute
     if r.mode == "none" or not numbers:
         return Recomputed()
@@ -318,7 +380,8 @@ def on_paper(
 
 
 def sliced_over(config: Config, slicing: Slicing) -> Axis | None:
-    """Returns the tensor ranks over which saved inputs are sliced; None if they are not."""
+    """Returns the tensor ranks over which saved inputs are sliced, or None if they are saved in
+    full."""
     return (
         slicing.tp
         if config.recompute.partition and slicing.tp.size > 1 and not slicing.sequence_parallel
@@ -327,7 +390,8 @@ def sliced_over(config: Config, slicing: Slicing) -> Axis | None:
 
 
 def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | None:
-    """Returns where copies of inputs are stored; None saves the inputs themselves (also offload to CPU on one)."""
+    """Returns the pool for copies of inputs; None to save the inputs themselves, as for
+    `--recompute.offload cpu` on a CPU."""
     r, on_gpu = config.recompute, is_accelerator(topology.device)
     if r.offload == "nvme":
         return OnDrives(Disk(str(config.zero.nvme_path), f"activations-rank{topology.rank}"))
@@ -339,9 +403,10 @@ def _storages(config: Config, topology: Topology, inputs: int) -> StoragePool | 
 
 
 def enable(module: nn.Module, config: Config) -> None:
-    """Enables recompute in a module that is not built from `threed.layers`: its own checkpointing, if it has one.
+    """Enables recomputation in a module that is not built from `threed.layers`, if it supports it.
 
-    Raises ConfigError for what such a module cannot do.
+    Raises:
+        ConfigError: if the module does not support the configured recomputation.
     """
     r, kind = config.recompute, type(module).__name__
     if r.mode == "none":
@@ -350,13 +415,11 @@ def enable(module: nn.Module, config: Config) -> None:
     named = (
         getattr(module, f"{what}_checkpointing_enable", None) for what in ("activation", "gradient")
     )
-    # the second is the older name
+    # `gradient_checkpointing_enable` is the older name.
     found = next((method for method in named if method is not None), None)
     if r.mode == "selective":
         raise ConfigError(
-            [
-                f"--recompute.mode selective: {kind} has no operations known by name; use full, or {fix}"
-            ]
+            [f"--recompute.mode selective: {kind} has no named operations; use full, or {fix}"]
         )
     more = [
         ("every", r.every != 1),

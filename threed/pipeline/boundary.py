@@ -1,8 +1,10 @@
-"""What one layer hands to the next, within a stage or between two: a tensor, or a tuple or dict of tensors.
+"""Values that layers pass to each other, within a stage or between stages: a tensor, or a tuple or
+dict of tensors.
 
-parts = tensors(value)          its tensors, in order
-like(value, parts)              other tensors in the same arrangement
-form = Form.of(value)           what a stage must know before it can receive such a value
+parts = tensors(value)          the tensors of a value, in order
+like(value, parts)              other tensors in the same structure
+form = Form.of(value)           the structure, shapes and dtypes, which a stage needs to receive
+such a value
 """
 
 from __future__ import annotations
@@ -17,11 +19,16 @@ from torch import Tensor
 
 from threed.layers.slicing import MicroBatch
 
-Keys = int | tuple[str, ...] | None  # of a tuple, of a dict, of a tensor
+# Length of a tuple, names of a dict, None for a tensor.
+Keys = int | tuple[str, ...] | None
 
 
 def tensors(value: Any) -> tuple[Any, ...]:
-    """The tensors of a value; TypeError for what cannot be handed on. No value has none."""
+    """Returns the tensors of a value; an empty tuple for None.
+
+    Raises:
+        TypeError: if the value is not a tensor, or a tuple or dict (with string keys) of tensors.
+    """
     if isinstance(value, Tensor):
         return (value,)
     if value is None:
@@ -38,19 +45,19 @@ def tensors(value: Any) -> tuple[Any, ...]:
     ):
         return parts
     raise TypeError(
-        f"{_what(value)} where a layer must return a tensor, or a tuple or dict (of names) of tensors"
+        f"{_describe(value)} where a layer must return a tensor, or a tuple or dict (of names) of tensors"
     )
 
 
 def like(value: Any, parts: Sequence[Any]) -> Any:
-    """These parts (or None in place of some) arranged as the tensors of `value` are."""
+    """Returns `parts` in the structure of `value`. Parts may be tensors or None."""
     if value is None or isinstance(value, Tensor):
         return parts[0] if parts else None
     return dict(zip(value, parts, strict=True)) if isinstance(value, dict) else tuple(parts)
 
 
 def gradients_of(gradient: Any, count: int) -> tuple[Tensor | None, ...]:
-    """The gradients of `count` tensors, out of their arrangement; no gradient at all is one of none of them."""
+    """Returns the gradients of `count` tensors as a flat tuple; all None if `gradient` is `None`."""
     if gradient is None:
         return (None,) * count
     if isinstance(gradient, Tensor):
@@ -62,16 +69,16 @@ def _keys(value: Any) -> tuple[Any, ...] | None:
     return tuple(value) if isinstance(value, dict) else None
 
 
-def _what(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, dict | tuple | list):
         parts = value.values() if isinstance(value, dict) else value
-        return f"a {type(value).__name__} of {', '.join(type(part).__name__ for part in parts) or 'nothing'}"
+        return f"a {type(value).__name__} of {', '.join(type(part).__name__ for part in parts) or 'no tensors'}"
     return f"{type(value).__name__}"
 
 
 @dataclass(frozen=True)
 class Form:
-    """Arrangement, shapes and dtypes of a value, and which of its tensors get a gradient."""
+    """Structure, shapes and dtypes of a value, and which of its tensors require a gradient."""
 
     keys: Keys
     shapes: tuple[tuple[int, ...], ...]
@@ -80,7 +87,7 @@ class Form:
 
     @classmethod
     def of(cls, value: Any) -> Form:
-        """The form of a value."""
+        """Returns the form of a value."""
         parts = tensors(value)
         keys = (
             None
@@ -95,14 +102,14 @@ class Form:
         )  # fmt: skip
 
     def to_bytes(self) -> Tensor:
-        """As it travels: uint8 [n]."""
+        """Returns the form as a message, uint8 [n]."""
         names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         text = json.dumps([self.keys, self.shapes, names, self.grads])
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     @classmethod
     def from_bytes(cls, data: Tensor) -> Form:
-        """The inverse of `to_bytes`."""
+        """Returns the form from a message of `to_bytes`."""
         keys, shapes, names, grads = json.loads(data.cpu().numpy().tobytes())
         dtypes = tuple(getattr(torch, name) for name in names)
         return cls(
@@ -110,12 +117,12 @@ class Form:
         )  # fmt: skip
 
     def empty(self, device: torch.device, gradients: bool = False) -> list[Tensor]:
-        """Tensors to receive such a value into, or the gradients of one."""
+        """Returns uninitialized tensors to receive a value into, or its gradients."""
         wanted = [n for n, grad in enumerate(self.grads) if grad or not gradients]
         return [torch.empty(self.shapes[n], dtype=self.dtypes[n], device=device) for n in wanted]
 
     def value(self, parts: Sequence[Tensor]) -> Any:
-        """A value of received tensors, ready for a graph of its own."""
+        """Returns a value of received tensors, as leaves of a new graph."""
         leaves = [part.requires_grad_(grad) for part, grad in zip(parts, self.grads, strict=True)]
         if self.keys is None:
             return leaves[0]
@@ -126,20 +133,26 @@ class Form:
         )
 
     def gradients(self, parts: Sequence[Tensor]) -> Any:
-        """The gradients of such a value, arranged as it is; None where a tensor gets none, but (None,) for a sole one:
-        None alone is what a loss is given."""
-        coming = iter(parts)
-        whole = [next(coming) if grad else None for grad in self.grads]
+        """Returns received gradients in the structure of the value.
+
+        A tensor without a gradient gets None. For a value that is a single tensor without a
+        gradient this is (None,), because None stands for the gradient of a loss.
+        """
+        received = iter(parts)
+        grads = [next(received) if grad else None for grad in self.grads]
         if self.keys is None:
-            return whole[0] if self.grads[0] else (None,)
+            return grads[0] if self.grads[0] else (None,)
         return (
-            dict(zip(self.keys, whole, strict=True))
+            dict(zip(self.keys, grads, strict=True))
             if isinstance(self.keys, tuple)
-            else tuple(whole)
+            else tuple(grads)
         )
 
     def gradients_to_send(self, gradient: Any, device: torch.device) -> list[Tensor]:
-        """The tensors that `gradients` is given at the other end: zeros for what had no part in the loss."""
+        """Returns the gradients to send to the other stage, which passes them to `gradients`.
+
+        Tensors that did not contribute to the loss get zeros.
+        """
         given = gradients_of(gradient, len(self.shapes))
         return [
             torch.zeros(self.shapes[n], dtype=self.dtypes[n], device=device)
@@ -158,7 +171,8 @@ class Form:
 
 
 def signature(micro: MicroBatch) -> tuple[Any, ...]:
-    """What the shapes of activations depend on: shapes and dtypes of all tensors of a micro-batch, and the mode."""
+    """Returns a key for everything that determines the shapes of activations: the shapes and dtypes
+    of all tensors of a micro-batch, and whether it is for training."""
     given = {"tokens": micro.tokens, "labels": micro.labels, **(micro.inputs or {})}
     shapes = ((name, tuple(t.shape), t.dtype) for name, t in given.items() if isinstance(t, Tensor))
     return (micro.training, *sorted(shapes, key=lambda one: one[0]))

@@ -1,4 +1,4 @@
-"""Layers through torch.compile: `--run.compile`."""
+"""Compiles layers with torch.compile, for `--run.compile`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,29 @@ from threed.layers.contract import contract
 
 
 def compile_layers(layers: Iterable[nn.Module], model: Iterable[nn.Module], run: RunConfig) -> None:
-    """Has this rank's layers compiled when they first run, each by itself and whole: those with `compilable = True`.
+    """Marks this rank's layers with `compilable = True` for compilation: each layer as one graph,
+    at its first run.
 
-    model: all layers of it. Does nothing without `run.compile`; ConfigError where nothing can be compiled.
+    Without `run.compile` this has no effect.
+
+    Args:
+        layers: the layers of this rank.
+        model: all layers of the model.
+        run: the run's configuration.
+
+    Raises:
+        ConfigError: if no layer of the model is compilable, or torch lacks the required API.
     """
     if not run.compile:
         return
     if not any(contract(layer).compilable for layer in model):
         fix = "give them the attribute `compilable = True`, or leave it out (docs/own_models.md)"
-        raise ConfigError(
-            [f"--run.compile: no layer of this model says that torch.compile can read it; {fix}"]
-        )
+        raise ConfigError([f"--run.compile: no layer of this model is marked as compilable; {fix}"])
     try:
-        from threed.layers.compiled import compile_layer  # stands on a part of torch that is young
+        from threed.layers.compiled import compile_layer  # uses a new part of torch's API
     except ImportError as error:
         raise ConfigError(
-            [f"--run.compile needs torch 2.13, or a later one that is like it: {error}"]
+            [f"--run.compile needs torch 2.13, or a later version with the same API: {error}"]
         ) from None
     for layer in layers:
         if contract(layer).compilable:

@@ -1,18 +1,25 @@
-"""Runs one rank's plan through a table of handlers, one for each kind of action; it knows no schedule by name.
+"""Runs one pipeline rank's plan: a loop over its actions, and a table with a handler per kind of
+action.
 
     executor = Executor(stages, transport, rank)
-    outputs  = executor.run(plan, micro_batches)
+    losses   = executor.run(plan, micro_batches)
 
-A backward is whole (B), or split: I computes the input's gradient, and sets aside what W computes the weights' from.
-Where VALIDATE finds that the update before the plan was wrong, `run` raises Outdated: it has to begin again.
+The executor contains no schedule: training, evaluation and sampling are all plans.
 
-An asynchronous plan leaves micro-batches open, with messages on their way; the plan after it goes on with them.
+A backward is either full (B) or split. In a split backward, I computes the input gradient and sets
+aside the operands of the weight gradients; W computes the weight gradients from them later. If
+VALIDATE finds that the previous weight update was wrong, `run` raises Outdated, and the caller runs
+the plan again.
 
-Receives are posted where the plan has them, when the other side sends, and waited for at first use. Sends are waited
-for two messages later, or at the end. Training, evaluation and sampling are all plans.
+An asynchronous plan may end before the backwards of its last micro-batches, and with messages in
+flight. The next plan continues with them.
 
-Stages exchange tensors of any shape, dtype and number. The first message for micro-batches of a shape is preceded by
-its form, which both sides store: later messages are tensors only.
+Receives are posted at their position in the plan, and waited for when their tensors are first used.
+A send is waited for after two further messages, or at the end of the plan.
+
+Stages exchange tensors of any shape, dtype and number. The first message for micro-batches of a
+given shape is preceded by the form of the value (`threed.pipeline.boundary.Form`). Both sides store
+the form, so later messages contain tensors only.
 """
 
 from __future__ import annotations
@@ -40,18 +47,22 @@ Span = tuple[Action, float, float]
 
 
 class Outdated(Exception):
-    """A plan found at VALIDATE that its forwards ran with wrong weights. They are right now: run the plan again."""
+    """Raised at VALIDATE if the plan's forwards ran with wrong weights. The weights are correct
+    now: run the plan again."""
 
 
 def with_next_pass(actions: Sequence[Action]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
-    """Returns every action with the next compute action after it, in its parts: none where that is a W, which reads no
-    weights, or where there is none."""
+    """Returns every action with the parts of the next compute action after it.
+
+    The parts are empty if no compute action follows, or if the next one is a W, which reads no
+    weights.
+    """
     following: list[tuple[Action, ...]] = []
-    then: tuple[Action, ...] = ()
+    next_parts: tuple[Action, ...] = ()
     for action in reversed(actions):
-        following.append(then)
+        following.append(next_parts)
         if action.kind in COMPUTE:
-            then = () if action.kind is Kind.W else action.parts
+            next_parts = () if action.kind is Kind.W else action.parts
     return zip(actions, reversed(following), strict=True)
 
 
@@ -64,47 +75,69 @@ def _message(action: Action) -> tuple[Kind, int, int]:
 
 
 class WeightGradients(Protocol):
-    """Sets aside what weights' gradients are computed from, and computes them later (`threed.zero.counting.Deferral`)."""
+    """Defers the computation of weight gradients (`threed.zero.counting.Deferral`)."""
 
     def defer(self) -> AbstractContextManager[list[Any]]:
-        """In the block, sets it aside in the list."""
+        """Collects the operands of weight gradients in the yielded list, inside the block."""
 
     def add_deferred(self, waiting: list[Any]) -> None:
-        """Computes and adds the gradients."""
+        """Computes the weight gradients from collected operands and adds them."""
 
 
 class Updates(Protocol):
-    """What updates the weights while an asynchronous plan runs (`threed.zero.asynchronous`)."""
+    """Updates the weights while an asynchronous plan runs (`threed.zero.asynchronous`)."""
 
     def use(self, before: bool) -> None:
-        """Shows the layers the weights that the next pass runs with; before: it is of the step before."""
+        """Makes the layers use the weights for the next forward or backward.
+
+        Args:
+            before: whether it belongs to the previous step.
+        """
 
     def start_update(self) -> None:
-        """Begins the sum over all ranks that the update depends on."""
+        """Starts the all-reduce over all ranks that the update depends on."""
 
     def end_update(self) -> None:
-        """Waits for it, and updates."""
+        """Waits for the all-reduce and updates the weights."""
 
 
 class Observer(Protocol):
-    """Sees what a rank computes while its plans run (`threed.reliability.recheck`)."""
+    """Receives the results of a rank while its plans run (`threed.reliability.recheck`)."""
 
     def sent(self, activations: Sequence[Tensor]) -> None:
         """Called before activations are sent to the next stage."""
 
     def ended(self, micros: Sequence[MicroBatch], losses: Sequence[Tensor]) -> None:
-        """Called at the end of a plan; losses by micro-batch, on the last stage."""
+        """Called at the end of a plan.
+
+        Args:
+            losses: losses in the order of micro-batches; empty except on the last stage.
+        """
 
 
 class Executor:
     """Runs plans over the stages (chunks) of one pipeline rank.
 
-    on_backward(chunk) is called after each backward, of a split one after its W; on_reduce(chunk) where the plan has
-    the reduction of a chunk's gradients; on_validate() says at VALIDATE whether the weights are right, and if not, it
-    has corrected them. updates: those of asynchronous plans. weight_gradients: what split backwards need. overlap: the
-    streams of pairs; by default their parts run one after the other. varying: forms depend on more than the shapes of a
-    micro-batch, and precede every message. After `record()`, `spans` are (action, start, end) of every action, in
-    seconds of `time.perf_counter`.
+    Args:
+        stages: the rank's stages, by chunk.
+        transport: sends and receives the messages of the plan.
+        rank: pipeline rank.
+        on_reduce: `on_reduce(chunk)` is called at a REDUCE action, to reduce the chunk's gradients.
+        on_backward: `on_backward(chunk)` is called after each backward; of a split backward, after
+            its W.
+        weight_gradients: defers weight gradients; required for plans with split backwards.
+        overlap: streams for the forward and the backward of a pair (FB). By default they run one
+            after the other.
+        device: device of the received tensors.
+        varying: whether the shapes of activations depend on more than the shapes of a micro-batch.
+            If so, every message is preceded by its form.
+        on_validate: called at VALIDATE; returns whether the previous weight update was correct. If
+            it returns False, it has corrected the weights.
+        updates: updates the weights; required for asynchronous plans.
+
+    Attributes:
+        spans: (action, start, end) of every action since `record()`, in seconds of
+            `time.perf_counter`.
     """
 
     def __init__(
@@ -125,9 +158,9 @@ class Executor:
         self._forms: dict[tuple[Any, ...], Form] = {}
         self._plan = Plan("none", 1, 0, 1, ((),))
         self._signatures: list[tuple[Any, ...]] = []
-        self._arriving: dict[tuple[Kind, int, int], list[Pending] | list[Tensor]] = {}
+        self._incoming: dict[tuple[Kind, int, int], list[Pending] | list[Tensor]] = {}
         self._sent: deque[list[Pending]] = deque()
-        self._clock: Clock | None = None  # while spans are recorded
+        self._clock: Clock | None = None  # None unless spans are recorded
         self._observer: Observer | None = None
         self._marks: list[tuple[Action, Moment, Moment]] = []
         self._handlers: dict[Kind, Callable[[Action], None]] = {
@@ -151,14 +184,14 @@ class Executor:
             }
 
     def record(self, on: bool = True) -> list[Span]:
-        """Starts or stops recording spans; returns those recorded so far."""
+        """Starts or stops recording spans; returns the spans recorded so far."""
         spans = self.spans
         self._clock, self._marks = Clock(self.device) if on else None, []
         return spans
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Calls `observer` for the plans that run inside the block."""
+        """Passes the results of plans that run inside the block to `observer`."""
         self._observer = observer
         try:
             yield
@@ -167,7 +200,7 @@ class Executor:
 
     @property
     def spans(self) -> list[Span]:
-        """What was recorded, when it is over."""
+        """The recorded spans. Waits until the device has finished the recorded actions."""
         seconds = self._clock.seconds if self._clock else None
         return (
             [(action, seconds(began), seconds(end)) for action, began, end in self._marks]
@@ -176,26 +209,35 @@ class Executor:
         )
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        """Runs this rank's part of a lowered plan; returns the losses, by micro-batch, on the last stage. Raises
-        Outdated, on all ranks, where it has to begin again; ValueError for a plan that goes on where none has left off.
+        """Runs this rank's part of a lowered plan. Collective over the pipeline.
+
+        Returns:
+            The losses in the order of micro-batches, on the last stage; an empty list on other
+            stages.
+
+        Raises:
+            Outdated: on all ranks, if VALIDATE found that the plan has to run again.
+            ValueError: if the plan continues micro-batches that the previous plan did not leave
+                open.
         """
-        self._take_over(plan, micros)
+        self._continue_plan(plan, micros)
         self._plan, self._micros = plan, micros
-        self._then: tuple[Action, ...] = ()
+        self._next_parts: tuple[Action, ...] = ()
         self.overlap.reset()
-        self._leaving: dict[tuple[Kind, int, int], list[Tensor]] = {}
-        self._waiting: dict[tuple[int, int], list[Any]] = {}  # of split backwards, for their W
+        self._outgoing: dict[tuple[Kind, int, int], list[Tensor]] = {}
+        # Operands of weight gradients, from an I to its W.
+        self._deferred: dict[tuple[int, int], list[Any]] = {}
         self._outputs: dict[int, Tensor] = {}
         self._posted: set[tuple[Kind, int, int]] = set()
         actions = plan.ranks[self.rank]
-        for number, (action, then) in enumerate(with_next_pass(actions)):
-            self._then = then
+        for number, (action, next_parts) in enumerate(with_next_pass(actions)):
+            self._next_parts = next_parts
             if action.kind in COMPUTE and self.transport.posts_ahead:
                 self._post_ahead(actions, number + 1)
-            self._begin()
+            self._mark_start()
             self._handlers[action.kind](action)
             if self._clock is not None:
-                self._marks.append((action, self._began, self._clock.now()))
+                self._marks.append((action, self._started, self._clock.now()))
         while self._sent and not plan.left:
             self._wait_for_oldest_send()
         return self._end(micros, [self._outputs[m] for m in sorted(self._outputs)])
@@ -205,9 +247,12 @@ class Executor:
             self._observer.ended(micros, losses)
         return losses
 
-    def _take_over(self, plan: Plan, micros: Sequence[MicroBatch]) -> None:
-        """Goes on with the micro-batches that the last plan has left, of which the last is number -1 now; drops what is
-        there where the plan begins anew."""
+    def _continue_plan(self, plan: Plan, micros: Sequence[MicroBatch]) -> None:
+        """Takes over the open micro-batches of the previous plan, renumbered so that its last one
+        is -1.
+
+        If the plan continues no earlier plan, drops all remaining state instead.
+        """
         if plan.begun and plan.begun != self._plan.left:
             raise ValueError(
                 f"plan {plan.name}: rank {self.rank}: the plan before did not leave {plan.begun} open"
@@ -220,132 +265,140 @@ class Executor:
         self._forms_before = self._forms
         if self.varying:
             self._forms = {}
-        arriving = self._arriving.items() if ended is not None else ()
-        self._arriving = {
-            (kind, m - (ended or 0), chunk): parts for (kind, m, chunk), parts in arriving
+        incoming = self._incoming.items() if ended is not None else ()
+        self._incoming = {
+            (kind, m - (ended or 0), chunk): parts for (kind, m, chunk), parts in incoming
         }
         if ended is None:
             self._sent.clear()
 
     def _forward(self, action: Action) -> None:
-        parts, m = self._take(Kind.RECV_F, action), self._micros[action.microbatch]
+        parts, m = self._take_incoming(Kind.RECV_F, action), self._micros[action.microbatch]
         x = None if parts is None else self._form("in", action).value(parts)
-        keep = self._turns(action, Kind.B, Kind.I)
+        keep = self._next_is(action, Kind.B, Kind.I)
         self._use_weights(action)
         y = self.stages[action.chunk].forward(action.microbatch, x, m, keep)
         if self._plan.consumer(self.rank, action) is None:
             self._outputs[action.microbatch] = y.detach()
         else:
-            self._give(Kind.SEND_F, Kind.RECV_F, action, y)
+            self._store_result(Kind.SEND_F, Kind.RECV_F, action, y)
 
     def _pair(self, action: Action) -> None:
-        """Runs a forward and a backward of another micro-batch: together, on a device that has streams."""
+        """Runs a forward and the backward of another micro-batch; overlapped, if the device has
+        streams."""
         forward, backward = action.parts
         self._wait_for(Kind.RECV_F, forward)
         self._wait_for(Kind.RECV_B, backward)
-        # memory must stay while another stream reads it
-        given = [list(parts) for parts in self._arriving.values()]
-        then, self._then = self._then, (backward,)
+        # Keeps the received tensors allocated until the other stream has read them.
+        received = [list(parts) for parts in self._incoming.values()]
+        next_parts, self._next_parts = self._next_parts, (backward,)
         with self.overlap.pair():
-            with self.overlap.forward(_key(forward), beside=_key(backward)):
+            with self.overlap.forward(_key(forward), paired_with=_key(backward)):
                 self._forward(forward)
-            self._then = then
-            waiting = self._run_backward(backward)
-        del given
-        self._end_backward(backward, waiting)
+            self._next_parts = next_parts
+            deferred = self._run_backward(backward)
+        del received
+        self._end_backward(backward, deferred)
 
     def _backward(self, action: Action) -> None:
-        """B: the gradients of the input and of the weights. I: that of the input; the others are set aside for W."""
+        """Runs a B or an I. An I computes the input gradient and defers the weight gradients to its
+        W."""
         self._end_backward(action, self._run_backward(action))
 
     def _run_backward(self, action: Action) -> list[Any]:
-        whole = action.kind is Kind.B
+        full = action.kind is Kind.B
         with (
-            nullcontext([]) if whole else self._split(action).defer() as waiting,
+            nullcontext([]) if full else self._split(action).defer() as deferred,
             self.overlap.backward(_key(action)),
         ):
-            self._differentiate(action, split=not whole)
-        return waiting
+            self._differentiate(action, split=not full)
+        return deferred
 
-    def _end_backward(self, action: Action, waiting: list[Any]) -> None:
+    def _end_backward(self, action: Action, deferred: list[Any]) -> None:
         if action.kind is Kind.I:
-            self._waiting[_key(action)] = waiting
+            self._deferred[_key(action)] = deferred
         elif self.on_backward is not None:
             self.on_backward(action.chunk)
 
     def _weight_backward(self, action: Action) -> None:
-        self._split(action).add_deferred(self._waiting.pop(_key(action)))
+        self._split(action).add_deferred(self._deferred.pop(_key(action)))
         if self.on_backward is not None:
             self.on_backward(action.chunk)
 
     def _split(self, action: Action) -> WeightGradients:
         if self.weight_gradients is None:
             raise ValueError(
-                f"plan {self._plan.name}: rank {self.rank}: {action}: nothing can defer weight gradients"
+                f"plan {self._plan.name}: rank {self.rank}: {action}: no weight_gradients to defer with"
             )
         return self.weight_gradients
 
-    def _turns(self, action: Action, *kinds: Kind) -> bool:
-        """Whether the next pass is one of these kinds over the same chunk, and so begins where this one ends."""
+    def _next_is(self, action: Action, *kinds: Kind) -> bool:
+        """Returns whether the next compute action has one of these kinds and uses the same chunk.
+
+        The next pass then starts with the unit that this pass ends with.
+        """
         return (
-            bool(self._then) and self._then[0].kind in kinds and self._then[0].chunk == action.chunk
+            bool(self._next_parts)
+            and self._next_parts[0].kind in kinds
+            and self._next_parts[0].chunk == action.chunk
         )
 
     def _differentiate(self, action: Action, split: bool) -> None:
-        parts = self._take(Kind.RECV_B, action)
+        parts = self._take_incoming(Kind.RECV_B, action)
         dy = None if parts is None else self._form("out", action).gradients(parts)
         self._use_weights(action)
         dx = self.stages[action.chunk].backward(
-            action.microbatch, dy, self._turns(action, Kind.F), split
+            action.microbatch, dy, self._next_is(action, Kind.F), split
         )
         if self._plan.consumer(self.rank, action) is not None:
-            self._give(Kind.SEND_B, Kind.RECV_B, action, dx)
+            self._store_result(Kind.SEND_B, Kind.RECV_B, action, dx)
 
     def _use_weights(self, action: Action) -> None:
         if self.updates is not None and self._plan.asynchronous:
             self.updates.use(action.microbatch < 0)
 
-    def _take(self, kind: Kind, action: Action) -> list[Tensor] | None:
-        """Waits for the tensors that another stage made for this action; None at the model's ends."""
+    def _take_incoming(self, kind: Kind, action: Action) -> list[Tensor] | None:
+        """Waits for the tensors that another stage made for this action; returns None at the ends
+        of the model."""
         if self._plan.producer(self.rank, action) is None:
             return None
         self._wait_for(kind, action)
-        return cast(list[Tensor], self._arriving.pop((kind, action.microbatch, action.chunk)))
+        return cast(list[Tensor], self._incoming.pop((kind, action.microbatch, action.chunk)))
 
     def _wait_for(self, kind: Kind, action: Action) -> None:
         key = kind, action.microbatch, action.chunk
-        coming = [part for part in self._arriving.get(key, ()) if isinstance(part, Pending)]
+        coming = [part for part in self._incoming.get(key, ()) if isinstance(part, Pending)]
         if coming:
-            self._arriving[key] = [part.wait() for part in coming]
-            self._begin()  # waiting for another stage counts as bubble, not as work
+            self._incoming[key] = [part.wait() for part in coming]
+            self._mark_start()  # the wait counts as bubble, not as part of the action
 
-    def _begin(self) -> None:
+    def _mark_start(self) -> None:
         if self._clock is not None:
-            self._began = self._clock.now()
+            self._started = self._clock.now()
 
-    def _give(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
-        """Stores a result for the send that follows, or for the next stage if that is on this rank."""
+    def _store_result(self, send: Kind, receive: Kind, action: Action, value: Any) -> None:
+        """Stores a result for the send that follows, or for the next stage if this rank has it."""
         consumer = self._plan.consumer(self.rank, action)
         here = consumer is not None and consumer[0] == self.rank
         if send is Kind.SEND_F:
-            form = self._remember("out", action, Form.of(value))
+            form = self._store_form("out", action, Form.of(value))
             parts = [part.detach() for part in tensors(value)]
             if consumer is not None and here:
-                self._remember("in", action._replace(chunk=consumer[1]), form)
+                self._store_form("in", action._replace(chunk=consumer[1]), form)
         else:
             parts = self._form("in", action).gradients_to_send(value, self.device)
         if consumer is not None and here:
-            self._arriving[receive, action.microbatch, consumer[1]] = parts
+            self._incoming[receive, action.microbatch, consumer[1]] = parts
         else:
-            self._leaving[send, action.microbatch, action.chunk] = parts
+            self._outgoing[send, action.microbatch, action.chunk] = parts
 
     def _send(self, action: Action) -> None:
         target = self._plan.consumer(self.rank, action)
         if target is None:
             raise ValueError(
-                f"plan {self._plan.name}: rank {self.rank}: {action} has nobody to send to"
+                f"plan {self._plan.name}: rank {self.rank}: {action} has no stage to send to"
             )
-        parts = self._leaving.pop((action.kind, action.microbatch, action.chunk))
+        parts = self._outgoing.pop((action.kind, action.microbatch, action.chunk))
         if (
             action.kind is Kind.SEND_F
             and (key := ("sent", *self._key("out", action))) not in self._forms
@@ -367,7 +420,8 @@ class Executor:
             part.wait()
 
     def _post_ahead(self, actions: Sequence[Action], start: int) -> None:
-        """Posts the receives up to the next compute action, in their order, as far as their forms are known."""
+        """Posts the receives before the next compute action, in order, until the form of one is
+        unknown."""
         for at in range(start, len(actions)):
             action = actions[at]
             if action.kind in COMPUTE or action.kind is Kind.VALIDATE:
@@ -386,15 +440,15 @@ class Executor:
         source = self._plan.producer(self.rank, action)
         if source is None:
             raise ValueError(
-                f"plan {self._plan.name}: rank {self.rank}: {action} has nobody to receive from"
+                f"plan {self._plan.name}: rank {self.rank}: {action} has no stage to receive from"
             )
         backward = action.kind is Kind.RECV_B
         if not backward and self._key("in", action) not in self._forms:
-            self._remember("in", action, self._receive_form(source[0]))
+            self._store_form("in", action, self._receive_form(source[0]))
         buffers = self._form("out" if backward else "in", action).empty(
             self.device, gradients=backward
         )
-        self._arriving[key] = [*self.transport.receive(buffers, source[0], self.rank)]
+        self._incoming[key] = [*self.transport.receive(buffers, source[0], self.rank)]
 
     # ---------------------------------------------------------------------------------------------------------- forms
 
@@ -413,21 +467,23 @@ class Executor:
             self._key(side, action)
         ]
 
-    def _remember(self, side: str, action: Action, form: Form) -> Form:
-        """Stores and returns the form of a chunk's input or output; RuntimeError if it had another one before."""
+    def _store_form(self, side: str, action: Action, form: Form) -> Form:
+        """Stores and returns the form of a chunk's input or output; RuntimeError if it differs from
+        the stored one."""
         known = self._forms.setdefault(self._key(side, action), form)
         if known != form:
             layers = self.stages[action.chunk].layers
             raise RuntimeError(
                 f"{title(layers[-1], len(layers) - 1)} returned {form} where it returned"
-                f" {known} before, for micro-batches of the same shape; the next stage cannot know: give the model the"
+                f" {known} before, for micro-batches of the same shape; the next stage cannot detect this: give the model the"
                 " attribute `boundaries_vary = True`"
             )
         return known
 
     def _gather(self, action: Action) -> None:
-        """Begins to gather the first units of the next compute action, while this rank waits for messages."""
-        for part in self._then:
+        """Starts to gather the first units of the next compute action, while this rank waits for
+        messages."""
+        for part in self._next_parts:
             if part.chunk == action.chunk:
                 self.stages[action.chunk].start(backward=part.kind is not Kind.F)
 
@@ -438,8 +494,8 @@ class Executor:
     def _validate(self, action: Action) -> None:
         if self.on_validate is None or self.on_validate():
             return
-        # every message before the cut has both its ends there
-        for arrived in self._arriving.values():
+        # Both sides of every message so far are before VALIDATE, so all of them can be waited for.
+        for arrived in self._incoming.values():
             for part in arrived:
                 if isinstance(part, Pending):
                     part.wait()

@@ -1,16 +1,19 @@
-"""Layer-major accumulation: every layer runs all micro-batches of a step before the next layer runs any.
+"""Layer-major gradient accumulation: every layer runs all micro-batches of a step before the next
+layer starts.
 
     stage    = LayerMajorStage(layers, gatherer, unit_ended=reducer.unit_ended)
     executor = LayerMajorExecutor([stage], transport, 0)
     losses   = executor.run(gpipe(1, 8), micro_batches)
 
-So a layer's parameters are gathered, or read from a drive, once a pass and not once a micro-batch, and its gradient is
-reduced once a step. The plan is GPipe's on one stage: all forwards, then all backwards, each half layer by layer. As in
-that plan all micro-batches keep what their backward needs: with full recompute the inputs of layers, where
-`--recompute.offload` puts them. Only the last layer, whose logits are the largest tensor, runs a micro-batch's forward
-and then its backward. Gradients are summed in the order of micro-batches, as in 1F1B.
+A layer's parameters are gathered, or read from a drive, once per pass instead of once per
+micro-batch, and its gradient is reduced once per step. The plan is GPipe's on one stage: all
+forwards, then all backwards; each half runs layer by layer. As in GPipe, the saved state of all
+micro-batches is alive at once: with full recompute these are the inputs of layers, stored according
+to `--recompute.offload`. Only the last layer, whose logits are the largest tensor, runs the
+backward of a micro-batch right after its forward. Gradients are summed in the order of
+micro-batches, as in 1F1B.
 
-Source: arXiv 2512.17570 (GreedySnake), whose name for this order is vertical scheduling.
+Source: arXiv 2512.17570 (GreedySnake), which calls this order vertical scheduling.
 """
 
 from __future__ import annotations
@@ -31,14 +34,18 @@ from threed.schedules.all_forward_all_backward import gpipe
 from threed.schedules.plan import Plan
 from threed.schedules.window import Step
 
-# entered around a layer's F or B of a micro-batch
+# Context manager around a layer's F or B of a micro-batch.
 During = Callable[[Kind, int], AbstractContextManager[None]]
 
 
 class LayerMajorStage(Stage):
-    """A stage that can run all micro-batches of a layer before the next; every layer has a graph of its own.
+    """A stage that can run all micro-batches of a layer before the next layer. Every layer has a
+    separate graph.
 
-    unit_ended(unit) is called when the backwards of all micro-batches of a layer are over, between() after each one.
+    Args:
+        layers: see `Stage`, also for `gatherer`, `prefetch`, `first`, `recomputed` and `scope`.
+        unit_ended: `unit_ended(unit)` is called after the last micro-batch's backward of a layer.
+        between: called after each backward of a layer other than the last.
     """
 
     def __init__(
@@ -48,18 +55,27 @@ class LayerMajorStage(Stage):
     ) -> None:  # fmt: skip
         super().__init__(layers, gatherer, prefetch, first, recomputed, scope)
         self.unit_ended, self.between = unit_ended, between
-        self._joined = set()  # a graph of two layers would run both of them for one micro-batch
-        self._frames: list[Frame] = []  # the backward takes them from the end
+        # Layers must not share a graph: its backward would run both for one micro-batch.
+        self._joined = set()
+        self._frames: list[Frame] = []  # the backward pops them from the end
 
     def reset(self, ended: int | None = None) -> None:
-        """Begins a step: drops the frames of an aborted one."""
+        """Begins a step, and drops the frames of an aborted one."""
         super().reset(ended)
         self._drop(self._frames)
         self._frames.clear()
 
     def run_all(self, micros: Sequence[MicroBatch], during: During) -> list[Tensor]:
-        """Runs forward and backward of all micro-batches; returns the last layer's outputs: their losses. Sinks get
-        weight gradients."""
+        """Runs forward and backward of all micro-batches; the gradients of parameters go to their
+        sinks.
+
+        Args:
+            micros: the micro-batches.
+            during: `during(kind, microbatch)` is entered around each F and B of a layer.
+
+        Returns:
+            The losses in the order of micro-batches.
+        """
         *units, last = self._units
         values: list[Any] = [None] * len(micros)
         for step in self._walk(False, self._backward_units[:1] == [last]):
@@ -86,7 +102,7 @@ class LayerMajorStage(Stage):
     def _forward_of(
         self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During
     ) -> None:
-        """Runs a layer on all micro-batches: replaces each one's input by the output."""
+        """Runs a layer on all micro-batches, and replaces each input in `values` by the output."""
         first = len(self._frames)
         with torch.enable_grad(), self.scope.enter():
             for number, micro in enumerate(micros):
@@ -94,14 +110,16 @@ class LayerMajorStage(Stage):
                     values[number], frame = self._run(unit, values[number], micro, values[number])
                 assert frame is not None
                 self._frames.append(frame)
-        # the backward, too, begins with micro-batch 0
+        # The backward pops frames from the end, and also begins with micro-batch 0.
         self._frames[first:] = self._frames[first:][::-1]
 
     def _turn(
         self, unit: int, micros: Sequence[MicroBatch], values: list[Any], during: During
     ) -> tuple[list[Tensor], list[Any]]:
-        """Runs the last layer, forward and backward a micro-batch; returns the losses and the gradients of `values`,
-        which are dropped."""
+        """Runs forward and backward of the last layer, one micro-batch after the other.
+
+        Returns the losses and the gradients of `values`. Drops `values`.
+        """
         losses, grads = list[Tensor](), list[Any]()
         self._gather_for_backward(unit)
         self._prefetch_inputs(self._frames)
@@ -128,7 +146,7 @@ class LayerMajorStage(Stage):
                 self._gather(step)
 
     def _end(self, unit: int) -> None:
-        """Ends the backward of a layer: frees what it gathered."""
+        """Ends the backward of a layer: releases its parameters and calls `unit_ended`."""
         if any(step.run == unit and step.release for step in self._walk(True, False)):
             self.gatherer.release(unit)
         if self.unit_ended is not None:
@@ -136,14 +154,19 @@ class LayerMajorStage(Stage):
 
 
 class LayerMajorExecutor(Executor):
-    """Runs a step's plan layer by layer, over one stage that is the whole model; other plans as they are.
+    """Runs training plans layer by layer, over one stage with the full model; runs other plans
+    unchanged.
 
-    Spans are those of every layer and micro-batch. Raises ValueError for a plan that is not all forwards and then all
-    backwards, in one order of micro-batches, on one rank.
+    The spans are per layer and micro-batch.
     """
 
     def run(self, plan: Plan, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        """Runs a plan; returns the losses, by micro-batch."""
+        """Runs a plan; returns the losses in the order of micro-batches.
+
+        Raises:
+            ValueError: if a training plan is not all forwards, then all backwards, in the order of
+                micro-batches, on one rank.
+        """
         if plan.forward_only:
             return super().run(plan, micros)
         check(plan)
@@ -168,12 +191,12 @@ class LayerMajorExecutor(Executor):
 
 def check(plan: Plan) -> None:
     """Raises ValueError unless a plan can be run layer by layer."""
-    wanted = gpipe(1, plan.microbatches).ranks[0]
+    expected = gpipe(1, plan.microbatches).ranks[0]
     found = [action for action in plan.ranks[0] if action.kind in COMPUTE]
-    if plan.stages > 1 or tuple(found) != wanted:
+    if plan.stages > 1 or tuple(found) != expected:
         first = found[0] if found else "nothing"
-        wrong = next((a for a, b in zip(found, wanted, strict=False) if a != b), first)
+        wrong = next((a for a, b in zip(found, expected, strict=False) if a != b), first)
         raise ValueError(
-            f"plan {plan.name}: rank 0: {wrong}: layer by layer runs the plan of one stage that does all"
+            f"plan {plan.name}: rank 0: {wrong}: layer-major execution needs a plan of one stage that runs all"
             " forwards and then all backwards, in the order of micro-batches (gpipe)"
         )

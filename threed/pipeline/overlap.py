@@ -1,12 +1,13 @@
-"""Two streams of a device, on which a forward and a backward run together.
+"""Runs a forward and a backward at the same time, on two streams of a device.
 
     with overlap.pair():
-        with overlap.forward(key, beside=other): ...        # on the stream that the backward of `other` does not use
+        with overlap.forward(key, paired_with=other): ...   # on the stream that the backward of `other` does not use
         with overlap.backward(other): ...
     with overlap.backward(key): ...                         # a backward alone
 
-Autograd runs a backward on the stream of its forward, so the streams take turns: a micro-batch keeps the one on which
-its forward ran. On a CPU everything runs in the order in which it is told.
+Autograd runs a backward on the stream of its forward. So a micro-batch keeps the stream of its
+forward, and the two streams alternate between forwards and backwards. On a CPU everything runs in
+program order.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from contextlib import contextmanager
 
 import torch
 
-from threed.device import beside as told_beside
+from threed.device import beside as on_stream
 from threed.device import copy_stream, current_stream, is_accelerator
 from threed.topology import Axis
 
 
 class Overlap:
-    """The main stream and a second one; none where `device` has no streams.
+    """The main stream and a side stream; on a device without streams all blocks run in program
+    order.
 
     Args:
+        device: the device.
         axis: the ranks that layers communicate with during a forward or a backward.
-        twin: the same ranks with a second communicator, for what runs on the second stream.
+        twin: the same ranks with a second communicator, for the side stream.
     """
 
     def __init__(
@@ -35,16 +38,17 @@ class Overlap:
         self._side = copy_stream(device, "overlap") if is_accelerator(device) else None
         if self._side is not None and axis is not None and twin is not None:
             axis.give_channel(self._side, twin)
-        self._there = set[Hashable]()  # whose forward ran beside the main stream
+        self._on_side = set[Hashable]()  # keys of forwards that ran on the side stream
         self._paired = False
 
     def reset(self) -> None:
-        """Begins a step: forgets forwards of an aborted one."""
-        self._there.clear()
+        """Begins a step, and forgets the forwards of an aborted one."""
+        self._on_side.clear()
 
     @contextmanager
     def pair(self) -> Iterator[None]:
-        """In the block a forward and a backward are told, which begin together; after it both are waited for."""
+        """Runs the forward and the backward in the block concurrently; the main stream then waits
+        for both."""
         if self._side is None:
             yield
             return
@@ -57,22 +61,22 @@ class Overlap:
             current_stream(self._side.device).wait_stream(self._side)
 
     @contextmanager
-    def forward(self, key: Hashable, beside: Hashable) -> Iterator[None]:
-        """In the block runs the forward of `key`, in a pair with the backward of `beside`."""
-        if self._side is None or beside in self._there:
+    def forward(self, key: Hashable, paired_with: Hashable) -> Iterator[None]:
+        """Runs the forward of `key` in the block, concurrently with the backward of `paired_with`."""
+        if self._side is None or paired_with in self._on_side:
             yield
             return
-        self._there.add(key)
-        with told_beside(self._side):  # nothing else was told since the pair began
+        self._on_side.add(key)
+        with on_stream(self._side):  # no work was queued since `pair` synchronized the streams
             yield
 
     @contextmanager
     def backward(self, key: Hashable) -> Iterator[None]:
-        """In the block runs the backward of `key`."""
-        if self._side is None or key not in self._there:
+        """Runs the backward of `key` in the block, on the stream of its forward."""
+        if self._side is None or key not in self._on_side:
             yield
             return
-        self._there.discard(key)
+        self._on_side.discard(key)
         main = current_stream(self._side.device)
         if not self._paired:
             self._side.wait_stream(main)

@@ -1,14 +1,17 @@
-"""One pipeline stage: a contiguous range of a model's layers, run forward and backward for one micro-batch at a time.
+"""One pipeline stage: a contiguous range of a model's layers, run forward and backward for one
+micro-batch at a time.
 
-Each layer is a unit that is gathered before it runs and released after. It has an autograd graph of its own where its
-weights come and go or it is recomputed; neighbours of which neither is true share one, which costs the host less. For
-each micro-batch the stage keeps an edge into every graph, not its output: so an activation is freed as soon as it was
-sent to the next stage.
+Each layer is a unit of ZeRO: its parameters are gathered before it runs and released after. A layer
+has an autograd graph to itself if its parameters are gathered and released, or if it is recomputed.
+Neighbouring layers without either share one graph, which saves host time. For each micro-batch the
+stage keeps an edge into every graph (`torch.autograd.graph.GradientEdge`) instead of the output, so
+an activation is freed as soon as it has been sent to the next stage.
 
-A recomputed layer has no graph until its backward: its forward saves its input only, and runs again while the layer's
-weights are gathered for the backward anyway.
+A recomputed layer has no graph until its backward: its forward only saves the input. The backward
+runs the forward again, while the layer's parameters are gathered for the backward anyway.
 
-Layers pass on a tensor, or a tuple or dict of tensors, of any shape and dtype (`threed.pipeline.boundary`).
+Layers return a tensor, or a tuple or dict of tensors, of any shape and dtype
+(`threed.pipeline.boundary`).
 """
 
 from __future__ import annotations
@@ -41,66 +44,89 @@ class ParameterGatherer(Protocol):
     """Gathers parameters before they are used (`threed.zero.gather.Gatherer`)."""
 
     def comes_and_goes(self, unit: int) -> bool:
-        """Returns whether the memory of parameters of this rank's layer `unit` is freed between uses."""
+        """Returns whether the parameters of this rank's layer `unit` are freed between uses."""
 
     def start(self, unit: int) -> None:
-        """Begins to gather the parameters of a unit."""
+        """Starts to gather the parameters of a unit."""
 
     def ready(self, unit: int) -> None:
-        """Waits until they are whole."""
+        """Waits until the full parameters of a unit are available."""
 
     def release(self, unit: int) -> None:
-        """Frees them until the next `start`."""
+        """Frees the full parameters of a unit until the next `start`."""
 
 
 class AlwaysWhole:
-    """The gatherer of parameters that are always whole, or that hooks gather."""
+    """The gatherer of parameters that are always unsharded, or that hooks gather."""
 
     def comes_and_goes(self, unit: int) -> bool:
-        """Returns False."""
         return False
 
     def start(self, unit: int) -> None:
-        """Does nothing."""
+        """No operation."""
 
     def ready(self, unit: int) -> None:
-        """Does nothing."""
+        """No operation."""
 
     def release(self, unit: int) -> None:
-        """Does nothing."""
+        """No operation."""
 
 
 @dataclass(eq=False)
 class Frame:
-    """What backward needs of one graph: its input, whose tensors get the gradient, and for each output tensor the edge
-    into the graph, if there is one; or `again`, from which the graph is made in the backward."""
+    """The state of one autograd graph from forward to backward.
+
+    Attributes:
+        x: the input; its tensors get the input gradient.
+        edges: for each output tensor, its edge into the graph, or None if it requires no gradient.
+        recomputation: the state to build the graph from in the backward, if the layer is
+            recomputed.
+    """
 
     x: Any = None
     edges: tuple[GradientEdge | None, ...] = ()
-    again: Again | None = None
+    recomputation: Recomputation | None = None
 
 
 @dataclass(eq=False)
-class Again:
-    """What a layer's forward needs to run again: its saved inputs (none on the model's first layer), their structure,
-    and which of them get a gradient."""
+class Recomputation:
+    """The state to run a layer's forward again.
+
+    Attributes:
+        saved: the saved input tensors, empty on the model's first layer.
+        structure: the input without its tensors, for `boundary.like`.
+        grads: for each input tensor, whether it requires a gradient.
+        rng: state of the random generators before the forward.
+        micro: the micro-batch.
+    """
 
     saved: tuple[SavedInput, ...]
     structure: Any
     grads: tuple[bool, ...]
-    draws: RngState
+    rng: RngState
     micro: MicroBatch
 
 
 class Stage:
-    """The layers [first, first + len(layers)) among those that this rank holds, as one function of a micro-batch.
+    """Layers `first` to `first + len(layers) - 1` of this rank, as one function of a micro-batch.
 
-    forward(m, x, micro) -> y;  backward(m, dy) -> dx.  x is None on the model's first stage; on its last, y is the
-    micro-batch's weighted loss and dy is None. Gradients have the structure of the values, None where there is none;
-    (None,) is that of a sole tensor without one. The tensors of y have no graph; `requires_grad` says which need a
-    gradient. keep: the unit where the pass ends stays whole, because the next pass begins there. prefetch: units
-    gathered ahead of the running one. recomputed: layers recomputed in the backward. A layer whose backward does not
-    read its weights sets `backward_reads_weights = False`, and one that must not be recomputed `recomputable = False`.
+    forward(m, x, micro) -> y;  backward(m, dy) -> dx
+
+    x is `None` on the model's first stage. On the last stage, y is the weighted loss of the
+    micro-batch and dy is `None`. Gradients have the structure of the values, with None for a tensor
+    without a gradient; for a single tensor without a gradient this is (None,). The tensors of y
+    have no graph; their `requires_grad` marks those that need a gradient.
+
+    A layer whose backward does not read its parameters sets `backward_reads_weights = False`. A
+    layer that must not be recomputed sets `recomputable = False`.
+
+    Args:
+        layers: the layers of the stage.
+        gatherer: gathers and releases the parameters of a layer.
+        prefetch: number of units that are gathered ahead of the running one.
+        first: number of the first layer among the layers of this rank.
+        recomputed: the layers that are recomputed in the backward.
+        scope: marks forwards, shared with the gradient sinks of the rank.
     """
 
     def __init__(
@@ -110,14 +136,14 @@ class Stage:
         self.layers, self.gatherer, self.prefetch, self.first = layers, gatherer, prefetch, first
         self.recomputed, self.scope = recomputed or Recomputed(), scope or ForwardScope()
         self._units = range(first, first + len(layers))
-        self._again = (
+        self._recomputed = (
             frozenset()
             if self.recomputed.store is None
             else self.recomputed.units & set(self._units)
         )
         self._trained = {
             unit
-            for unit in self._again
+            for unit in self._recomputed
             if any(p.requires_grad for p in self._layer(unit).parameters())
         }
         reads = [contract(layer).backward_reads_weights for layer in layers]
@@ -127,18 +153,18 @@ class Stage:
             if own or unit in self.recomputed.units
         ]
         self._backward_units = reading[::-1]
-        apart = {
+        separate = {
             unit
             for unit in self._units
             if gatherer.comes_and_goes(unit) or unit in self.recomputed.units
         }
-        # Units whose graph goes on with the next unit's.
-        self._joined = {unit for unit in self._units[:-1] if not apart & {unit, unit + 1}}
+        # Units that share a graph with the next unit.
+        self._joined = {unit for unit in self._units[:-1] if not separate & {unit, unit + 1}}
         self._open: dict[int, list[Frame]] = {}
         self._walks: dict[tuple[bool, bool], tuple[Step, ...]] = {}
 
     def _walk(self, backward: bool, keep: bool) -> tuple[Step, ...]:
-        """The steps of a pass; of gathers and releases only those of parameters that come and go."""
+        """Returns the steps of a pass, with gathers and releases only of units that need them."""
         if (backward, keep) not in self._walks:
             units = self._backward_units if backward else self._units
             moves = self.gatherer.comes_and_goes
@@ -154,8 +180,10 @@ class Stage:
     def reset(self, ended: int | None = None) -> None:
         """Begins a step.
 
-        Micro-batches without a backward are dropped, as those of an aborted step. With `ended` they stay instead, where
-        a step of so many micro-batches left them, and are counted back from -1.
+        Args:
+            ended: number of micro-batches of the previous step, if their open backwards run in this
+                step; they are renumbered so that the last one is -1. None drops all micro-batches
+                without a backward, for example after an aborted step.
         """
         if ended is not None:
             self._open = {microbatch - ended: frames for microbatch, frames in self._open.items()}
@@ -165,14 +193,25 @@ class Stage:
         self._open.clear()
 
     def start(self, backward: bool) -> None:
-        """Begins to gather the units that a pass needs first."""
+        """Starts to gather the first units of a forward or backward pass."""
         for unit in first_units(self._backward_units if backward else self._units, self.prefetch):
             self.gatherer.start(unit)
 
     # -------------------------------------------------------------------------------------------------------- forward
 
     def forward(self, microbatch: int, x: Any, micro: MicroBatch, keep: bool = False) -> Any:
-        """Runs the layers, and keeps what backward needs if the micro-batch is for training."""
+        """Runs the layers on a micro-batch, and saves the state for its backward if it is for
+        training.
+
+        Args:
+            microbatch: number of the micro-batch.
+            x: output of the previous stage; None on the first stage.
+            micro: the micro-batch.
+            keep: whether the last unit stays gathered, because the next pass starts with it.
+
+        Returns:
+            The output without a graph; the weighted loss on the last stage.
+        """
         frames: list[Frame] = []
         if micro.training:
             self._open[microbatch] = frames
@@ -190,13 +229,16 @@ class Stage:
                 if step.release:
                     self.gatherer.release(step.run)
         if y is None:
-            raise ValueError("a pipeline stage without layers")
+            raise ValueError("a pipeline stage must have at least one layer")
         return y
 
     def _run(self, unit: int, x: Any, micro: MicroBatch, begin: Any) -> tuple[Any, Frame | None]:
-        """Runs one layer; returns its output without a graph, and what the backward needs of the graph that began at
-        `begin`; or its output with the graph, which goes on, and None."""
-        if micro.training and unit in self._again:
+        """Runs one layer of a forward.
+
+        Returns the output without its graph, and the frame of the graph that began at `begin`. If
+        the next layer continues the graph, returns the output with its graph, and None.
+        """
+        if micro.training and unit in self._recomputed:
             return self._run_to_recompute(unit, x, micro)
         given = (
             [part for part in tensors(x) if part.requires_grad] if unit - 1 in self._joined else []
@@ -205,7 +247,7 @@ class Stage:
         layer = self._layer(unit)
         with self._watch(unit) if micro.training else nullcontext():
             y = self._call(layer, unit, x, micro)
-        # of an input without a neighbour's graph, torch says it
+        # If the input is a leaf, torch itself raises for an in-place change.
         if [part._version for part in given] != versions:
             raise RuntimeError(f"layer {unit} ({type(layer).__name__}) changed its input in-place")
         parts = self._tensors(unit, y)
@@ -218,8 +260,7 @@ class Stage:
         return outputs, Frame(begin, edges)
 
     def _call(self, layer: nn.Module, unit: int, x: Any, micro: MicroBatch) -> Any:
-        """Runs a layer. If it fails on x because that is not a tensor, raises a TypeError with its name and x's
-        type."""
+        """Runs a layer; adds its name and the type of x to an error if x is not a tensor."""
         try:
             return layer(x, micro)
         except (AttributeError, TypeError) as error:
@@ -248,33 +289,46 @@ class Stage:
             raise TypeError(f"{self._name(unit)} returned {error}") from None
 
     def _run_to_recompute(self, unit: int, x: Any, micro: MicroBatch) -> tuple[Any, Frame]:
-        """Runs one layer without a graph; the tensors of y require a gradient if they might have had one."""
+        """Runs one layer without a graph. The tensors of y require a gradient if the recomputed
+        ones may."""
         store = self.recomputed.store
         assert store is not None
-        draws, given = RngState(store.device), tensors(x)
+        rng, given = RngState(store.device), tensors(x)
         versions = [part._version for part in given]
         with torch.no_grad():
             y = self._call(self._layer(unit), unit, x, micro)
-        draws.drawn()
+        rng.drawn()
         parts, grads = self._tensors(unit, y), tuple(part.requires_grad for part in given)
         if not (any(grads) or unit in self._trained):
             return like(y, [part.detach() for part in parts]), Frame(edges=(None,) * len(parts))
         if [part._version for part in given] != versions:
             raise RuntimeError(
-                f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in place, from which it is to be"
-                " computed again: change a copy (x = x * 2, not x.mul_(2)), or set the layer's `recomputable = False`"
+                f"layer {unit} ({type(self._layer(unit)).__name__}) changed its input in place, from which it is"
+                " recomputed: change a copy (x = x * 2, not x.mul_(2)), or set the layer's `recomputable = False`"
             )
         saved = store.save_all(unit, given)
         outputs = like(
             y, [part.detach().requires_grad_(part.is_floating_point()) for part in parts]
         )
-        return outputs, Frame(again=Again(saved, like(x, [None] * len(given)), grads, draws, micro))
+        return outputs, Frame(
+            recomputation=Recomputation(saved, like(x, [None] * len(given)), grads, rng, micro)
+        )
 
     # ------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, microbatch: int, dy: Any, keep: bool = False, split: bool = False) -> Any:
-        """Returns the gradient of the micro-batch's input, None on the first stage; sinks get weight gradients. split:
-        those are computed later, from what layers were given: that must stay."""
+        """Runs the backward of a micro-batch; the gradients of parameters go to their sinks.
+
+        Args:
+            microbatch: number of the micro-batch.
+            dy: gradient of the stage's output; None on the last stage.
+            keep: whether the first unit stays gathered, because the next pass starts with it.
+            split: whether weight gradients are computed later from the saved inputs, whose memory
+                must then stay valid.
+
+        Returns:
+            The gradient of the stage's input, None on the first stage.
+        """
         frames, reading = self._open[microbatch], self._backward_units
         keep = keep and bool(reading) and reading[-1] == self.first
         steps = {step.run: step for step in self._walk(True, keep)}
@@ -301,8 +355,13 @@ class Stage:
         first: bool,
         split: bool = False,
     ) -> Any:
-        """Runs the backward of the graph that ends with a layer. before: frames whose backward comes next. first: of
-        the stage's backward, where dy None means that y is a loss; which must have a graph."""
+        """Runs the backward of the graph that ends with layer `unit`; returns the input gradient.
+
+        Args:
+            before: remaining frames; the last one is next.
+            first: whether this is the stage's first graph in backward order. Then dy None means
+                that y is a loss, which must have a graph.
+        """
         with self._graph(unit, frame, before, split) as (x, edges):
             grads = gradients_of(dy, len(edges))
             loss = first and dy is None
@@ -320,7 +379,8 @@ class Stage:
             return like(x, [part.grad for part in tensors(x)])
 
     def _refuse_untrained(self, unit: int, x: Any) -> None:
-        """Raises RuntimeError for a loss without a graph, unless there is nothing here that it could have trained."""
+        """Raises RuntimeError for a loss without a graph, if this stage has an input or parameter
+        to train."""
         inside = [part for layer in self.layers for part in layer.modules()]
         params = [
             param for part in inside for param in part._parameters.values() if param is not None
@@ -330,7 +390,7 @@ class Stage:
             wrapped = isinstance(layer, Wrapped)
             what = f"module ({type(layer.module).__name__})" if wrapped else title(layer, unit)
             raise RuntimeError(
-                f"the loss that {what} returned has no gradient: nothing of it would be trained; was it detached, or"
+                f"the loss that {what} returned has no gradient, so no parameter would be trained: was it detached, or"
                 " computed under no_grad?"
             )
 
@@ -338,39 +398,40 @@ class Stage:
     def _graph(
         self, unit: int, frame: Frame, before: list[Frame], split: bool
     ) -> Iterator[tuple[Any, tuple[GradientEdge | None, ...]]]:
-        """Yields a graph's input, and the edges into it; it is made here if the layer is recomputed."""
-        again, store = frame.again, self.recomputed.store
-        if again is None or store is None:
+        """Yields a graph's input and the edges into it; runs the forward first if the layer is
+        recomputed."""
+        recomputation, store = frame.recomputation, self.recomputed.store
+        if recomputation is None or store is None:
             yield frame.x, frame.edges
             return
         try:
             given = [
                 store.get(one, split).requires_grad_(g)
-                for one, g in zip(again.saved, again.grads, strict=True)
+                for one, g in zip(recomputation.saved, recomputation.grads, strict=True)
             ]
-            x = like(again.structure, given)
+            x = like(recomputation.structure, given)
             self._prefetch_inputs(before)
-            with torch.enable_grad(), self.scope.enter(), again.draws.again():
-                y = self._layer(unit)(x, again.micro)
+            with torch.enable_grad(), self.scope.enter(), recomputation.rng.again():
+                y = self._layer(unit)(x, recomputation.micro)
             edges = tuple(
                 get_gradient_edge(part) if part.requires_grad else None for part in tensors(y)
             )
             del y  # frees its memory for the backward
             yield x, edges
         finally:
-            for one in again.saved:
+            for one in recomputation.saved:
                 store.release(one)
 
     def _prefetch_inputs(self, frames: list[Frame]) -> None:
-        """Begins to fetch the saved inputs that are needed next, in the same order on all tensor ranks."""
+        """Starts to fetch the next saved inputs, in the same order on all tensor ranks."""
         store = self.recomputed.store
         if store is None:
             return
         coming = (
             one
             for frame in reversed(frames)
-            if frame.again is not None
-            for one in frame.again.saved
+            if frame.recomputation is not None
+            for one in frame.recomputation.saved
         )
         saved = list(islice(coming, max(FETCH_AHEAD, GATHER_AHEAD)))
         for one in saved[:FETCH_AHEAD]:
@@ -379,7 +440,12 @@ class Stage:
             store.prefetch(one)
 
     def _drop(self, frames: list[Frame]) -> None:
-        saved = [one for frame in frames if frame.again is not None for one in frame.again.saved]
+        saved = [
+            one
+            for frame in frames
+            if frame.recomputation is not None
+            for one in frame.recomputation.saved
+        ]
         if self.recomputed.store is not None:
             for one in saved:
                 self.recomputed.store.release(one)

@@ -1,15 +1,16 @@
-"""How long each layer of a model takes here: forward, gradient of its input, gradient of its weights.
+"""Times each layer of a model on this machine: forward, input gradient and weight gradients.
 
-    times = Timer(micro_batch, dtype, grad_dtype, device).measure(layers, recomputed)       one LayerTimes a layer
+    times = Timer(micro_batch, dtype, grad_dtype, device).measure(layers, recomputed)       one LayerTimes per layer
 
-One layer at a time gets weights, buffers of gradients and an input, and runs as a stage runs it: `ROUNDS` times over
-all layers, `WARM` + `REPEATS` passes each. What is returned are lower quartiles, for what disturbs only adds. A layer
-that is built as one before it, for inputs of the same shape, is not run again: of a model of equal blocks three layers
-are. Where layers talk to other tensor ranks, all of those measure.
+One layer at a time gets weights, gradient buffers and an input, and runs as in a pipeline stage.
+There are `ROUNDS` rounds over all layers, with `WARM` + `REPEATS` passes per layer. The results are
+lower quartiles, because disturbances only add time. A layer that is built like an earlier one, for
+inputs of the same shape, is not run again: for a model of equal blocks only three layers run. If
+layers communicate with other tensor ranks, all of these ranks must measure.
 
-The two parts of a backward are told apart as a split backward does it: the products that make weights' gradients wait
-in their sinks, and are run afterwards. A layer whose linears have no sinks (modules of torch's) has no second part, it
-counts with the first.
+The two parts of a backward are separated as in a split backward: the matrix products of weight
+gradients wait in their sinks and run afterwards. If the linear layers have no sinks (modules of
+torch), the second part is zero and its time counts with the first.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.pipeline.trace import BufferSink, alike, alone, attach_sink, materialise
+from threed.pipeline.trace import BufferSink, attach_sink, cost_key, for_layer_alone, materialise
 from threed.planner.measured import LayerTimes
 from threed.sharding import attach, initial, spec_of
 
 ROUNDS, WARM, REPEATS = 3, 2, 5
 
 
-class _Sink(BufferSink):
-    """Adds matrix products when it is asked to."""
+class _DeferringSink(BufferSink):
+    """Collects matrix products until `run`."""
 
     def __init__(self, target: Tensor, scope: ForwardScope) -> None:
         super().__init__(target)
@@ -51,7 +52,7 @@ class _Sink(BufferSink):
         return self.scope.active
 
     def run(self) -> None:
-        """Makes the products that wait."""
+        """Computes the collected products."""
         for a, b, by in self.waiting:
             by.add_product_(self.target, a, b, fresh=False)
         self.waiting.clear()
@@ -59,7 +60,11 @@ class _Sink(BufferSink):
 
 @dataclass(eq=False)
 class _Timed:
-    """A layer that is timed, its input and its output; rows: seconds of forward, backward and products, by pass."""
+    """A timed layer with its input and output.
+
+    Attributes:
+        rows: seconds of forward, input gradient and weight gradients, per pass.
+    """
 
     layer: nn.Module
     name: str
@@ -76,8 +81,16 @@ class _Timed:
 
 
 class Timer:
-    """micro: a micro-batch on the device, as the layers will see it. dtype, grad_dtype: of parameters and activations,
-    and of gradients. seed: of weights' initial values. prepare: what is done to a layer before it runs."""
+    """Times the layers of a model.
+
+    Args:
+        micro: a micro-batch on the device, as the layers will get it.
+        dtype: dtype of parameters and activations.
+        grad_dtype: dtype of gradients.
+        device: the device.
+        seed: seed of the weights' initial values.
+        prepare: called with each layer before it runs.
+    """
 
     def __init__(
         self, micro: MicroBatch, dtype: torch.dtype, grad_dtype: torch.dtype, device: torch.device, seed: int = 0,
@@ -91,21 +104,29 @@ class Timer:
     def measure(
         self, layers: Sequence[nn.Module], recomputed: Recomputed | None = None
     ) -> list[LayerTimes]:
-        """The times of every layer of a model, in order; `recomputed` as a stage is told, by the layer's number.
+        """Returns the times of every layer of a model, in order. Collective over the tensor ranks.
 
-        torch's random numbers go on afterwards as if nothing had been run. Raises RuntimeError naming a layer that
-        cannot be run.
+        The states of torch's random generators are restored afterwards.
+
+        Args:
+            layers: the layers of the model.
+            recomputed: the recomputed layers, by number in `layers`.
+
+        Raises:
+            RuntimeError: if a layer cannot be run; names the layer.
         """
-        recomputed, drawn = recomputed or Recomputed(), rng_states(self.device)
+        recomputed, rng = recomputed or Recomputed(), rng_states(self.device)
         known: dict[Any, _Timed] = {}
         rows, x = list[_Timed](), None
         try:
             for number, layer in enumerate(layers):
-                again = recomputed if number in recomputed.units else None
+                recompute = recomputed if number in recomputed.units else None
                 form = None if x is None else Form.of(x)
-                key = alike(layer, layers, form, again is not None)
+                key = cost_key(layer, layers, form, recompute is not None)
                 if key not in known:
-                    known[key] = _Timed(layer, contract(layer).name or f"layer {number}", x, again)
+                    known[key] = _Timed(
+                        layer, contract(layer).name or f"layer {number}", x, recompute
+                    )
                     self._time(known[key])
                 rows.append(known[key])
                 x = known[key].output
@@ -113,30 +134,34 @@ class Timer:
                 for timed in known.values():
                     self._time(timed)
         finally:
-            set_rng_states(drawn, self.device)
+            set_rng_states(rng, self.device)
         return [timed.times for timed in rows]
 
     def _time(self, timed: _Timed) -> None:
-        """Times a copy of a layer, so that what it remembers of this is forgotten."""
+        """Times a copy of a layer, so that the layer's own state does not change."""
         layer = copy.deepcopy(timed.layer)
         params = materialise(timed.layer, layer, self._parameter, self.device)
-        sinks: list[_Sink] = [param.sink for param in params]  # type: ignore[attr-defined]
+        sinks: list[_DeferringSink] = [param.sink for param in params]  # type: ignore[attr-defined]
         self.prepare(layer)
-        recomputed = alone(timed.recomputed, layer)
+        recomputed = for_layer_alone(timed.recomputed, layer)
         stage = Stage([layer], AlwaysWhole(), recomputed=recomputed, scope=self._scope)
         try:
             passes = [self._run(stage, timed.input, sinks) for _ in range(WARM + REPEATS)]
-        except Exception as error:  # whatever a layer of others may raise
+        except Exception as error:  # a custom layer may raise anything
             raise RuntimeError(
-                f"{timed.name} ({type(layer).__name__}) could not be run alone, to be timed: {error}; choose"
+                f"{timed.name} ({type(layer).__name__}) could not be run alone for timing: {error}; choose"
                 " --parallel.partition balanced, uniform, or the layers of each stage"
             ) from error
         for moments, timed.output in passes[WARM:]:
             at = [self._clock.seconds(moment) for moment in moments]
             timed.rows.append((at[1] - at[0], at[3] - at[2], at[4] - at[3]))
 
-    def _run(self, stage: Stage, x: Any, sinks: list[_Sink]) -> tuple[list[Moment], Any]:
-        """One forward and one backward: when the forward, the backward and the products began and ended; the output."""
+    def _run(self, stage: Stage, x: Any, sinks: list[_DeferringSink]) -> tuple[list[Moment], Any]:
+        """Runs one forward and one backward.
+
+        Returns the output, preceded by five moments: start and end of the forward, start and end of
+        the backward, end of the products.
+        """
         now = self._clock.now
         given = like(x, [p.detach().requires_grad_(p.requires_grad) for p in tensors(x)])
         stage.reset()
@@ -153,7 +178,7 @@ class Timer:
         return moments, y
 
     def _gradient(self, y: Any) -> Any:
-        """A gradient of an output: small numbers; None for a loss."""
+        """Returns small random numbers as the gradient of an output; None for a loss."""
         if isinstance(y, Tensor) and y.dim() == 0:
             return None
         form = Form.of(y)
@@ -168,4 +193,6 @@ class Timer:
             at = piece.offset
             values[at : at + piece.numel].copy_(initial(piece, self.seed).view(-1))
         new = attach(nn.Parameter(values.view(param.shape), param.requires_grad), spec_of(param))
-        return attach_sink(new, _Sink(torch.zeros_like(new, dtype=self.grad_dtype), self._scope))
+        return attach_sink(
+            new, _DeferringSink(torch.zeros_like(new, dtype=self.grad_dtype), self._scope)
+        )

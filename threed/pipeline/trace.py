@@ -1,9 +1,11 @@
-"""What a layer costs, found by running it once on the meta device: FLOPs, bytes kept and needed, bytes sent.
+"""Measures the cost of a layer by running it once on the meta device: FLOPs, bytes kept, peak bytes
+and bytes sent.
 
-    costs = Tracer(micro_batch, dtype, grad_dtype, traffic).trace(layers, recomputed)      one LayerCost a layer
+    costs = Tracer(micro_batch, dtype, grad_dtype, traffic).trace(layers, recomputed)      one LayerCost per layer
 
-Nothing is computed and nothing is sent: shapes pass through the layer's own code, forward and backward, as a stage runs
-it. A layer that is built as one before it, for inputs of the same shape, is not run again.
+No values are computed or sent: shapes pass through the layer's code, forward and backward, as in a
+pipeline stage. A layer that is built like an earlier one, for inputs of the same shape, is not run
+again.
 """
 
 from __future__ import annotations
@@ -36,13 +38,23 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer and one micro-batch on one rank.
+    """The cost of one layer for one micro-batch on one rank.
 
-    flops: of the forward: matrix products at 2mnk, attention over the whole square of positions (arXiv 2204.02311,
-    appendix B). kept: bytes alive from forward to backward, beside input and output; keeps_input, keeps_output: whether
-    these are too. forward, backward: the most bytes alive while it runs, of what it keeps, its input and what it makes.
-    input, output: bytes. cached: bytes that outlive the micro-batch, such as a table of rotary angles: no part of the
-    others. elsewhere: bytes kept on a drive, or in the memory of the host. sent: bytes sent over each axis.
+    Attributes:
+        flops: FLOPs of the forward. A matrix product counts 2mnk; attention counts the full square
+            of positions (arXiv 2204.02311, appendix B).
+        kept: bytes alive from forward to backward, without input and output.
+        keeps_input: whether the input is alive from forward to backward.
+        keeps_output: whether the output is.
+        forward: peak bytes in the forward, with the input, the kept and all other tensors of the
+            layer.
+        backward: peak bytes in the backward, likewise.
+        input: bytes of the input.
+        output: bytes of the output.
+        cached: bytes that outlive the micro-batch, such as a table of rotary angles; not included
+            in the other fields.
+        elsewhere: bytes kept on a drive or in host memory.
+        sent: bytes sent per axis.
     """
 
     flops: int
@@ -59,12 +71,18 @@ class LayerCost:
 
 
 class Pass:
-    """A chunk's activations: bytes kept for its backward, the most in a forward, and in the backward of each layer."""
+    """Activation memory of one chunk and micro-batch.
+
+    Attributes:
+        kept: bytes kept for the backward.
+        forward: peak bytes in the forward.
+        backward: peak bytes in the backward of each layer.
+    """
 
     def __init__(self, layers: Sequence[LayerCost]) -> None:
         self.kept = self.forward = 0
         self.backward: list[int] = []
-        kept_before = False  # whether the layer before keeps what it handed on
+        kept_before = False  # whether the layer before keeps its output
         for cost in layers:
             own = 0 if cost.keeps_input or not kept_before else cost.input
             self.forward = max(self.forward, self.kept + cost.forward)
@@ -75,7 +93,10 @@ class Pass:
 
 
 def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int] | None:
-    """The forward FLOPs of layers that are made of `threed.layers` alone, which state them; None where one is not."""
+    """Returns the forward FLOPs of each layer from the `flops` methods of `threed.layers`.
+
+    Returns None if a layer contains other modules, or a module without a known number.
+    """
     found: list[int] = []
     for layer in layers:
         found.append(0)
@@ -92,7 +113,8 @@ def stated_flops(layers: Iterable[nn.Module], tokens: int, seq: int) -> list[int
 
 @functools.cache
 def _formula(operation: Any) -> Callable[..., int] | None:
-    """Returns torch's count of an operation's FLOPs, which has `addmm` but not `addmm_`; for attention our own."""
+    """Returns a formula for an operation's FLOPs: torch's, also for in-place variants; for
+    attention this package's."""
     if operation in attention.FUSED:
         return attention.kernel_flops
     plain = getattr(torch.ops.aten, operation.__name__.removesuffix("_"), operation)
@@ -101,13 +123,19 @@ def _formula(operation: Any) -> Callable[..., int] | None:
 
 
 class TraceError(ValueError):
-    """A layer cannot be run on the meta device: the message names it, and what to do."""
+    """Raised if a layer cannot be run on the meta device. The message names the layer and a fix."""
 
 
 class Watch(TorchDispatchMode):
-    """While entered, counts FLOPs, and the bytes of the storages that operations make; `most`: at the worst moment.
+    """Counts the FLOPs of operations and the bytes of their storages, while entered.
 
-    real: leaves out those on the meta device, which take no memory beside real ones.
+    Args:
+        ignored: tensors whose storages are not counted.
+        real: whether to ignore storages on the meta device, which take no memory.
+
+    Attributes:
+        flops: FLOPs so far.
+        most: peak bytes since `begin`.
     """
 
     def __init__(self, ignored: Iterable[Tensor] = (), real: bool = False) -> None:
@@ -115,25 +143,29 @@ class Watch(TorchDispatchMode):
         self._real = real
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._seen: dict[int, StorageWeakRef] = {}
-        self._size: dict[int, int] = {}  # when it was last seen
-        self._bound = 0  # no less than the bytes that are alive
+        self._size: dict[int, int] = {}  # bytes when last seen
+        self._bound = 0  # upper bound of the bytes alive
         self.flops = self.most = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else every operation here goes through torch's compiler first
+        return False  # otherwise torch's compiler would process every operation first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (formula := _formula(func._overloadpacket)) is not None:
-            # torch's formulas know no `out_dtype`
+            # torch's formulas do not accept `out_dtype`.
             known = [arg for arg in args if not isinstance(arg, torch.dtype)]
             self.flops += formula(*known, **(kwargs or {}), out_val=out)
         self.look_at((args, out))
         return out
 
     def look_at(self, values: Any) -> None:
-        """Counts storages that were not seen before, or have grown; among arguments, tensors are in lists at most."""
+        """Counts new storages, and storages that have grown.
+
+        Args:
+            values: a tensor, or nested lists and tuples of tensors; anything else is ignored.
+        """
         if isinstance(values, Tensor):
             storage = values.untyped_storage()
             key, nbytes = storage._cdata, storage.nbytes()
@@ -142,10 +174,10 @@ class Watch(TorchDispatchMode):
             known = self._seen.get(key)
             if known is None or known.expired():
                 self._seen[key], self._size[key] = StorageWeakRef(storage), 0
-            if nbytes != self._size[key]:  # new, or freed and allocated again
+            if nbytes != self._size[key]:  # new, or resized
                 self._bound += max(0, nbytes - self._size[key])
                 self._size[key] = nbytes
-                # only then is it worth while to see what has gone meanwhile
+                # Counting the live bytes is slow: only if the bound exceeds the peak.
                 if self._bound > self.most:
                     self.most = max(self.most, self.bytes())
         elif isinstance(values, list | tuple):
@@ -153,7 +185,7 @@ class Watch(TorchDispatchMode):
                 self.look_at(value)
 
     def bytes(self) -> int:
-        """Bytes that are alive."""
+        """Returns the number of bytes alive."""
         found = {
             key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             for key, ref in self._seen.items()
@@ -166,13 +198,14 @@ class Watch(TorchDispatchMode):
         return self._bound
 
     def begin(self) -> int:
-        """Looks for the worst moment from now on; gives the bytes that are alive now."""
+        """Resets the peak to the number of bytes alive now, and returns it."""
         self.most = self.bytes()
         return self.most
 
 
-class _Fused(TorchFunctionMode):
-    """Runs scaled dot-product attention by a fused operator; on the meta device torch takes the plain one."""
+class _FusedAttention(TorchFunctionMode):
+    """Replaces scaled dot-product attention by a fused operator; on the meta device torch would use
+    the unfused one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
@@ -181,7 +214,8 @@ class _Fused(TorchFunctionMode):
 
 
 class BufferSink:
-    """Adds a parameter's gradient to a buffer, as ZeRO's sinks do; nothing is counted or reduced."""
+    """Adds a parameter's gradient to a buffer, as the sinks of ZeRO do, without counting or
+    reducing it."""
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
@@ -203,7 +237,7 @@ class BufferSink:
         return self.target, True
 
     def mark_added(self) -> None:
-        """Counts nothing."""
+        """No operation: contributions are not counted."""
 
     def in_forward(self) -> bool:
         return False
@@ -219,12 +253,13 @@ class BufferSink:
 
 
 class Tracer:
-    """Finds what layers cost.
+    """Measures the costs of layers on the meta device.
 
     Args:
-        micro: A micro-batch on the meta device, as the layers will see it.
-        dtype, grad_dtype: Of parameters and activations, and of gradients.
-        traffic: What the model's axes count.
+        micro: a micro-batch on the meta device, as the layers will get it.
+        dtype: dtype of parameters and activations.
+        grad_dtype: dtype of gradients.
+        traffic: the counter of sent bytes of the model's axes.
     """
 
     def __init__(
@@ -236,22 +271,27 @@ class Tracer:
     def trace(
         self, layers: Sequence[nn.Module], recomputed: Recomputed | None = None
     ) -> list[LayerCost]:
-        """The cost of every layer of a model, in order; `recomputed` as a stage is told, by the layer's number.
+        """Returns the cost of every layer of a model, in order.
 
-        Raises TraceError naming a layer that cannot be run on the meta device.
+        Args:
+            layers: the layers of the model.
+            recomputed: the recomputed layers, by number in `layers`.
+
+        Raises:
+            TraceError: if a layer cannot be run on the meta device.
         """
         costs, form, recomputed = [], None, recomputed or Recomputed()
         for number, layer in enumerate(layers):
-            again = number in recomputed.units
-            key = alike(layer, layers, form, again)
+            recompute = number in recomputed.units
+            key = cost_key(layer, layers, form, recompute)
             if key not in self._known:
                 try:
-                    self._known[key] = self._run(layer, form, recomputed if again else None)
-                except Exception as error:  # whatever a layer of others may raise
+                    self._known[key] = self._run(layer, form, recomputed if recompute else None)
+                except Exception as error:  # a custom layer may raise anything
                     raise TraceError(
                         f"{title(layer, number)} could not be run on the"
-                        f" meta device, to find out what it costs: {error}; its memory cannot be forecast; to balance"
-                        " its stages give the model a method costs(micro_batch), or choose --parallel.partition uniform"
+                        f" meta device to measure its cost: {error}; its memory cannot be forecast; to balance"
+                        " stages, give the model a method costs(micro_batch), or choose --parallel.partition uniform"
                     ) from error
             cost, form = self._known[key]
             costs.append(cost)
@@ -260,7 +300,7 @@ class Tracer:
     def _run(
         self, layer: nn.Module, form: Form | None, recomputed: Recomputed | None
     ) -> tuple[LayerCost, Form | None]:
-        """Runs a copy of the layer, so that what it remembers of this is forgotten."""
+        """Runs a copy of the layer, so that the layer's own state does not change."""
         traced = copy.deepcopy(layer)
         params = materialise(layer, traced, self._parameter, META)
         given = [
@@ -270,12 +310,12 @@ class Tracer:
             *vars(self.micro).values(),
             *(self.micro.inputs or {}).values(),
         ]
-        stage = Stage([traced], AlwaysWhole(), recomputed=alone(recomputed, traced))
+        stage = Stage([traced], AlwaysWhole(), recomputed=for_layer_alone(recomputed, traced))
         before = Counter(self.traffic)
         try:
             with (
                 Watch(value for value in given if isinstance(value, Tensor)) as watch,
-                _Fused(),
+                _FusedAttention(),
             ):
                 cost, output = _measure(stage, form, self.micro, watch)
             sent = {
@@ -289,7 +329,7 @@ class Tracer:
             self.traffic.update(before)
 
     def _parameter(self, param: nn.Parameter) -> nn.Parameter:
-        """Returns a parameter on the meta device with a sink, as a stage has it."""
+        """Returns a parameter on the meta device with a gradient sink."""
         new = nn.Parameter(
             torch.empty(param.shape, dtype=self.dtype, device=META), param.requires_grad
         )
@@ -297,7 +337,7 @@ class Tracer:
 
 
 def attach_sink(param: nn.Parameter, sink: BufferSink) -> nn.Parameter:
-    """Returns the parameter, whose gradients go to the sink from now on."""
+    """Returns the parameter, after its gradients were directed to the sink."""
     param.sink = sink  # type: ignore[attr-defined]
     if param.requires_grad:
         param.register_post_accumulate_grad_hook(sink.take)
@@ -310,11 +350,14 @@ def materialise(
     make: Callable[[nn.Parameter], nn.Parameter],
     device: torch.device,
 ) -> list[nn.Parameter]:
-    """Gives a copy of a layer parameters, and moves its buffers to a device; returns the parameters.
+    """Gives a copy of a layer new parameters, and moves its buffers to a device; returns the
+    parameters.
 
     Args:
-        make: returns the parameter of the copy for one of the layer. Copied parameters have no
-            records, those of the layer have.
+        layer: the layer, whose parameters have sharding records.
+        copied: its copy, whose parameters have none.
+        make: returns the copy's parameter for a parameter of the layer.
+        device: device for the buffers.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for own, module in zip(layer.modules(), copied.modules(), strict=True):
@@ -327,8 +370,8 @@ def materialise(
     return list(made.values())
 
 
-def alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
-    """What a stage of this layer alone is told."""
+def for_layer_alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
+    """Returns the recomputation of a stage that consists of this layer only."""
     if recomputed is None or recomputed.selective is None:
         return recomputed and replace(recomputed, units=frozenset({0}))
     selective = Selective(recomputed.selective.ops)
@@ -339,10 +382,14 @@ def alone(recomputed: Recomputed | None, layer: nn.Module) -> Recomputed | None:
 def _measure(
     stage: Stage, form: Form | None, micro: MicroBatch, watch: Watch
 ) -> tuple[LayerCost, Form | None]:
-    """One forward and one backward."""
+    """Runs one forward and one backward; returns the cost and the form of the output (None for a
+    loss)."""
     x = None if form is None else form.value(form.empty(META, gradients=False))
     watch.look_at(tensors(x))
-    size, came = watch.begin(), [StorageWeakRef(part.untyped_storage()) for part in tensors(x)]
+    size, input_storages = (
+        watch.begin(),
+        [StorageWeakRef(part.untyped_storage()) for part in tensors(x)],
+    )
     y = stage.forward(0, x, micro)
     forward, output, flops = watch.most, Form.of(y), watch.flops
     made = {
@@ -351,7 +398,7 @@ def _measure(
     nbytes = sum(part.untyped_storage().nbytes() for part in tensors(y))
     last = y.dim() == 0 if isinstance(y, Tensor) else False
     del x, y
-    keeps_input, keeps_output = _any_alive(came), _any_alive(made.values())
+    keeps_input, keeps_output = _any_alive(input_storages), _any_alive(made.values())
     kept = watch.begin() - size * keeps_input - nbytes * keeps_output
     dy = None if last else output.gradients(output.empty(META, gradients=True))
     watch.look_at(gradients_of(dy, len(output.shapes)))
@@ -370,35 +417,46 @@ def _any_alive(refs: Iterable[StorageWeakRef]) -> bool:
     return any(not ref.expired() for ref in refs)
 
 
-def alike(layer: nn.Module, layers: Sequence[nn.Module], form: Form | None, again: bool) -> Any:
-    """Returns what layers of a model have in common that cost the same; hashable.
+def cost_key(
+    layer: nn.Module, layers: Sequence[nn.Module], form: Form | None, recompute: bool
+) -> Any:
+    """Returns a hashable key that is equal for layers of the same cost.
 
     Args:
-        form: of the layer's input.
-        again: whether the layer is recomputed.
+        layer: the layer.
+        layers: all layers of the model.
+        form: form of the layer's input.
+        recompute: whether the layer is recomputed.
     """
-    return fingerprint(layer, contract(layer).name, set()), form, again, layer is layers[-1]
+    return fingerprint(layer, contract(layer).name, set()), form, recompute, layer is layers[-1]
 
 
-def fingerprint(value: Any, name: str, around: set[int]) -> Any:
-    """What is the same for two layers that are built alike, whatever their names; hashable. around: the ids of what
-    this value is in: a part may refer back to its parent."""
+def fingerprint(value: Any, name: str, ancestors: set[int]) -> Any:
+    """Returns a hashable key that is equal for two layers of the same structure and different
+    names.
+
+    Args:
+        value: a layer, or an attribute of one.
+        name: the layer's name, which is removed from strings.
+        ancestors: ids of the values that contain this one, because a module may refer to its
+            parent.
+    """
     if isinstance(value, nn.Module | dict | list | tuple | set | frozenset):
-        if id(value) in around:
+        if id(value) in ancestors:
             return id(value)
-        around = around | {id(value)}
+        ancestors = ancestors | {id(value)}
     if isinstance(value, nn.Module):
-        return type(value), fingerprint(vars(value), name, around)
+        return type(value), fingerprint(vars(value), name, ancestors)
     if isinstance(value, dict):
         items = ((str(key).replace(name, "") if name else key, v) for key, v in value.items())
-        return tuple((key, fingerprint(v, name, around)) for key, v in items)
+        return tuple((key, fingerprint(v, name, ancestors)) for key, v in items)
     if isinstance(value, list | tuple):
-        return tuple(fingerprint(item, name, around) for item in value)
+        return tuple(fingerprint(item, name, ancestors) for item in value)
     if isinstance(value, set | frozenset):
-        return frozenset(fingerprint(item, name, around) for item in value)
+        return frozenset(fingerprint(item, name, ancestors) for item in value)
     if is_dataclass(value) and type(value).__eq__ is not object.__eq__:
         return type(value), tuple(
-            fingerprint(getattr(value, part.name), name, around) for part in fields(value)
+            fingerprint(getattr(value, part.name), name, ancestors) for part in fields(value)
         )
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype, value.requires_grad

@@ -1,4 +1,5 @@
-"""How activations and gradients travel between stages: asynchronously, one in-order channel per pair and direction."""
+"""Sends activations and gradients between stages: asynchronous, with one ordered channel per pair
+of ranks and direction."""
 
 from __future__ import annotations
 
@@ -14,26 +15,40 @@ from threed.topology import Axis, Topology
 
 
 class Transport(Protocol):
-    """Sends to and receives from other pipeline ranks: the tensors of one message together.
+    """Sends to and receives from other pipeline ranks. The tensors of one message are passed
+    together.
 
-    posts_ahead: whether a receive may be posted long before its message is sent, and has then more to gain.
+    Attributes:
+        posts_ahead: whether receives should be posted long before their messages are sent.
     """
 
     posts_ahead: bool
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        """Begins to send from pipeline rank `source` (this one) to `target`; until waited for the tensors must stay."""
+        """Starts to send a message; the tensors must not change until it has been waited for.
+
+        Args:
+            tensors: the tensors of the message.
+            source: pipeline rank of this process.
+            target: pipeline rank of the receiver.
+        """
 
     def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
-        """Begins to receive into `outs` from pipeline rank `source` at `target` (this one)."""
+        """Starts to receive a message.
+
+        Args:
+            outs: tensors to receive into.
+            source: pipeline rank of the sender.
+            target: pipeline rank of this process.
+        """
 
 
 class Links:
-    """The transport of a topology: its links."""
+    """The transport over the point-to-point links of a topology."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        # gloo asks for a message that nobody waits for: two ways more
+        # On gloo, a receive that is not posted in time costs the message a round trip.
         self.posts_ahead = topology.device.type == "cpu"
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
@@ -46,13 +61,16 @@ class Links:
 
 
 def is_sliced(tensor: Tensor, axis: Axis) -> bool:
-    """Whether ranks of an axis that hold the same tensor send a slice of it each."""
+    """Returns whether the ranks of an axis, which hold the same tensor, send a slice of it each."""
     return axis.size > 1 and tensor.is_floating_point() and tensor.numel() % axis.size == 0
 
 
 class SlicedLinks(Links):
-    """Links of stages whose boundaries are the same on all tensor ranks: each sends its slice only, to the same tensor
-    rank of the other stage, where the slices are gathered on arrival (arXiv 2104.04473, section 4.1)."""
+    """Links between stages whose boundaries are the same on all tensor ranks.
+
+    Each rank sends only its slice, to the same tensor rank of the other stage. There the slices are
+    gathered after they were received (arXiv 2104.04473, section 4.1).
+    """
 
     def __init__(self, topology: Topology) -> None:
         super().__init__(topology)
@@ -60,31 +78,33 @@ class SlicedLinks(Links):
 
     def send(self, tensors: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """See `Transport`."""
-        return super().send([self._part(tensor) for tensor in tensors], source, target)
+        return super().send([self._slice(tensor) for tensor in tensors], source, target)
 
     def receive(self, outs: Sequence[Tensor], source: int, target: int) -> list[Pending]:
         """See `Transport`."""
-        coming = super().receive([self._part(out) for out in outs], source, target)
-        return [self._whole(part, out) for part, out in zip(coming, outs, strict=True)]
+        pending = super().receive([self._slice(out) for out in outs], source, target)
+        return [self._gathered(part, out) for part, out in zip(pending, outs, strict=True)]
 
-    def _whole(self, coming: Pending, out: Tensor) -> Pending:
+    def _gathered(self, pending: Pending, out: Tensor) -> Pending:
         if not is_sliced(out, self.axis):
-            return coming
+            return pending
 
         def gather() -> Tensor:
-            collectives.start_all_gather(coming.wait(), self.axis, out=out.view(-1)).wait()
+            collectives.start_all_gather(pending.wait(), self.axis, out=out.view(-1)).wait()
             return out
 
         return Pending(gather)
 
-    def _part(self, tensor: Tensor) -> Tensor:
-        """What is sent of a tensor."""
+    def _slice(self, tensor: Tensor) -> Tensor:
         sliced = is_sliced(tensor, self.axis)
         return tensor.reshape(-1).chunk(self.axis.size)[self.axis.index] if sliced else tensor
 
 
 def links(model: Model, topology: Topology) -> Links:
-    """The transport of a model's stages. One that says `boundaries_replicated` hands on the same tensors on all tensor
-    ranks where sequences are not cut."""
-    same = options_of(model).boundaries_replicated and not model.slicing.sequence_parallel
-    return SlicedLinks(topology) if same and topology.tp > 1 else Links(topology)
+    """Returns the transport for a model's stages.
+
+    Boundaries are sent in slices if the model has `boundaries_replicated` and no sequence
+    parallelism.
+    """
+    replicated = options_of(model).boundaries_replicated and not model.slicing.sequence_parallel
+    return SlicedLinks(topology) if replicated and topology.tp > 1 else Links(topology)

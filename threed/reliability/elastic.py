@@ -1,14 +1,16 @@
-"""A run's copies in its machines' memory, and what a start resumes from: memory, or the newest checkpoint.
+"""Copies of a run's state in the memory of its machines, and the choice of the state to resume
+from.
 
-    memory = Memory(engine, folder)             nothing happens unless `checkpoint.memory-every` asks for it
+    memory = Memory(engine, folder)             inactive unless `checkpoint.memory-every` is set
     extra = resume(engine, folder, retention, memory)
-    memory.begin(note)                          after the start's state is known, before the first step
-    memory.save_if_due(step, extra)             after a step; written while training goes on
-    with memory.ending(): ...                   an error leaves what is being written some seconds to end
-    memory.remove()                             the run has ended well
+    memory.begin(note)                          after the state is loaded, before the first step
+    memory.save_if_due(step, extra)             after a step; written while training continues
+    with memory.ending(): ...                   if the block raises, waits some seconds for copies in progress
+    memory.remove()                             the run has finished successfully
 
-Ranks that torchrun starts again, on as many machines, fewer or more, find in memory the newest step of which the
-machines that are left have everything; a file of the run folder (`node_memory.Epochs`) says which steps count.
+If torchrun restarts the ranks, on the same number of machines or another one, they resume from the
+newest step whose state is complete on the remaining machines. A file of the run folder
+(`node_memory.Epochs`) records which steps are valid.
 """
 
 from __future__ import annotations
@@ -46,13 +48,19 @@ from threed.zero.replicas import ReplicaError
 from threed.zero.snapshot import Room
 
 T = TypeVar("T")
-PATIENCE_S = 10.0  # for copies that are written when a run fails
+PATIENCE_S = 10.0  # wait for copies in progress when a run fails
 
 
 class Memory:
-    """The copies of a run. every: steps between copies, 0 for none.
+    """The copies of a run in memory. The methods are collective unless stated otherwise.
 
-    Collective, as all its methods but `finish`. RunFolderError on every rank where a machine has no place for them.
+    Raises:
+        RunFolderError: on every rank, if a machine has no folder in memory for the copies.
+
+    Attributes:
+        every: steps between copies, 0 for no copies.
+        taken: (epoch, step) of the copy that this start resumed from, if any.
+        problem: why the newest finished copy failed, or "".
     """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
@@ -62,61 +70,73 @@ class Memory:
         self.world = engine.topology.axis("world")
         self.room = Room(copies=False)
         self._writing: Copy | None = None
-        self._slot = 0  # of the next copy
-        self._first = True  # no copy of this start is complete
-        self.taken: tuple[int, int] | None = None  # the save that this start took
-        self.problem = ""  # of the newest copy that has ended
-        self._told = ""
-        self._again = False
+        self._slot = 0  # slot of the next copy
+        self._first = True  # whether no copy of this start is complete yet
+        self.taken: tuple[int, int] | None = None  # (epoch, step) that this start resumed from
+        self.problem = ""  # problem of the newest finished copy, or ""
+        self._reported = ""
+        self._restarted = False
         if not self.every:
-            if self.world.index == 0:  # copies of an earlier start do not count any more
+            if self.world.index == 0:  # copies of earlier starts become invalid
                 (folder / RECORD).unlink(missing_ok=True)
             return
         self.record = Epochs.of(folder, self.world)
-        self.place = self._agreed(lambda: Place(self.record.run))
+        self.place = self._on_all_ranks(lambda: Place(self.record.run))
         self.machines = Machines(self.place, self.world)
-        mine = self._agreed(self._begin_here)
-        self._again = any(collectives.exchange(mine, self.world))
-        if not self._again and engine.config.checkpoint.resume != "auto" and self.machines.first:
-            self.place.keep()  # else a restart of this start would find it
+        restarted = self._on_all_ranks(self._begin_folder)
+        self._restarted = any(collectives.exchange(restarted, self.world))
+        if (
+            not self._restarted
+            and engine.config.checkpoint.resume != "auto"
+            and self.machines.first
+        ):
+            self.place.keep()  # otherwise a restart would find the old copies
 
-    def _begin_here(self) -> bool:
-        """Makes this machine's folder; returns whether it was this launcher's before."""
+    def _begin_folder(self) -> bool:
+        """Creates this machine's folder; returns whether this launcher had created it before a
+        restart."""
         if not self.machines.first:
             return False
-        mine = "TORCHELASTIC_RUN_ID" in os.environ and self.place.is_this_launchers()
+        restarted = "TORCHELASTIC_RUN_ID" in os.environ and self.place.is_this_launchers()
         self.place.begin()
         self.place.sweep()
-        return mine
+        return restarted
 
-    def _agreed(self, act: Callable[[], T]) -> T:
-        """Returns `act()`; RunFolderError on every rank if it fails on any. Collective."""
+    def _on_all_ranks(self, act: Callable[[], T]) -> T:
+        """Returns `act()`; raises RunFolderError on every rank if it fails on any. Collective."""
 
         def describe(error: OSError) -> str:
             reason = why(error, base(), elsewhere=ELSEWHERE)
-            return f"copies in memory cannot be begun in {base()} on {platform.node()}: {reason}"
+            return f"cannot keep copies in memory in {base()} on {platform.node()}: {reason}"
 
         return collectives.attempt_together(act, self.world, RunFolderError, describe)
 
     # ---------------------------------------------------------------------------------------------------------- start
 
     def found(self, resume: str) -> list[Found]:
-        """Returns the saves in memory, newest first, if this start may take one: with "auto", or where torchrun started
-        the ranks again."""
-        if not self.every or not (resume == "auto" or self._again):
+        """Returns the copies in memory, newest first.
+
+        Returns an empty list unless `resume` is "auto" or torchrun has restarted the ranks.
+        """
+        if not self.every or not (resume == "auto" or self._restarted):
             return []
         return look(self.place, self.machines, self.record, self.world, self.engine.topology.device)
 
     def load(self, found: Found) -> dict[str, Any]:
-        """Loads a save; CheckpointError on every rank where it cannot be. Returns what was saved with it."""
+        """Loads a copy. Returns the additional state that was saved with it.
+
+        Raises:
+            CheckpointError: on every rank, if the copy is incomplete or cannot be loaded.
+            RunFolderError: if the copy is of another model or optimizer.
+        """
         if found.problem:
-            raise CheckpointError(f"step {found.step} is not whole in memory: {found.problem}")
+            raise CheckpointError(f"step {found.step} is incomplete in memory: {found.problem}")
         engine = self.engine
-        others = resuming.model_differences(found.manifest, engine.config)
-        others += resuming.optimizer_differences(found.manifest, engine.config)
-        if others:  # as with a checkpoint: a start anew would drop it
+        differences = resuming.model_differences(found.manifest, engine.config)
+        differences += resuming.optimizer_differences(found.manifest, engine.config)
+        if differences:  # an error as for checkpoints: a new start would drop the copy
             raise RunFolderError(
-                f"step {found.step} of this run is in memory, and {'; '.join(others)}"
+                f"step {found.step} of this run is in memory, and {'; '.join(differences)}"
             )
         extra = load_copy(
             found, self.place, self.machines, engine.topology, records(engine.optimizer),
@@ -132,7 +152,7 @@ class Memory:
             note: prints a line on rank 0.
 
         Raises:
-            RunFolderError: if there is too little memory.
+            RunFolderError: if a machine has too little memory.
         """
         self._note = note
         if not self.every:
@@ -144,24 +164,26 @@ class Memory:
         if self.world.index == 0:
             self.record.write(self.folder)
         self.plan = Plan.of(engine.optimizer, engine.topology, machines)
-        asked = engine.config.run.replicate == "neighbour"
-        replicate = asked and machines.count > 1
+        requested = engine.config.run.replicate == "neighbour"
+        replicate = requested and machines.count > 1
         self.neighbour = Neighbour(engine.topology, machines) if replicate else None
-        held = [0] * machines.count
+        machine_bytes = [0] * machines.count
         plan = self.plan
-        mine = [
+        own_bytes = [
             sum(file.nbytes for file in plan.files),
             sum(file.nbytes for file in plan.files if file.name in plan.alone),
         ]
-        for rank, (own, sent) in enumerate(collectives.exchange(mine, self.world)):
-            held[machines.of[rank]] += own
-            held[machines.of[machines.neighbour(rank)]] += sent * replicate
-        needed = COPIES * held[machines.mine]
+        for rank, (own, sent) in enumerate(collectives.exchange(own_bytes, self.world)):
+            machine_bytes[machines.of[rank]] += own
+            machine_bytes[machines.of[machines.neighbour(rank)]] += sent * replicate
+        needed = COPIES * machine_bytes[machines.mine]
         problem = too_small(self.place, needed) if machines.first else ""
         collectives.raise_together([problem], self.world, RunFolderError)
-        each = f"{in_units(COPIES * max(held))} on each of {_machines(machines.count)}"
+        each = f"{in_units(COPIES * max(machine_bytes))} on each of {_machines(machines.count)}"
         copies = (
-            ", with a neighbour's copies" if replicate else ", no neighbour to keep more" * asked
+            ", with a neighbour's copies"
+            if replicate
+            else ", no other machine for a neighbour's copies" * requested
         )
         often = "each step" if self.every == 1 else f"every {self.every} steps"
         self._note(f"memory     {often} in {self.place.folder}, {each}{copies}")
@@ -169,25 +191,26 @@ class Memory:
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def save_if_due(self, step: int, extra: Callable[[], Mapping[str, Any]]) -> None:
-        """Begins to copy the state of a step; waits for the copy before.
+        """Starts to copy the state of a step, after waiting for the previous copy.
 
         Args:
-            extra: Returns what a checkpoint contains besides.
+            step: the number of finished steps.
+            extra: returns the additional state of a checkpoint.
         """
         if not self.every or step % self.every or self.engine.bad_steps():
-            return  # in a row of skipped steps the state from before it stays, as with checkpoints
+            return  # during skipped steps the copy from before them is kept, as for checkpoints
         self.save(self.engine.counters(extra()))
-        if self.problem and self.problem != self._told:
-            self._told = self.problem
+        if self.problem and self.problem != self._reported:
+            self._reported = self.problem
             self._note(
-                f"no copies in memory of the step before {step}: {self._told}; training goes on"
+                f"no copies in memory of the step before {step}: {self._reported}; training goes on"
             )
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Begins to copy the current state; waits for the copy before.
+        """Starts to copy the current state, after waiting for the previous copy.
 
         Args:
-            state: The counters of the run.
+            state: the counters of the run.
         """
         self._end()
         engine, began, save = self.engine, time.perf_counter(), [self.record.epoch, state["steps"]]
@@ -200,7 +223,7 @@ class Memory:
         self._writing.start(engine.optimizer, self.room, now=engine.wraps_module)
 
     def _end(self) -> None:
-        """Waits until the newest copy has ended on all ranks. Collective."""
+        """Waits until the newest copy has finished on all ranks. Collective."""
         copy = self._writing
         if copy is None:
             return
@@ -210,26 +233,35 @@ class Memory:
         self.problem = problems[0] if problems else ""
         if problems:
             return
-        if self._first:  # of earlier starts nothing is needed any more
+        if self._first:  # copies of earlier starts are no longer needed
             if self.machines.first:
                 self.place.keep(copy.save)
             collectives.barrier(self.world)
         self._first, self._slot = False, 1 - self._slot
 
     def finish(self, patience: float | None = PATIENCE_S) -> None:
-        """Waits until the copy in progress has ended on this rank, or some seconds. Not collective, in any thread."""
-        if (writing := self._writing) is not None:  # which another thread may reset
+        """Waits until the copy in progress has finished on this rank. Not collective; callable from
+        any thread.
+
+        Args:
+            patience: limit in seconds, or None.
+        """
+        if (writing := self._writing) is not None:  # another thread may reset the attribute
             writing.give_up(patience)
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """Where the block ends by an error, copies that are written have some seconds to end."""
+        """If the block raises, waits some seconds for copies in progress. Not collective.
+
+        After errors that make the state itself suspect (BadStepsError, ReplicaError), removes the
+        copies.
+        """
         try:
             yield
         except (
             BadStepsError,
             ReplicaError,
-        ):  # on all ranks alike: the states themselves may be wrong
+        ):  # raised on all ranks; the states themselves may be wrong
             self.drop()
             raise
         except Exception:
@@ -237,15 +269,16 @@ class Memory:
             raise
 
     def drop(self) -> None:
-        """Leaves nothing in memory for a next start. Not collective."""
+        """Removes all copies on this machine, so that a new start cannot resume from them. Not
+        collective."""
         if not self.every:
             return
-        self.finish()  # or its thread would make anew what is removed
+        self.finish()  # otherwise its thread would create the files again
         if self.machines.first:
             self.place.keep()
 
     def remove(self) -> None:
-        """Removes the copies: all is saved."""
+        """Removes the copies and their folder, after the run has saved everything to disk."""
         if not self.every:
             return
         self._end()
@@ -258,20 +291,31 @@ class Memory:
 
 
 def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -> dict[str, Any]:
-    """Loads the newest state that is whole; returns what was saved with it, or nothing. Collective.
+    """Loads the newest complete state, from memory or a checkpoint. Collective.
 
-    Of what is returned `path` is the checkpoint, or where one of that step would be; `resumed` says it for people;
-    `problems` are of newer ones; `saved`: the step is on the disk; `manifest`: of a native checkpoint.
+    Returns:
+        The additional state that was saved, and the entries below. If no state was loaded, an empty
+        dict or `problems` only.
+        path: the checkpoint; for a copy in memory, the path that a checkpoint of its step would
+            have
+        resumed: a description, for a copy in memory
+        problems: the problems of newer states, which could not be loaded
+        saved: whether the step is on disk as a checkpoint of this run
+        manifest: the manifest, for a native checkpoint or a copy in memory
+
+    Raises:
+        CheckpointError: if there are checkpoints and none can be loaded.
+        RunFolderError: if the newest copy in memory is of another model or optimizer.
     """
-    asked, world = engine.config.checkpoint.resume, engine.topology.axis("world")
-    first = collectives.exchange(after_restart(folder, asked), world)[0]
+    requested, world = engine.config.checkpoint.resume, engine.topology.axis("world")
+    first = collectives.exchange(after_restart(folder, requested), world)[0]
     in_memory = memory.found(first)
     begun_from = first if in_memory and first not in ("auto", "none") else ""
     first = "auto" if in_memory else first
     paths = collectives.exchange([str(path) for path in candidates(folder, first)], world)[0]
     refused: list[tuple[str, str]] = []
     tried = _in_order(paths, in_memory)
-    if begun_from:  # where nothing of this run's own can be read, it begins again where it began
+    if begun_from:  # fallback: the state that the run originally started from
         tried.append((begun_from, None))
     for path, copy in tried:
         try:
@@ -295,22 +339,26 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
         here = folder / "checkpoints" / f"step-{copy.step}"
         return {**extra, "path": here, "saved": False, "manifest": copy.manifest, "resumed": text}
     if refused and any(copy is None for _, copy in tried):
-        none = "no checkpoint of this run can be resumed; --checkpoint.resume none starts anew and keeps them aside"
-        raise CheckpointError("; ".join([*_once(refused), none]))
+        none = "no checkpoint of this run can be resumed; --checkpoint.resume none starts from scratch and keeps them aside"
+        raise CheckpointError("; ".join([*_grouped(refused), none]))
     return {"problems": [reason for _, reason in refused]} if refused else {}
 
 
-def _once(refused: list[tuple[str, str]]) -> list[str]:
-    """Returns why checkpoints were refused, given as (path, why): each reason once, in the words of the first.
+def _grouped(refused: list[tuple[str, str]]) -> list[str]:
+    """Returns the reasons for which checkpoints were refused, each reason once.
 
-    Where it speaks of that checkpoint, the others of which the same can be said are named behind it.
+    Reasons that differ only in the path are equal; the names of the other checkpoints follow in
+    parentheses.
+
+    Args:
+        refused: (path, reason) of each checkpoint.
     """
-    said: dict[str, list[tuple[str, str]]] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
     for path, reason in refused:
-        said.setdefault(reason.replace(path, "") if path else reason, []).append((path, reason))
+        groups.setdefault(reason.replace(path, "") if path else reason, []).append((path, reason))
     lines = []
-    for (_, first), *others in said.values():
-        names = ", ".join(Path(path).name for path, reason in others if reason != first)
+    for (_, first), *more in groups.values():
+        names = ", ".join(Path(path).name for path, reason in more if reason != first)
         lines.append(f"{first} (the same of {names})" if names else first)
     return lines
 
@@ -325,7 +373,8 @@ def _step(path: str) -> int:
 
 
 def _in_order(paths: list[str], copies: list[Found]) -> list[tuple[str, Found | None]]:
-    """Checkpoints and what is in memory, by falling step; of one step the checkpoint first."""
-    both: list[tuple[str, Found | None]] = [(path, None) for path in paths]
-    both += [("", copy) for copy in copies]
-    return sorted(both, key=lambda one: -(_step(one[0]) if one[1] is None else one[1].step))
+    """Returns checkpoints and copies in memory, newest step first; for equal steps the checkpoint
+    first."""
+    saves: list[tuple[str, Found | None]] = [(path, None) for path in paths]
+    saves += [("", copy) for copy in copies]
+    return sorted(saves, key=lambda one: -(_step(one[0]) if one[1] is None else one[1].step))

@@ -1,14 +1,14 @@
-"""After a failure: reports which rank caused it, once.
+"""Reports the rank that caused a failure, once.
 
-    lost(error)                             # another rank is gone, according to this error
-    named(folder, rank, world)              # a line for each dead rank that this rank reports
-    write_error_file(text)                  # what torchrun's report shows for this rank
+    lost(error)                             # whether another rank has died, according to this error
+    named(folder, rank, world)              # a line per dead rank that this rank has to report
+    write_error_file(text)                  # the text for this rank in torchrun's report
 
-When one rank dies, all others lose their connection to it, and the launcher names the first that
-notices. A rank whose own code failed reports that itself. A rank that was killed cannot: so each
-rank checks the process of the next rank on its machine, and goes on to the one after while
-processes have ended. So each dead rank is reported by exactly one live rank, and n ranks read less
-than 2 n files together.
+If one rank dies, all others lose their connection to it, and the launcher names the first rank that
+notices. A rank that fails with an error reports it itself. A rank that was killed cannot. So each
+rank checks the process of the next rank on its machine, and continues with the following ranks as
+long as their processes have ended. Each dead rank is thus reported by exactly one live rank, and n
+ranks together read fewer than 2 n files.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from pathlib import Path
 from threed.reliability import heartbeat
 from threed.reliability.heartbeat import Beat, first_three, process_state, when, who
 
-# What gloo, NCCL and the store report when another process is gone.
+# Parts of the errors of gloo, NCCL and the store after another process has died.
 _LOST = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process exited",
     "communicator was aborted", "connection was likely closed", "connection refused", "recvvalue failed",
 )  # fmt: skip
-PATIENCE_S = 3.0  # until the process of a killed rank is seen to have ended
-REFUSAL_S = 5.0  # until the first rank of a machine has reported a refusal
+PATIENCE_S = 3.0  # wait until the process of a killed rank has ended
+REFUSAL_S = 5.0  # wait until the first rank of a machine has reported an error
 
 
 class LostContact(Exception):
-    """Another rank is gone, and this one ends because of that. Has been reported."""
+    """Raised on a rank that ends because another rank has died. It has already been reported."""
 
 
 def lost(error: BaseException) -> bool:
-    """Returns whether an error means that another rank is gone."""
+    """Returns whether an error means that another rank has died."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST)
 
 
 def named(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """Returns a line for each dead rank that this rank has to report."""
+    """Returns a line per dead rank that this rank has to report."""
     beats = heartbeat.read_siblings(folder, rank, world_size)
-    gone = itertools.takewhile(lambda beat: beat and process_state(beat) == "ended", beats)
-    return [describe(beat) for beat in gone if beat is not None and beat["state"] == ""]
+    dead = itertools.takewhile(lambda beat: beat and process_state(beat) == "ended", beats)
+    return [describe(beat) for beat in dead if beat is not None and beat["state"] == ""]
 
 
 def describe(beat: Beat) -> str:
-    """Returns the line of a rank that was killed."""
+    """Returns the line about a rank that was killed."""
     return f"{who(beat)} was killed: process {beat['pid']} has ended in {when(beat)}"
 
 
@@ -66,9 +66,11 @@ def a_sibling_failed(folder: str | Path, rank: int, world_size: int) -> bool:
 def wait_for_names(
     folder: str | Path, rank: int, world_size: int, patience: float = PATIENCE_S
 ) -> list[str]:
-    """Returns `named` as soon as it has any; nothing once a rank of this machine reported itself.
+    """Waits for the result of `named`; returns [] once a rank of this machine has reported its own
+    failure.
 
-    After `patience` seconds without either, rank 0 returns a line on the ranks of other machines.
+    After `patience` seconds without either, rank 0 returns a line about the ranks of other
+    machines.
     """
     end = time.monotonic() + patience
     while not (found := named(folder, rank, world_size)) and time.monotonic() < end:
@@ -80,9 +82,10 @@ def wait_for_names(
 
 
 def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
-    """Returns the dead ranks of other launchers here; else a line on the ranks at the earliest step.
+    """Returns lines about dead ranks of other launchers on this machine; else one about the ranks
+    at the earliest step.
 
-    Returns nothing if some rank failed or its death is reported by another rank.
+    Returns [] if some rank failed, or if another rank reports the dead ones.
     """
     beats = [b for b in heartbeat.read_all(folder) if b["rank"] < world_size and b["rank"] != rank]
     running = [beat for beat in beats if beat["state"] == ""]
@@ -90,14 +93,16 @@ def _elsewhere(folder: str | Path, rank: int, world_size: int) -> list[str]:
     if dead or not running or any(beat["state"] == "failed" for beat in beats):
         here = list(heartbeat.siblings(rank, world_size))
         return [describe(b) for b in dead if b["state"] == "" and b["rank"] not in here]
-    earliest = min(beat["step"] for beat in running)  # clocks of machines may be hours apart
+    earliest = min(
+        beat["step"] for beat in running
+    )  # compares steps, because the machines' clocks may differ
     last = [f"{who(beat)} in {when(beat)}" for beat in running if beat["step"] == earliest]
     why = "a connection was lost and no rank is known to have failed: a machine or the network?"
     return [f"{why} Earliest: {first_three(last)}"]
 
 
 def attempt() -> str:
-    """Returns the number of torchrun's attempt, if torchrun may restart the job; else nothing."""
+    """Returns "; attempt N of M" for messages if torchrun may restart the job, else ""."""
     number, most = (
         int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
         for name in ("RESTART_COUNT", "MAX_RESTARTS")
@@ -106,7 +111,7 @@ def attempt() -> str:
 
 
 def write_error_file(text: str) -> None:
-    """Leaves a message for torchrun's report. The first message of a rank counts."""
+    """Writes a message for torchrun's report. Only the first message of a rank is kept."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not os.path.exists(path):
         about = {"message": text, "timestamp": str(int(time.time()))}
@@ -115,10 +120,11 @@ def write_error_file(text: str) -> None:
 
 
 def wait_for_first_rank() -> None:
-    """Waits until the first rank of this machine has left its message for torchrun.
+    """Waits until the first rank of this machine has written its message for torchrun.
 
-    A launcher ends all ranks when one ends, so the rank that prints a message must end first.
-    Other launchers than torchrun have no such file: then this waits to be ended by the launcher.
+    A launcher terminates all ranks when one exits, so the rank that prints the message must exit
+    first. Launchers other than torchrun have no such file; then this waits until the launcher
+    terminates the process, or for `REFUSAL_S` seconds.
     """
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     first = Path(own).parents[1] / "0" / "error.json" if own else None

@@ -1,13 +1,14 @@
-"""Heartbeats: a small file per rank with its step and phase, to find the rank that hangs or has died.
+"""Heartbeats: a small file per rank with its step and phase, to find a rank that hangs or has died.
 
     heart = Heartbeat("runs/demo/heartbeat", rank, place="stage 1, dp 0, tp 0")
     heart.beat(step=41, phase="step")       # takes microseconds: call it in every phase
     heart.mark("failed", "ValueError: …")   # how the rank ended, for the other ranks
     read(folder, 3)                         # the last beat of rank 3; read_all(folder): of all ranks
 
-A beat overwrites a record of fixed size in place, by one pwrite to an open file. A reader may see a
-record that is half written (observed on ext4), so records have a CRC, and the reader tries again.
-On one machine beats are visible at once; on another one when the network file system's caches allow.
+A beat overwrites a record of fixed size in place, with one pwrite to an open file. A reader may see
+a half-written record (observed on ext4), so records have a CRC, and the reader retries. On the same
+machine beats are visible at once; on other machines, as soon as the caches of the network file
+system allow.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ class Heartbeat:
     """The heartbeat file of one rank, `<folder>/rank-<rank>.json`.
 
     Args:
+        folder: the folder of the files; created if missing.
+        rank: the global rank.
         place: the rank's coordinates, for messages.
 
     Attributes:
         last: the last beat.
-        began: when it was, in seconds of the monotonic clock.
+        began: time of the last beat, in seconds of the monotonic clock.
     """
 
     def __init__(self, folder: str | Path, rank: int, place: str = "") -> None:
@@ -50,10 +53,11 @@ class Heartbeat:
         self.beat(0, "start")
 
     def beat(self, step: int, phase: str) -> None:
-        """Records that this rank has begun a phase of a step. A beat that a disk refuses is lost.
+        """Records that this rank has begun a phase of a step. If the file cannot be written, the
+        beat is lost.
 
         Raises:
-            ValueError: if the name of the phase does not fit the record.
+            ValueError: if the name of the phase is longer than 100 characters.
         """
         if len(phase) > 100:
             raise ValueError(f"heartbeat phase of {len(phase)} characters: use at most 100")
@@ -65,7 +69,8 @@ class Heartbeat:
         """Adds a state to the last beat.
 
         Args:
-            state: "hung", "failed", "lost" (another rank), "ended", or "" while the rank runs.
+            state: "hung", "failed", "lost" (the connection to another rank), "ended", or "" while
+                the rank runs.
             note: details, of which 300 characters are kept.
         """
         note = "".join(c if " " <= c <= "~" and c not in '"\\' else " " for c in note[:300])
@@ -81,7 +86,7 @@ class Heartbeat:
 
 
 def read(folder: str | Path, rank: int) -> Beat | None:
-    """Returns the last beat of a rank, None if there is none. Its time is that machine's clock."""
+    """Returns the last beat of a rank, or None. Its time is by the clock of the rank's machine."""
     return _read(_file(folder, rank))
 
 
@@ -92,9 +97,10 @@ def read_all(folder: str | Path) -> list[Beat]:
 
 
 def siblings(rank: int, world_size: int) -> Iterator[int]:
-    """Yields the other ranks of this machine, beginning with the next one.
+    """Returns the other ranks of this machine, beginning with the next one.
 
-    They follow from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE; by default all ranks are.
+    They follow from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE. Without these, all ranks are on
+    this machine.
     """
     place = int(os.environ.get("LOCAL_RANK", rank))
     count = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -102,7 +108,7 @@ def siblings(rank: int, world_size: int) -> Iterator[int]:
 
 
 def read_siblings(folder: str | Path, rank: int, world_size: int) -> Iterator[Beat | None]:
-    """Yields the last beats of `siblings`, read one by one."""
+    """Yields the last beats of `siblings`, reading one file at a time."""
     return (read(folder, other) for other in siblings(rank, world_size))
 
 
@@ -112,18 +118,18 @@ def process_state(beat: Beat) -> str:
 
 
 def who(beat: Beat) -> str:
-    """Returns a rank with its machine and coordinates."""
+    """Returns a rank with its machine and coordinates, for messages."""
     place = f" ({beat['place']})" if beat["place"] else ""
     return f"rank {beat['rank']} on {beat['host']}{place}"
 
 
 def when(beat: Beat) -> str:
-    """Returns the step and phase of a rank."""
+    """Returns the step and phase of a rank, for messages."""
     return f"step {beat['step']}, phase {beat['phase']}"
 
 
 def first_three(texts: Sequence[str]) -> str:
-    """Returns texts about ranks in one line: three, and the number of the others."""
+    """Returns up to three texts in one line, and the number of further ranks."""
     more = f"; and {len(texts) - 3} more ranks" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + more
 

@@ -1,17 +1,17 @@
-"""The run folder at the start of a run: every rank can use it, and no other run uses it.
+"""Checks the run folder at the start of a run: every rank can use it, and no other run uses it.
 
     probe(folder, everyone)                      # every rank writes there, and sees another rank's file
     with owned(folder, everyone, job) as owner:  # RunFolderError if another run uses the folder
         owner.check()                            # before a save: no other run has taken it over
 
-The owner's file is `owner-N.json`, N counting the runs of the folder: host, process and job. Its
-modification time is renewed every second while the run lives, and set to zero when it ends. The
-file appears complete, by a hard link to a free name, so only one of two runs that start at once
-gets the folder.
+The owner's file is `owner-N.json`, where N counts the runs of the folder; it contains host, process
+and job. Its modification time is renewed every second while the run is alive, and set to zero when
+the run ends. The file is created complete, as a hard link to a new name, so only one of two runs
+that start at the same time gets the folder.
 
-A run takes the folder over if the previous run has ended or is an earlier attempt of the same
-torchrun job, or if its file is not renewed any more. It waits a few seconds for that if the
-process is gone from this machine, else a minute. Clocks are not compared.
+A run takes the folder over if the previous run has ended, or is an earlier attempt of the same
+torchrun job, or no longer renews its file. It waits for a renewal for a few seconds if the process
+has ended on this machine, otherwise for a minute. Clocks of different machines are not compared.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from threed.monitor import process
 from threed.parse import parse_json
 from threed.topology import Axis
 
-RENEW_S = 1.0  # between two renewals of an owner's file
-GONE_S = 3.0  # without renewal, if the owner's process is gone from this machine
-PATIENCE_S = 60.0  # without renewal, else
-VISIBLE_S = 10.0  # until a file must be visible on another machine
+RENEW_S = 1.0  # seconds between renewals of an owner's file
+GONE_S = 3.0  # seconds without renewal, if the owner's process on this machine has ended
+PATIENCE_S = 60.0  # seconds without renewal, otherwise
+VISIBLE_S = 10.0  # seconds until a file must be visible on another machine
 
 
 # ------------------------------------------------------------------------------------------------ probe
@@ -48,21 +48,21 @@ def probe(folder: Path, everyone: Axis) -> None:
     """Checks that every rank can write in `folder` and sees the file of the next rank. Collective.
 
     Raises:
-        RunFolderError: on every rank, with the ranks that cannot and their machines.
+        RunFolderError: on every rank; names the ranks that failed and their machines.
     """
     place = folder / f".probe-{collectives.exchange(secrets.token_hex(8), everyone)[0]}"
-    mine, other = place / str(everyone.index), (everyone.index + 1) % everyone.size
+    own_file, other = place / str(everyone.index), (everyone.index + 1) % everyone.size
     try:
         with _on_every_rank(everyone, folder, f"cannot write in {folder}"):
             place.mkdir(parents=True, exist_ok=True)
-            mine.touch()
+            own_file.touch()
         unseen = f"does not see in {folder} what rank {other} wrote there"
         with _on_every_rank(everyone, folder, f"{unseen} (all machines must share the folder)"):
             _wait_for(place / str(other))
     finally:
         with contextlib.suppress(OSError):
-            mine.unlink()
-        with contextlib.suppress(OSError):  # the last rank to leave succeeds
+            own_file.unlink()
+        with contextlib.suppress(OSError):  # only the last rank succeeds, when the folder is empty
             place.rmdir()
 
 
@@ -96,6 +96,8 @@ class Run:
     """The process that uses a folder.
 
     Attributes:
+        host: name of its machine.
+        pid: its process id.
         job: torchrun's name for all attempts of one start, None without torchrun.
         attempt: number of torchrun's restarts of the job.
     """
@@ -107,7 +109,7 @@ class Run:
 
     @classmethod
     def here(cls, job: str | None) -> Run:
-        """Returns this process."""
+        """Returns the record of this process."""
         attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         return cls(platform.node(), os.getpid(), job, attempt)
 
@@ -115,15 +117,15 @@ class Run:
         """Returns whether the run of `file` has ended, or is an earlier attempt of its successor."""
         if self.job is not None and self.job == successor.job and self.attempt < successor.attempt:
             return True
-        gone = self.host == successor.host and process.state(self.pid) == "ended"
-        return not _is_renewed(file, min(GONE_S, patience) if gone else patience)
+        process_ended = self.host == successor.host and process.state(self.pid) == "ended"
+        return not _is_renewed(file, min(GONE_S, patience) if process_ended else patience)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
 def _is_renewed(file: Path, patience: float) -> bool:
-    """Returns whether a file's modification time changes while this function waits."""
+    """Returns whether a file's modification time changes within `patience` seconds."""
     first, end = _modified(file), time.monotonic() + patience
     while first != 0 and time.monotonic() < end:
         time.sleep(min(0.5, patience / 10))
@@ -133,14 +135,17 @@ def _is_renewed(file: Path, patience: float) -> bool:
 
 
 def _modified(file: Path) -> int:
-    """Returns a file's modification time, 0 if its run has ended."""
-    with contextlib.suppress(OSError), file.open("rb") as opened:  # opening asks a network's server
+    """Returns a file's modification time in ns, or 0 if its run has ended."""
+    with (
+        contextlib.suppress(OSError),
+        file.open("rb") as opened,
+    ):  # opening the file refreshes the attributes from a network server
         return os.fstat(opened.fileno()).st_mtime_ns
     return 0
 
 
 class Owner:
-    """This run's right to a folder. Only rank 0 has a file, which it renews and checks."""
+    """The ownership of a run folder. Only rank 0 has a file, which it renews and checks."""
 
     def __init__(self, folder: Path, everyone: Axis, file: Path | None) -> None:
         self.folder, self.everyone, self.file = folder, everyone, file
@@ -154,7 +159,7 @@ class Owner:
                 os.utime(self.file)
 
     def check(self) -> None:
-        """Raises RunFolderError on every rank if another run took the folder over. Collective."""
+        """Raises RunFolderError on every rank if another run has taken the folder over. Collective."""
         newest, problem = _newest(self.folder) if self.file is not None else None, ""
         if newest is not None and newest[0] != self.file:
             problem = f"{self.folder} was taken over by {newest[1]}; this run saves nothing more"
@@ -176,7 +181,10 @@ def owned(
     """Owns the folder inside the block. Collective.
 
     Args:
+        folder: the run folder.
+        everyone: axis of all ranks.
         job: torchrun's name for all attempts of one start, None without torchrun.
+        patience: seconds to wait for another run to renew its file.
 
     Raises:
         RunFolderError: on every rank, if another run uses the folder.
@@ -197,7 +205,8 @@ def owned(
 
 
 def _take(folder: Path, run: Run, patience: float) -> Path:
-    """Returns the new owner's file of this run; RunFolderError if another run uses the folder."""
+    """Creates and returns this run's owner file; raises RunFolderError if another run uses the
+    folder."""
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         newest = _newest(folder)
@@ -208,17 +217,17 @@ def _take(folder: Path, run: Run, patience: float) -> Path:
         file = folder / f"owner-{number}.json"
         if not _create(file, json.dumps(asdict(run))):
             continue
-        others = [other for other in _files(folder) if other != file]
-        if others and _number(others[0]) > number:  # another run was quicker
+        older = [other for other in _files(folder) if other != file]
+        if older and _number(older[0]) > number:  # another run took the folder first
             file.unlink(missing_ok=True)
             continue
-        for other in others:
+        for other in older:
             other.unlink(missing_ok=True)
         return file
 
 
 def _create(file: Path, text: str) -> bool:
-    """Makes a file with its contents at once; returns False if the name is taken."""
+    """Creates a file together with its contents; returns False if the name is taken."""
     scratch = file.with_name(f"{file.name}.{secrets.token_hex(8)}.tmp")
     try:
         scratch.write_text(text)
@@ -238,7 +247,7 @@ def _create(file: Path, text: str) -> bool:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns the owners' files, newest first."""
+    """Returns the owner files, newest first."""
     found = [file for file in folder.glob("owner-*.json") if file.stem[6:].isdecimal()]
     return sorted(found, key=_number, reverse=True)
 
@@ -248,7 +257,7 @@ def _number(file: Path) -> int:
 
 
 def _newest(folder: Path) -> tuple[Path, Run] | None:
-    """Returns the newest owner's file and its contents, None if there is none."""
+    """Returns the newest owner file and its contents, or None."""
     for file in _files(folder):
         with contextlib.suppress(FileNotFoundError):  # removed by a newer owner
             try:

@@ -1,16 +1,18 @@
-"""The end of a run before its last step: all ranks stop at the same one, and the next start knows why.
+"""Preemption: stops a run before its last step, on all ranks after the same step, and records why.
 
     stop = Stop(topology.axis("world"), device, asked=lambda: signals.asked)
-    if stop.check(): ...                # after each step: a flag of all ranks, sent a step before
-    if stop.now(): ...                  # where ranks meet anyway
+    if stop.check(): ...                # after each step: reads the flags that all ranks sent a step before
+    if stop.now(): ...                  # at points where the ranks wait for each other anyway
 
-A signal may reach one rank alone, and those that reach all do so in different steps. So every rank sends, after each
-step, whether it was asked to stop; the sum is read after the next step, on all ranks the same. The host does not wait
-for it: it has long arrived, or a device is more than a step behind.
+A signal may reach only one rank, or reach the ranks in different steps. So after each step every
+rank sends a flag whether it was asked to stop. The sum is read after the next step and is the same
+on all ranks. The host normally does not wait for it: it has arrived long before, unless a device is
+more than a step behind.
 
-The run folder's `preempted.json` says step, reason and checkpoint. The ranks end with exit code 75 (EX_TEMPFAIL of
-sysexits.h: try again later). torchrun takes that for a failure and may restart them: then they end at once, because the
-file is of the same job and as many ranks. The next start removes it and resumes.
+The file `preempted.json` in the run folder contains step, reason and checkpoint. The ranks exit
+with code 75 (EX_TEMPFAIL of sysexits.h: try again later). torchrun treats this as a failure and may
+restart them; then they exit at once, because the file is of the same job and number of ranks. The
+next start removes the file and resumes.
 """
 
 from __future__ import annotations
@@ -34,12 +36,22 @@ FILE = "preempted.json"
 
 
 class Preempted(Exception):
-    """The run was asked to end before its last step, and has; the message says how it goes on."""
+    """Raised when the run has stopped before its last step on request. The message explains how to
+    continue."""
 
 
 class Stop:
-    """Whether the run is to stop, as all ranks agreed; `reason` says who was asked, and how. asked: why this rank is
-    to stop, or nothing."""
+    """The decision of all ranks whether the run is to stop; true if it is.
+
+    Args:
+        axis: all ranks.
+        device: device of this rank.
+        asked: returns why this rank is to stop, or "".
+
+    Attributes:
+        reason: what asked the run to stop (a signal or a time limit), and on which rank; "" until
+            then.
+    """
 
     def __init__(self, axis: Axis, device: torch.device, asked: Callable[[], str]) -> None:
         self.axis, self.device, self.asked = axis, device, asked
@@ -50,7 +62,8 @@ class Stop:
         return bool(self.reason)
 
     def check(self) -> bool:
-        """Whether some rank was asked before this rank's last check; sends whether this one was. Collective."""
+        """Returns whether some rank was asked to stop before its last check; sends this rank's
+        flag. Collective."""
         sent, self._sent = self._sent, None
         if not self.reason and sent is not None and sent():
             self.now()
@@ -63,7 +76,7 @@ class Stop:
         if not is_accelerator(self.device):
             pending = collectives.start_sum_of_scalars(flag, self.axis)
             return lambda: float(pending.wait())
-        # beside the step: nothing of it waits for the slowest rank's flag
+        # On a separate stream, so that the step does not wait for the flag of the slowest rank.
         stream = copy_stream(self.device, "flags")
         with beside(stream):
             total = collectives.sum_of_scalars(start_copy_in(flag, self.device), self.axis)
@@ -73,15 +86,19 @@ class Stop:
         return lambda: _read(host, event)
 
     def now(self) -> bool:
-        """Whether some rank has been asked. Collective; ranks wait for each other."""
+        """Returns whether some rank has been asked to stop. Collective; waits for all ranks."""
         return self.take(collectives.exchange(self.asked(), self.axis))
 
     def take(self, asked: Sequence[str]) -> bool:
-        """Takes what each rank was asked, by rank, from a message that all got alike."""
+        """Sets the reason from what each rank was asked; returns whether the run is to stop.
+
+        Args:
+            asked: the result of `asked` on each rank, in the order of ranks; equal on all ranks.
+        """
         found = [f"{what} (rank {rank})" for rank, what in enumerate(asked) if what]
         if found and not self.reason:
-            everyone = len(found) == len(asked) > 1 and len(set(asked)) == 1
-            self.reason = asked[0] if everyone or asked[0].startswith("train.") else found[0]
+            all_equal = len(found) == len(asked) > 1 and len(set(asked)) == 1
+            self.reason = asked[0] if all_equal or asked[0].startswith("train.") else found[0]
         return bool(self.reason)
 
 
@@ -93,24 +110,40 @@ def _read(host: Tensor, event: torch.Event) -> float:
 def mark(
     folder: Path, step: int, reason: str, checkpoint: Path | None, job: str | None, world: int
 ) -> None:
-    """Writes the file of a run that was preempted."""
-    about = {
+    """Writes `preempted.json` into the run folder.
+
+    Args:
+        folder: the run folder.
+        step: the last step.
+        reason: why the run stopped.
+        checkpoint: the checkpoint to resume from, if any.
+        job: torchrun's name of the job, None without torchrun.
+        world: number of ranks.
+    """
+    record = {
         "step": step,
         "reason": reason,
         "checkpoint": checkpoint and str(checkpoint),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     scratch = folder / f"{FILE}.tmp"
-    # a disk that fails: the exit code and the message say it all the same
+    # If the disk fails, the exit code and the message still report the preemption.
     with contextlib.suppress(OSError):
-        scratch.write_text(json.dumps({**about, "job": job, "attempt": _attempt(), "world": world}))
+        scratch.write_text(
+            json.dumps({**record, "job": job, "attempt": _attempt(), "world": world})
+        )
         scratch.replace(folder / FILE)
 
 
 def begin(folder: Path, job: str | None, axis: Axis) -> None:
-    """Removes the file that an earlier run left; raises Preempted if that was an attempt of this job. Collective.
+    """Removes the `preempted.json` of an earlier run. Collective.
 
-    An attempt with another number of ranks goes on: a machine was taken away, and an elastic job has others.
+    An attempt with another number of ranks continues: after the loss of a machine, an elastic job
+    runs on others.
+
+    Raises:
+        Preempted: on every rank, if an earlier attempt of this job with as many ranks was
+            preempted.
     """
     text = ""
     if axis.index == 0:

@@ -1,20 +1,22 @@
-"""Computes a skipped step a second time: is it the data, or a machine?
+"""Recomputes a skipped step, to find out whether the data or a machine is faulty.
 
     recheck = Recheck(engine, note)
-    metrics = recheck.step(batch)          # as `Engine.step`; of a bad step the second result
+    metrics = recheck.step(batch)          # like `Engine.step`; for a bad step, the second result
 
 A skipped step leaves weights and moments unchanged, so the same batch can run again. If both
-computations agree, the data (or the weights) are bad: a note lists the samples. If they differ, some
-rank made an error in one of them: a note names it, and training goes on with the second result. The
-idea is that of Megatron-Core's rerun state machine (`megatron/core/rerun_state_machine.py`).
+computations agree, the data (or the weights) are bad, and a note lists the samples. If they differ,
+some rank made an error in one of them; a note names it, and training continues with the second
+result. The idea is from Megatron-Core's rerun state machine
+(`megatron/core/rerun_state_machine.py`).
 
-The results of a rank are compared by hashes of what it passes on: activations to the next stage,
-losses, gradients before they are summed. An error spreads: forward to later stages, backward to
-earlier ones, at once to the tensor ranks, but to no other data rank before gradients are summed. So
-the first rank on that way that differs is named; tensor ranks are named together.
+The results of a rank are compared by hashes of its outputs: activations for the next stage, losses,
+and gradients before their reduction. An error spreads: in the forward to later stages, in the
+backward to earlier ones, and immediately to the other tensor ranks; but not to other data ranks
+before the reduction of gradients. So the first differing stage in this order is named, with all its
+tensor ranks.
 
-Two computations are equal only if every operation is deterministic, which the attention backward of
-GPUs is not by default. So all steps run under `torch.use_deterministic_algorithms`: torch uses
+Two computations are equal only if every operation is deterministic, which the attention backward on
+GPUs is not by default. So all steps run under `torch.use_deterministic_algorithms`: torch then uses
 deterministic kernels (no cuDNN attention), and an operation without one raises
 NondeterministicError. torch cannot check custom kernels, for example with atomics.
 """
@@ -40,23 +42,24 @@ Place = Mapping[str, int]  # a rank's coordinates
 
 
 class NondeterministicError(RuntimeError):
-    """Raised for an operation without a deterministic kernel: two computations of a step could not be compared."""
+    """Raised if an operation has no deterministic kernel, so that two computations of a step cannot
+    be compared."""
 
 
 def configure_cublas() -> None:
     """Makes cuBLAS deterministic, unless CUBLAS_WORKSPACE_CONFIG is set.
 
-    It has an effect only before the process's first matrix product on a GPU.
+    Must be called before the process's first matrix product on a GPU.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Makes torch use deterministic kernels only, inside the block.
+    """Makes torch use only deterministic kernels inside the block.
 
     Raises:
-        NondeterministicError: for an operation without one.
+        NondeterministicError: if an operation has no deterministic kernel.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -65,7 +68,7 @@ def deterministic() -> Iterator[None]:
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # it would cost a write of every buffer
+    memory.fill_uninitialized_memory = False  # filling would write every new buffer once more
     try:
         yield
     except RuntimeError as error:
@@ -81,11 +84,11 @@ def deterministic() -> Iterator[None]:
 
 
 class Record:
-    """What a rank computes in a step: an observer of executor and reducer.
+    """Hashes of the results of a rank in one step; an observer of executor and reducer.
 
     Attributes:
-        forward: hash of the activations for the next stage, and of the losses.
-        backward: hash of the gradients before they are summed.
+        forward: hash of the activations for the next stage, and of the losses; int64 scalar.
+        backward: hash of the gradients before their reduction; int64 scalar.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,12 +108,16 @@ class Record:
         self.sent(self._losses)
 
     def hashes(self) -> list[int]:
-        """Returns both hashes, on the host."""
+        """Returns both hashes as integers. Waits for the device."""
         return [int(self.forward), int(self.backward)]
 
     def bad_samples(self) -> list[int]:
-        """Returns the samples of micro-batches whose loss is not finite, if all losses are here."""
-        if len(self._losses) != len(self._micros):  # two directions through the pipeline
+        """Returns the samples of micro-batches with a loss that is not finite.
+
+        Returns [] if this rank does not have all losses.
+        """
+        # In a bidirectional pipeline, a rank has only a part of the losses.
+        if len(self._losses) != len(self._micros):
             return []
         both = zip(self._micros, self._losses, strict=True)
         bad = [micro.samples for micro, loss in both if not bool(loss.isfinite().all())]
@@ -118,9 +125,10 @@ class Record:
 
 
 class Recheck:
-    """Runs an engine's steps, and bad ones twice. The host waits for every step.
+    """Runs an engine's steps, and bad steps twice. The host waits for every step.
 
     Args:
+        engine: the engine.
         note: prints a line.
     """
 
@@ -128,13 +136,17 @@ class Recheck:
         self.engine, self.note = engine, note
 
     def step(self, batch: Batch) -> StepMetrics:
-        """Runs one optimizer step, twice if it is bad. Collective."""
+        """Runs one optimizer step, twice if it is bad. Collective.
+
+        Returns:
+            The metrics; of a bad step, the metrics of the second computation.
+        """
         engine = self.engine
-        back, before = self._remember(), engine.bad_steps()
+        restore, before = self._remember(), engine.bad_steps()
         metrics, record = self._recorded(batch)
         if engine.bad_steps() <= before:
             return metrics
-        back()
+        restore()
         again, second = self._recorded(batch)
         self._report(metrics, record, second, skipped=engine.bad_steps() > before)
         return again
@@ -149,45 +161,45 @@ class Recheck:
             return engine.step(batch), record
 
     def _remember(self) -> Callable[[], None]:
-        """Returns a function that brings the engine back to the state before a skipped step."""
+        """Returns a function that restores the engine's state from before a skipped step."""
         engine, optimizer = self.engine, self.engine.optimizer
         rewind, steps, consumed = engine.extras.rewinding(), engine.steps, engine.consumed
         bad = optimizer.bad
         counters = [bad.skips, bad.in_a_row, bad.mean, bad.norms, *optimizer.scaler.tensors]
         values = [counter.clone() for counter in counters]
 
-        def back() -> None:
+        def restore() -> None:
             rewind()
             engine.steps, engine.consumed = steps, consumed
             for counter, value in zip(counters, values, strict=True):
                 counter.copy_(value)
 
-        return back
+        return restore
 
     def _report(self, first: StepMetrics, one: Record, two: Record, skipped: bool) -> None:
-        """Compares the computations of all ranks, and prints the conclusion. Collective."""
+        """Compares the two computations on all ranks and prints the conclusion. Collective."""
         differs = [a != b for a, b in zip(one.hashes(), two.hashes(), strict=True)]
-        mine = [differs, two.bad_samples(), socket.gethostname()]
+        own = [differs, two.bad_samples(), socket.gethostname()]
         topology = self.engine.topology
-        everyone = collectives.exchange(mine, topology.axis("world"))
+        all_ranks = collectives.exchange(own, topology.axis("world"))
         places = [topology.grid.coordinates(rank) for rank in range(topology.world)]
         plan = self.engine.blueprint.pipeline.plan
-        in_turn = plan.chunks == 1 and not plan.placement  # pipeline rank s has stage s alone
-        ranks = culprits([found for found, *_ in everyone], places, in_turn)
+        in_turn = plan.chunks == 1 and not plan.placement  # pipeline rank s has only stage s
+        ranks = culprits([found for found, *_ in all_ranks], places, in_turn)
         head = f"step {first.step} was computed twice"
         end = "the second one was used"
         if skipped:
-            end = "the second result is not finite, or a spike, too, and was skipped"
+            end = "the second result is not finite or a spike, too, and was skipped"
         if ranks:
-            named = ", ".join(f"{rank} ({everyone[rank][2]})" for rank in ranks)
+            named = ", ".join(f"{rank} ({all_ranks[rank][2]})" for rank in ranks)
             erred = f"rank {named} erred" if len(ranks) == 1 else f"one of the ranks {named} erred"
             self.note(f"{head}, with different results: {erred}; {end}")
         elif not skipped:
-            where = "alike on every rank before sums over ranks and not after: the network erred"
+            where = "equal on every rank before the reductions but not after: the network erred"
             self.note(f"{head}, {where}; {end}")
         else:
-            bad = sorted({number for _, samples, _ in everyone for number in samples})
-            self.note(f"{head}, alike: no machine erred, {self._bad_data(bad)}")
+            bad = sorted({number for _, samples, _ in all_ranks for number in samples})
+            self.note(f"{head}, with equal results: no machine erred, {self._bad_data(bad)}")
 
     def _bad_data(self, bad: Sequence[int]) -> str:
         size, last = self.engine.config.train.global_batch, self.engine.consumed - 1
@@ -202,12 +214,12 @@ class Recheck:
 def culprits(
     differs: Sequence[Sequence[bool]], places: Sequence[Place], in_turn: bool
 ) -> list[int]:
-    """Returns the ranks one of which made the error.
+    """Returns the ranks that may have made the error.
 
     Args:
-        differs: per rank, whether its forward results differ, and whether its gradients do.
-        places: per rank, its coordinates.
-        in_turn: whether pipeline rank s has stage s alone; if not, all ranks that differ are named.
+        differs: for each rank, whether its forward results differ, and whether its gradients do.
+        places: for each rank, its coordinates.
+        in_turn: whether pipeline rank s has only stage s; if not, all differing ranks are returned.
     """
     found: list[int] = []
     for data in sorted({place["dp"] for place in places}):
@@ -216,11 +228,11 @@ def culprits(
         ]
         forward = [rank for rank in ranks if differs[rank][0]]
         if in_turn and ranks:
-            blamed = (
+            stage = (
                 min(places[r]["pp"] for r in forward)
                 if forward
                 else max(places[r]["pp"] for r in ranks)
             )
-            ranks = [rank for rank in forward or ranks if places[rank]["pp"] == blamed]
+            ranks = [rank for rank in forward or ranks if places[rank]["pp"] == stage]
         found += ranks
     return found

@@ -1,4 +1,4 @@
-"""Supervises a run on each rank: its heartbeat, the signals it gets, its time limit, and a watchdog.
+"""Supervises a run on each rank: heartbeat, signals, time limit and watchdog.
 
     with Supervision(folder, topology, config) as supervision:
         supervision.heart.beat(step, "step")
@@ -35,15 +35,18 @@ from threed.reliability.watchdog import Watchdog
 from threed.topology import Topology
 from threed.zero.replicas import ReplicaError
 
-LISTEN_S = 2.0  # between two looks of the watchdog; signals are noticed at once
-# Errors that all ranks raise together, or that name their rank. The caller prints them.
+LISTEN_S = 2.0  # seconds between checks of the watchdog; signals are received at once
+# Errors that all ranks raise together, or whose message names the rank. The caller prints them.
 REPORTED = (CheckpointError, RunFolderError, SwapError, Preempted, BadStepsError, ReplicaError)
 
 
 class Supervision:
-    """Supervises this rank inside the block. Made by all ranks together.
+    """Supervises this rank inside the block. The constructor is collective.
 
     Args:
+        folder: the run folder.
+        topology: the topology.
+        config: the configuration.
         interrupted: set when the user has interrupted the run.
     """
 
@@ -71,18 +74,19 @@ class Supervision:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="threed-supervision")
 
     def before_exit(self, action: Callable[[], None]) -> None:
-        """Registers an action to run before the failure of another rank ends this process."""
+        """Registers an action to run before this process ends because another rank failed."""
         self._before_exit.append(action)
 
     def asked(self) -> str:
-        """Returns why this rank is to stop, or nothing. Only rank 0 watches the time limit."""
+        """Returns why this rank is to stop, or "". Only rank 0 checks the time limit."""
         limit = self.limit if self.topology.rank == 0 else None
         over = limit is not None and process.since_launch() > limit
         return self.signals.asked or (f"train.time-limit {limit:g} s" if over else "")
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """If the block raises, nothing ends this rank any more: its clean-up gets the time it takes."""
+        """If the block raises, stops the watchdog and ignores failures of other ranks, so that
+        cleanup can finish."""
         try:
             yield
         except Exception:
@@ -110,7 +114,9 @@ class Supervision:
             self._over.set()
             self.signals.wake()
             self._thread.join()
-            self.signals.close(ignore=failed)  # a launcher ends all ranks with the first
+            # After a failure further signals are ignored: a launcher terminates all ranks when the
+            # first exits.
+            self.signals.close(ignore=failed)
             self.heart.close()
 
     def _watch(self) -> None:
@@ -121,7 +127,8 @@ class Supervision:
                 self._end_with_siblings()
 
     def _end_with_siblings(self) -> None:
-        """Ends this process if it got SIGTERM because another rank failed: its step waits forever."""
+        """Ends this process after a SIGTERM if another rank failed, because the collective of its
+        step would hang."""
         about = self.heart.folder, self.topology.rank, self.topology.world
         if failure.a_sibling_failed(*about):
             for line in failure.named(*about):
@@ -131,7 +138,8 @@ class Supervision:
             os._exit(TERMINATED)
 
     def _report(self, error: Exception) -> None:
-        """Marks the heartbeat, and reports an error if this rank has to. Raises LostContact."""
+        """Marks the heartbeat, and reports an error if this rank has to. Raises LostContact if
+        another rank has died."""
         self._fail()
         if isinstance(error, (*REPORTED, BrokenPipeError)) or is_unwritable(error):
             self.heart.mark("ended" if isinstance(error, Preempted) else "failed", str(error))
@@ -147,13 +155,13 @@ class Supervision:
             _print(text)
 
     def _report_others(self, error: Exception) -> None:
-        """Reports the ranks that were killed, if this rank has to, and raises LostContact."""
+        """Reports the killed ranks that this rank has to report, and raises LostContact."""
         if self.interrupted.wait(1.0):
             return
         lines = failure.wait_for_names(self.heart.folder, self.topology.rank, self.topology.world)
         for line in lines:
             _print(line)
-        text = "; ".join(lines) or "another rank failed: its own message says why"
+        text = "; ".join(lines) or "another rank failed: see its message"
         failure.write_error_file(text)
         raise LostContact(text) from error
 

@@ -1,25 +1,26 @@
-"""The watchdog: a thread of every rank that detects a hang, finds the rank that causes it, and ends the run.
+"""The watchdog: a thread of every rank that detects a hang, finds the rank that causes it, and ends
+the run.
 
     watchdog = Watchdog(heart, world_size, limit=600, token="a1b2")
     watchdog.look()                 # every two seconds, in a thread; ends the process if the run hangs
 
-A stopped process has stopped threads, so no rank can report itself reliably. When a rank has been in
-one phase for longer than the limit, its thread
+All threads of a stopped process are stopped, so no rank can reliably report itself. When a rank has
+been in one phase for longer than the limit, its thread
 
-1. marks its heartbeat "hung" with the place of its main thread, and leaves a file `hung-TOKEN`,
+1. marks its heartbeat "hung" with the position of its main thread, and creates a file `hung-TOKEN`,
    which the other ranks see;
 2. writes the stacks of its threads to `rank-N.stacks`;
-3. waits three seconds; the lowest marked rank then reads all heartbeats, and prints the culprits
-   (`judge`). `hang.txt` lists the place of every rank;
-4. writes torch's record of its recent collectives to `rank-N.collectives.json`, and ends
-   with exit code 124, as timeout(1) does; torchrun restarts the run if it may.
+3. waits three seconds; then the lowest marked rank reads all heartbeats and prints the culprits
+   (`judge`), and `hang.txt` lists the position of every rank;
+4. writes torch's record of its recent collectives to `rank-N.collectives.json`, and exits with code
+   124, like timeout(1); torchrun restarts the run if it may.
 
-No rank reads a heartbeat unless the run hangs. Then one rank reads all of them; the others read those
-of lower ranks, up to the first that is marked.
+The watchdog reads heartbeats only if the run hangs. Then one rank reads all of them; the others
+read the heartbeats of lower ranks, up to the first marked one.
 
-A rank that did not mark its heartbeat is made to write its stacks by SIGUSR2 (faulthandler, which
-needs no Python thread), and killed, by the rank before it on its machine: torchrun would give a
-stopped process half a minute to end.
+A rank that did not mark its heartbeat gets SIGUSR2, to write its stacks (faulthandler, which needs
+no Python thread), and is then killed, by the rank before it on its machine. torchrun would wait
+half a minute for a stopped process.
 """
 
 from __future__ import annotations
@@ -49,17 +50,19 @@ from threed.reliability.heartbeat import (
 )
 
 HUNG = 124  # the exit code of all ranks
-ANSWER_S = 3.0  # for ranks to mark their heartbeats
-WAITS = "waits in"  # the note of a rank inside a collective begins with that
+ANSWER_S = 3.0  # seconds for ranks to mark their heartbeats
+WAITS = "waits in"  # start of the note of a rank that is inside a collective
 COMMUNICATION = ("threed/collectives.py", "torch/distributed/")
 
 
 class Watchdog:
-    """Watches one rank's heartbeat. Loading before the first step, and what follows `stop`, is not watched.
+    """Watches one rank's heartbeat, from the first step until `stop`. Loading is not watched.
 
     Args:
+        heart: the rank's heartbeat.
+        world_size: number of ranks.
         limit: seconds in one phase, 0 for no limit.
-        token: the same on all ranks, different in each attempt.
+        token: equal on all ranks, different in each attempt.
     """
 
     def __init__(self, heart: Heartbeat, world_size: int, limit: float, token: str) -> None:
@@ -73,7 +76,7 @@ class Watchdog:
             faulthandler.register(signal.SIGUSR2, self._file, all_threads=True)
 
     def stop(self) -> None:
-        """Ends watching, and removes an empty file of stacks; calling it again does nothing."""
+        """Stops watching, and removes the file of stacks if it is empty. May be called repeatedly."""
         self.stopped = True
         if self._file is not None:
             if hasattr(faulthandler, "unregister"):
@@ -85,24 +88,25 @@ class Watchdog:
                     self._stacks.unlink()
 
     def look(self) -> None:
-        """Ends the process if the run hangs, after a report."""
+        """Ends the process, after a report, if the run hangs."""
         if self.stopped:
             return
-        stood = time.monotonic() - self.heart.began
-        slow = stood > min(10.0, self.limit / 2)  # a rank that makes progress reads no file
-        if (stood > self.limit and self.heart.last["phase"] != "start") or (
+        elapsed = time.monotonic() - self.heart.began
+        # A rank that makes progress does not look for the file.
+        slow = elapsed > min(10.0, self.limit / 2)
+        if (elapsed > self.limit and self.heart.last["phase"] != "start") or (
             slow and self._mark.exists()
         ):
-            self._end(stood)
+            self._end(elapsed)
 
-    def _end(self, stood: float) -> None:
+    def _end(self, elapsed: float) -> None:
         self.heart.mark("hung", where())
         with contextlib.suppress(OSError):
             self._mark.touch()
         self._write_stacks()
         time.sleep(ANSWER_S)
-        write_error_file(self._print(stood) if self._is_lowest() else self._wait_for_report())
-        with contextlib.suppress(Exception):  # of a private function
+        write_error_file(self._print(elapsed) if self._is_lowest() else self._wait_for_report())
+        with contextlib.suppress(Exception):  # flight_record uses a private function of torch
             record = self._stacks.with_suffix(".collectives.json")
             record.write_bytes(collectives.flight_record())
         about = self.heart.folder, self.heart.rank, self.world_size
@@ -120,15 +124,15 @@ class Watchdog:
                 faulthandler.dump_traceback(self._file, all_threads=True)
 
     def _is_lowest(self) -> bool:
-        """Returns whether no lower rank is marked."""
+        """Returns whether no lower rank is marked as hung."""
         beats = (heartbeat.read(self.heart.folder, rank) for rank in range(self.heart.rank))
         return not any(beat is not None and beat["state"] == "hung" for beat in beats)
 
-    def _print(self, stood: float) -> str:
+    def _print(self, elapsed: float) -> str:
         """Prints the report and writes it to `hang.txt`; returns its first line."""
         beats = [b for b in heartbeat.read_all(self.heart.folder) if b["rank"] < self.world_size]
         limit = f"run.hang-timeout {self.limit:g} s"
-        text = f"hang: no progress for {stood:.1f} s ({limit}). {judge(beats, self.world_size)}"
+        text = f"hang: no progress for {elapsed:.1f} s ({limit}). {judge(beats, self.world_size)}"
         files = f"All ranks: {self._report}; their stacks: {self.heart.folder}/rank-*.stacks"
         print(f"threed: {text}. {files}. Exit code {HUNG}", file=sys.stderr, flush=True)
         rows = [f"{who(beat)}: {when(beat)}, {beat['note'] or 'no answer'}" for beat in beats]
@@ -147,7 +151,11 @@ class Watchdog:
 
 
 def judge(beats: Sequence[Beat], world_size: int) -> str:
-    """Returns which ranks made a run hang: the first of four findings that singles out some ranks."""
+    """Returns a line with the ranks that made a run hang.
+
+    Uses the first criterion that singles out some ranks: no heartbeat; no answer to the hang; not
+    waiting in a collective; an earlier step than others.
+    """
     if missing := sorted(set(range(world_size)) - {beat["rank"] for beat in beats}):
         return first_three([f"rank {rank} has no heartbeat" for rank in missing])
     if silent := [beat for beat in beats if not beat["state"]]:
@@ -169,22 +177,24 @@ def _silence(beat: Beat) -> str:
 
 
 def where() -> str:
-    """Returns the place of this process.
+    """Returns the position of this process, for messages.
 
-    "waits in all_reduce over dp, for finish at zero/norm.py:31" if a thread is in a collective, else
-    the place of the main thread.
+    If a thread is in a collective: "waits in all_reduce over dp, for finish at zero/norm.py:31".
+    Otherwise the position of the main thread.
     """
     frames = sys._current_frames()
     main = frames[threading.main_thread().ident or 0]
-    others = [f for ident, f in frames.items() if ident != threading.get_ident() and f is not main]
-    for frame in (main, *others):  # on a GPU autograd's thread runs the backward
+    other_threads = [
+        f for ident, f in frames.items() if ident != threading.get_ident() and f is not main
+    ]
+    for frame in (main, *other_threads):  # on a GPU, autograd runs the backward in another thread
         if text := _communication(frame):
             return text
     return f"in {_place(main)}"
 
 
 def _communication(frame: FrameType | None) -> str:
-    """Returns which collective a thread waits in, and for whom; empty if it does not."""
+    """Returns the collective that a thread waits in, and its caller; "" if it does not."""
     found = None
     while frame is not None and any(
         part in frame.f_code.co_filename.replace(os.sep, "/") for part in COMMUNICATION
@@ -194,7 +204,7 @@ def _communication(frame: FrameType | None) -> str:
         return ""
     label = getattr(found.f_locals.get("axis"), "label", "")
     over = f" over {label}" if label else ""
-    return f"{WAITS} {found.f_code.co_name}{over}, for {_place(frame) if frame else 'nobody'}"
+    return f"{WAITS} {found.f_code.co_name}{over}, for {_place(frame) if frame else 'an unknown caller'}"
 
 
 def _place(frame: FrameType) -> str:
@@ -205,11 +215,11 @@ def _place(frame: FrameType) -> str:
 
 
 def _kill(beat: Beat) -> None:
-    """Makes a rank of this launcher write its stacks, and kills it."""
+    """Makes a rank of the same launcher write its stacks, and kills it."""
     if process_state(beat) in ("unknown", "ended") or process.parent(beat["pid"]) != os.getppid():
         return
     with contextlib.suppress(OSError):
-        os.kill(beat["pid"], signal.SIGUSR2)  # before it runs on
+        os.kill(beat["pid"], signal.SIGUSR2)  # pending when the process continues
         os.kill(beat["pid"], signal.SIGCONT)
         time.sleep(0.2)
         os.kill(beat["pid"], signal.SIGKILL)
