@@ -60,8 +60,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """Sends numbers as another dtype, or unchanged if it is None. A backend can sum such messages.
-    """
+    """Sends numbers as another dtype, or unchanged if it is None. A backend can sum such messages."""
 
     dtype: torch.dtype | None = None
 
@@ -89,8 +88,7 @@ class Pending:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Waits for communication, finishes the local work and returns the result. May be repeated.
-        """
+        """Waits for communication, finishes the local work and returns the result. May be repeated."""
         if self._finish is not None:
             for work in self._works:
                 if work is not None:
@@ -131,8 +129,7 @@ def _gloo(axis: Axis) -> bool:
 def _start(
     collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
 ) -> dist.Work | None:
-    """Launches a collective asynchronously; on the meta device launches nothing and returns None.
-    """
+    """Launches a collective asynchronously; on the meta device launches nothing and returns None."""
     return None if out.is_meta else collective(out, *args, group=axis.channel, async_op=True)
 
 
@@ -267,7 +264,9 @@ def _exchange_sum(
             versions.insert(axis.index, messages[axis.index : axis.index + 1])
         terms = (codec.decode(version, count, wide).view(-1) for version in versions)
         total = torch.add(next(terms), next(terms), out=direct)
-        for term in itertools.islice(terms, 1 if got.is_meta else None):  # on meta, one addition shows the memory
+        for term in itertools.islice(
+            terms, 1 if got.is_meta else None
+        ):  # on meta, one addition shows the memory
             total += term
         if into is None:
             return total.to(dtype).view(shape)
@@ -277,8 +276,7 @@ def _exchange_sum(
 
 
 def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
-    """Returns this rank's part [n ...] of the sum of `full` [size*n ...] over the axis. Collective.
-    """
+    """Returns this rank's part [n ...] of the sum of `full` [size*n ...] over the axis. Collective."""
     return start_reduce_scatter(full, axis).wait()
 
 
@@ -423,7 +421,9 @@ class _Conjugate(torch.autograd.Function):
     """Applies one function of (tensor, axis) in the forward and another one in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, forward: AxisFunction, backward: AxisFunction) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, forward: AxisFunction, backward: AxisFunction
+    ) -> Tensor:
         ctx.axis, ctx.conjugate = axis, backward
         return forward(x, axis)
 

@@ -169,8 +169,7 @@ class Engine:
     def _make_optimizer(
         self, learning_rate: Callable[[Tensor], Tensor], loss_scale: LossScale
     ) -> Optimizer:
-        """Returns the optimizer of the states that this rank owns; with offloading if configured.
-        """
+        """Returns the optimizer of the states that this rank owns; with offloading if configured."""
         policy, train = self.layout.policy, self.config.train
         offloads = policy.optimizer_tier is not None or policy.params_tier is not None
         return (OffloadedOptimizer if offloads else Optimizer)(
@@ -601,12 +600,10 @@ class ModuleEngine(Engine):
             raise RuntimeError(
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"
                 " engine's loss scale: call zero_grad() before this engine's backward"
-
             )
 
     def discard(self) -> None:
-        """Discards the step in progress of a custom loop, for example after an error in a forward.
-        """
+        """Discards the step in progress of a custom loop, for example after an error in a forward."""
         self.accumulating = False
         self.reducer.give_up()
 

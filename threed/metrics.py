@@ -112,7 +112,11 @@ class Faults:
     def _new(self, counts: Tensor) -> list[str]:
         """Returns errors with increased counts; warns of other flags with increased counts."""
         now = counts.tolist()
-        new = [flag for flag, n, reported in zip(self.flags, now, self._reported, strict=True) if n > reported]
+        new = [
+            flag
+            for flag, n, reported in zip(self.flags, now, self._reported, strict=True)
+            if n > reported
+        ]
         self._reported = [max(both) for both in zip(now, self._reported, strict=True)]
         for flag in new:
             if self.warns and not flag.error:

@@ -331,8 +331,7 @@ class Topology:
         return self._axes.get(name + SECOND)
 
     def stages(self, stages: tuple[int, ...]) -> Axis:
-        """Returns the axis of ranks that hold replicas of a tied weight; see `ties` in `prepare`.
-        """
+        """Returns the axis of ranks that hold replicas of a tied weight; see `ties` in `prepare`."""
         return self._ties[stages]
 
     def link(self, source: int, target: int) -> Link:
@@ -424,7 +423,9 @@ class Topology:
                     self._links[source, target] = Link(line.ranks[peer], axis)
 
 
-def _disjoint_rounds(pairs: Sequence[tuple[int, int]], member: int) -> Iterator[tuple[int, int] | None]:
+def _disjoint_rounds(
+    pairs: Sequence[tuple[int, int]], member: int
+) -> Iterator[tuple[int, int] | None]:
     """Divides pairs into rounds of disjoint pairs; yields the pair with `member` per round, or
     None.
 

@@ -98,7 +98,9 @@ class Trainer:
         memory = Memory(self.engine, self.folder)
         start = self._start(resume(self.engine, self.folder, retention, memory))
         last = min(train.steps, train.stop_after or train.steps)
-        writes = start.step < last or not start.saved  # otherwise only figures and the export are written
+        writes = (
+            start.step < last or not start.saved
+        )  # otherwise only figures and the export are written
         aside = retention.set_aside(start.extra.get("path"), start.step) if writes else ""
         with self._monitor(start, writes) as monitor:
             run = Run(
