@@ -267,7 +267,7 @@ def test_a_plan_says_the_predicted_gain() -> None:
     RUNS.clear()
     # one process has no other tensor ranks
     sliced = Forecast.of(config(Case(dtype="fp32", pp=2, tp=2, microbatches=8)), 4, Sleepers)
-    assert "times of whole layers, not of 1/2 of them" in sliced.text()
+    assert "times of unsharded layers, not of 1/2 of each" in sliced.text()
     assert sliced.division is not None
     assert len(sliced.division.times) == len(found.division.times)
 
