@@ -132,7 +132,7 @@ def test_the_regime_is_said_in_words() -> None:
     )
     assert three == (
         f"18/64 bytes per parameter ({kinds}; ZeRO-3: parameters, gradients and optimizer state sliced over 64 ranks "
-        "in each of 2 groups; parameters under 1000 elements stay whole)"
+        "in each of 2 groups; parameters under 1000 elements are not sharded)"
     )
     assert alone == f"18 bytes per parameter ({kinds}; ZeRO-3 has no other rank to share with)"
 

@@ -11,7 +11,7 @@ from it at the start of each step, before an evaluation and before a checkpoint.
 detects which buffers change; evaluations and checkpoints check again. A module may replace a buffer
 by another tensor (`self.mean = new`), so the module's table is read on every access.
 
-Tensor ranks count as replicas of each other, but nothing is broadcast over them. Layers with the
+Tensor ranks count as replicas of each other, without a broadcast. Layers with the
 same name share weights, and a checkpoint has one buffer per name, the one of the first layer. So a
 buffer that changes in several layers with the same name is an error.
 """
@@ -251,14 +251,14 @@ class Buffers:
             )
         if recomputed := sorted(found & self._recomputed):
             raise ValueError(
-                f"{few(recomputed)}: changes in the forward of a layer that is recomputed, so it would change twice; set"
-                " the layer's `recomputable = False`, or --recompute.mode none"
+                f"{few(recomputed)}: changes in the forward of a layer that is recomputed, so it would change twice;"
+                " set the layer's `recomputable = False`, or --recompute.mode none"
             )
 
     def _broadcast(self, wanted: Iterable[tuple[BufferRef, Tensor]]) -> None:
         """Broadcasts values from data rank 0 in one message. Collective over data ranks.
 
-        Wider dtypes come first, so that every value is aligned.
+        Values are sorted by dtype width, widest first, so that every value is aligned.
 
         Args:
             wanted: buffers, each with a tensor of the shape and dtype that its value must have.

@@ -60,7 +60,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """Sends numbers as another dtype, or unchanged if it is None. A backend can sum such messages."""
+    """Sends numbers as another dtype, or unchanged without one. A backend can sum such messages."""
 
     dtype: torch.dtype | None = None
 
@@ -129,7 +129,7 @@ def _gloo(axis: Axis) -> bool:
 def _start(
     collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
 ) -> dist.Work | None:
-    """Launches a collective asynchronously; on the meta device launches nothing and returns None."""
+    """Launches a collective asynchronously; returns None without a launch on the meta device."""
     return None if out.is_meta else collective(out, *args, group=axis.channel, async_op=True)
 
 

@@ -18,7 +18,7 @@ from threed.config import Config
 from threed.device import name as device_name
 from threed.footprint import footprint, order_facts, trace, with_order
 from threed.layer_times import division as divided
-from threed.layer_times import fullest, held_by, layer_times
+from threed.layer_times import layer_times, max_over_ranks, trace_layer_bytes
 from threed.layers import Slicing
 from threed.models import Model, options_of
 from threed.monitor.meter import peak_tflops
@@ -370,12 +370,15 @@ def _divide(
     layers = model.layers()
     times = layer_times(model, layers, config, alone, device)
 
-    def held() -> list[LayerBytes]:
-        return fullest(
-            [held_by(c.model, c.layers, config, c.topology, device, plan.ways) for c in columns]
+    def layer_sizes() -> list[LayerBytes]:
+        return max_over_ranks(
+            [
+                trace_layer_bytes(c.model, c.layers, config, c.topology, device, plan.ways)
+                for c in columns
+            ]
         )
 
-    division = divided(plan, first.layers, times, flops, held, config, device)
+    division = divided(plan, first.layers, times, flops, layer_sizes, config, device)
     if first.grid.tp == 1:
         return division
     notice = f"times of unsharded layers, not of 1/{first.grid.tp} of each"

@@ -396,7 +396,7 @@ class Topology:
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
 
     def _make_axis(self, label: str, ranks: tuple[int, ...]) -> Axis:
-        """Returns the axis of `ranks`; a rank outside of it creates an unused group of its own.
+        """Returns the axis of `ranks`; a rank outside of it creates an unused group of one rank.
 
         Only members synchronize, because at a thousand ranks the collective way costs thousands of
         store rounds. torch then names a group by its ranks and by the number of groups that the
