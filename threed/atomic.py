@@ -106,7 +106,7 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
 
     Returns:
         The folder, and a notice if it is the fallback in the temporary folder, otherwise an empty
-            string.
+        string.
     """
     if wanted is None:
         wanted = Path(os.environ.get("THREED_CACHE") or "~/.cache/threed")

@@ -1,5 +1,4 @@
-"""The interface to GPUs: `torch.accelerator`, and functions of CUDA or ROCm. On a CPU these do
-nothing.
+"""The interface to GPUs: `torch.accelerator`, and functions of CUDA or ROCm; no-ops on a CPU.
 
     with beside(copy_stream(device, "out")):      # copies in the block overlap with computation
         ...

@@ -5,10 +5,10 @@
     metrics = engine.step(batch)         # batch: this data rank's share of the global batch
     engine.save(path)                    # engine.start_save(path).wait() writes in the background
 
-A step runs in this order: count the valid tokens of the global batch; run the forwards and
-backwards of the pipeline plan, reducing gradients bucket by bucket; compute the gradient norm;
-update the slices that this rank owns; gather the parameters, overlapping with the next forward. The
-host never waits for a tensor's value during a step. It waits when a `StepMetrics` property is read.
+A step counts the valid tokens of the global batch; runs the pipeline plan, reducing gradients
+bucket by bucket; computes the gradient norm; updates the slices of this rank; and gathers the
+parameters, overlapping with the next forward. The host never waits for a tensor's value in a step:
+it waits when a `StepMetrics` property is read.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Engine:
     """Trains `model` on `topology` with the settings of `config`.
 
     `Engine(...)` returns a `LayeredEngine` for a `threed.models.Model` and a `ModuleEngine` for any
-    other `nn.Module`. Every rank creates the engine with the same model and configuration.
-    Collective.
+    other `nn.Module`. Every rank creates the engine with the same model and configuration. Methods
+    marked "Collective." must be called on every rank, in the same order.
 
         engine = threed.Engine(model, threed.Topology(pp=2, tp=2), config)
         for batch in batches:
@@ -77,22 +77,21 @@ class Engine:
             returns a loss.
         topology: the axes (pipeline, data, context, tensor) of the ranks.
         config: the configuration; for a `threed.models.Model` it must be resolved.
-        learning_rate: function from the number of updates done (scalar tensor, fp64) to a learning
-            rate (scalar tensor); replaces the configured schedule.
-        loss_scale: rule of the loss scale; replaces the configured one.
+        learning_rate: replaces the configured schedule; maps the number of updates done to a
+            learning rate (both scalar tensors, fp64).
+        loss_scale: replaces the configured rule of the loss scale.
         transport: sends activations between pipeline stages; by default over the topology's links.
 
     Attributes:
         config: the resolved configuration.
         steps: number of completed steps.
         consumed: number of samples of the global batches of all completed steps.
-        wraps_module: class attribute; True if the engine trains a plain `nn.Module`, whose
-            parameters the program may read and change between steps.
+        wraps_module: True for `ModuleEngine`: the program may edit parameters between steps.
 
     Raises:
         ConfigError: if the configuration needs a feature that is not available.
         TypeError: if `model` is not a model.
-        ValueError: if the module cannot be wrapped, or if models or configurations differ between
+        ValueError: if the module cannot be wrapped, or if model or configuration differ between
             ranks.
     """
 
@@ -260,10 +259,7 @@ class Engine:
         self.runner.drop()
 
     def finish(self) -> None:
-        """Completes the last step: validates an optimistic update, or drains 2BW. Collective.
-
-        Does not change the result of training.
-        """
+        """Completes the last step (optimistic update, 2BW) without changing the result. Collective."""
         self.reducer.recover()
         self.runner.finish(self.executor.run)
 
@@ -273,14 +269,9 @@ class Engine:
         self.finish()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Returns the mean token loss of a batch, without training. Collective.
+        """Returns the mean token loss of a batch (as for `step`), without training. Collective.
 
-        Args:
-            batch: this data rank's share, as in `step`.
-
-        Returns:
-            A scalar tensor, the same on every rank; NaN if ids are not in the vocabulary or no
-                label is valid.
+        The result is a scalar tensor; NaN if ids are not in the vocabulary or no label is valid.
         """
         with self.evaluating():
             micros = self.batches.micro_batches(batch, self.steps, self.consumed, 1.0, False)
@@ -297,30 +288,20 @@ class Engine:
             yield
 
     def sum_losses(self, loss: Tensor) -> Tensor:
-        """Returns the sum of `loss` over all ranks, a scalar. Call inside `evaluating`. Collective.
+        """Returns the sum of a loss, fp64 [1], over all ranks. Call it in `evaluating`. Collective.
 
-        Args:
-            loss: fp64 [1], this rank's term.
-
-        Returns:
-            The sum; NaN if any rank found invalid data.
+        The result is a scalar tensor; NaN if any rank found invalid data.
         """
         own = self.faults.appended_to(loss)
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))
 
     def bad_steps(self) -> int:
-        """Returns the number of consecutive skipped steps up to now. Completes the last step.
-        Collective.
-        """
+        """Returns the number of consecutive skipped steps; completes the last step. Collective."""
         self.finish()
         return int(self.optimizer.bad.in_a_row)
 
     def compare_replicas(self) -> None:
-        """Checks that replicated states are bit-identical between ranks. Collective.
-
-        Raises:
-            ReplicaError: if replicas differ; names them.
-        """
+        """Raises ReplicaError, which names them, if replicas differ between ranks. Collective."""
         self._sync_states()
         replicas.check(self.optimizer, self.topology, self.steps)
 
@@ -341,21 +322,18 @@ class Engine:
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
         hurries: Callable[[], bool] = never,
     ) -> Path:  # fmt: skip
-        """Writes a checkpoint folder, atomically: the folder appears when it is complete.
+        """Writes the checkpoint folder `path`; it appears when it is complete. Returns it.
         Collective.
 
         Args:
             path: the folder.
             extra: values for the manifest, as JSON; `load` returns them.
-            hurries: function that returns True once the bandwidth limit
-                `checkpoint.write-limit-mib` no longer applies; may be called in any thread.
-
-        Returns:
-            The folder.
+            hurries: returns True once the limit `checkpoint.write-limit-mib` (MiB/s) no longer
+                applies, for example because the run must stop; may be called in any thread.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint cannot be written.
-            DataError: if a step had invalid data and no property of its metrics was read.
+            DataError: if a step had invalid data and reading metrics has not raised the error yet.
         """
         self.saver.end()  # first, so that an error of the last save is raised
         return self.saver.start(
@@ -366,7 +344,7 @@ class Engine:
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
         before_publishing: Callable[[], None] = lambda: None, hurries: Callable[[], bool] = never,
     ) -> Save:  # fmt: skip
-        """Starts a checkpoint in the background while training continues. Collective.
+        """Starts a checkpoint in the background; returns the save in progress. Collective.
 
         Waits for the previous save first. Call `Save.wait` before the program exits. If memory for
         a copy of the states is missing, it warns and returns when the checkpoint is complete.
@@ -375,12 +353,8 @@ class Engine:
             path, extra, hurries: see `save`.
             before_publishing: called on rank 0 in the writing thread, after all files are written.
 
-        Returns:
-            The save in progress.
-
         Raises:
-            CheckpointError: on every rank, for problems that are found at once.
-            DataError: see `save`.
+            CheckpointError, DataError: see `save`.
         """
         return self.saver.start(
             Path(path), self.counters(extra), self.extras, now=self.wraps_module,
@@ -388,11 +362,7 @@ class Engine:
         )  # fmt: skip
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the counters that a checkpoint's manifest records. Collective.
-
-        Raises:
-            DataError: see `save`.
-        """
+        """Returns the counters for a checkpoint's manifest; raises DataError as `save`. Collective."""
         self._sync_states()
         if self._numbers is not None:
             self.faults.raise_before_save(
@@ -406,8 +376,7 @@ class Engine:
 
         Args:
             path: the checkpoint or Hugging Face folder.
-            hashed: names of the files that this rank verifies; by default every rank verifies a
-                share.
+            hashed: files that this rank verifies; by default every rank verifies a share.
 
         Returns:
             The `extra` values of `save`; for a Hugging Face folder, a record of it under `hf`.
@@ -425,10 +394,9 @@ class Engine:
         return dict(state["extra"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the full weights and persistent buffers on rank 0's CPU. Collective.
+        """Returns full weights (fp32 or wider) and persistent buffers on rank 0's CPU. Collective.
 
-        Returns:
-            Global name -> full tensor, weights in fp32 or wider; an empty dict on the other ranks.
+        The keys are global names. Other ranks get an empty dict.
         """
         self._sync_states()
         return native.collect(self.optimizer, self.topology) | self.buffers.collect()
@@ -440,18 +408,14 @@ class Engine:
             weights: global name -> full tensor; every rank passes all of them.
 
         Raises:
-            KeyError: if names are missing or unknown.
-            ValueError: if a shape differs.
+            KeyError, ValueError: if names or shapes are not those of the model.
         """
         self._sync_states()
         fit.take_full(self.optimizer, self.buffers, self.topology, weights)
 
 
 class LayeredEngine(Engine):
-    """Trains a model of pipeline layers with pipeline, tensor and data parallelism.
-
-    Created by `Engine(model, ...)` if `model` is a `threed.models.Model`; see `Engine`.
-    """
+    """Trains a model of pipeline layers; `Engine(...)` creates it for a `threed.models.Model`."""
 
     wraps_module = False
 
@@ -477,10 +441,9 @@ class LayeredEngine(Engine):
 
 
 class ModuleEngine(Engine):
-    """Trains any `nn.Module` with data parallelism (ZeRO).
+    """Trains any `nn.Module` on data ranks; `Engine(...)` creates it for a plain module.
 
-    Created by `Engine(model, ...)` if `model` is a plain `nn.Module`; see `Engine`. `step` runs a
-    full batch. A custom loop runs the micro-batches itself:
+    `step` runs a full batch. A custom loop runs the micro-batches itself:
 
         engine.begin(microbatches=4)
         for inputs in micro_batches:
@@ -501,9 +464,7 @@ class ModuleEngine(Engine):
 
     @property
     def module(self) -> nn.Module:
-        """The module. Between `begin` and `update`, its forward gathers the parameters that it
-        needs.
-        """
+        """The module. Between `begin` and `update`, its forward gathers its parameters."""
         return self.model.module
 
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Wrapped, Config]:
@@ -521,11 +482,7 @@ class ModuleEngine(Engine):
         self.gatherer.changes.begin()
 
     def begin(self, microbatches: int = 1) -> None:
-        """Begins an optimizer step of a custom loop. Collective.
-
-        Args:
-            microbatches: number of micro-batches of the step, the same on every rank.
-        """
+        """Begins an optimizer step of `microbatches` micro-batches in a custom loop. Collective."""
         self.faults.clear()
         self._begin(microbatches)
         self.accumulating, self._microbatches = True, microbatches
@@ -564,9 +521,6 @@ class ModuleEngine(Engine):
         Args:
             tokens: number of tokens of the global batch, for the metrics only.
 
-        Returns:
-            The metrics of the step.
-
         Raises:
             RuntimeError: if `begin` was not called.
         """
@@ -591,11 +545,7 @@ class ModuleEngine(Engine):
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Raises RuntimeError under fp16 if a parameter has a gradient of another engine's
-        backward.
-
-        That gradient is scaled by the other engine's loss scale.
-        """
+        """Raises RuntimeError under fp16 if a gradient has the loss scale of another engine."""
         for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
             raise RuntimeError(
                 f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"

@@ -1,9 +1,8 @@
-"""Planning without tensors: the grid of ranks, the partition of a model, ZeRO-3 gathers, state
-sizes.
+"""Planning without tensors: grid of ranks, partition of a model, ZeRO-3 gathers, state sizes.
 
-    Grid.of(16, pp=2, tp=4).ranks(5, "tp")                         # ranks of rank 5's tp axis
-    balanced([cost.flops for cost in costs], stages=4)             # ranges of layers
-    Cut.of(ranges, plan).chunks(rank)                              # layers of a pipeline rank
+Grid.of(16, pp=2, tp=4).ranks(5, "tp")                         # ranks of rank 5's tp axis
+balanced([cost.flops for cost in costs], stages=4)             # ranges of layers
+Cut.of(ranges, plan).chunks(rank)                              # layers of a pipeline rank
 """
 
 from __future__ import annotations
