@@ -157,7 +157,7 @@ def test_optimizers_with_fewer_moments_take_less(
 
 @pytest.mark.parametrize("stage", [-1, 4])
 def test_zero_stages_that_are_not_there_are_refused(stage: int) -> None:
-    with pytest.raises(ValueError, match=rf"no zero\.stage {stage}"):
+    with pytest.raises(ValueError, match=rf"zero\.stage is {stage}"):
         regime(2, 2, stage, 4)
     with pytest.raises(ValueError, match=r"zero\.stage"):
         forecast(2, zero={"stage": stage})
