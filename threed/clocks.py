@@ -32,10 +32,10 @@ def on_one_clock(spans: Sequence[Span], axis: Axis) -> list[list[Span]]:
     rows = collectives.exchange(spans, axis)
     # read right after a collective, which all ranks leave together
     moments = collectives.exchange([_clock(), time.perf_counter()], axis)
-    here, now = moments[axis.index]
-    shifts = [0.0 if clock == here else now - moment for clock, moment in moments]
+    own_clock, now = moments[axis.index]
+    shifts = [0.0 if clock == own_clock else now - moment for clock, moment in moments]
     return [
-        [(what, begin + shift, end + shift) for what, begin, end in row]
+        [(name, begin + shift, end + shift) for name, begin, end in row]
         for row, shift in zip(rows, shifts, strict=True)
     ]
 

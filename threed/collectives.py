@@ -392,7 +392,8 @@ def _begin(
 
 
 def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
-    """Gathers flat tensors [n], n per rank, on the CPU of the axis's first rank. Collective.
+    """Gathers flat tensors [n] on the CPU of the axis's first rank; n may differ per rank.
+    Collective.
 
     Returns:
         The tensors in rank order; an empty list on other ranks.

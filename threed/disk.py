@@ -16,7 +16,7 @@ ELSEWHERE = "point --run.dir elsewhere"
 
 
 def in_units(nbytes: int) -> str:
-    """Returns a number of bytes in a suitable unit: 812 bytes, 4.0 KiB, 37.2 MiB, 1.5 TiB."""
+    """Returns a number of bytes as text in a suitable unit: 812 bytes, 4.0 KiB, 37.2 MiB, 1.5 TiB."""
     power = min(max(nbytes.bit_length() - 1, 0) // 10, 5)
     return (
         f"{nbytes / 2 ** (10 * power):,.1f} {'KMGTP'[power - 1]}iB" if power else f"{nbytes} bytes"
@@ -47,16 +47,20 @@ def why(error: OSError, folder: Path, needed: int | None = None, elsewhere: str 
 
 
 def free(folder: Path, error: OSError | None = None) -> str:
-    """Returns the free space on the disk of a folder, which may not exist yet.
+    """Returns a text on the free space on the disk of a folder, which may not exist yet.
+
+    The text reports inodes if they are used up, and the quota if `error` is an exceeded quota.
 
     Args:
         folder: the folder.
-        error: the error of a write; for an exceeded quota, the text reports the quota.
+        error: the error of a write.
     """
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    about = os.statvfs(there)
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
+    stats = os.statvfs(existing)
     if error is not None and error.errno == errno.EDQUOT:
-        return f"the quota on {there} is used up"
-    if about.f_files and not about.f_favail:
-        return f"no more files can be made at {there} (inodes)"
-    return f"{in_units(shutil.disk_usage(there).free)} are free at {there}"
+        return f"the quota on {existing} is used up"
+    if stats.f_files and not stats.f_favail:
+        return f"no more files can be made at {existing} (inodes)"
+    return f"{in_units(shutil.disk_usage(existing).free)} are free at {existing}"

@@ -152,8 +152,8 @@ class Engine:
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wraps_module)
-        # No overlap if a step frees parameters or replaces buffers: the allocator could reuse their
-        # memory while the second stream of a forward-backward pair still reads it.
+        # No overlap with sharded parameters or with buffers: the allocator could reuse their memory
+        # while the second stream of a forward-backward pair still reads it.
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
         streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
@@ -237,7 +237,7 @@ class Engine:
         began = time.perf_counter()
         self.gatherer.release_all()
         if self.buffers.exist:
-            self.buffers.end_step()  # raises before the update if a buffer must not change
+            self.buffers.end_step()  # before the update: raises if a buffer changed that must not
         update = self.runner.update(self.faults.appended_to(loss))
         reducing, updating = self.runner.seconds
         passes = self._seconds + time.perf_counter() - began - reducing - updating
@@ -248,8 +248,8 @@ class Engine:
         if not self.runner.pending:
             self._numbers()
         seconds = {"fwd_bwd_s": passes, "dp_comm_s": reducing, "optim_s": updating}
-        most = self.config.train.max_bad_steps
-        return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults, most)
+        limit = self.config.train.max_bad_steps
+        return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults, limit)
 
     def zero_grad(self) -> None:
         """Drops the gradients of steps that have not ended, and gradients of other engines' losses.
@@ -386,8 +386,8 @@ class Engine:
         """
         self.saver.end()
         self._sync_states()
-        about = (Path(path), self.optimizer, self.topology, self.config, self.extras)
-        state = load_hf(*about) if is_hf_folder(Path(path)) else native.load(*about, hashed)
+        arguments = (Path(path), self.optimizer, self.topology, self.config, self.extras)
+        state = load_hf(*arguments) if is_hf_folder(Path(path)) else native.load(*arguments, hashed)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         self.reducer.restore(state)
         self.runner.restore(state)
@@ -525,7 +525,7 @@ class ModuleEngine(Engine):
             RuntimeError: if `begin` was not called.
         """
         self._check_begun()
-        # Launch the remaining buckets now: the collectives of buffers must follow on every rank.
+        # Ranks have launched different buckets so far. Launch the others before the next collective.
         self.reducer.all_passes_ended()
         return self._end_step(self._loss, tokens)
 

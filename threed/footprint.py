@@ -163,33 +163,33 @@ def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
     config, layout, traffic = blueprint.config, blueprint.layout, blueprint.topology.traffic
     delayed, before = config.zero.delayed_update, Counter(traffic)
     states = [new_state(bucket, layout.policy) for bucket in layout.buckets]
-    held = holdings(layout, states, default_device().type == "cuda")
+    sizes = holdings(layout, states, default_device().type == "cuda")
     if blueprint.optimistic:
-        held["optimizer"] += copied_bytes(states)
+        sizes["optimizer"] += copied_bytes(states)
     if delayed:
-        held["optimizer"] += sum(
+        sizes["optimizer"] += sum(
             bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets
         )
     gathered = _gather(blueprint)
     chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
     reductions = _Reductions(blueprint, states)
     if blueprint.layer_major:
-        kept, most = _activations_by_layer(blueprint, chunks[0], reductions, gathered[0])
+        kept, peak = _activations_by_layer(blueprint, chunks[0], reductions, gathered[0])
     else:
-        kept, most = _activations(blueprint, chunks, reductions, gathered)
-    held["activations"] = kept
-    held["buffers"] = most - kept + _tile_bytes(layout) + _constant_bytes(blueprint, chunks)
+        kept, peak = _activations(blueprint, chunks, reductions, gathered)
+    sizes["activations"] = kept
+    sizes["buffers"] = peak - kept + _tile_bytes(layout) + _constant_bytes(blueprint, chunks)
     sends = {axis: traffic[axis] - before[axis] for axis in AXES}
     _count_pass_traffic(blueprint, chunks, sends)
-    offloaded = held.pop("offloaded") + _offloaded_activations(blueprint, chunks)
+    offloaded = sizes.pop("offloaded") + _offloaded_activations(blueprint, chunks)
     gpu = default_device().type == "cuda"
     saving = save_bytes(config.checkpoint, layout, states, gpu)
-    held |= {"saving": saving} if saving and not gpu else {}
+    sizes |= {"saving": saving} if saving and not gpu else {}
     copies = memory_bytes(config, layout, states, gpu)
-    held |= {"copies": copies} if copies and not gpu else {}
+    sizes |= {"copies": copies} if copies and not gpu else {}
     offloaded += saving + copies if gpu else 0
-    held["peak"] = sum(held.values())
-    return Footprint({**held, **({"offloaded": offloaded} if offloaded else {})}, sends)
+    sizes["peak"] = sum(sizes.values())
+    return Footprint({**sizes, **({"offloaded": offloaded} if offloaded else {})}, sends)
 
 
 def decide_order(
@@ -285,14 +285,16 @@ def _constant_bytes(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]])
     buffers. On a CPU every rank has the module buffers of all layers.
     """
     train, seq, edges = blueprint.config.train, blueprint.config.model.seq, [0]
-    for chunk, held in zip(chunks, blueprint.chunks, strict=True):
-        edges += [chunk[0].input, chunk[-1].output if held.stop < len(blueprint.layers) else 0]
+    for chunk, numbers in zip(chunks, blueprint.chunks, strict=True):
+        edges += [chunk[0].input, chunk[-1].output if numbers.stop < len(blueprint.layers) else 0]
     batch = train.global_batch // blueprint.topology.dp * (2 * seq + 1) * 8
     drives = sum(drive.nbytes * drive.count for drive in blueprint.layout.policy.drives)
     layers = blueprint.held if default_device().type == "cuda" else range(len(blueprint.layers))
-    own = {id(buffer): buffer.nbytes for n in layers for buffer in blueprint.layers[n].buffers()}
+    buffer_bytes = {
+        id(buffer): buffer.nbytes for n in layers for buffer in blueprint.layers[n].buffers()
+    }
     tables = max(cost.cached for chunk in chunks for cost in chunk) + _decoding_bytes(blueprint)
-    return batch + tables + drives + MESSAGES * max(edges) + sum(own.values())
+    return batch + tables + drives + MESSAGES * max(edges) + sum(buffer_bytes.values())
 
 
 def _activations(
@@ -315,20 +317,20 @@ def _activations(
         for (_, own), number in last.items()
         if not (own and plan.is_left(rank, plan.microbatches - 1))
     ]
-    current = kept = most = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
+    current = kept = peak = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
     units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
     for number, action in enumerate(actions):
         chunk_pass, full = passes[action.chunk], gathered[action.chunk]
         if action.kind is Kind.F:
-            most = max(
-                most, current + chunk_pass.forward + reductions.standing + full.forward * width
+            peak = max(
+                peak, current + chunk_pass.forward + reductions.standing + full.forward * width
             )
             current = current + chunk_pass.kept
             kept = max(kept, current)
             continue
         # A W accumulates into the gradients; the activations that the I used are kept until then.
         if action.kind is Kind.W:
-            most, current = max(most, current + reductions.standing), current - chunk_pass.kept
+            peak, current = max(peak, current + reductions.standing), current - chunk_pass.kept
             reductions.standing = max(
                 reductions.standing, reductions.kept_between if reductions.always else 0
             )
@@ -339,7 +341,7 @@ def _activations(
             zip(chunk_pass.backward, full.backward, strict=True), first
         ):
             extra = numel * width + (reductions.during[unit] if reduces else 0)
-            most = max(most, current - chunk_pass.kept + nbytes + extra)
+            peak = max(peak, current - chunk_pass.kept + nbytes + extra)
         current -= 0 if action.kind is Kind.I else chunk_pass.kept
         reductions.standing = max(
             reductions.standing, reductions.kept_between if reductions.always else 0
@@ -347,7 +349,7 @@ def _activations(
     pending = (
         plan.asynchronous and plan.begun[rank] < plan.before
     )  # waits for sums of another stage
-    return kept, max(most + reductions.waiting * pending, reductions.end)
+    return kept, max(peak + reductions.waiting * pending, reductions.end)
 
 
 def _activations_by_layer(
@@ -362,9 +364,9 @@ def _activations_by_layer(
     the first or at the last micro-batch. The last layer runs forward and backward of one
     micro-batch at a time, and keeps the gradient of its input.
     """
-    others = blueprint.pipeline.plan.microbatches - 1
+    rest = blueprint.pipeline.plan.microbatches - 1
     width = blueprint.layout.policy.param_dtype.itemsize
-    kept = most = all_kept = 0  # bytes of all micro-batches in the previous layers
+    kept = peak = all_kept = 0  # bytes of all micro-batches in the previous layers
     previous_keeps = False  # whether the previous layer keeps its output
     for unit, cost in enumerate(layers):
         stays = cost.input * (cost.keeps_input or previous_keeps)
@@ -372,20 +374,17 @@ def _activations_by_layer(
         # in the backward also the gradient of the output
         waiting = passed + cost.output * cost.keeps_output
         if unit == len(layers) - 1:
-            all_kept = kept + others * cost.input + cost.kept + stays
+            all_kept = kept + rest * cost.input + cost.kept + stays
             passed = waiting = cost.input * (1 + previous_keeps)
-        forward = kept + others * max(passed, cost.input) + cost.forward
+        forward = kept + rest * max(passed, cost.input) + cost.forward
         backward = (
-            kept
-            + others * max(waiting, cost.input)
-            + cost.backward
-            + stays * (not cost.keeps_input)
+            kept + rest * max(waiting, cost.input) + cost.backward + stays * (not cost.keeps_input)
         )
-        most = max(most, forward + reductions.standing + gathered.forward * width)
-        most = max(most, backward + reductions.during[unit] + gathered.backward[unit] * width)
-        kept += (others + 1) * (cost.kept + stays)
+        peak = max(peak, forward + reductions.standing + gathered.forward * width)
+        peak = max(peak, backward + reductions.during[unit] + gathered.backward[unit] * width)
+        kept += (rest + 1) * (cost.kept + stays)
         previous_keeps = cost.keeps_output
-    return all_kept, max(most, reductions.end)
+    return all_kept, max(peak, reductions.end)
 
 
 def _offloaded_activations(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:

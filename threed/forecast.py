@@ -33,8 +33,8 @@ from threed.topology import Topology, default_device
 from threed.zero.setup import state_names
 
 GIB = 2**30
-# Assumed model FLOPs utilization of compute. Megatron-LM reached 44 to 52 % of an A100's peak, with messages and
-# bubbles (arXiv 2104.04473, table 1).
+# Share of a device's peak that compute is assumed to reach. Megatron-LM reached 44 to 52 % of an A100's peak, with
+# messages and bubbles (arXiv 2104.04473, table 1).
 EFFICIENCY = 0.5
 _VERSIONS = "two of the parameters, and a copy of the gradient slices; updates are one step late"
 
@@ -253,13 +253,13 @@ def _lines(ranks: Sequence[RankForecast]) -> list[str]:
     """Returns one line per group of ranks with equal layers and sizes, in order of first ranks."""
     groups: dict[str, list[RankForecast]] = {}
     for rank in ranks:
-        groups.setdefault(_holds(rank), []).append(rank)
-    heads = [_head(same) for same in groups.values()]
+        groups.setdefault(_sizes_text(rank), []).append(rank)
+    heads = [_ranks_text(same) for same in groups.values()]
     width = max(map(len, heads))
     return [f"  {head:<{width}}  {holds}" for head, holds in zip(heads, groups, strict=True)]
 
 
-def _head(same: Sequence[RankForecast]) -> str:
+def _ranks_text(same: Sequence[RankForecast]) -> str:
     """Returns the first and last rank of a group; with their number, if other ranks are in between."""
     first, last, count = same[0], same[-1], len(same)
     if count == 1:
@@ -268,7 +268,7 @@ def _head(same: Sequence[RankForecast]) -> str:
     return f"rank {first.rank} – rank {last.rank}{some}  {first.label} – {last.label}"
 
 
-def _holds(rank: RankForecast) -> str:
+def _sizes_text(rank: RankForecast) -> str:
     """Returns the layers and sizes of a rank as text."""
     device = [
         f"{name} {_gib(size)}"

@@ -41,7 +41,7 @@ class Faults:
         self.flags, self.warns = tuple(flags), warns
         self._count = torch.zeros(len(flags), dtype=torch.float64, device=device)
         self._reported = [0.0] * len(flags)
-        self._raised: dict[int, str] = {}  # by step, so that every property of its metrics raises
+        self._raised: dict[int, str] = {}  # messages by step: every property of its metrics raises
 
     def clear(self) -> None:
         """Resets all flags."""

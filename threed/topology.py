@@ -150,11 +150,11 @@ def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
     words, answers = (
         [f"{key}/{other}" for other in range(1, size)] for key in (f"meet/{size}", f"here/{nonce}")
     )
-    asked = set[bytes]()
+    answered = set[bytes]()
     while not store.check(answers):
-        for word in set(store.multi_get(words)) - asked:
+        for word in set(store.multi_get(words)) - answered:
             store.set(f"ask/{word.decode()}", nonce)
-            asked.add(word)
+            answered.add(word)
         time.sleep(0.02)
     return nonce
 
@@ -210,7 +210,7 @@ def default_device() -> torch.device:
 def backends() -> list[str]:
     """Returns the names of the communication backends that torch was built with."""
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    return [name for name, there in built.items() if there]
+    return [name for name, available in built.items() if available]
 
 
 class Topology:
@@ -389,10 +389,10 @@ class Topology:
         """
         if self.on_paper or self.world == 1:
             return
-        made = len(dist.distributed_c10d._world.pg_names)
-        most = torch.tensor(made, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        for _ in range(int(most) - made):
+        count = len(dist.distributed_c10d._world.pg_names)
+        largest = torch.tensor(count, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        for _ in range(int(largest) - count):
             dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
 
     def _make_axis(self, label: str, ranks: tuple[int, ...]) -> Axis:

@@ -90,8 +90,8 @@ class Trainer:
                 self._run(owner, watch)
 
     def _run(self, owner: Owner, supervision: Supervision) -> None:
-        asked, train = self.config.checkpoint, self.config.train
-        retention = Retention(self.folder, asked.keep, self.world, asked.keep_every)
+        checkpoint, train = self.config.checkpoint, self.config.train
+        retention = Retention(self.folder, checkpoint.keep, self.world, checkpoint.keep_every)
         if self.topology.rank == 0:
             retention.sweep()
         stop = Stop(self.world, self.topology.device, supervision.asked)
@@ -126,12 +126,12 @@ class Trainer:
     def _monitor(self, start: Start, writes: bool) -> Monitor:
         """Returns the writer of metrics; rank 0 records the configuration and the environment."""
         log, saved = self.config.log, start.extra.get("wandb")
-        about = {**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256}
+        record = {**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256}
         if self.forecast is not None:
-            about |= provenance(self.topology, self.forecast.parameters)
+            record |= provenance(self.topology, self.forecast.parameters)
         return Monitor(
             self.folder, self.config.train.steps, start.step, self.topology.rank == 0, wandb=log.wandb,
-            project=log.project, name=self.config.run.name, config=about, drop_later=writes,
+            project=log.project, name=self.config.run.name, config=record, drop_later=writes,
             run_id=saved if isinstance(saved, str) else None, tags=tags(self.config, self.topology),
         )  # fmt: skip
 

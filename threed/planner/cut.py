@@ -91,7 +91,9 @@ class Cut:
     def links(self) -> list[tuple[int, int]]:
         """The pairs of pipeline ranks with neighbouring stages, which send to each other."""
         pairs = pairwise(self.holders(stage) for stage in range(len(self.ranges)))
-        passes = [(a, b) for here, there in pairs for a, b in zip(here, there, strict=True)]
+        passes = [
+            (a, b) for stage, next_stage in pairs for a, b in zip(stage, next_stage, strict=True)
+        ]
         return sorted({(min(a, b), max(a, b)) for a, b in passes if a != b})
 
     def ties(self, names: Sequence[Sequence[str]]) -> dict[str, Tie]:
@@ -112,7 +114,7 @@ class Cut:
                 tuple(c for c, stage in enumerate(rank_stages) if stage in stages)
                 for rank_stages in self.placement
             ]
-            ranks = tuple(rank for rank, some in enumerate(chunks) if some)
+            ranks = tuple(rank for rank, rank_chunks in enumerate(chunks) if rank_chunks)
             if len(ranks) > 1:
                 ties[name] = Tie(len(ties), ranks, tuple(used), tuple(filter(None, chunks)))
         return ties

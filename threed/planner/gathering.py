@@ -94,5 +94,5 @@ def _passes(
         turning_to = (Kind.B, Kind.I) if action.kind is Kind.F else (Kind.F,)
         turns = then is not None and then.chunk == chunk and then.kind in turning_to
         is_forward = action.kind is Kind.F
-        here, there = (forward, backward) if is_forward else (backward, forward)
-        yield is_forward, here, turns and here[-1:] == there[:1]
+        gathered, next_gathered = (forward, backward) if is_forward else (backward, forward)
+        yield is_forward, gathered, turns and gathered[-1:] == next_gathered[:1]

@@ -87,7 +87,7 @@ class Grid:
 
     @property
     def world(self) -> int:
-        """The number of all ranks."""
+        """The total number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property

@@ -31,7 +31,7 @@ from threed.schedules.simulation import Costs, Timeline, most_kept, peak_activat
 Ranges = tuple[range, ...]
 Planner = Callable[[Costs | None, float | None], Plan]
 """Maps stage times and a limit on micro-batches per rank to a plan. None: equal times; the schedule's own limit."""
-_ACTIONS = 400_000  # limit on simulated actions per search, one or two seconds
+_ACTIONS = 400_000  # limit on simulated actions per search; takes one or two seconds
 _MIN_GAIN = 1e-9  # relative improvement that exceeds rounding
 _Result = TypeVar("_Result")
 
