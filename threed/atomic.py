@@ -125,7 +125,7 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
 
 
 def _private_temporary_folder() -> Path:
-    """Returns this user's folder in the temporary folder; a new one if another user owns the name."""
+    """Returns this user's temporary folder; a new one if another user owns the name."""
     folder = Path(tempfile.gettempdir()) / f"threed-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

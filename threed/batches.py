@@ -173,15 +173,12 @@ class Batches:
         ]
 
     def _to_device(self, value: Tensor) -> Tensor:
-        """Returns the tensor on the device; casts floating-point tensors if precision.cast_inputs
-        is on.
-        """
+        """Moves a tensor to the device; casts floating-point ones if precision.cast_inputs is on."""
         casts = self.casts and value.is_floating_point()
         return start_copy_in(value, self.topology.device, self.dtype if casts else value.dtype)
 
     def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns the loss scale / the global number of valid items, on every stage. Collective
-        over dp.
+        """Returns the loss scale / the global number of valid items. Collective over dp.
 
         Every stage needs it, as any layer may compute a loss.
         """

@@ -141,7 +141,7 @@ def _divide_by_cost(
     config: Config,
     costs: Callable[[], Sequence[float]],
 ) -> Pipeline:
-    """Partitions by the layers' costs, which are then the times for planning, or by layer counts."""
+    """Partitions by layer costs, which are then the times for planning, or by layer counts."""
     p, flops, again = config.parallel, functools.cache(costs), whole_again(config, layers)
     ranges = partition(
         p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again)
@@ -186,8 +186,7 @@ class Blueprint:
         config: Config,
         pipeline: Pipeline,
     ) -> Blueprint:
-        """Creates process groups and lays out this rank's parameters. Collective with process
-        groups.
+        """Creates process groups and lays out this rank's parameters. Collective, except on meta.
 
         Args:
             model: the model.
@@ -330,9 +329,7 @@ class Blueprint:
 
     @functools.cached_property  # hashing a plan takes long
     def optimistic(self) -> bool:
-        """Whether updates start before the gradient norm is known, and are validated in the next
-        step.
-        """
+        """Whether updates do not wait for the gradient norm, and are validated in the next step."""
         return setup.is_optimistic(self.config, self.pipeline.plan)
 
     @property
@@ -357,7 +354,7 @@ def step_plan(config: Config, data_ranks: int) -> Plan:
 
 
 def schedule_of(config: Config) -> str:
-    """Returns the name of the schedule; layer-major order uses gpipe (all forwards, all backwards)."""
+    """Returns the name of the schedule; layer-major order uses gpipe."""
     return "gpipe" if config.zero.order == "layer" else config.parallel.schedule
 
 

@@ -68,9 +68,7 @@ class BufferRef:
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """The state of a buffer at one time: the tensor, its version counter, and optionally its
-    values.
-    """
+    """A buffer at one time: the tensor, its version counter, and optionally its values."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -225,10 +223,12 @@ class Buffers:
         """Finds buffers that changed since `_observe` on any rank. Collective."""
         seen, values = self._seen or {}, self._values()
         pairs = [(place, value, seen.get((place.owner, place.key))) for place, value in values]
-        # The kernels of batch_norm do not advance version counters. So the first step compares values. Later, if one
-        # buffer of a module has changed (num_batches_tracked), its other buffers count as changed too.
+        # The kernels of batch_norm do not advance version counters. So the first step compares
+        # values. Later, if one buffer of a module has changed (num_batches_tracked), its other
+        # buffers count as changed too.
         owners = {place.owner for place, value, before in pairs if _changed(value, before)}
-        # A non-persistent buffer that was replaced is a cache; its shape may differ between ranks, so skip it.
+        # A non-persistent buffer that was replaced is a cache. Skip it: its shape may differ
+        # between ranks.
         own = {
             place.name for place, value, before in pairs
             if place.owner in owners and (place.persistent or (before is not None and before.tensor() is value))
@@ -305,9 +305,7 @@ class Buffers:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Returns the shapes of all persistent buffers of the model, None without a value.
-        Collective.
-        """
+        """Returns the shapes of all persistent buffers, None without a value. Collective."""
         own = {n: None if p.value is None else p.value.shape for n, p in self.persistent().items()}
         return {
             name: None if shape is None else tuple(shape)
@@ -316,7 +314,7 @@ class Buffers:
         }
 
     def different(self) -> list[str]:
-        """Returns the persistent buffers with values that differ between tensor ranks. Collective."""
+        """Returns the persistent buffers that differ between tensor ranks. Collective."""
         axis, places = self.topology.axis("tp"), self.persistent()
         if axis.size == 1 or not places:
             return []
@@ -332,9 +330,7 @@ class Buffers:
         self._seen = None  # a restored value is not a change made by the model
 
     def collect(self) -> dict[str, Tensor]:
-        """Returns all persistent buffers by name on rank 0's CPU, an empty dict elsewhere.
-        Collective.
-        """
+        """Returns all persistent buffers by name, on rank 0's CPU (empty elsewhere). Collective."""
         axis, own = self.topology.axis("pp"), self.owned()
         if self._data.index > 0 or self.topology.axis("tp").index > 0:
             return {}

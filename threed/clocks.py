@@ -41,9 +41,7 @@ def on_one_clock(spans: Sequence[Span], axis: Axis) -> list[list[Span]]:
 
 
 def _clock() -> str:
-    """Returns an id of the clock: the boot of this machine, and the time namespace of the
-    container.
-    """
+    """Returns an id of the clock: this machine's boot, and the container's time namespace."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/time')}"
     return platform.node()

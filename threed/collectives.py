@@ -88,7 +88,7 @@ class Pending:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Waits for communication, finishes the local work and returns the result. May be repeated."""
+        """Waits for communication, finishes the local work and returns the result."""
         if self._finish is not None:
             for work in self._works:
                 if work is not None:
@@ -178,8 +178,9 @@ def _start_encoded_gather(shard: Tensor, axis: Axis, out: Tensor | None, codec: 
 
 
 def _swap(shard: Tensor, out: Tensor, axis: Axis) -> Pending:
-    """All-gathers between two ranks by an exchange: from 32 MiB on, gloo's all-gather takes 3 to 5
-    times as long.
+    """All-gathers between two ranks by an exchange.
+
+    From 32 MiB on, gloo's all-gather takes 3 to 5 times as long.
     """
     halves = out.view(2, -1)
     if not same_start(halves[axis.index], shard):
@@ -200,13 +201,13 @@ def start_reduce_scatter(
     into: Tensor | None = None,
     add: bool = False,
 ) -> Pending:
-    """Starts to sum `full` [size*n ...] over the axis; the result is this rank's part [n ...].
-    Collective.
+    """Starts to sum `full` [size*n ...]; the result is this rank's part [n ...]. Collective.
 
     Args:
         full: this rank's terms.
         axis: the ranks.
-        codec: encodes the terms, including this rank's own; they are summed in the dtype of `full`.
+        codec: encodes the terms, including this rank's own. They are summed in the dtype of `full`,
+            or by NCCL in the dtype of a `Cast`.
         into: output [n ...]; may be this rank's part of `full`, which is undefined afterwards.
         add: accumulate the result into `into`.
 
@@ -238,8 +239,7 @@ def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
 def _exchange_sum(
     full: Tensor, axis: Axis, codec: Codec, into: Tensor | None, add: bool
 ) -> Pending:
-    """Sends each peer its encoded part; adds the received versions of this rank's part in rank
-    order.
+    """Sends each peer its encoded part; adds the received terms in rank order.
 
     With more than two ranks, a rank sends to itself too, which copies one part. Without it, ranks
     in the middle would have to copy all other parts to make them contiguous.
@@ -276,7 +276,7 @@ def _exchange_sum(
 
 
 def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
-    """Returns this rank's part [n ...] of the sum of `full` [size*n ...] over the axis. Collective."""
+    """Returns this rank's part [n ...] of the sum of `full` [size*n ...]. Collective."""
     return start_reduce_scatter(full, axis).wait()
 
 
@@ -286,7 +286,8 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pen
     Args:
         tensor: this rank's term; the result may or may not be the same tensor.
         axis: the ranks.
-        codec: encodes the terms. With more than two ranks the sums are encoded as well.
+        codec: encodes the terms. The sums are encoded too, except with a `Cast` between two ranks
+            on gloo.
     """
     if axis.size == 1:
         return done(tensor)
@@ -392,8 +393,7 @@ def _begin(
 
 
 def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
-    """Gathers flat tensors [n] on the CPU of the axis's first rank; n may differ per rank.
-    Collective.
+    """Gathers flat tensors [n], with n per rank, on the first rank's CPU. Collective.
 
     Returns:
         The tensors in rank order; an empty list on other ranks.
@@ -451,9 +451,7 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Returns the all-reduced x; the backward passes the gradient unchanged (Megatron's g).
-    Collective.
-    """
+    """All-reduces x; the backward returns the gradient unchanged (Megatron's g). Collective."""
     return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _pass_on)
 
 

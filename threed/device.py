@@ -2,7 +2,7 @@
 
     with beside(copy_stream(device, "out")):      # copies in the block overlap with computation
         ...
-    current_stream(device).wait_event(event)      # the computation waits for an event on that stream
+    current_stream(device).wait_event(event)      # the computation waits for a copy
 
 Only CUDA devices are searched for, because collectives off the CPU use NCCL. A `Topology` also
 accepts another accelerator; `is_accelerator` is true for it, and CUDA functions are skipped.
@@ -133,11 +133,11 @@ class Clock:
         self._began = time.perf_counter()
 
     def now(self) -> Moment:
-        """Returns a timestamp: `time.perf_counter()` on a CPU, a recorded event on an accelerator."""
+        """Returns a timestamp: a recorded event, or `time.perf_counter()` on a CPU."""
         return time.perf_counter() if self._first is None else mark(self._device)
 
     def seconds(self, moment: Moment) -> float:
-        """Returns the time of a timestamp in seconds of `time.perf_counter`; waits for the event."""
+        """Returns a timestamp in seconds of `time.perf_counter`; waits for its event."""
         if isinstance(moment, float):
             return moment
         assert self._first is not None
@@ -150,9 +150,7 @@ Moment = float | torch.Event
 
 @functools.cache
 def copy_stream(device: torch.device, purpose: str) -> torch.Stream:
-    """Returns the side stream of a device for one purpose, such as "in" or "out"; created on first
-    use.
-    """
+    """Returns the device's side stream for a purpose, such as "in" or "out"; creates it once."""
     return torch.Stream(device)
 
 

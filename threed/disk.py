@@ -16,7 +16,7 @@ ELSEWHERE = "point --run.dir elsewhere"
 
 
 def in_units(nbytes: int) -> str:
-    """Returns a number of bytes as text in a suitable unit: 812 bytes, 4.0 KiB, 37.2 MiB, 1.5 TiB."""
+    """Returns bytes as text in a suitable unit: 812 bytes, 4.0 KiB, 37.2 MiB, 1.5 TiB."""
     power = min(max(nbytes.bit_length() - 1, 0) // 10, 5)
     return (
         f"{nbytes / 2 ** (10 * power):,.1f} {'KMGTP'[power - 1]}iB" if power else f"{nbytes} bytes"

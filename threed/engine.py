@@ -168,7 +168,7 @@ class Engine:
     def _make_optimizer(
         self, learning_rate: Callable[[Tensor], Tensor], loss_scale: LossScale
     ) -> Optimizer:
-        """Returns the optimizer of the states that this rank owns; with offloading if configured."""
+        """Returns the optimizer of this rank's states, with offloading if configured."""
         policy, train = self.layout.policy, self.config.train
         offloads = policy.optimizer_tier is not None or policy.params_tier is not None
         return (OffloadedOptimizer if offloads else Optimizer)(
@@ -231,9 +231,7 @@ class Engine:
         self._seconds = 0.0
 
     def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
-        """Reduces the gradients, updates, and returns the metrics. loss: fp64 [1], this rank's
-        term.
-        """
+        """Reduces the gradients and updates. loss: fp64 [1], this rank's term."""
         began = time.perf_counter()
         self.gatherer.release_all()
         if self.buffers.exist:
@@ -259,7 +257,7 @@ class Engine:
         self.runner.drop()
 
     def finish(self) -> None:
-        """Completes the last step (optimistic update, 2BW) without changing the result. Collective."""
+        """Completes the last step (optimistic update, 2BW); results do not change. Collective."""
         self.reducer.recover()
         self.runner.finish(self.executor.run)
 
@@ -306,9 +304,7 @@ class Engine:
         replicas.check(self.optimizer, self.topology, self.steps)
 
     def _local_loss(self, losses: list[Tensor], scale: Tensor | float) -> Tensor:
-        """Returns this rank's term of the step's loss, fp64 [1]: zero except on the last stage, tp
-        rank 0.
-        """
+        """Returns this rank's term of the loss, fp64 [1]; zero except on last stages, tp rank 0."""
         device = self.topology.device
         if not losses or self.topology.axis("tp").index > 0:
             return torch.zeros(1, dtype=torch.float64, device=device)
@@ -322,8 +318,7 @@ class Engine:
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
         hurries: Callable[[], bool] = never,
     ) -> Path:  # fmt: skip
-        """Writes the checkpoint folder `path`; it appears when it is complete. Returns it.
-        Collective.
+        """Writes the checkpoint folder `path` atomically; returns the path. Collective.
 
         Args:
             path: the folder.
@@ -362,7 +357,7 @@ class Engine:
         )  # fmt: skip
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the counters for a checkpoint's manifest; raises DataError as `save`. Collective."""
+        """Returns the counters for a manifest; raises DataError as `save` does. Collective."""
         self._sync_states()
         if self._numbers is not None:
             self.faults.raise_before_save(
@@ -429,9 +424,7 @@ class LayeredEngine(Engine):
         records.initialise(self.optimizer, values, again=True)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Returns logits [b s v/t] for tokens [b s] on the last stage, None on other stages.
-        Collective.
-        """
+        """Returns logits [b s v/t] of tokens [b s]; None before the last stage. Collective."""
         self.finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
@@ -525,7 +518,7 @@ class ModuleEngine(Engine):
             RuntimeError: if `begin` was not called.
         """
         self._check_begun()
-        # Ranks have launched different buckets so far. Launch the others before the next collective.
+        # Ranks have launched different buckets. Launch the others before the next collective.
         self.reducer.all_passes_ended()
         return self._end_step(self._loss, tokens)
 
@@ -553,7 +546,7 @@ class ModuleEngine(Engine):
             )
 
     def discard(self) -> None:
-        """Discards the step in progress of a custom loop, for example after an error in a forward."""
+        """Discards the step in progress of a custom loop, for example after an error."""
         self.accumulating = False
         self.reducer.give_up()
 
@@ -575,8 +568,7 @@ class ModuleEngine(Engine):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Context manager: yields the module with full parameters, to be read or changed.
-        Collective.
+        """Context manager: yields the module with full parameters, to read or edit. Collective.
 
         Every rank must make the same changes.
         """

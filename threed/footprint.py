@@ -101,7 +101,7 @@ def trace(
 
 
 def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topology) -> list[int]:
-    """Returns the forward FLOPs of every layer on this rank, as layers state them or else traced."""
+    """Returns every layer's forward FLOPs on this rank, as stated by layers or else traced."""
     stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
     return (
         [cost.flops for cost in trace(model, layers, config, topology)]
@@ -111,9 +111,7 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
 
 
 def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCost:
-    """Returns the cost of a recomputed layer with its input copied to an arena, host memory or a
-    drive.
-    """
+    """Returns a recomputed layer's cost, with its input in an arena, host memory or on a drive."""
     r = config.recompute
     # if inputs are sliced, the layer keeps the slice only
     copied = cost.input if cost.keeps_input else cost.kept
@@ -239,8 +237,7 @@ def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -
 def order_facts(
     config: Config, layers: Sequence[nn.Module], costs: Sequence[LayerCost]
 ) -> tuple[int, int]:
-    """Returns two sizes in bytes on this tensor rank: activations of a micro-batch, and freed
-    parameters.
+    """Returns bytes on this tensor rank: activations of a micro-batch, and freed parameters.
 
     Freed parameters are those that ZeRO-3 does not keep gathered: the slices of other ranks, or all
     of them if they are offloaded.
@@ -263,8 +260,7 @@ def order_facts(
 def measuring(
     layout: Layout, states: Sequence[State], device: torch.device
 ) -> Iterator[Callable[[], int]]:
-    """Context manager: yields a function that returns the peak of tensor memory in the block, in
-    bytes.
+    """Context manager: yields a function that returns the block's peak of tensor memory in bytes.
 
     Uses the allocator's peak on a GPU. On a CPU it watches every operation; storages of the layout
     and the states are included.
@@ -484,8 +480,7 @@ def _count_pass_traffic(
 
 
 class _Reductions:
-    """Memory of gradient reductions beyond the layout's storages, found by running ZeRO's reducer
-    on meta.
+    """Temporary memory of gradient reductions, found by running ZeRO's reducer on meta.
 
     Attributes:
         always: whether every backward reduces gradients, not only the last one (ZeRO-2 and 3).
@@ -514,9 +509,7 @@ class _Reductions:
             self.standing = watch.bytes()  # from step to step
 
     def _step(self, blueprint: Blueprint, reducer: Reducer, rounds: int, watch: Watch) -> None:
-        """Runs a step with `rounds` backwards; further backwards count as repetitions of the last
-        one.
-        """
+        """Runs a step with `rounds` backwards; further ones count like the last one."""
         traffic = blueprint.topology.traffic
         reducer.begin(rounds)
         self.during: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """Forecast of a run before any tensor is allocated: ranks, bytes per rank, bubble and traffic.
 
 forecast = Forecast.of(config, world_size)      # config: resolved
-print(forecast.text())                          # a run prints it at its start; --dry-run prints only this
+print(forecast.text())                          # printed at the start of a run and by --dry-run
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from threed.topology import Topology, default_device
 from threed.zero.setup import state_names
 
 GIB = 2**30
-# Share of a device's peak that compute is assumed to reach. Megatron-LM reached 44 to 52 % of an A100's peak, with
-# messages and bubbles (arXiv 2104.04473, table 1).
+# Share of a device's peak that compute is assumed to reach. Megatron-LM reached 44 to 52 % of an
+# A100's peak, with messages and bubbles (arXiv 2104.04473, table 1).
 EFFICIENCY = 0.5
 _VERSIONS = "two of the parameters, and a copy of the gradient slices; updates are one step late"
 
@@ -179,8 +179,7 @@ class Forecast:
     def step_seconds(
         self, tflops: float, gb_per_s: float | None = None, efficiency: float = EFFICIENCY
     ) -> float:
-        """Returns the seconds of a step on given devices: FLOPs / (peak × efficiency) + bytes /
-        bandwidth.
+        """Returns seconds per step: FLOPs / (peak × efficiency) + bytes / bandwidth.
 
         Stages take time in proportion to their FLOPs, in the simulated schedule. Messages are those
         of the rank that sends most, without overlap with compute. Updates are not included.
@@ -203,7 +202,7 @@ class Forecast:
         return self.step_flops / (tflops * 1e12 * efficiency) + messages
 
     def text(self) -> str:
-        """Returns the forecast as text: one line per fact, and one line per group of equal ranks."""
+        """Returns the forecast as text: one line per fact, one line per group of equal ranks."""
         c, train = self.config, self.config.train
         grid = (
             " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1)
@@ -260,7 +259,7 @@ def _lines(ranks: Sequence[RankForecast]) -> list[str]:
 
 
 def _ranks_text(same: Sequence[RankForecast]) -> str:
-    """Returns the first and last rank of a group; with their number, if other ranks are in between."""
+    """Returns a group's first and last rank, and its size if other ranks are in between."""
     first, last, count = same[0], same[-1], len(same)
     if count == 1:
         return f"rank {first.rank}  {first.label}"
@@ -387,8 +386,8 @@ def _divide(
 
 def _order_text(microbatches: int) -> str:
     """Returns a description of layer-major order."""
-    gathered = "parameters are gathered and gradients reduced once a pass"
-    return f"each layer runs all {microbatches} micro-batches: {gathered}; all of them keep their activations"
+    gathered = "parameters are gathered and gradients reduced once per pass"
+    return f"each layer runs all {microbatches} micro-batches: {gathered}; activations of all of them are kept"
 
 
 def _ways_text(config: Config, ways: int) -> str:

@@ -225,8 +225,7 @@ def layer_bytes(
     costs: Sequence[LayerCost], layers: Sequence[nn.Module], config: Config, dp: int, device: torch.device,
     ways: int = 1,
 ) -> list[LayerBytes]:  # fmt: skip
-    """Returns states, activations of one micro-batch and temporary memory of every layer, on one
-    rank.
+    """Returns bytes of every layer on one rank: states, activations and temporary memory.
 
     Offloaded data and module buffers are not included.
 

@@ -50,9 +50,7 @@ class Faults:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Context manager: flags are clear in the block; the flags of the step in progress return
-        after.
-        """
+        """Context manager: clears the flags; restores those of the step in progress after."""
         kept = [flag.swap(None) for flag in self.flags]
         try:
             yield
@@ -197,9 +195,7 @@ class StepMetrics:
     max_bad_steps: int = 0
 
     def __repr__(self) -> str:
-        """Returns the values, or "not read yet" if reading them may need a collective; never
-        raises.
-        """
+        """Returns the values, or "not read yet" if reading may need a collective; never raises."""
         numbers = self._numbers.found
         names = ("loss", "grad_norm", "lr", "loss_scale")
         parts = [f"step={self.step}", f"tokens={self.tokens}"]
@@ -260,7 +256,5 @@ class StepMetrics:
 
     @property
     def bad_steps(self) -> int:
-        """Number of consecutive skipped steps up to this one; 0 while the loss scale is still
-        falling.
-        """
+        """Number of consecutive skipped steps so far; 0 while the loss scale is still falling."""
         return int(self._numbers().update.in_a_row)

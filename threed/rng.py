@@ -81,7 +81,7 @@ def _normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
 
 
 def normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
-    """Returns the same values with torch operations: the fallback, and the reference for the tests."""
+    """Returns the same values with torch operations: the fallback and the tests' reference."""
     w0, w1, w2, w3 = philox((blocks & _MASK, blocks >> 32, 0, 0), stream)
     out = torch.empty(blocks.numel(), 4, dtype=torch.float32)
     for column, (a, b) in enumerate(((w0, w1), (w2, w3))):

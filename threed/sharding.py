@@ -23,14 +23,12 @@ from threed import rng
 
 
 class ModelError(ValueError):
-    """Raised for a model that gives wrong results in some topology; names the layer, the parameter
-    and the fix.
-    """
+    """Raised for a model that would be wrong in some topology; names the layer and the fix."""
 
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a global tensor: normal with `std`, or the constant `value` if `std` is 0."""
+    """Initial values of a global tensor: normal with `std`, or `value` if `std` is 0."""
 
     std: float = 0.0
     value: float = 0.0
@@ -180,9 +178,7 @@ def initial(piece: Piece, seed: int) -> Tensor:
 def matrix(
     name: str, shape: tuple[int, int], dim: int, span: tuple[int, int], std: float, offset: int = 0
 ) -> Piece:
-    """Returns the piece of a matrix that is sharded along `dim`: rows or columns [span[0],
-    span[1]).
-    """
+    """Returns the rows (dim 0) or columns (dim 1) [span[0], span[1]) of a matrix as a piece."""
     start, size = [0, 0], list(shape)
     start[dim], size[dim] = span[0], span[1] - span[0]
     return Piece(name, shape, (start[0], start[1]), (size[0], size[1]), offset, Init(std=std))

@@ -3,7 +3,7 @@
     topo = Topology(pp=2, tp=2)        # dp: by default the remaining factor of the world size
     topo.axis("tp")                    # an Axis: ranks, index of this rank, process group
     topo.link(0, 1)                    # the channel from pipeline stage 0 to stage 1
-    Topology.drawn(grid, rank)         # any rank of any grid on the meta device, without process groups
+    Topology.drawn(grid, rank)         # any rank of any grid, on meta and without groups
 
 Only this module creates process groups. An axis of one rank has no group (`Axis.group is None`),
 and collectives on it do nothing. All ranks create groups in the same order. Neighbouring pipeline
@@ -132,8 +132,7 @@ def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> N
 
 
 def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
-    """Returns a key prefix for the store that all ranks of this start share and no other start
-    uses.
+    """Returns a key prefix for the store, the same on all ranks and unique to this start.
 
     torchrun's store survives a restart, with the keys of the earlier attempt, and connecting with
     them fails. torchrun's restart count cannot be the prefix: each agent counts for itself, and a
@@ -321,9 +320,7 @@ class Topology:
         self._link(links)
 
     def axis(self, name: str) -> Axis:
-        """Returns the axis named pp, dp, cp, tp or world, or a derived axis of `prepare`, such as
-        "tp/2".
-        """
+        """Returns the axis pp, dp, cp, tp or world, or a derived axis of `prepare`."""
         return self._axes[name]
 
     def second(self, name: str) -> Axis | None:
@@ -331,7 +328,7 @@ class Topology:
         return self._axes.get(name + SECOND)
 
     def stages(self, stages: tuple[int, ...]) -> Axis:
-        """Returns the axis of ranks that hold replicas of a tied weight; see `ties` in `prepare`."""
+        """Returns the axis of ranks with replicas of a tied weight; see `ties` in `prepare`."""
         return self._ties[stages]
 
     def link(self, source: int, target: int) -> Link:
@@ -362,9 +359,7 @@ class Topology:
         return links
 
     def shared_axes(self) -> list[Axis]:
-        """Returns the axes of this rank that gradients may be reduced over, in the same order on
-        all ranks.
-        """
+        """Returns the axes that gradients may be reduced over, in the same order on all ranks."""
         excluded = {"pp", "world", *(name for name in self._axes if "@" in name)}
         axes = [self._axes[name] for name in sorted(self._axes.keys() - excluded)]
         ties = [self._ties[stages] for stages in sorted(self._ties)]
@@ -426,8 +421,7 @@ class Topology:
 def _disjoint_rounds(
     pairs: Sequence[tuple[int, int]], member: int
 ) -> Iterator[tuple[int, int] | None]:
-    """Divides pairs into rounds of disjoint pairs; yields the pair with `member` per round, or
-    None.
+    """Divides pairs into rounds of disjoint pairs; yields `member`'s pair per round, or None.
 
     In each round a rank has at most one group to create.
     """

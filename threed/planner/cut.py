@@ -50,9 +50,7 @@ class Cut:
 
     @classmethod
     def of(cls, ranges: Sequence[range], plan: Plan) -> Cut:
-        """Returns the ranges with the placement of a plan; raises ValueError if their number is
-        wrong.
-        """
+        """Returns ranges with the placement of a plan; raises ValueError for a wrong number."""
         if len(ranges) != plan.total_stages:
             raise ValueError(
                 f"{len(ranges)} ranges of layers for the {plan.total_stages} stages of plan {plan.name}"

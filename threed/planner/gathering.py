@@ -82,9 +82,7 @@ def gathering(
 def _passes(
     reads: Sequence[bool], actions: Sequence[Action], chunk: int
 ) -> Iterator[tuple[bool, list[int], bool]]:
-    """Yields per pass: whether it is a forward, the gathered units, whether the last stays
-    gathered.
-    """
+    """Yields passes: whether a forward, the gathered units, whether the last stays gathered."""
     forward = list(range(len(reads)))
     backward = [number for number in reversed(forward) if reads[number]]
     compute = [part for action in actions if action.kind in COMPUTE for part in action.parts]

@@ -30,7 +30,7 @@ from threed.schedules.simulation import Costs, Timeline, most_kept, peak_activat
 
 Ranges = tuple[range, ...]
 Planner = Callable[[Costs | None, float | None], Plan]
-"""Maps stage times and a limit on micro-batches per rank to a plan. None: equal times; the schedule's own limit."""
+"""(stage times, limit on micro-batches per rank) -> plan. None: equal times, no limit."""
 _ACTIONS = 400_000  # limit on simulated actions per search; takes one or two seconds
 _MIN_GAIN = 1e-9  # relative improvement that exceeds rounding
 _Result = TypeVar("_Result")
@@ -164,7 +164,7 @@ def divide(
             raise ValueError(f"{excess:.0f} bytes above the limit")
         return plan
 
-    # with two chunks per rank, the plan for these times may need more memory than the plan for equal times
+    # with two chunks per rank, the plan for these times may need more memory than for equal times
     with contextlib.suppress(ValueError):
         within, plan = _largest_limit(equal, plan_for_times)
         timeline = simulate(plan, found.costs)
@@ -256,8 +256,9 @@ class _Search:
         self._prices: dict[Ranges, tuple[float, float]] = {}
 
     def balanced(self) -> Ranges:
-        """Returns the partition with the fastest slowest stage; with one chunk per rank, within the
-        limit.
+        """Returns the partition that minimizes the slowest stage.
+
+        With one chunk per rank, only partitions within the memory limit count.
         """
         stages = self.plan.total_stages
         if self.limit is None or self.plan.chunks > 1:
@@ -277,9 +278,7 @@ class _Search:
         ]
 
     def price(self, cut: Ranges) -> tuple[float, float]:
-        """Returns bytes above the limit and simulated time; compared in this order, smaller is
-        better.
-        """
+        """Returns bytes above the limit, then simulated time; the smaller pair is better."""
         if cut not in self._prices:
             self.remaining -= 1
             self._prices[cut] = self._excess(cut), self.simulate(cut).makespan

@@ -66,8 +66,7 @@ def regime(
 
 
 def drive_buffers(gathered: int, buffers: int, early: int = 0) -> int:
-    """Returns the number of slice-sized buffers between memory and a drive, for any number of
-    layers.
+    """Returns the number of slice-sized buffers between memory and a drive.
 
     Forward and backward need buffers for gathered slices and for gradients that are in flight,
     accumulated or written. An update needs them for the buckets that are read, updated and written.

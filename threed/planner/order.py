@@ -13,11 +13,10 @@ from typing import Literal
 
 
 def choose(microbatches: int, kept: int, freed: int) -> Literal["micro", "layer"]:
-    """Returns `layer` if it sends fewer bytes and its extra memory is at most what sharding has
-    freed.
+    """Returns `layer` if it sends less and needs at most the memory that sharding has freed.
 
-    So with `auto`, ZeRO-3 needs at most the memory of ZeRO-2, and sends at most as much as the
-    better of the two orders.
+    So with `auto`, ZeRO-3 needs at most the memory of ZeRO-2, and sends at most as much as either
+    of them in micro-batch-major order.
 
     Args:
         microbatches: number of micro-batches of a step.

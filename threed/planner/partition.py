@@ -15,7 +15,7 @@ from math import lcm
 
 from threed.disk import in_units
 
-# (stage, start, stop) -> the cost of layers start .. stop - 1 on the stage; None if that is not allowed
+# (stage, start, stop) -> cost of layers start .. stop - 1 on the stage; None if not allowed
 Score = Callable[[int, int, int], int | None]
 StageBytes = Callable[[int, int, int], int]  # (stage, start, stop) -> bytes on the stage
 
@@ -115,7 +115,7 @@ def _prefix_sums(costs: Sequence[float]) -> list[int]:
 
 
 def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueError:
-    """Returns the error if no partition fits the limit; names the smallest limit with a partition."""
+    """Returns the error if no partition fits; it names the smallest limit that one fits."""
     least = _optimum(n, stages, stage_bytes, max)
     needed = least[0] if least else 0
     given, best = in_units(limit), in_units(needed)
@@ -134,7 +134,7 @@ def _optimum(
 
     Among equal ones it returns the one with the latest boundaries.
     """
-    # best[stage][stop]: score of the first `stop` layers on the first `stage` stages; start of the last stage
+    # best[stage][stop]: score of the first `stop` layers on `stage` stages; start of the last one
 
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(stages):
