@@ -424,7 +424,7 @@ class LayeredEngine(Engine):
         records.initialise(self.optimizer, values, again=True)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Returns logits [b s v/t] of tokens [b s]; None before the last stage. Collective."""
+        """Returns logits [b s v/t] of tokens [b s] on the last stage, else None. Collective."""
         self.finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
