@@ -140,7 +140,7 @@ def test_a_batch_without_any_label_is_skipped_with_a_warning() -> None:
     [(skipped, loss, messages)] = run_ranks(1, warned, 0)
     assert skipped == 1
     assert loss != loss  # NaN, a mean over nothing, as torch's
-    assert messages == ["a step was skipped: no label of the global batch counts (all are below 0)"]
+    assert messages == ["a step was skipped: the global batch has no valid label (all are below 0)"]
 
 
 class Small(nn.Module):

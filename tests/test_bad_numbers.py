@@ -59,13 +59,13 @@ def poison_weight(engine: Engine, rank: int | None = None) -> None:
 
 def poison_loss(engine: Engine, value: float = NAN) -> None:
     """The next step's loss comes out as `value` on this rank, with gradients that are finite."""
-    inner = engine._carry
+    inner = engine._local_loss
 
     def carry(*about: Any) -> Any:
-        engine._carry = inner  # type: ignore[method-assign]
+        engine._local_loss = inner  # type: ignore[method-assign]
         return torch.full_like(inner(*about), value)
 
-    engine._carry = carry  # type: ignore[method-assign]
+    engine._local_loss = carry  # type: ignore[method-assign]
 
 
 COVERING = {

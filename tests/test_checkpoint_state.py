@@ -231,7 +231,9 @@ def refuse_shared() -> list[str]:
 def test_a_shared_layer_may_not_change_its_buffers() -> None:
     first, second = run_ranks(2, refuse_shared)
     assert first[0] == second[0]
-    assert "first.mean, first.seen: changes in training, in several layers of that name" in first[0]
+    assert (
+        "first.mean, first.seen: changes in training, in several layers with that name" in first[0]
+    )
     assert sorted(first[1:]) == ["same.inner.mask", "same.mean", "same.norm.weight", "same.seen"]
 
 

@@ -113,7 +113,7 @@ def check_strided_sums(world: int) -> None:
     columns = values(axis.index, (world * 2, 5), torch.float64).t().contiguous().t()
     assert torch.equal(collectives.all_reduce(columns, axis), total)
     assert torch.equal(collectives.reduce_scatter(columns, axis), total.chunk(world)[axis.index])
-    with pytest.raises(ValueError, match=rf"dimension 0 is no multiple of {world} ranks"):
+    with pytest.raises(ValueError, match=rf"dimension 0 is not a multiple of {world} ranks"):
         collectives.reduce_scatter(torch.zeros(world + 1, 2), axis)
 
 

@@ -35,7 +35,7 @@ def test_what_ran_out_may_be_files_or_a_quota(tmp_path: Path) -> None:
 def test_a_read_only_disk_and_other_errors(tmp_path: Path) -> None:
     said = why(error(errno.EROFS), tmp_path, elsewhere="use another folder")
     assert said.startswith(
-        "Read-only file system: its file system was mounted so, or found an error"
+        "Read-only file system: the file system is mounted read-only, or stopped"
     )
     assert said.endswith("mount it again, or use another folder")
     assert why(error(errno.EIO), tmp_path) == "[Errno 5] Input/output error"

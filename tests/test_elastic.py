@@ -37,7 +37,7 @@ from threed.monitor import metrics
 from threed.monitor.process import process_space
 from threed.reliability import elastic
 from threed.resolution import resolve
-from threed.topology import Topology, _meet
+from threed.topology import Topology, _agree_on_prefix
 from threed.trainer import Loop, Trainer
 from threed.training.checkpoints import Checkpoints
 
@@ -365,7 +365,9 @@ def test_ranks_of_one_start_meet_whatever_is_in_the_store() -> None:
 
     def meet(size: int) -> list[str]:
         with ThreadPoolExecutor(size) as threads:
-            return list(threads.map(lambda rank: _meet(store.clone(), rank, size), range(size)))
+            return list(
+                threads.map(lambda rank: _agree_on_prefix(store.clone(), rank, size), range(size))
+            )
 
     names = [meet(3), meet(2), meet(3)]
     assert [len(set(some)) for some in names] == [1, 1, 1]

@@ -50,7 +50,9 @@ STAYS_FULL = (
     rf"threed: (disk full: a checkpoint {BYTES}, lower --checkpoint.keep|could not begin \S+step-12: "
     rf"No space left on device: {BYTES}, or point --run.dir).*earlier checkpoints are intact"
 )
-READ_ONLY = r"Read-only file system: its file system was mounted so, or found an error and stopped"
+READ_ONLY = (
+    r"Read-only file system: the file system is mounted read-only, or stopped after an error"
+)
 GOES_ON = r".*\(earlier checkpoints are intact\); training goes on"
 EXPORT = ("--checkpoint.export-hf", "true")
 FREED = "rank=1 step=11 at=step do=free"

@@ -301,7 +301,7 @@ GROUPS_OF_RANKS = [
     ({}, 1, ["rank 0  alone"]),
     (
         {"tp": 2}, 4,
-        ["rank 0 – rank 2 (2 of them)  dp0 tp0 – dp1 tp0", "rank 1 – rank 3 (2 of them)  dp0 tp1 – dp1 tp1"],
+        ["rank 0 – rank 2 (2 ranks)  dp0 tp0 – dp1 tp0", "rank 1 – rank 3 (2 ranks)  dp0 tp1 – dp1 tp1"],
     ),
 ]  # fmt: skip
 

@@ -28,7 +28,7 @@ from threed.blueprint import step_plan
 from threed.config import Config
 from threed.engine import Engine
 from threed.forecast import Forecast
-from threed.layer_times import division, held_by, layer_times
+from threed.layer_times import division, layer_times, trace_layer_bytes
 from threed.layers import (
     Embedding,
     LanguageModelHead,
@@ -168,7 +168,7 @@ def test_no_cut_is_faster_on_paper_and_all_bytes_fit() -> None:
         assert found.seconds == pytest.approx(best, rel=0.15 if plan.chunks > 1 else 1e-9)
         bound += found.seconds > free.seconds
         least = min(fullest(plan, held, cut) for cut in costs)
-        with pytest.raises(ValueError, match="no cut"):
+        with pytest.raises(ValueError, match="no partition"):
             divided(times, plan, {}, held, least - 1)
     assert bound >= 5
 
@@ -206,7 +206,7 @@ def fullest(plan: schedules.Plan, held: Sequence[LayerBytes], cut: Sequence[rang
             kept = sum(layer.kept for layer in mine[action.chunk])
             alive += kept if action.kind is schedules.Kind.F else -kept
             peak = max(peak, alive)
-        most = max(most, states + peak + max(layer.beside for chunk in mine for layer in chunk))
+        most = max(most, states + peak + max(layer.workspace for chunk in mine for layer in chunk))
     return most
 
 
@@ -235,7 +235,7 @@ def test_a_limit_moves_layers_to_later_stages() -> None:
         topology = Topology.drawn(Grid.of(pp, pp=pp), 0)
         model = models.build(given.model, Slicing(topology.axis("tp")))
         times, layers = [LayerTimes(1, 1, 1)] * 12, model.layers()
-        held = functools.partial(held_by, model, layers, given, topology, CPU)
+        held = functools.partial(trace_layer_bytes, model, layers, given, topology, CPU)
         cut_by = division(step_plan(given, 1), layers, times, None, held, given, CPU)
         return Forecast.of(given, pp, division=cut_by)
 
@@ -247,7 +247,8 @@ def test_a_limit_moves_layers_to_later_stages() -> None:
         assert max(rank.bytes["peak"] for rank in tight.ranks) < 0.99 * peak
         assert [rank.layers for rank in tight.ranks] != [rank.layers for rank in forecast.ranks]
         with pytest.raises(
-            ValueError, match=rf"--parallel.memory-limit-gib 1e-06: no cut of 12 layers into {pp}"
+            ValueError,
+            match=rf"--parallel.memory-limit-gib 1e-06: no partition of 12 layers into {pp}",
         ):
             cut(pp, memory_limit_gib=1e-6)
 
@@ -267,7 +268,7 @@ def test_a_plan_says_the_predicted_gain() -> None:
     RUNS.clear()
     # one process has no other tensor ranks
     sliced = Forecast.of(config(Case(dtype="fp32", pp=2, tp=2, microbatches=8)), 4, Sleepers)
-    assert "times of whole layers, not of 1/2 of them" in sliced.text()
+    assert "times of unsharded layers, not of 1/2 of each" in sliced.text()
     assert sliced.division is not None
     assert len(sliced.division.times) == len(found.division.times)
 

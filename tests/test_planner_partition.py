@@ -67,7 +67,7 @@ def test_balanced_under_a_memory_bound_is_the_best_of_those_that_fit(data: st.Da
     if expected is not None:
         assert balanced(costs, stages, held_by(rows), limit) == expected
     else:
-        with pytest.raises(ValueError, match="no cut of"):
+        with pytest.raises(ValueError, match="no partition of"):
             balanced(costs, stages, held_by(rows), limit)
 
 

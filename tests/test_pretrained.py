@@ -169,7 +169,10 @@ def test_a_run_begins_from_a_folder_and_goes_on_from_its_own_checkpoints(
         "--train.steps", "4", "--train.stop-after", "2", "--model.seq", "16",
     )  # fmt: skip
     assert first.returncode == 0, first.stderr
-    assert f"begun from {pretrained / 'llama'}, with moments of zero" in first.stdout
+    assert (
+        f"started from the weights of {pretrained / 'llama'}; optimizer moments are zero"
+        in first.stdout
+    )
     told = first.stdout.partition("resume     ")[2].split()
     assert told[3:6] == ["2", "pretrain/llama.py", "--config"]
     assert told[-2:] == ["--checkpoint.resume", "auto"]

@@ -309,7 +309,7 @@ def test_more_micro_batches_than_were_planned_replace_the_arena_once() -> None:
         (
             Case(recompute="cpu"),
             {},
-            "each block from its input, in host memory (where it is anyway: there is no GPU)",
+            "each block from its input, in host memory (no effect without a GPU)",
         ),
         (Case(recompute="half"), {}, "one block in 2 from its input, in an arena"),
         (

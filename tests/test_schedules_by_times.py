@@ -55,7 +55,7 @@ def most_bytes(division: Division, held: Sequence[LayerBytes]) -> int:
             peak = max(peak, now)
         most = max(
             most,
-            peak + sum(layer.states for layer in layers) + max(layer.beside for layer in layers),
+            peak + sum(layer.states for layer in layers) + max(layer.workspace for layer in layers),
         )
     return most
 
@@ -78,7 +78,7 @@ def test_a_plan_for_the_cuts_times_is_never_slower_and_fits() -> None:
         tight += found.limit is not None
     assert faster >= 4
     assert tight >= 4
-    with pytest.raises(ValueError, match="no cut "):
+    with pytest.raises(ValueError, match="no partition "):
         divided(random.Random(0), held, 10)
 
 

@@ -148,7 +148,7 @@ def test_the_forecast_counts_and_says_what_it_takes() -> None:
         for s in ("2bw", "1f1b")
     )
     forecast, plain = Forecast.of(ours, 2), Forecast.of(theirs, 2)
-    assert "versions   a second one of the parameters" in forecast.text()
+    assert "versions   two of the parameters" in forecast.text()
     assert forecast.bubble == 0
     for rank, other in zip(forecast.ranks, plain.ranks, strict=True):
         for part, times in {

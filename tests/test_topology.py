@@ -62,7 +62,7 @@ def test_products_and_blocks_of_axes() -> None:
     assert grid.ranks(5, "dp*cp/4") == (1, 3, 5, 7)
     assert grid.ranks(5, "dp*cp%4") == (5, 13)
     assert grid.stage_ranks(5, (0, 1)) == (5, 21)
-    with pytest.raises(ValueError, match=r"axis 'dp/3': 4 ranks are no multiple of 3"):
+    with pytest.raises(ValueError, match=r"axis 'dp/3': 4 ranks are not a multiple of 3"):
         grid.ranks(5, "dp/3")
     with pytest.raises(ValueError, match=r"there is no axis 'xp'"):
         grid.ranks(5, "xp")

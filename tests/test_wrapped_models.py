@@ -216,7 +216,8 @@ def test_gradients_of_two_loss_scales_never_mix() -> None:
         if dropped:
             judge.zero_grad()
     refused = pytest.raises(
-        RuntimeError, match="another engine's backward left a gradient, with that engine's loss"
+        RuntimeError,
+        match="has a gradient of another engine's backward, scaled by that engine's loss",
     )
     with refused:  # it is there before the judge's backward
         judge.backward(judged(judge(gan_data(1)["x"].half()), True))

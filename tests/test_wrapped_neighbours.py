@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str, tuple[int, ...]]] = {
     ),
     "duplicate": (
         duplicate,
-        r"an Engine, which has one, cannot be copied or pickled.*engine\.save",
+        r"an Engine, which contains one, cannot be copied or pickled.*engine\.save",
         EVERY,
     ),
     "set": (set_storage, r"blocks\.1\.weight is sharded", SHARDED),

@@ -422,7 +422,7 @@ def test_what_cannot_be_wrapped_is_refused_by_name() -> None:
         Wrapped(module)
     engine, _ = made(0)
     for none in (3, torch.tensor(3.0)):
-        with pytest.raises(ValueError, match="'y' is no tensor with rows"):
+        with pytest.raises(ValueError, match="'y' is not a tensor with rows"):
             engine.step({"x": torch.zeros(4, WIDTH), "y": none})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="different numbers of rows"):
         engine.step({"x": torch.zeros(4, WIDTH), "y": torch.zeros(3, WIDTH)})

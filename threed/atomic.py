@@ -1,9 +1,9 @@
-"""Files and folders that appear whole, or not at all: written beside their place, flushed to the disk, then renamed.
+"""Atomic files and folders: written under a temporary name, flushed to disk, then renamed.
 
-with building(path) as (scratch,):       # files get their names when the block ends without an error
+with building(path) as (scratch,):       # the file gets its name if the block ends without an error
     scratch.write_text(text)
-publish(building_place(path), path)      # a finished folder, also in place of an older one
-folder, notice = cache_folder()          # where files lie that a later run may use
+publish(building_place(path), path)      # renames a finished folder, replacing an older one
+folder, notice = cache_folder()          # folder for files that later runs may use
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # Linux's fcntl.h and linux/fs.h
 
 
 def sync(path: Path) -> None:
-    """Flushes a file, or a folder's list of names, to the disk."""
+    """Flushes a file, or the directory entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -31,16 +31,17 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small file of a folder that is not published yet, flushed to the disk."""
+    """Writes and flushes a small file in a folder that is not published yet."""
     path.write_text(text, encoding="utf-8")
     sync(path)
 
 
 @contextlib.contextmanager
 def building(*finals: Path) -> Iterator[list[Path]]:
-    """Returns a free name beside each of `finals`, in folders that are made where they are missing.
+    """Context manager: yields a temporary path next to each of `finals`; creates missing folders.
 
-    At the end the files are flushed and get their final names in this order; after an error they are removed.
+    At the end of the block the files are flushed and renamed to `finals`, in this order. After an
+    error they are removed.
     """
     mark = secrets.token_hex(8)
     scratch = [final.with_name(f"{final.name}.{mark}.tmp") for final in finals]
@@ -58,14 +59,21 @@ def building(*finals: Path) -> Iterator[list[Path]]:
 
 
 def building_place(path: Path) -> Path:
-    """Where the folder `path` is built before it gets its name: beside it, so that a rename is enough."""
+    """Returns the path under which the folder `path` is built, in the same parent folder."""
     return path.with_name(path.name + ".tmp")
 
 
 def publish(building: Path, path: Path) -> None:
-    """Renames a finished folder to its final name, durably; replaces a folder of that name. OSError if it cannot.
+    """Renames a finished folder to its final name, durably; replaces an existing folder.
 
-    Where the system can swap two names in one step, `path` is a whole folder at every moment.
+    If the system can exchange two names atomically, `path` is a complete folder at every moment.
+
+    Args:
+        building: the finished folder.
+        path: the final name.
+
+    Raises:
+        OSError: if renaming fails.
     """
     sync(building)
     if not path.exists():
@@ -82,7 +90,7 @@ def publish(building: Path, path: Path) -> None:
 
 
 def _swap(a: Path, b: Path) -> bool:
-    """Exchanges two names by Linux's renameat2(2); False where there is no such call, or not on this file system."""
+    """Exchanges two names with Linux's renameat2(2); returns False if it is not supported."""
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     return (
         call is not None
@@ -91,16 +99,21 @@ def _swap(a: Path, b: Path) -> bool:
 
 
 def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
-    """Returns a writable cache folder and a notice, empty unless it had to be another than the wanted one.
+    """Returns a writable cache folder and a notice.
 
-    Wanted is the argument, else $THREED_CACHE, else ~/.cache/threed; the fallback lies in the temporary folder.
+    Args:
+        wanted: the preferred folder; by default $THREED_CACHE or ~/.cache/threed.
+
+    Returns:
+        The folder, and a notice if it is the fallback in the temporary folder, otherwise an empty
+        string.
     """
     if wanted is None:
         wanted = Path(os.environ.get("THREED_CACHE") or "~/.cache/threed")
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home folder to expand ~ to
         wanted = wanted.expanduser().absolute()
         wanted.parent.mkdir(parents=True, exist_ok=True)
-        # compiled code may lie there too, which nobody else may write
+        # private, because the cache may contain compiled code
         wanted.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=wanted):
             return wanted, ""
@@ -112,7 +125,7 @@ def cache_folder(wanted: Path | None = None) -> tuple[Path, str]:
 
 
 def _private_temporary_folder() -> Path:
-    """Returns this user's folder in the temporary folder, or a new one if somebody else has taken that name."""
+    """Returns this user's temporary folder; a new one if another user owns the name."""
     folder = Path(tempfile.gettempdir()) / f"threed-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -1,9 +1,9 @@
-"""From a batch to micro-batches: what each is made of, and how much its loss weighs.
+"""Splits a batch into micro-batches and weighs their losses.
 
     micros = Batches(model, topology, config).micro_batches(batch, step, consumed, scale, training=True)
 
-The loss of a step is the mean over all valid items (tokens) of the global batch, however it is cut: a micro-batch's
-loss is multiplied by the loss scale / the global number of items.
+The loss of a step is the mean over all valid items (tokens) of the global batch, however the batch
+is split. So each micro-batch's loss is multiplied by the loss scale / the global number of items.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ Batch = Mapping[str, Tensor]
 
 
 class Batches:
-    """Divides this data rank's share of global batches into micro-batches.
+    """Splits this data rank's share of global batches into micro-batches.
 
-    layers: all layers of the model; an `Embedding` needs the batch's tokens, a `LanguageModelHead` its labels.
+    Args:
+        model: the model; a wrapped module counts its items itself.
+        topology: the ranks.
+        config: the resolved configuration.
+        layers: all layers of the model. An `Embedding` needs 'tokens' in the batch, a
+            `LanguageModelHead` needs 'labels'.
     """
 
     def __init__(
@@ -44,14 +49,19 @@ class Batches:
         self.ids = [
             key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)
         ]
-        self.empty = Flag("no label of the global batch counts (all are below 0)", error=False)
+        self.empty = Flag("the global batch has no valid label (all are below 0)", error=False)
 
     def rows(self, batch: Batch) -> int:
-        """Sequences (or rows) in a batch. Raises ValueError when they make no whole micro-batches."""
+        """Returns the number of rows (sequences) of a batch.
+
+        Raises:
+            ValueError: if tensors differ in their number of rows, or if it is not a multiple of the
+                micro-batch size.
+        """
         for name, value in batch.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 raise ValueError(
-                    f"the batch's {name!r} is no tensor with rows: pass tensors that are cut along rows"
+                    f"the batch's {name!r} is not a tensor with rows: pass tensors [b ...]"
                 )
         sizes = {key: len(value) for key, value in batch.items()}
         if len(set(sizes.values())) > 1:
@@ -64,13 +74,13 @@ class Batches:
         return rows
 
     def _check_ids(self, batch: Batch) -> None:
-        """Raises ValueError naming ids that the model needs, if they are missing, not int64 or not [b s]."""
+        """Raises ValueError if ids that the model needs are missing, not int64 or not [b s]."""
         for key in self.ids:
             if key not in batch:
                 raise ValueError(f"the batch has no {key!r}: the model needs int64 {key!r} [b s]")
             if (given := batch[key].dtype) != torch.int64:
-                whole = not (given.is_floating_point or given.is_complex)
-                fix = f"convert with batch[{key!r}].long()" if whole else "pass integer ids"
+                integral = not (given.is_floating_point or given.is_complex)
+                fix = f"convert with batch[{key!r}].long()" if integral else "pass integer ids"
                 raise ValueError(
                     f"the batch's {key!r} are {str(given).removeprefix('torch.')}, not int64: {fix}"
                 )
@@ -80,27 +90,40 @@ class Batches:
                 )
 
     def check_rows(self, batch: Batch) -> None:
-        """Raises ValueError if data ranks pass different numbers of rows, which would make them hang. Collective.
+        """Checks that all data ranks evaluate equally many rows. Collective over dp.
 
-        A step need not ask the other ranks: it has a known number of rows.
+        Unequal numbers would make the ranks hang. Training steps need no such check, as their
+        number of rows is configured.
+
+        Raises:
+            ValueError: if numbers of rows differ.
         """
         data = self.topology.axis("dp")
         given = {len(v) if isinstance(v, Tensor) and v.dim() else 0 for v in batch.values()}
         everyone = collectives.exchange(sorted(given), data) if data.size > 1 else []
-        if any(other != everyone[0] for other in everyone):
+        if any(rows != everyone[0] for rows in everyone):
             raise ValueError(
-                f"data ranks evaluate different numbers of rows, {everyone}: give each equally many"
+                f"data ranks evaluate different numbers of rows, {everyone}: pass equally many on each"
             )
 
     def micro_batches(
         self, batch: Batch, step: int, consumed: int, scale: Tensor | float, training: bool
     ) -> list[MicroBatch]:
-        """The micro-batches of a batch.
+        """Returns the micro-batches of a batch. Collective.
 
-        batch: tensors [b ...], every pipeline stage of a data rank the same: maybe 'tokens' [b s], integer 'labels'
-        [b ...] (those below 0 are not counted; without labels rows are), 'samples' [b], and whatever else the model
-        reads from `MicroBatch.inputs`; for a wrapped module its keyword arguments. consumed: samples of the global
-        batches before. scale: the loss scale. Collective.
+        Args:
+            batch: tensors [b ...]; all pipeline stages of a data rank pass the same batch. Keys:
+                'tokens' [b s]; 'labels' [b ...], integers, where values below 0 are ignored
+                (without labels, rows are counted); 'samples' [b], global sample indices; and other
+                tensors that the model reads from `MicroBatch.inputs`. For a wrapped module: its
+                keyword arguments.
+            step: number of steps done.
+            consumed: number of samples in the global batches before this one.
+            scale: the loss scale.
+            training: whether the batch is trained on; otherwise it is evaluated.
+
+        Raises:
+            ValueError: if the batch does not fit the model or the configuration.
         """
         if not isinstance(batch, Mapping):
             raise ValueError(f"the batch is a {type(batch).__name__}: pass a dict of tensors")
@@ -113,20 +136,20 @@ class Batches:
                 f" train.global_batch / dp = {self.global_batch // data.size}"
             )
         self._check_ids(batch)
-        whole = {key: self._placed(value) for key, value in batch.items()}
+        tensors = {key: self._to_device(value) for key, value in batch.items()}
         if self.wrapped is None:
             if "tokens" in batch:
-                # refuses what cannot be cut over ranks
+                # raises if the sequence cannot be split over ranks
                 self.slicing.positions(batch["tokens"].shape[1])
             first, device = consumed + data.index * rows, self.topology.device
-            whole.setdefault("samples", torch.arange(first, first + rows, device=device))
+            tensors.setdefault("samples", torch.arange(first, first + rows, device=device))
         parts = [
-            {key: value[at : at + self.size] for key, value in whole.items()}
+            {key: value[at : at + self.size] for key, value in tensors.items()}
             for at in range(0, rows, self.size)
         ]
         if self.wrapped is not None:
-            return self._of_a_module(self.wrapped, parts, step, scale, training)
-        weight = self._weight(count_items(whole, shifted=False), scale)
+            return self._for_module(self.wrapped, parts, step, scale, training)
+        weight = self._weight(count_items(tensors, shifted=False), scale)
         return [
             MicroBatch(
                 part.pop("tokens", None), part.pop("labels", None), part.pop("samples"), weight,
@@ -135,11 +158,11 @@ class Batches:
             for part in parts
         ]  # fmt: skip
 
-    def _of_a_module(
+    def _for_module(
         self, wrapped: Wrapped, parts: Sequence[dict[str, Tensor]], step: int,
         scale: Tensor | float, training: bool,
     ) -> list[MicroBatch]:  # fmt: skip
-        """Each one's mean loss weighs as much as the items it is a mean over."""
+        """Weighs each micro-batch's mean loss by the number of items that it is a mean over."""
         items = [wrapped.count(part) for part in parts]
         weight = self._weight(torch.stack(items).sum(0), scale)
         return [
@@ -149,14 +172,16 @@ class Batches:
             for n, part in zip(items, parts, strict=True)
         ]
 
-    def _placed(self, value: Tensor) -> Tensor:
-        """Returns a tensor on the device, cast to the compute dtype if it is floating-point and precision.cast_inputs
-        is on."""
+    def _to_device(self, value: Tensor) -> Tensor:
+        """Moves a tensor to the device; casts floating-point ones if precision.cast_inputs is on."""
         casts = self.casts and value.is_floating_point()
         return start_copy_in(value, self.topology.device, self.dtype if casts else value.dtype)
 
     def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor:
-        """Returns the loss scale / the global number of valid items, on every stage: any layer may compute a loss."""
+        """Returns the loss scale / the global number of valid items. Collective over dp.
+
+        Every stage needs it, as any layer may compute a loss.
+        """
         total = collectives.sum_of_scalars(valid.view(-1), self.topology.axis("dp"))
         self.empty.note(total.amax() == 0)
         return (scale / total.clamp(min=1)).view(valid.shape)

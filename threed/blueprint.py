@@ -1,10 +1,11 @@
-"""A model cut and laid out for one rank: the same objects for a run, and for its forecast on paper.
+"""The blueprint of a rank: its pipeline stages and its parameter layout.
 
-    pipeline  = Pipeline.of(layers, topology, config, costs, divide)     the same on every rank
+    pipeline  = Pipeline.of(layers, topology, config, costs, divide)     # the same on every rank
     blueprint = Blueprint.draw(model, layers, topology, config, pipeline)
 
-On a topology with process groups this is what an engine trains. On `Topology.drawn`, whose device is meta, it is what
-any rank of any grid would hold, and no byte of it is in memory.
+An engine trains the blueprint of a topology with process groups. A forecast uses the same classes
+with `Topology.drawn`, on the meta device: the blueprint of any rank of any grid, without allocating
+memory.
 """
 
 from __future__ import annotations
@@ -47,10 +48,15 @@ from threed.zero.reducer import Reducer
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A model's stages, and the order in which ranks run them: the same for every rank.
+    """The stages of a model and the order in which ranks run them; the same on every rank.
 
-    plan: a step's compute actions, of every pipeline rank. costs, limit: times of the stages, and the most
-    micro-batches on a rank, where the schedule plans by them. division: where the cut is by measured times.
+    Attributes:
+        schedule: name of the schedule.
+        plan: compute actions of a step, for every pipeline rank.
+        cut: layers of each stage.
+        costs: times of the stages, if the schedule plans by times.
+        limit: limit on micro-batches in memory per rank, if the schedule plans by times.
+        division: the partition by measured times, if configured.
     """
 
     schedule: str
@@ -65,29 +71,42 @@ class Pipeline:
         cls, layers: list[nn.Module], topology: Topology, config: Config,
         costs: Callable[[], Sequence[float]], divide: Callable[[Plan], Division],
     ) -> Pipeline:  # fmt: skip
-        """Cuts the model and plans a step. Collective where the topology has groups.
+        """Partitions a model into stages and plans a step. Collective if the topology has groups.
 
-        layers: the model's. costs: returns theirs, where stages are balanced by them. divide: cuts by measured times.
-        Raises ConfigError, or ValueError, for what cannot be cut or planned, or where ranks have different plans.
+        Args:
+            layers: all layers of the model.
+            topology: the ranks.
+            config: the resolved configuration.
+            costs: returns the FLOPs of the layers; called if stages are balanced by them.
+            divide: partitions the layers by measured times.
+
+        Raises:
+            ConfigError: if the model cannot be partitioned or planned as configured.
+            ValueError: the same, for problems found later, or if plans differ between ranks.
         """
         p, name, plan = config.parallel, schedule_of(config), step_plan(config, topology.dp)
         if problems := list(_find_problems(layers, config, plan)):
             raise ConfigError(problems)
         if p.schedule not in get_args(schedules.ScheduleName):
-            _agree(plan, topology)
+            _check_plan(plan, topology)
         if p.partition == "measured" and p.pp > 1:
-            found = divide(plan)
-            made = cls(
-                name, found.plan, Cut.of(found.ranges, plan), found.costs, found.limit, found
+            division = divide(plan)
+            pipeline = cls(
+                name,
+                division.plan,
+                Cut.of(division.ranges, plan),
+                division.costs,
+                division.limit,
+                division,
             )
         else:
-            made = _cut_by_cost(name, plan, layers, config, costs)
-        if made.plan is not plan:
-            _agree(made.plan, topology)
-        return made
+            pipeline = _divide_by_cost(name, plan, layers, config, costs)
+        if pipeline.plan is not plan:
+            _check_plan(pipeline.plan, topology)
+        return pipeline
 
     def plan_of(self, microbatches: int) -> Plan:
-        """The plan of a step of so many micro-batches."""
+        """Returns the plan of a step with another number of micro-batches."""
         plan = self.plan
         if microbatches == plan.microbatches:
             return plan
@@ -96,7 +115,7 @@ class Pipeline:
 
 
 def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Iterator[str]:
-    """Yields the problems of a configuration with a model."""
+    """Yields the problems of a configuration with these layers."""
     p, count, stages = config.parallel, len(layers), plan.total_stages
     if count < stages:
         given = f"{count} layers, embedding and head included, cannot fill the {stages} stages"
@@ -110,19 +129,19 @@ def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Itera
     yield from setup.find_group_problems(config.optim, layers)
 
 
-def _agree(plan: Plan, topology: Topology) -> None:
+def _check_plan(plan: Plan, topology: Topology) -> None:
     if not topology.on_paper:
         agreement.check_plan(plan, topology.axis("world"))
 
 
-def _cut_by_cost(
+def _divide_by_cost(
     name: str,
     plan: Plan,
     layers: list[nn.Module],
     config: Config,
     costs: Callable[[], Sequence[float]],
 ) -> Pipeline:
-    """Cut by layers' costs, which are then the times that a schedule plans by; or by counts, with equal times."""
+    """Partitions by layer costs, which are then the times for planning, or by layer counts."""
     p, flops, again = config.parallel, functools.cache(costs), whole_again(config, layers)
     ranges = partition(
         p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again)
@@ -138,8 +157,17 @@ def _cut_by_cost(
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """layers: all of the model's, of which `held` are this rank's by number, chunk by chunk. recomputed: the numbers of
-    layers of which something is computed again."""
+    """The stages, parameters and plan of one rank.
+
+    Attributes:
+        model: the model.
+        topology: the ranks.
+        config: the resolved configuration.
+        layers: all layers of the model.
+        recomputed: numbers of the layers with activation recomputation, full or selective.
+        pipeline: the stages and the plan.
+        layout: the parameters of this rank in ZeRO buckets.
+    """
 
     model: Model
     topology: Topology
@@ -158,15 +186,24 @@ class Blueprint:
         config: Config,
         pipeline: Pipeline,
     ) -> Blueprint:
-        """Lays out this rank's parameters. Collective where the topology has groups.
+        """Creates process groups and lays out this rank's parameters. Collective, except on meta.
 
-        layers: the model's, cut as `pipeline` says. Raises ConfigError, or ValueError, for what cannot be laid out.
+        Args:
+            model: the model.
+            layers: all layers of the model.
+            topology: the ranks.
+            config: the resolved configuration.
+            pipeline: the stages and the plan.
+
+        Raises:
+            ConfigError: if the configuration does not fit the model.
+            ValueError: if the parameters cannot be laid out.
         """
         wrapped, cut = model if isinstance(model, Wrapped) else None, pipeline.cut
         ties = cut.ties([names(layer) for layer in layers])
         overs = set() if wrapped else dealt_over(layers)
-        wanted = [setup.shard_axes(config, topology, over) for over in (None, *overs)]
-        axes = {name for names in wanted for name in names if name}
+        shard_axes = [setup.shard_axes(config, topology, over) for over in (None, *overs)]
+        axes = {name for names in shard_axes for name in names if name}
         if pipeline.plan.pairs and is_accelerator(topology.device):
             axes.add("tp" + SECOND)
         topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
@@ -180,19 +217,30 @@ class Blueprint:
             raise ConfigError([f"{given}: its steps overlap, which needs layers; {fix}"])
         if wrapped and (problems := find_problems(wrapped.module, topology.dp)):
             raise ConfigError(problems)
-        laid_out = layout.build(
+        rank_layout = layout.build(
             units, ties, topology, setup.policy(config, topology, cut.ways, overs), chunks
         )
-        setup.size_buffers(laid_out, config, len(setup.state_names(config.optim)))
+        setup.size_buffers(rank_layout, config, len(setup.state_names(config.optim)))
         return cls(
-            model, topology, config, layers, recomputed_layers(config, layers), pipeline, laid_out
+            model,
+            topology,
+            config,
+            layers,
+            recomputed_layers(config, layers),
+            pipeline,
+            rank_layout,
         )
 
     def lowered(
         self, microbatches: int, training: bool = True, part: Callable[[Plan], Plan] | None = None
     ) -> Plan:  # fmt: skip
-        """Returns a step's plan with its communication; of forwards alone for evaluation and sampling; of an
-        asynchronous one the `part`, if not all."""
+        """Returns the plan of a step, with its communication.
+
+        Args:
+            microbatches: number of micro-batches.
+            training: False for forwards only, as in evaluation and sampling.
+            part: selects a part of an asynchronous plan, by default the full plan.
+        """
         gathers, placement = self.config.zero.stage == 3, self.pipeline.cut.one_way
         if not training:
             plan = schedules.forward_only(len(placement), microbatches, placement)
@@ -201,56 +249,71 @@ class Blueprint:
         return schedules.lower(plan if part is None else part(plan), gathers, self.optimistic)
 
     def stages(self, gatherer: ParameterGatherer, reducer: Reducer) -> list[Stage]:
-        """Returns this rank's chunks of the model; a wrapped module gathers its parameters, and recomputes, by itself.
+        """Returns the executable stages (chunks) of this rank.
 
-        Layer by layer the reducer is told when the backwards of a layer are over.
+        A wrapped module gathers its parameters and recomputes activations itself. With layer-major
+        order the reducer is called after all backwards of a layer.
+
+        Args:
+            gatherer: gathers ZeRO-3 parameters.
+            reducer: reduces gradients.
         """
-        first, stages, mine = 0, list[Stage](), [self.layers[number] for number in self.held]
+        first, stages, rank_layers = 0, list[Stage](), [self.layers[number] for number in self.held]
         between = None if reducer.early is None else reducer.early.progress
         layer_major = functools.partial(
             LayerMajorStage, unit_ended=reducer.unit_ended, between=between
         )
         make: Callable[..., Stage] = layer_major if self.layer_major else Stage
         wrapped = isinstance(self.model, Wrapped)
-        units = {} if wrapped else {unit: mine[unit] for unit in self.recomputed_units}
+        units = {} if wrapped else {unit: rank_layers[unit] for unit in self.recomputed_units}
         recomputed = build(
-            self.config, units, self.live, self.model.slicing, self.topology, self._unlike
+            self.config, units, self.live, self.model.slicing, self.topology, self._input_flag
         )
         for chunk in self.chunks:
-            layers, own = mine[first : first + len(chunk)], AlwaysWhole() if wrapped else gatherer
+            layers, own_gatherer = (
+                rank_layers[first : first + len(chunk)],
+                AlwaysWhole() if wrapped else gatherer,
+            )
             stages.append(
-                make(layers, own, self.config.zero.prefetch, first, recomputed, reducer.scope)
+                make(
+                    layers,
+                    own_gatherer,
+                    self.config.zero.prefetch,
+                    first,
+                    recomputed,
+                    reducer.scope,
+                )
             )
             first += len(chunk)
         return stages
 
     @property
     def chunks(self) -> tuple[range, ...]:
-        """The layers of this rank, by their numbers in the model, chunk by chunk."""
+        """The layer numbers of this rank, per chunk."""
         return self.pipeline.cut.chunks(self.topology.axis("pp").index)
 
     @property
     def held(self) -> list[int]:
-        """The numbers of all layers of this rank; a layer's place in this list is its unit's number."""
+        """The layer numbers of this rank. The index in this list is the number of the ZeRO unit."""
         return [number for chunk in self.chunks for number in chunk]
 
     @property
-    def again(self) -> list[int]:
-        """The numbers of the layers that are computed again as a whole."""
+    def fully_recomputed(self) -> list[int]:
+        """The numbers of the layers that are recomputed in full."""
         return self.recomputed if self.config.recompute.mode == "full" else []
 
     @property
     def recomputed_units(self) -> list[int]:
-        """This rank's units of which something is computed again."""
+        """This rank's units with activation recomputation, full or selective."""
         return [unit for unit, number in enumerate(self.held) if number in self.recomputed]
 
     @functools.cached_property
-    def _unlike(self) -> Flag:
+    def _input_flag(self) -> Flag:
         return unlike_inputs()
 
     @property
     def flags(self) -> list[Flag]:
-        """The flags of all layers of the model, and of the stages; the same list on every rank."""
+        """The data flags of all layers and stages; the same list on every rank."""
         found = [
             f
             for layer in self.layers
@@ -260,28 +323,30 @@ class Blueprint:
         sliced = not isinstance(self.model, Wrapped) and sliced_over(
             self.config, self.model.slicing
         )
-        return [*found, self._unlike] if sliced and self.config.recompute.mode == "full" else found
+        return (
+            [*found, self._input_flag] if sliced and self.config.recompute.mode == "full" else found
+        )
 
-    @functools.cached_property  # a plan is long to hash
+    @functools.cached_property  # hashing a plan takes long
     def optimistic(self) -> bool:
-        """Whether updates begin before the gradient norm is known, and are validated in the next step."""
+        """Whether updates do not wait for the gradient norm, and are validated in the next step."""
         return setup.is_optimistic(self.config, self.pipeline.plan)
 
     @property
     def layer_major(self) -> bool:
-        """Whether a layer runs all micro-batches of a step before the next layer runs any."""
+        """Whether a layer runs all micro-batches of a step before the next layer runs."""
         return self.config.zero.order == "layer"
 
     @property
     def live(self) -> int:
-        """Micro-batches whose activations this rank holds at the worst moment."""
+        """The largest number of micro-batches with activations on this rank at one time."""
         return math.ceil(
             schedules.peak_activations(self.pipeline.plan, self.topology.axis("pp").index)
         )
 
 
 def step_plan(config: Config, data_ranks: int) -> Plan:
-    """The compute actions of a step; with equal times, where a schedule plans by times."""
+    """Returns the compute actions of a step; if the schedule plans by times, with equal times."""
     p = config.parallel
     return schedules.build(
         schedule_of(config), p.pp, count_microbatches(config, data_ranks), p.chunks
@@ -289,22 +354,22 @@ def step_plan(config: Config, data_ranks: int) -> Plan:
 
 
 def schedule_of(config: Config) -> str:
-    """The schedule of a step; layer by layer it is all forwards, then all backwards."""
+    """Returns the name of the schedule; layer-major order uses gpipe."""
     return "gpipe" if config.zero.order == "layer" else config.parallel.schedule
 
 
 def names(layer: nn.Module) -> list[str]:
-    """The global names of a layer's parameters."""
+    """Returns the global names of a layer's parameters."""
     return [spec_of(param).name for param in layer.parameters()]
 
 
 def dealt_over(layers: Sequence[nn.Module]) -> set[str]:
-    """Returns each `ShardSpec.over` of the model."""
+    """Returns all axes in `ShardSpec.over` of the model's parameters."""
     specs = (spec_of(param) for layer in layers for param in layer.parameters())
     return {spec.over for spec in specs if spec.over is not None}
 
 
 def blocks(layers: Sequence[nn.Module]) -> set[str]:
-    """The axes that some parameter of the model is replicated or partial over."""
+    """Returns the axes that the model's parameters are replicated or partial over."""
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     return {axis for spec in specs for axis in (spec.replicated, spec.partial) if axis is not None}

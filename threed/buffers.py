@@ -1,17 +1,19 @@
-"""The buffers of the modules that a rank holds: their names, and the same values on all data ranks.
+"""The buffers of the modules on a rank: their names, and their synchronization over data ranks.
 
     buffers = build(layers, cut, topology)
-    buffers.begin()                                        # on the device, and alike on all data ranks
+    buffers.begin()                                        # to the device, equal on all data ranks
     buffers.begin_step() · buffers.end_step() · buffers.agree()
 
-A name is the layer's and the path in it (`blocks.3.norm.running_mean`; `layers.3.…` where a layer has no name), or the
-path in a wrapped module. What counts is the value of data rank 0, as with DistributedDataParallel: buffers that change
-in training are sent from there at the start of each step, before an evaluation and before a checkpoint. Which ones
-those are is found out in the first step, and looked up again before an evaluation or a checkpoint. A module may put
-another tensor in a buffer's place (`self.mean = new`), so its table is read whenever a value is needed.
+A buffer's name is the layer's name and the path in the layer (`blocks.3.norm.running_mean`;
+`layers.3.…` for a layer without a name), or the path in a wrapped module. Data rank 0 has the
+authoritative values, as with DistributedDataParallel. Buffers that change in training are broadcast
+from it at the start of each step, before an evaluation and before a checkpoint. The first step
+detects which buffers change; evaluations and checkpoints check again. A module may replace a buffer
+by another tensor (`self.mean = new`), so the module's table is read on every access.
 
-Tensor ranks count as copies of each other too, but nothing is sent over them. Layers of one name share their weights,
-and a saved buffer of that name is the first one's: so one that changes in several of them is refused.
+Tensor ranks count as replicas of each other, without a broadcast. Layers with the
+same name share weights, and a checkpoint has one buffer per name, the one of the first layer. So a
+buffer that changes in several layers with the same name is an error.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ Roots = Sequence[tuple[str, nn.Module]]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """Where a buffer is: `key` of `owner`'s table."""
+class BufferRef:
+    """The location of a buffer: `key` in the buffer table of `owner`."""
 
     name: str
     owner: nn.Module
@@ -44,16 +46,16 @@ class Place:
 
     @property
     def value(self) -> Tensor | None:
-        """What is there now."""
+        """The current tensor, or None."""
         return self.owner._buffers.get(self.key)
 
     @property
     def persistent(self) -> bool:
-        """Whether it is a part of the module's state."""
+        """Whether the buffer is in the module's state dict."""
         return self.key not in self.owner._non_persistent_buffers_set
 
     def store(self, values: Tensor) -> None:
-        """Takes values; the tensor that is there stays the same object if it can be written to."""
+        """Sets the values; in place if the current tensor can be written to."""
         old = self.value
         repeated = old is not None and any(
             n > 1 and step == 0 for n, step in zip(old.shape, old.stride(), strict=True)
@@ -65,56 +67,76 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """What was in a place: the tensor, its version counter, and a copy of its values where one was made."""
+class Observation:
+    """A buffer at one time: the tensor, its version counter, and optionally its values."""
 
     tensor: weakref.ref[Tensor]
     version: int
     copy: Tensor | None
 
 
-def find(roots: Roots) -> list[Place]:
-    """Every buffer of some modules, each module once, by the first name it has."""
+def find(roots: Roots) -> list[BufferRef]:
+    """Returns all buffers of some modules; each module once, under its first name.
+
+    Args:
+        roots: (name prefix, module) pairs.
+    """
     places, memo = [], set[nn.Module]()
     for prefix, root in roots:
         for path, owner in root.named_modules(memo, prefix):
             places += [
-                Place(f"{path}.{key}" if path else key, owner, key) for key in owner._buffers
+                BufferRef(f"{path}.{key}" if path else key, owner, key) for key in owner._buffers
             ]
     return places
 
 
 def bytes_of(value: Tensor) -> Tensor:
-    """A tensor's memory, uint8 [n], in row-major order."""
+    """Returns a tensor's values as bytes, uint8 [n], in row-major order."""
     return value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
 def of_bytes(data: Tensor, dtype: str, shape: Sequence[int]) -> Tensor:
-    """The tensor [*shape] of dtype (such as "float32") whose memory `data` is."""
-    # cloned, for it may begin at an odd byte
+    """Returns the tensor [*shape] with the values of `bytes_of`.
+
+    Args:
+        data: uint8 [n].
+        dtype: name of the dtype, such as "float32".
+        shape: shape of the result.
+    """
+    # cloned, because the data may be unaligned
     return data.clone().view(getattr(torch, dtype)).view(tuple(shape))
 
 
 def dtype_name(value: Tensor) -> str:
-    """A tensor's dtype as text."""
+    """Returns the name of a tensor's dtype, such as "float32"."""
     return str(value.dtype).removeprefix("torch.")
 
 
 class Buffers:
     """The buffers of this rank's modules.
 
-    stages: the named modules of every pipeline stage. again: names of buffers whose layers are recomputed as a whole.
-    twice: whether every layer is on two pipeline ranks.
+    Args:
+        stages: named modules per pipeline stage, of all stages.
+        topology: the ranks.
+        recomputed: names of buffers in layers that are recomputed in full.
+        two_holders: whether every layer is on two pipeline ranks.
+
+    Attributes:
+        exist: whether any rank that takes part has buffers; the same on all of them.
     """
 
     def __init__(
         self,
         stages: Sequence[Roots],
         topology: Topology,
-        again: Collection[str] = (),
-        twice: bool = False,
+        recomputed: Collection[str] = (),
+        two_holders: bool = False,
     ) -> None:
-        self.topology, self._again, self._twice = topology, frozenset(again), twice
+        self.topology, self._recomputed, self._two_holders = (
+            topology,
+            frozenset(recomputed),
+            two_holders,
+        )
         self._stage, self._data = topology.axis("pp").index, topology.data
         self._roots = stages[self._stage]
         self._first: dict[str, int] = {}
@@ -124,116 +146,132 @@ class Buffers:
                 self._first.setdefault(place.name, stage)
                 counts[place.name] += place.persistent
         self._shared = {name for name, count in counts.items() if count > 1}
-        self._axis = topology.axis("world") if self._shared or self._again else self._data
-        # on some rank of the axis, alike on all of them
+        self._axis = topology.axis("world") if self._shared or self._recomputed else self._data
+        # the same value on all ranks of the axis
         self.exist = bool(self._first if self._axis is not self._data else find(self._roots))
         self._searched = not self.exist
-        self._seen: dict[tuple[nn.Module, str], Seen] | None = None
-        self._changing: list[tuple[Place, Tensor]] = []  # each with a tensor of its shape and dtype
+        self._seen: dict[tuple[nn.Module, str], Observation] | None = None
+        self._changing: list[
+            tuple[BufferRef, Tensor]
+        ] = []  # with a meta tensor of its shape and dtype
 
     # ------------------------------------------------------------------------------------------------------ data ranks
 
     def begin(self) -> None:
-        """Moves buffers to the device and gives all data ranks the first one's values. Collective."""
+        """Moves buffers to the device and broadcasts them from data rank 0. Collective.
+
+        Raises:
+            ValueError: if names, dtypes or shapes differ between data ranks.
+        """
         for place in find(self._roots):
             if place.value is not None:
                 place.owner._buffers[place.key] = place.value.to(self.topology.device)
-        held = self._held()
-        about = [[place.name, dtype_name(value), list(value.shape)] for place, value in held]
-        others = collectives.exchange(about, self._data) if held else []
-        for rank, other in zip(self._data.ranks, others, strict=False):
-            if other != about:
-                unlike = [b for b in (*about, *other) if b not in about or b not in other]
-                names = few(sorted({str(name) for name, *_ in unlike}))
+        values = self._values()
+        own = [[place.name, dtype_name(value), list(value.shape)] for place, value in values]
+        records = collectives.exchange(own, self._data) if values else []
+        for rank, other in zip(self._data.ranks, records, strict=False):
+            if other != own:
+                different = [b for b in (*own, *other) if b not in own or b not in other]
+                names = few(sorted({str(name) for name, *_ in different}))
                 raise ValueError(
-                    f"rank {rank} has other buffers than rank {self.topology.rank}: {names}"
+                    f"buffers differ between rank {rank} and rank {self.topology.rank}: {names}"
                 )
-        self._send(held)
+        self._broadcast(values)
 
     def begin_step(self) -> None:
-        """Broadcasts the values of changing buffers from the first data rank to the others. Collective."""
+        """Broadcasts changing buffers from data rank 0. Collective."""
         if self._seen is None:
-            self._seen = self._look(copy=not self._searched and self._axis.size > 1)
-        self._send(self._changing)
+            self._seen = self._observe(copy=not self._searched and self._axis.size > 1)
+        self._broadcast(self._changing)
 
     def end_step(self) -> None:
-        """Finds out what changes, in the first step. Collective then; ValueError naming what must not."""
+        """Detects in the first step which buffers change. Collective in that step.
+
+        Raises:
+            ValueError: if a buffer changes that must not.
+        """
         if not self._searched:
-            self._search()
+            self._find_changes()
             self._searched = True
 
     def agree(self) -> None:
-        """Looks for more that changes, and gives all data ranks the first one's values. Collective."""
+        """Detects further changing buffers, then broadcasts from data rank 0. Collective."""
         if self._seen is not None:
-            self._search()
-        self._send(self._changing)
+            self._find_changes()
+        self._broadcast(self._changing)
 
-    def changing(self) -> list[tuple[Place, Tensor]]:
-        """The buffers that forwards change, as far as known, with copies of their values."""
+    def changing(self) -> list[tuple[BufferRef, Tensor]]:
+        """Returns the known changing buffers, each with a copy of its values."""
         return [
             (place, place.value.clone()) for place, *_ in self._changing if place.value is not None
         ]
 
-    def _held(self) -> list[tuple[Place, Tensor]]:
-        held = [(place, place.value) for place in find(self._roots) if place.value is not None]
-        check_dense((place.name, value) for place, value in held)
-        return held
+    def _values(self) -> list[tuple[BufferRef, Tensor]]:
+        values = [(place, place.value) for place in find(self._roots) if place.value is not None]
+        check_dense((place.name, value) for place, value in values)
+        return values
 
-    def _look(self, copy: bool) -> dict[tuple[nn.Module, str], Seen]:
+    def _observe(self, copy: bool) -> dict[tuple[nn.Module, str], Observation]:
         return {
-            (place.owner, place.key): Seen(
+            (place.owner, place.key): Observation(
                 weakref.ref(value), _version(value), value.clone() if copy else None
             )
-            for place, value in self._held()
+            for place, value in self._values()
         }
 
-    def _search(self) -> None:
-        """Finds what changed since `_look`; what one rank finds counts on all."""
-        seen, held = self._seen or {}, self._held()
-        pairs = [(place, value, seen.get((place.owner, place.key))) for place, value in held]
-        # The kernels of batch_norm leave version counters as they are: so values are compared in the first step, and
-        # later a module's other buffers are taken for changed with the one that says so (num_batches_tracked).
+    def _find_changes(self) -> None:
+        """Finds buffers that changed since `_observe` on any rank. Collective."""
+        seen, values = self._seen or {}, self._values()
+        pairs = [(place, value, seen.get((place.owner, place.key))) for place, value in values]
+        # The kernels of batch_norm do not advance version counters. So the first step compares
+        # values. Later, if one buffer of a module has changed (num_batches_tracked), its other
+        # buffers count as changed too.
         owners = {place.owner for place, value, before in pairs if _changed(value, before)}
-        # A buffer that is no state and is another tensor now is a cache, whose shape may be each rank's own.
-        mine = {
+        # A non-persistent buffer that was replaced is a cache. Skip it: its shape may differ
+        # between ranks.
+        own = {
             place.name for place, value, before in pairs
             if place.owner in owners and (place.persistent or (before is not None and before.tensor() is value))
         }  # fmt: skip
-        found = {name for rank in collectives.exchange(sorted(mine), self._axis) for name in rank}
-        self._refuse(found)
+        found = {name for rank in collectives.exchange(sorted(own), self._axis) for name in rank}
+        self._check_changes(found)
         known = {(place.owner, place.key) for place, *_ in self._changing}
-        new = [(p, v) for p, v in held if p.name in found and (p.owner, p.key) not in known]
+        new = [(p, v) for p, v in values if p.name in found and (p.owner, p.key) not in known]
         self._changing += [(place, torch.empty_like(value, device="meta")) for place, value in new]
-        self._seen = self._look(copy=False)
+        self._seen = self._observe(copy=False)
 
-    def _refuse(self, found: set[str]) -> None:
+    def _check_changes(self, found: set[str]) -> None:
+        """Raises ValueError if one of the changing buffers must not change."""
         if shared := sorted(found & self._shared):
-            several = "on the two ranks that hold the layer; take a schedule that holds each layer once (1f1b, zb-v)"
-            alike = "in several layers of that name; give each layer a name of its own"
+            two_ranks = "on the two ranks that hold the layer; use a schedule with each layer on one rank (1f1b, zb-v)"
+            same_name = "in several layers with that name; give each layer its own name"
             raise ValueError(
-                f"{few(shared)}: changes in training, {several if self._twice else alike}, or register the buffer"
-                " with persistent=False"
+                f"{few(shared)}: changes in training, {two_ranks if self._two_holders else same_name}, or register"
+                " the buffer with persistent=False"
             )
-        if again := sorted(found & self._again):
+        if recomputed := sorted(found & self._recomputed):
             raise ValueError(
-                f"{few(again)}: changes in the forward of a layer that is recomputed, which changes it twice; set"
-                " the layer's `recomputable = False`, or --recompute.mode none"
+                f"{few(recomputed)}: changes in the forward of a layer that is recomputed, so it would change twice;"
+                " set the layer's `recomputable = False`, or --recompute.mode none"
             )
 
-    def _send(self, wanted: Iterable[tuple[Place, Tensor]]) -> None:
-        """Data rank 0's values to all data ranks, in one message; widest first, so that all lie at whole elements.
+    def _broadcast(self, wanted: Iterable[tuple[BufferRef, Tensor]]) -> None:
+        """Broadcasts values from data rank 0 in one message. Collective over data ranks.
+
+        Values are sorted by dtype width, widest first, so that every value is aligned.
 
         Args:
-            wanted: places, each with a tensor of the shape and dtype that its value must have.
+            wanted: buffers, each with a tensor of the shape and dtype that its value must have.
         """
         chosen = sorted(wanted, key=lambda one: -one[1].itemsize) if self._data.size > 1 else []
         values = []
         for place, like in chosen:
             value = place.value
             if value is None or (value.shape, value.dtype) != (like.shape, like.dtype):
-                now = "nothing" if value is None else f"{value.dtype} {list(value.shape)}"
+                now = "None" if value is None else f"{value.dtype} {list(value.shape)}"
                 raise RuntimeError(
-                    f"buffer {place.name} was {like.dtype} {list(like.shape)} and is {now} now: keep its shape"
+                    f"buffer {place.name} was {like.dtype} {list(like.shape)} and is now {now}:"
+                    " keep its shape and dtype"
                 )
             values.append(bytes_of(value))
         if not values:
@@ -246,14 +284,17 @@ class Buffers:
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
-    def persistent(self) -> dict[str, Place]:
-        """The places of this stage's persistent buffers, by name, the first of each."""
+    def persistent(self) -> dict[str, BufferRef]:
+        """Returns this stage's persistent buffers by name, the first of each name."""
         places = reversed(find(self._roots))
         return {place.name: place for place in places if place.persistent}
 
     def owned(self, any_copy: bool = False) -> dict[str, Tensor]:
-        """The persistent buffers whose value here is the one that counts. any_copy: or those of any data rank, which
-        are the same once they agree."""
+        """Returns the persistent buffers that this rank writes to a checkpoint.
+
+        Args:
+            any_copy: include replicas on all data ranks, which are equal after `agree`.
+        """
         if (self._data.index > 0 and not any_copy) or self.topology.axis("tp").index > 0:
             return {}
         return {
@@ -264,7 +305,7 @@ class Buffers:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Every persistent buffer of the model and its shape, None where it has no value. Collective."""
+        """Returns the shapes of all persistent buffers, None without a value. Collective."""
         own = {n: None if p.value is None else p.value.shape for n, p in self.persistent().items()}
         return {
             name: None if shape is None else tuple(shape)
@@ -273,33 +314,33 @@ class Buffers:
         }
 
     def different(self) -> list[str]:
-        """The persistent buffers whose values are not the same on all tensor ranks. Collective."""
-        line, places = self.topology.axis("tp"), self.persistent()
-        if line.size == 1 or not places:
+        """Returns the persistent buffers that differ between tensor ranks. Collective."""
+        axis, places = self.topology.axis("tp"), self.persistent()
+        if axis.size == 1 or not places:
             return []
         values = {name: place.value for name, place in places.items() if place.value is not None}
-        ranks = collectives.exchange({name: _digest(v) for name, v in values.items()}, line)
+        ranks = collectives.exchange({name: _digest(v) for name, v in values.items()}, axis)
         return sorted(name for name in places if len({rank.get(name) for rank in ranks}) > 1)
 
     def restore(self, names: Collection[str], source: Callable[[str], Tensor]) -> None:
-        """Sets the persistent buffers among `names` from `source(name)`."""
+        """Sets the persistent buffers among `names` to `source(name)`."""
         for place in find(self._roots):
             if place.persistent and place.name in names:
                 place.store(source(place.name).to(self.topology.device))
-        self._seen = None  # what was stored is no change of the model's
+        self._seen = None  # a restored value is not a change made by the model
 
     def collect(self) -> dict[str, Tensor]:
-        """Name -> value of every persistent buffer, on rank 0's CPU; an empty dict elsewhere. Collective."""
-        line, mine = self.topology.axis("pp"), self.owned()
+        """Returns all persistent buffers by name, on rank 0's CPU (empty elsewhere). Collective."""
+        axis, own = self.topology.axis("pp"), self.owned()
         if self._data.index > 0 or self.topology.axis("tp").index > 0:
             return {}
-        about = collectives.exchange(
-            [[n, dtype_name(v), list(v.shape), v.nbytes] for n, v in mine.items()], line
+        records = collectives.exchange(
+            [[n, dtype_name(v), list(v.shape), v.nbytes] for n, v in own.items()], axis
         )
         empty = torch.empty(0, dtype=torch.uint8, device=self.topology.device)
-        flats = collectives.gather_to_first(torch.cat([empty, *map(bytes_of, mine.values())]), line)
+        flats = collectives.gather_to_first(torch.cat([empty, *map(bytes_of, own.values())]), axis)
         out: dict[str, Tensor] = {}
-        for stage, flat in zip(about, flats, strict=False):
+        for stage, flat in zip(records, flats, strict=False):
             parts = flat.split([nbytes for *_, nbytes in stage])
             out |= {
                 name: of_bytes(part, dtype, shape)
@@ -316,8 +357,8 @@ def _version(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
-def _changed(value: Tensor, before: Seen | None) -> bool:
-    """Returns whether a buffer is another tensor than before, or its values changed."""
+def _changed(value: Tensor, before: Observation | None) -> bool:
+    """Returns whether a buffer was replaced or its values changed."""
     if before is None or before.tensor() is not value or before.version != _version(value):
         return True
     return before.copy is not None and bool((before.copy != value).any())
@@ -327,9 +368,17 @@ def build(
     layers: Sequence[nn.Module], cut: Cut, topology: Topology, recomputed: Collection[int] = (),
     wrapped: nn.Module | None = None,
 ) -> Buffers:  # fmt: skip
-    """The buffers of a wrapped module, else of a model's pipeline layers, of which some are `recomputed`, by number.
+    """Returns the buffers of a wrapped module, or of a model's pipeline layers.
 
-    ValueError naming those of layers that are on the meta device.
+    Args:
+        layers: all layers of the model.
+        cut: the layers of each stage.
+        topology: the ranks.
+        recomputed: numbers of the layers that are recomputed in full.
+        wrapped: the wrapped module; `layers` is then ignored.
+
+    Raises:
+        ValueError: if a layer's buffer is on the meta device.
     """
     if wrapped is not None:
         return Buffers([[("", wrapped)]], topology)
@@ -339,11 +388,11 @@ def build(
     empty = [place.name for place in find(roots) if place.value is not None and place.value.is_meta]
     if empty:
         raise ValueError(
-            f"buffers on the meta device have no values: {', '.join(empty[:10])}; make them with device='cpu', the"
-            " engine moves them"
+            f"buffers on the meta device have no values: {', '.join(empty[:10])}; create them with device='cpu',"
+            " and the engine moves them"
         )
-    again = {place.name for number in recomputed for place in find([roots[number]])}
-    held = [[n for chunk in cut.chunks(rank) for n in chunk] for rank in range(topology.pp)]
+    names = {place.name for number in recomputed for place in find([roots[number]])}
+    numbers = [[n for chunk in cut.chunks(rank) for n in chunk] for rank in range(topology.pp)]
     return Buffers(
-        [[roots[number] for number in numbers] for numbers in held], topology, again, cut.ways == 2
+        [[roots[number] for number in stage] for stage in numbers], topology, names, cut.ways == 2
     )

@@ -1,17 +1,20 @@
-"""Communication: the only caller of torch.distributed, and the bytes it moved, per axis.
+"""Communication over an `Axis`, with a count of the bytes that this rank sends.
 
-Three kinds of things:
-  plain        all_reduce, all_gather, reduce_scatter, send, receive ...; asynchronous ones give a `Pending`
-  conjugate    copy_to / reduce_from / gather_from / scatter_to: autograd functions whose backward is the other one's
-               forward (Megatron-LM, arXiv 1909.08053 section 3, and 2205.05198 section 4.2.2 for sequences)
-  housekeeping barrier, exchange, problems_of_all, raise_together, leave
+- Plain: all_reduce, all_gather, reduce_scatter, send, receive. Functions named `start_…` are
+  asynchronous and return a `Pending`.
+- Conjugate: copy_to, reduce_from, gather_from, scatter_to. The backward of each is the forward of
+  another one (Megatron-LM, arXiv 1909.08053 section 3; for sequence parallelism, 2205.05198 section
+  4.2.2).
+- Control: barrier, exchange, problems_of_all, raise_together, attempt_together, leave.
 
-Everything takes an `Axis`; an axis of size 1 does nothing. Shards lie along dimension 0, so that gathering is
-concatenation and needs no copy.
+All training communication calls torch.distributed through this module. On an axis of size 1 every
+function returns at once. Shards are along dimension 0, so that a gather is a concatenation without
+a copy.
 
-On gloo a sum is our own: every rank sends each peer that peer's part in one all-to-all and adds up what it gets in
-rank order. gloo's reduce-scatter is an all-reduce underneath (twice the bytes), and its all-reduce is slower than the
-exchange; ours is deterministic, and the same on every rank. Counted are the bytes that this rank sends.
+With gloo, sums do not use gloo's reductions. Every rank sends each peer its part in one all-to-all
+and adds the parts that it receives in rank order. gloo's reduce-scatter is an all-reduce internally
+(twice the bytes), and its all-reduce is slower than the all-to-all. The result is deterministic and
+the same on every rank.
 """
 
 from __future__ import annotations
@@ -34,30 +37,30 @@ from threed.topology import Axis, Link
 
 T = TypeVar("T")
 
-# `_single` is the new name of what older versions call `_tensor`.
+# Newer versions of torch renamed `…_tensor` to `…_single`.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Along = Callable[[Tensor, Axis], Tensor]
+AxisFunction = Callable[[Tensor, Axis], Tensor]
 
 
 class Codec(Protocol):
     """Encodes rows of numbers [r n] as messages [r m] for a reduce-scatter or an all-gather.
 
-    Every rank uses decoded numbers, the rank that has the originals included, so that results do
-    not depend on which rank owns what.
+    Every rank uses decoded numbers, including the rank that has the originals. So results do not
+    depend on which rank owns which part.
     """
 
     def encode(self, rows: Tensor) -> Tensor:
-        """Returns the messages [r m]."""
+        """Returns the messages [r m] for rows [r n]."""
 
     def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        """Returns rows [r count] of a dtype from messages [r m]."""
+        """Returns rows [r count] of `dtype` from messages [r m]."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Sends numbers as another dtype; with None unchanged. A backend can sum such messages."""
+    """Sends numbers as another dtype, or unchanged without one. A backend can sum such messages."""
 
     dtype: torch.dtype | None = None
 
@@ -72,7 +75,12 @@ EXACT = Cast()
 
 
 class Pending:
-    """A result under way: `wait()` gives the tensor, finishing the local part of the work; waiting again is free."""
+    """The result of an asynchronous operation.
+
+    Args:
+        finish: local work after communication; returns the result.
+        works: operations to wait for; None entries are ignored.
+    """
 
     def __init__(self, finish: Callable[[], Tensor], *works: dist.Work | None) -> None:
         self._finish: Callable[[], Tensor] | None = finish
@@ -80,29 +88,32 @@ class Pending:
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The result, complete."""
+        """Waits for communication, finishes the local work and returns the result."""
         if self._finish is not None:
             for work in self._works:
                 if work is not None:
                     work.wait()
             self._result = self._finish()
-            self._finish, self._works = None, ()  # what they hold is free from here on
+            self._finish, self._works = None, ()  # frees the buffers that they reference
         assert self._result is not None
         return self._result
 
 
 def done(tensor: Tensor, *works: dist.Work | None) -> Pending:
-    """A result that needs no waiting but for these works."""
+    """Returns a `Pending` with the result `tensor` that waits for `works` only."""
     return Pending(lambda: tensor, *works)
 
 
 def split(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Where part `index` of `size` begins and ends when it is cut as evenly as can be; parts may differ by one."""
+    """Returns the range [start, stop) of part `index` if `size` is divided into `parts` even parts.
+
+    Sizes differ by at most one.
+    """
     return size * index // parts, size * (index + 1) // parts
 
 
 def same_start(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors begin at the same place in memory."""
+    """Returns whether two tensors start at the same address of the same storage."""
     return (
         a.untyped_storage()._cdata == b.untyped_storage()._cdata
         and a.storage_offset() == b.storage_offset()
@@ -110,7 +121,7 @@ def same_start(a: Tensor, b: Tensor) -> bool:
 
 
 def _gloo(axis: Axis) -> bool:
-    if axis.group is None:  # on paper
+    if axis.group is None:  # on the meta device: the backend that a run would use
         return not (count() and dist.is_nccl_available())
     return dist.get_backend(axis.group) == "gloo"
 
@@ -118,7 +129,7 @@ def _gloo(axis: Axis) -> bool:
 def _start(
     collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
 ) -> dist.Work | None:
-    """Begins a collective; on the meta device, where tensors have shapes only, nothing is sent."""
+    """Launches a collective asynchronously; returns None without a launch on the meta device."""
     return None if out.is_meta else collective(out, *args, group=axis.channel, async_op=True)
 
 
@@ -132,10 +143,13 @@ def _nbytes(tensor: Tensor) -> int:
 def start_all_gather(
     shard: Tensor, axis: Axis, out: Tensor | None = None, *, codec: Codec = EXACT
 ) -> Pending:
-    """Begins to concatenate every rank's `shard` [n ...] to [size*n ...]; `shard` may be a part of `out` itself.
+    """Starts to concatenate `shard` [n ...] of every rank to [size*n ...]. Collective.
 
     Args:
-        codec: encodes the shards; this rank's part of the result is decoded, too.
+        shard: this rank's shard; may be a view of its part of `out`.
+        axis: the ranks.
+        out: output [size*n ...]; by default a new tensor.
+        codec: encodes the shards. This rank's part of the result is decoded as well.
     """
     if axis.size == 1:
         return done(shard if out is None else out.copy_(shard))
@@ -164,7 +178,10 @@ def _start_encoded_gather(shard: Tensor, axis: Axis, out: Tensor | None, codec: 
 
 
 def _swap(shard: Tensor, out: Tensor, axis: Axis) -> Pending:
-    """Two ranks give each other their shard: gloo's all-gather takes 3 to 5 times as long from 32 MiB on."""
+    """All-gathers between two ranks by an exchange.
+
+    From 32 MiB on, gloo's all-gather takes 3 to 5 times as long.
+    """
     halves = out.view(2, -1)
     if not same_start(halves[axis.index], shard):
         halves[axis.index].copy_(shard.view(-1))
@@ -172,7 +189,7 @@ def _swap(shard: Tensor, out: Tensor, axis: Axis) -> Pending:
 
 
 def all_gather(shard: Tensor, axis: Axis) -> Tensor:
-    """Every rank's `shard` [n ...], concatenated along dimension 0 to [size*n ...]."""
+    """Returns the shards [n ...] of all ranks, concatenated to [size*n ...]. Collective."""
     return start_all_gather(shard, axis).wait()
 
 
@@ -184,18 +201,24 @@ def start_reduce_scatter(
     into: Tensor | None = None,
     add: bool = False,
 ) -> Pending:
-    """Begins to sum `full` [size*n ...] over the axis; the result is this rank's part [n ...] of the sum.
+    """Starts to sum `full` [size*n ...]; the result is this rank's part [n ...]. Collective.
 
     Args:
-        codec: encodes the terms, this rank's own included; sums are made in the dtype of `full`.
-        into: where the result goes, which may be this rank's part of `full`; `full` is undefined afterwards.
-        add: add the result to `into`.
+        full: this rank's terms.
+        axis: the ranks.
+        codec: encodes the terms, including this rank's own. They are summed in the dtype of `full`,
+            or by NCCL in the dtype of a `Cast`.
+        into: output [n ...]; may be this rank's part of `full`, which is undefined afterwards.
+        add: accumulate the result into `into`.
+
+    Raises:
+        ValueError: if dimension 0 is not a multiple of the number of ranks.
     """
     if axis.size == 1:
         return done(full if into is None else _store(full, into, add))
     if full.shape[0] % axis.size:
         raise ValueError(
-            f"reduce-scatter of {tuple(full.shape)}: dimension 0 is no multiple of {axis.size} ranks"
+            f"reduce-scatter of {tuple(full.shape)}: dimension 0 is not a multiple of {axis.size} ranks"
         )
     if _gloo(axis) or not isinstance(codec, Cast):
         return _exchange_sum(full.contiguous(), axis, codec, into, add)
@@ -216,10 +239,10 @@ def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
 def _exchange_sum(
     full: Tensor, axis: Axis, codec: Codec, into: Tensor | None, add: bool
 ) -> Pending:
-    """Sends each peer its encoded part, and adds up the versions of this rank's part in rank order.
+    """Sends each peer its encoded part; adds the received terms in rank order.
 
-    More than two ranks send to themselves too, by a copy of one part here: else those in the middle would have to copy
-    all other parts, to have them side by side.
+    With more than two ranks, a rank sends to itself too, which copies one part. Without it, ranks
+    in the middle would have to copy all other parts to make them contiguous.
     """
     dtype, shape = full.dtype, (full.shape[0] // axis.size, *full.shape[1:])
     messages = codec.encode(full.view(axis.size, -1))
@@ -230,7 +253,7 @@ def _exchange_sum(
         splits[axis.index], sent = 0, messages[1 - axis.index]
     got = messages.new_empty(sum(splits))
     work = _start(dist.all_to_all_single, got, sent.reshape(-1), splits, splits, axis=axis)
-    # Narrow numbers are added in fp32 and rounded once; a sum of two is rounded once anyway.
+    # bf16 and fp16 are added in fp32 and rounded once; a sum of two terms is rounded once anyway.
     narrow = dtype in (torch.bfloat16, torch.float16) and (axis.size > 2 or add)
     wide = torch.float32 if narrow else dtype
     direct = into.view(-1) if into is not None and not add and wide == into.dtype else None
@@ -241,7 +264,9 @@ def _exchange_sum(
             versions.insert(axis.index, messages[axis.index : axis.index + 1])
         terms = (codec.decode(version, count, wide).view(-1) for version in versions)
         total = torch.add(next(terms), next(terms), out=direct)
-        for term in itertools.islice(terms, 1 if got.is_meta else None):  # one shows the memory
+        for term in itertools.islice(
+            terms, 1 if got.is_meta else None
+        ):  # on meta, one addition shows the memory
             total += term
         if into is None:
             return total.to(dtype).view(shape)
@@ -251,15 +276,18 @@ def _exchange_sum(
 
 
 def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
-    """This rank's part [n ...] of the sum of `full` [size*n ...] over the axis."""
+    """Returns this rank's part [n ...] of the sum of `full` [size*n ...]. Collective."""
     return start_reduce_scatter(full, axis).wait()
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pending:
-    """Begins to sum `tensor` over the axis, in rank order; the result may or may not be `tensor` itself.
+    """Starts to sum `tensor` over the axis, in rank order on gloo. Collective.
 
     Args:
-        codec: encodes the terms. Of more than two ranks, casts encode the sums as well.
+        tensor: this rank's term; the result may or may not be the same tensor.
+        axis: the ranks.
+        codec: encodes the terms. The sums are encoded too, except with a `Cast` between two ranks
+            on gloo.
     """
     if axis.size == 1:
         return done(tensor)
@@ -270,7 +298,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pen
     if not _gloo(axis):
         axis.count(2 * _nbytes(moved) * (axis.size - 1) // axis.size)
         return Pending(lambda: moved.to(dtype), _start(dist.all_reduce, moved, axis=axis))
-    if axis.size == 2:  # the same bytes as reduce-scatter and all-gather, in one step
+    if axis.size == 2:  # one exchange sends as many bytes as reduce-scatter and all-gather
         return _swap_sum(moved, axis, dtype)
     return _start_scattered_all_reduce(moved, axis, dtype)
 
@@ -279,12 +307,12 @@ def _swap_sum(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
     other = torch.empty_like(tensor)
     axis.count(_nbytes(tensor))
     work = _start_swap(other.view(-1), tensor.view(-1), axis)
-    # a + b == b + a bit for bit: both ranks get the same
+    # a + b == b + a bit for bit: both ranks get the same result
     return Pending(lambda: other.to(dtype).add_(tensor), work)
 
 
 def _start_swap(other: Tensor, own: Tensor, axis: Axis) -> dist.Work | None:
-    """Begins to send `own` [n] to the other one of two ranks, and to receive `other` [n] from it."""
+    """Starts to exchange tensors between two ranks: sends `own` [n], receives `other` [n]."""
     splits = [0, own.numel()] if axis.index == 0 else [own.numel(), 0]
     return _start(dist.all_to_all_single, other, own, splits, splits, axis=axis)
 
@@ -292,35 +320,38 @@ def _start_swap(other: Tensor, own: Tensor, axis: Axis) -> dist.Work | None:
 def _start_scattered_all_reduce(
     tensor: Tensor, axis: Axis, dtype: torch.dtype, codec: Codec = EXACT
 ) -> Pending:
-    """Reduce-scatter, then all-gather, of sums that are encoded again; padded to a multiple of the ranks."""
+    """All-reduces by reduce-scatter and all-gather, padded to a multiple of the number of ranks.
+
+    The sums are encoded again for the all-gather.
+    """
     flat = tensor.view(-1)
     padding = -flat.numel() % axis.size
     padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
     part = start_reduce_scatter(padded, axis, codec=codec)
 
     def finish() -> Tensor:
-        whole = start_all_gather(part.wait(), axis, codec=codec).wait()
-        return whole[: flat.numel()].view_as(tensor).to(dtype)
+        full = start_all_gather(part.wait(), axis, codec=codec).wait()
+        return full[: flat.numel()].view_as(tensor).to(dtype)
 
     return Pending(finish)
 
 
 def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
-    """The sum of `tensor` over the axis, the same on every rank bit for bit."""
+    """Returns the sum of `tensor` over the axis, bit-identical on all ranks. Collective."""
     return start_all_reduce(tensor, axis).wait()
 
 
 def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
-    """The sum of a few numbers [k] over the axis, in an order of the backend's, the same bits on every rank.
+    """Returns the sum of a few numbers [k] over the axis, bit-identical on all ranks. Collective.
 
-    It is the backend's own all-reduce, whose memory does not grow with the ranks; nor, on NCCL's trees, its time by
-    more than their depth. Ours in rank order is for many numbers.
+    Uses the all-reduce of the backend, in its order of summation. Its memory does not grow with the
+    number of ranks, and with NCCL's trees its time grows with their depth only.
     """
     return start_sum_of_scalars(values, axis).wait()
 
 
 def start_sum_of_scalars(values: Tensor, axis: Axis) -> Pending:
-    """Begins the same sum, with the same bits."""
+    """Starts `sum_of_scalars`, with a bit-identical result. Collective."""
     total = values.clone()
     if axis.size == 1:
         return done(total)
@@ -329,7 +360,7 @@ def start_sum_of_scalars(values: Tensor, axis: Axis) -> Pending:
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
-    """`tensor` of the rank with index `source`, in place."""
+    """Overwrites `tensor` with the tensor of the rank at index `source`; returns it. Collective."""
     if axis.size > 1:
         if axis.index == source:
             axis.count(_nbytes(tensor) * (axis.size - 1))
@@ -338,21 +369,21 @@ def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 def send(tensors: Sequence[Tensor], link: Link) -> list[Pending]:
-    """Begins to send tensors over the link, in this order; they must stay unchanged until waited for."""
+    """Starts to send tensors over a link, in order; do not modify them before `wait`."""
     tensors = [tensor.contiguous() for tensor in tensors]
     link.axis.count(sum(_nbytes(tensor) for tensor in tensors))
     return _begin(dist.isend, tensors, link)
 
 
 def receive(outs: Sequence[Tensor], link: Link) -> list[Pending]:
-    """Begins to receive into `outs` [any shapes, contiguous], in this order."""
+    """Starts to receive into `outs` (contiguous, any shapes) over a link, in order."""
     return _begin(dist.irecv, outs, link)
 
 
 def _begin(
     message: Callable[..., dist.Work | None], tensors: Sequence[Tensor], link: Link
 ) -> list[Pending]:
-    """Begins messages; several as one launch where the backend can, which then has one work for all of them."""
+    """Launches messages, several in one batch; the backend may return one work for the batch."""
     peer, group = link.peer, link.axis.group
     if len(tensors) < 2:
         return [done(tensor, message(tensor, peer, group=group)) for tensor in tensors]
@@ -362,7 +393,11 @@ def _begin(
 
 
 def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
-    """Every rank's flat tensor [n, its own] on the CPU of the axis's first rank, in order; an empty list elsewhere."""
+    """Gathers flat tensors [n], with n per rank, on the first rank's CPU. Collective.
+
+    Returns:
+        The tensors in rank order; an empty list on other ranks.
+    """
     if axis.size == 1:
         return [flat.cpu()]
     sizes = exchange(flat.numel(), axis)
@@ -384,47 +419,49 @@ def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
 
 
 class _Conjugate(torch.autograd.Function):
-    """Applies one function of a tensor and an axis in the forward, and another one in the backward."""
+    """Applies one function of (tensor, axis) in the forward and another one in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Along, backward: Along) -> Tensor:
-        ctx.axis, ctx.along = axis, backward
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, forward: AxisFunction, backward: AxisFunction
+    ) -> Tensor:
+        ctx.axis, ctx.conjugate = axis, backward
         return forward(x, axis)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.along(dy, ctx.axis), None, None, None
+        return ctx.conjugate(dy, ctx.axis), None, None, None
 
 
 def _view(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 
 
-def _same(dy: Tensor, axis: Axis) -> Tensor:
+def _pass_on(dy: Tensor, axis: Axis) -> Tensor:
     return dy
 
 
 def _all_reduce_copy(dy: Tensor, axis: Axis) -> Tensor:
-    return all_reduce(dy.clone(), axis)  # NCCL sums in place, and dy may be another branch's too
+    return all_reduce(dy.clone(), axis)  # NCCL sums in place, and another branch may use dy too
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """f: the identity; its gradient is summed over the axis."""
+    """Returns x; the backward all-reduces the gradient (Megatron's f). Collective."""
     return x if axis.size == 1 else _Conjugate.apply(x, axis, _view, _all_reduce_copy)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """g: the sum over the axis; its gradient passes unchanged."""
-    return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _same)
+    """All-reduces x; the backward returns the gradient unchanged (Megatron's g). Collective."""
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _pass_on)
 
 
 def gather_from(x: Tensor, axis: Axis) -> Tensor:
-    """[s/t ...] -> [s ...], concatenated over the axis; its gradient is summed and scattered."""
+    """All-gathers [s/t ...] -> [s ...]; the backward reduce-scatters the gradient. Collective."""
     return x if axis.size == 1 else _Conjugate.apply(x, axis, all_gather, reduce_scatter)
 
 
 def scatter_to(x: Tensor, axis: Axis) -> Tensor:
-    """[s ...] -> [s/t ...]: the sum over the axis, each rank keeping its part; its gradient is gathered."""
+    """Reduce-scatters [s ...] -> [s/t ...]; the backward all-gathers the gradient. Collective."""
     return x if axis.size == 1 else _Conjugate.apply(x, axis, reduce_scatter, all_gather)
 
 
@@ -432,17 +469,21 @@ def scatter_to(x: Tensor, axis: Axis) -> Tensor:
 
 
 def barrier(axis: Axis) -> None:
-    """Waits until every rank of the axis is here."""
+    """Waits until every rank of the axis has called it. Collective."""
     if axis.size > 1:
         dist.barrier(group=axis.group)
 
 
 def exchange(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's `value` (anything JSON can say), in rank order; for control, never for bulk data.
+    """Returns the `value` of every rank, in rank order; for control data, not for bulk. Collective.
 
-    JSON rather than torch's object collectives, which unpickle what the network sends.
+    Sends JSON rather than using torch's object collectives, which unpickle data from the network.
+
+    Args:
+        value: a value that JSON can represent.
+        axis: the ranks. Without a process group every rank is taken to have this rank's value.
     """
-    if axis.group is None:  # this rank alone; or on paper, where every rank is as this one
+    if axis.group is None:  # one rank, or the meta device
         return [value] * axis.size
     device = torch.device("cpu") if _gloo(axis) or not count() else current()
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
@@ -454,10 +495,11 @@ def exchange(value: Any, axis: Axis) -> list[Any]:
 
 
 def problems_of_all(problems: Iterable[str | None], axis: Axis) -> list[str]:
-    """Returns the different problems that the ranks of the axis found, in rank order. Collective.
+    """Returns the distinct problems that the ranks of the axis found, in rank order. Collective.
 
     Args:
-        problems: What this rank found; empty strings and None do not count.
+        problems: problems of this rank; empty strings and None are ignored.
+        axis: the ranks.
     """
     everyone = exchange([problem for problem in problems if problem], axis)
     return list(dict.fromkeys(chain.from_iterable(everyone)))
@@ -466,13 +508,14 @@ def problems_of_all(problems: Iterable[str | None], axis: Axis) -> list[str]:
 def raise_together(
     problems: Iterable[str | None], axis: Axis, error: Callable[[str], Exception]
 ) -> None:
-    """Raises one error on every rank of the axis if any of them found a problem. Collective.
+    """Raises the same error on every rank of the axis if any rank found a problem. Collective.
 
-    A rank that raised alone would leave the others waiting in their next collective.
+    If one rank alone raised, the others would hang in their next collective.
 
     Args:
-        problems: What this rank found; empty strings and None do not count.
-        error: Makes the exception from all different problems, joined by "; ".
+        problems: problems of this rank; empty strings and None are ignored.
+        axis: the ranks.
+        error: creates the exception from all distinct problems, joined by "; ".
     """
     if found := problems_of_all(problems, axis):
         raise error("; ".join(found))
@@ -488,10 +531,11 @@ def attempt_together(
     """Returns `act()`; if it fails on any rank, raises on every rank of the axis. Collective.
 
     Args:
-        act: Not collective.
-        error: What is raised, with the problems of all ranks.
-        describe: Returns the problem for an exception of type `catch`. An `error` describes itself.
-        catch: Exceptions that count besides `error`.
+        act: function without arguments; must not be collective.
+        axis: the ranks.
+        error: type of the exception that is raised, with the problems of all ranks.
+        describe: returns the text for an exception of type `catch`; for an `error`, `str` is used.
+        catch: type of further exceptions that count as a failure.
     """
     found, problem = [], ""
     try:
@@ -505,9 +549,9 @@ def attempt_together(
 
 
 def flight_record() -> bytes:
-    """Returns torch's record of the recent collectives of this process, as JSON.
+    """Returns torch's record of this process's recent collectives, as JSON.
 
-    It is kept if TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE is not 0.
+    torch keeps it if TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE is not 0.
     """
     c10d: Any = torch._C._distributed_c10d
     nccl = dist.is_initialized() and dist.get_backend() == "nccl"
@@ -516,15 +560,16 @@ def flight_record() -> bytes:
 
 
 def leave(code: int = 0) -> None:
-    """Ends a program that made a process group with an exit code: in step with the others if it is 0, else at once.
+    """Exits the process with `code` if it has a process group; otherwise does nothing.
 
-    Without a process group nothing happens.
+    Collective if `code` is 0: waits for the other ranks first. With another code it exits at once.
     """
     if not dist.is_initialized():
         return
     if code == 0:
         dist.barrier()
-        dist.destroy_process_group()  # else it might wait for ranks that will never come
+        dist.destroy_process_group()  # may otherwise wait for ranks that have exited
+
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,10 +1,11 @@
-"""The one door to the GPU: `torch.accelerator`, and what CUDA (or ROCm) has beyond it. On a CPU nothing happens.
+"""The interface to GPUs: `torch.accelerator`, and functions of CUDA or ROCm; no-ops on a CPU.
 
-    with beside(copy_stream(device, "out")):      copies in here run beside what the device computes
-    current_stream(device).wait_event(event)      ... until something waits for them
+    with beside(copy_stream(device, "out")):      # copies in the block overlap with computation
+        ...
+    current_stream(device).wait_event(event)      # the computation waits for a copy
 
-Devices are looked for only where CUDA is: the collectives off the CPU are NCCL's. A device of another kind may be given
-to a `Topology`: `is_accelerator` tells it from the host, and what only CUDA has is left out for it.
+Only CUDA devices are searched for, because collectives off the CPU use NCCL. A `Topology` also
+accepts another accelerator; `is_accelerator` is true for it, and CUDA functions are skipped.
 """
 
 from __future__ import annotations
@@ -23,33 +24,33 @@ synchronize = torch.accelerator.synchronize
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether tensors there have values, in memory that is not the host's."""
+    """Returns whether tensors on the device have values in memory other than host memory."""
     return device.type not in ("cpu", "meta")
 
 
 def count() -> int:
-    """GPUs that this process sees."""
+    """Returns the number of GPUs visible to this process."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def current() -> torch.device:
-    """The GPU that this process works on."""
+    """Returns the current GPU of this process."""
     return torch.device("cuda", torch.accelerator.current_device_index())
 
 
 def use(device: torch.device) -> None:
-    """Makes a GPU the one that this process works on."""
+    """Sets the current accelerator of this process; does nothing for a CPU."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
 
 def name(device: torch.device) -> str | None:
-    """What its maker calls a GPU; None for a CPU."""
+    """Returns the product name of a GPU; None for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def processor(device: torch.device) -> str:
-    """The name of a GPU, or of this machine's CPU as its kernel has it; empty where that says nothing."""
+    """Returns the product name of a GPU or of this machine's CPU; empty if unknown."""
     if (gpu := name(device)) is not None:
         return gpu
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -60,7 +61,7 @@ def processor(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """The memory of a GPU; None for a CPU."""
+    """Returns the memory of a GPU in bytes; None for a CPU."""
     return (
         int(torch.cuda.get_device_properties(device).total_memory)
         if device.type == "cuda"
@@ -69,24 +70,24 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes that tensors had on a GPU at once, since `reset_peak` or the start; 0 for a CPU."""
+    """Returns the peak of allocated tensor memory since `reset_peak` or the start; 0 for a CPU."""
     return torch.accelerator.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def reset_peak(device: torch.device) -> None:
-    """Has `peak_bytes` begin anew."""
+    """Resets `peak_bytes` to the memory that is allocated now."""
     if device.type == "cuda":
         torch.accelerator.reset_peak_memory_stats(device)
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's generators that work on this device draws from, uint8 [n] each, on the CPU."""
+    """Returns the states of torch's generators for the device, on the CPU, uint8 [n] each."""
     cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     return {"cpu": torch.get_rng_state(), **cuda}
 
 
 def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the generators to what `rng_states` gave."""
+    """Restores generator states of `rng_states`."""
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
@@ -94,11 +95,15 @@ def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 @contextmanager
 def beside(stream: torch.Stream) -> Iterator[None]:
-    """What a GPU is told in here comes after what it was told before, and runs beside what it is told later, which has
-    to wait for it where it uses it. So memory of this stream may be let go once its last use was told."""
+    """Context manager: runs the block on `stream`.
+
+    The stream first waits for work already queued on the current stream, and overlaps with work
+    queued later. Consumers on other streams must wait for it (`wait_stream` or an event). Tensors
+    allocated in the block may be freed once their last use is enqueued on this stream.
+    """
     before = current_stream(stream.device)
     stream.wait_stream(before)
-    # not `with stream`, which one thread at a time may enter, and once
+    # `with stream` is neither reentrant nor safe in several threads
     torch.accelerator.set_stream(stream)
     try:
         yield
@@ -107,15 +112,19 @@ def beside(stream: torch.Stream) -> Iterator[None]:
 
 
 def mark(device: torch.device) -> torch.Event:
-    """An event in what a GPU is told, which knows its time once it was reached."""
+    """Records and returns a timing event on the current stream of the device."""
     event = torch.Event(device, enable_timing=True)
     event.record(current_stream(device))
     return event
 
 
 class Clock:
-    """Moments in a device's work. Where that is a GPU's they are events: the host waits for none of them before it asks
-    for their seconds (of `time.perf_counter`, as well as one wait tells the two clocks' difference)."""
+    """Timestamps of a device's work.
+
+    On an accelerator timestamps are events: recording one does not make the host wait, only
+    `seconds` does. Their times are converted to `time.perf_counter`, as accurately as one
+    synchronization in the constructor allows.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._first = device, mark(device) if is_accelerator(device) else None
@@ -124,11 +133,11 @@ class Clock:
         self._began = time.perf_counter()
 
     def now(self) -> Moment:
-        """This moment: for a GPU the one when it has done what it was told so far."""
+        """Returns a timestamp: a recorded event, or `time.perf_counter()` on a CPU."""
         return time.perf_counter() if self._first is None else mark(self._device)
 
     def seconds(self, moment: Moment) -> float:
-        """When a moment was; waits until it is over."""
+        """Returns a timestamp in seconds of `time.perf_counter`; waits for its event."""
         if isinstance(moment, float):
             return moment
         assert self._first is not None
@@ -140,13 +149,13 @@ Moment = float | torch.Event
 
 
 @functools.cache
-def copy_stream(device: torch.device, direction: str) -> torch.Stream:
-    """The stream of copies between the host and a GPU, one for each direction."""
+def copy_stream(device: torch.device, purpose: str) -> torch.Stream:
+    """Returns the device's side stream for a purpose, such as "in" or "out"; creates it once."""
     return torch.Stream(device)
 
 
 def made_current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the one that kernels are started on; nothing where it is so already."""
+    """Context manager: makes a GPU the current one for kernel launches."""
     return (
         nullcontext()
         if device.index in (None, torch.accelerator.current_device_index())
@@ -156,7 +165,7 @@ def made_current(device: torch.device) -> AbstractContextManager[object]:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """The multiprocessors of a GPU."""
+    """Returns the number of multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -167,10 +176,16 @@ def shared_memory(device: torch.device) -> int:
 
 
 def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns values on a device, in a dtype (by default theirs); the host does not wait for a copy to a GPU.
+    """Copies values to a device asynchronously, optionally with another dtype.
 
-    Values that are not page-locked are copied to page-locked memory first, which torch keeps until it was read; those
-    that are must not change before the GPU has read them.
+    Pageable host memory is first copied to page-locked memory, which torch keeps until the GPU has
+    read it. Page-locked `values` are read directly: do not change them before the GPU has read
+    them.
+
+    Args:
+        values: the source tensor.
+        device: the target device.
+        dtype: dtype of the result, by default `values.dtype`.
     """
     if values.device.type == "cpu" and is_accelerator(device):
         values = values.pin_memory()
@@ -178,12 +193,12 @@ def start_copy_in(values: Tensor, device: torch.device, dtype: torch.dtype | Non
 
 
 def stream_address(device: torch.device) -> int | None:
-    """What CUDA calls the stream that this process works on; None on a CPU."""
+    """Returns the CUDA handle of the current stream; None on a CPU."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else None
 
 
 def page_lock(address: int, nbytes: int) -> None:
-    """Page-locks host memory, so that a GPU reaches it directly. RuntimeError where CUDA refuses."""
+    """Page-locks host memory for direct GPU access; raises RuntimeError if CUDA refuses."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
 
 

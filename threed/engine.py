@@ -1,13 +1,14 @@
-"""The engine: a model, a topology and a configuration, trained one optimizer step at a time.
+"""The engine: trains a model on a topology, one optimizer step per call.
 
     topo    = Topology(pp=2, tp=2)
     engine  = Engine(model, topo, config)
-    metrics = engine.step(batch)         # this data rank's share of the global batch; one optimizer step
+    metrics = engine.step(batch)         # batch: this data rank's share of the global batch
     engine.save(path)                    # engine.start_save(path).wait() writes in the background
 
-One step: the global number of valid tokens -> the plan's forwards and backwards, gradients leaving
-bucket by bucket -> norm -> the update of this rank's slices -> parameters gathered while the next
-forward begins. No tensor's value is read on the host; `StepMetrics` does that when it is asked.
+A step counts the valid tokens of the global batch; runs the pipeline plan, reducing gradients
+bucket by bucket; computes the gradient norm; updates the slices of this rank; and gathers the
+parameters, overlapping with the next forward. The host never waits for a tensor's value in a step:
+it waits when a `StepMetrics` property is read.
 """
 
 from __future__ import annotations
@@ -59,28 +60,46 @@ from threed.zero.reducer import Reducer
 
 
 class Engine:
-    """Trains `model` on `topology` by `config`.
+    """Trains `model` on `topology` with the settings of `config`.
+
+    `Engine(...)` returns a `LayeredEngine` for a `threed.models.Model` and a `ModuleEngine` for any
+    other `nn.Module`. Every rank creates the engine with the same model and configuration. Methods
+    marked "Collective." must be called on every rank, in the same order.
+
+        engine = threed.Engine(model, threed.Topology(pp=2, tp=2), config)
+        for batch in batches:
+            metrics = engine.step(batch)
+            print(metrics.step, metrics.loss)
 
     Args:
-        model: a `threed.models.Model` with layers on the meta device, for a `LayeredEngine`; or,
-            with tp = pp = 1, any `nn.Module` whose forward takes the batch's tensors as keywords
-            and returns a loss, for a `ModuleEngine`.
-        topology: the axes of the ranks.
-        config: for a `threed.models.Model`, resolved.
-        learning_rate, loss_scale: used instead of the configuration's.
-        transport: between stages; by default the topology's links.
+        model: a `threed.models.Model` with layers on the meta device; or, with tp = pp = 1, any
+            `nn.Module` with a forward that takes the tensors of a batch as keyword arguments and
+            returns a loss.
+        topology: the axes (pipeline, data, context, tensor) of the ranks.
+        config: the configuration; for a `threed.models.Model` it must be resolved.
+        learning_rate: replaces the configured schedule; maps the number of updates done to a
+            learning rate (both scalar tensors, fp64).
+        loss_scale: replaces the configured rule of the loss scale.
+        transport: sends activations between pipeline stages; by default over the topology's links.
+
+    Attributes:
+        config: the resolved configuration.
+        steps: number of completed steps.
+        consumed: number of samples of the global batches of all completed steps.
+        wraps_module: True for `ModuleEngine`: the program may edit parameters between steps.
 
     Raises:
-        ConfigError: a feature is missing.
-        TypeError: `model` is not a model.
-        ValueError: the module cannot be wrapped, or ranks have different models or configurations.
+        ConfigError: if the configuration needs a feature that is not available.
+        TypeError: if `model` is not a model.
+        ValueError: if the module cannot be wrapped, or if model or configuration differ between
+            ranks.
     """
 
-    wraps_module: ClassVar[bool]  # then the program may use and change parameters anywhere
+    wraps_module: ClassVar[bool]
 
     def __new__(cls, model: Model | nn.Module | None = None, *_: Any, **__: Any) -> Engine:
         kind = LayeredEngine if is_layered(model) else ModuleEngine
-        return super().__new__(kind if cls is Engine else cls)  # a copy has its class already
+        return super().__new__(kind if cls is Engine else cls)  # copying calls it with the subclass
 
     def __init__(
         self, model: Model | nn.Module, topology: Topology, config: Config, *,
@@ -92,8 +111,8 @@ class Engine:
         self.topology = topology
         self.model, config = self._prepare(model, config)
         self.steps, self.consumed = 0, 0
-        self._seconds = 0.0  # of the step in progress
-        self._numbers: Later | None = None  # of the last step
+        self._seconds = 0.0  # host time of the forwards and backwards of the step in progress
+        self._numbers: Later | None = None  # results of the last step
         agreement.check_configuration(config, topology.axis("world"))
         self.config, blueprint = draw(self.model, topology, config)
         self.blueprint, self.layout = blueprint, blueprint.layout
@@ -103,7 +122,7 @@ class Engine:
         self.faults = Faults(flags, topology.device, warns=topology.rank == 0)
         wrapped = self.model if isinstance(self.model, Wrapped) else None
         self.buffers = buffers.build(
-            blueprint.layers, blueprint.pipeline.cut, topology, blueprint.again,
+            blueprint.layers, blueprint.pipeline.cut, topology, blueprint.fully_recomputed,
             None if wrapped is None else wrapped.module,
         )  # fmt: skip
         codec = setup.weight_codec(config)
@@ -133,7 +152,8 @@ class Engine:
         compiling.compile_layers(own_layers, blueprint.layers, config.run)
         self.buffers.begin()
         self.extras = Extras(self.buffers, topology, generators=self.wraps_module)
-        # A pair's other stream could reuse memory of them while it is read.
+        # No overlap with sharded parameters or with buffers: the allocator could reuse their memory
+        # while the second stream of a forward-backward pair still reads it.
         frees = self.layout.slices_parameters or any(list(layer.buffers()) for layer in own_layers)
         streams = topology.device, topology.axis("tp"), topology.second("tp")
         self.executor = (LayerMajorExecutor if blueprint.layer_major else Executor)(
@@ -148,7 +168,7 @@ class Engine:
     def _make_optimizer(
         self, learning_rate: Callable[[Tensor], Tensor], loss_scale: LossScale
     ) -> Optimizer:
-        """Returns the optimizer of this rank's states, which may be offloaded."""
+        """Returns the optimizer of this rank's states, with offloading if configured."""
         policy, train = self.layout.policy, self.config.train
         offloads = policy.optimizer_tier is not None or policy.params_tier is not None
         return (OffloadedOptimizer if offloads else Optimizer)(
@@ -159,7 +179,7 @@ class Engine:
         )  # fmt: skip
 
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Model, Config]:
-        """Returns the model and the resolved configuration. Collective."""
+        """Returns the model to train and its resolved configuration. Collective."""
         raise NotImplementedError
 
     def _initialise(self) -> None:
@@ -167,13 +187,20 @@ class Engine:
         raise NotImplementedError
 
     def step(self, batch: Batch) -> StepMetrics:
-        """Runs one optimizer step on this data rank's share of the global batch. Collective.
+        """Runs one optimizer step. Collective.
 
-        A step with ids beyond the vocabulary, or without any valid label, is skipped (`DataError`).
+        The step is skipped if token ids are not in the vocabulary, or if no label is valid. In the
+        first case, reading `StepMetrics.loss` raises DataError.
 
         Args:
-            batch: 'tokens' and 'labels', int64 [b s], b a multiple of the micro-batch size; labels
-                below 0 are not counted; 'samples', int64 [b], global indices, by default in order.
+            batch: this data rank's share of the global batch; every pipeline and tensor rank passes
+                the same tensors. 'tokens' and 'labels': int64 [b s], with b a multiple of the
+                micro-batch size; labels below 0 are ignored. 'samples' (optional): int64 [b],
+                global sample indices, consecutive by default. For a wrapped module: the keyword
+                arguments of its forward.
+
+        Returns:
+            The metrics of the step, which are still on the device.
         """
         began = time.perf_counter()
         rewind = self.extras.rewinding() if self.optimizer.pending else lambda: None
@@ -187,115 +214,123 @@ class Engine:
                 with own_backward(self.reducer):
                     losses = self.runner.run(self.executor.run, micros)
                 break
-            except Outdated:  # the update before this step was undone, and done again
+            except Outdated:  # the last update was undone and repeated: run again
                 rewind()
         self._seconds = time.perf_counter() - began
         tokens = next(iter(batch.values())).numel() * self.topology.dp
-        metrics = self._end_step(self._carry(losses, scale), tokens)
-        # Like `steps`, this counts only steps that were done.
+        metrics = self._end_step(self._local_loss(losses, scale), tokens)
+        # After the step, so that a step that raises is not counted.
         self.consumed += self.batches.rows(batch) * self.topology.dp
         return metrics
 
     def _begin(self, microbatches: int) -> None:
-        self.gatherer.release_all()  # of a step that an error broke off
+        self.gatherer.release_all()  # an error may have interrupted the last step
         if self.buffers.exist:
             self.buffers.begin_step()
         self.runner.begin(microbatches)
         self._seconds = 0.0
 
     def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
-        """Ends a step. loss: fp64 [1], this rank's part of a sum over all ranks."""
+        """Reduces the gradients and updates. loss: fp64 [1], this rank's term."""
         began = time.perf_counter()
         self.gatherer.release_all()
         if self.buffers.exist:
-            self.buffers.end_step()  # raises for what must not change, before anything is updated
+            self.buffers.end_step()  # before the update: raises if a buffer changed that must not
         update = self.runner.update(self.faults.appended_to(loss))
         reducing, updating = self.runner.seconds
         passes = self._seconds + time.perf_counter() - began - reducing - updating
         self.steps += 1
         if self._numbers is not None:
-            self._numbers()  # faults are counted in the order of steps
+            self._numbers()  # counts the faults of the last step first
         self._numbers = Later(update, self.faults)
         if not self.runner.pending:
             self._numbers()
         seconds = {"fwd_bwd_s": passes, "dp_comm_s": reducing, "optim_s": updating}
-        most = self.config.train.max_bad_steps
-        return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults, most)
+        limit = self.config.train.max_bad_steps
+        return StepMetrics(self.steps, tokens, self._numbers, seconds, self.faults, limit)
 
     def zero_grad(self) -> None:
-        """Drops all gradients of steps that have not ended, also those from losses of other engines.
+        """Drops the gradients of steps that have not ended, and gradients of other engines' losses.
 
-        A step that `step` has returned has ended, also if its update comes later (2bw).
+        A step ends when `step` returns, even if its update is applied later (2BW).
         """
         self.runner.drop()
 
     def finish(self) -> None:
-        """Ends the last step (optimistic updates, 2bw); changes no result. Collective."""
+        """Completes the last step (optimistic update, 2BW); results do not change. Collective."""
         self.reducer.recover()
         self.runner.finish(self.executor.run)
 
-    def _take_in(self) -> None:
-        """Ends the last step, and releases all gathered parameters: the states are current."""
+    def _sync_states(self) -> None:
+        """Completes the last step and releases gathered parameters, so that states can be read."""
         self.gatherer.release_all()
         self.finish()
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Returns the mean token loss of a batch (each data rank passes its share), a scalar; NaN
-        if ids are beyond the vocabulary, or no label counts. Does not train. Collective."""
+        """Returns the mean token loss of a batch (as for `step`), without training. Collective.
+
+        The result is a scalar tensor; NaN if ids are not in the vocabulary or no label is valid.
+        """
         with self.evaluating():
             micros = self.batches.micro_batches(batch, self.steps, self.consumed, 1.0, False)
             losses = self.executor.run(self.plan_of(len(micros), training=False), micros)
             self.gatherer.release_all()
-            return self.sum_losses(self._carry(losses, 1.0))
+            return self.sum_losses(self._local_loss(losses, 1.0))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Prepares for forwards without training; a step in progress continues after. Collective."""
+        """Context manager for forwards without training; a step in progress is kept. Collective."""
         self.finish()
         with torch.inference_mode(False), self.faults.apart():
             self.buffers.agree()
             yield
 
     def sum_losses(self, loss: Tensor) -> Tensor:
-        """Returns the sum over all ranks of the losses [1], inside `evaluating`; NaN if some data
-        was invalid. Collective."""
+        """Returns the sum of a loss, fp64 [1], over all ranks. Call it in `evaluating`. Collective.
+
+        The result is a scalar tensor; NaN if any rank found invalid data.
+        """
         own = self.faults.appended_to(loss)
         return loss_of(collectives.sum_of_scalars(own, self.topology.axis("world")))
 
     def bad_steps(self) -> int:
-        """Returns how many last steps in a row were bad; ends the last step. Collective."""
+        """Returns the number of consecutive skipped steps; completes the last step. Collective."""
         self.finish()
         return int(self.optimizer.bad.in_a_row)
 
     def compare_replicas(self) -> None:
-        """Compares copies between ranks. Raises ReplicaError naming those that differ. Collective."""
-        self._take_in()
+        """Raises ReplicaError, which names them, if replicas differ between ranks. Collective."""
+        self._sync_states()
         replicas.check(self.optimizer, self.topology, self.steps)
 
-    def _carry(self, losses: list[Tensor], scale: Tensor | float) -> Tensor:
-        """Returns this rank's part of the loss, fp64 [1]."""
+    def _local_loss(self, losses: list[Tensor], scale: Tensor | float) -> Tensor:
+        """Returns this rank's term of the loss, fp64 [1]; zero except on last stages, tp rank 0."""
         device = self.topology.device
         if not losses or self.topology.axis("tp").index > 0:
             return torch.zeros(1, dtype=torch.float64, device=device)
         return torch.stack(losses).double().sum().view(1) / scale
 
     def record(self, on: bool = True) -> list[Span]:
-        """Starts or stops recording when actions run; returns the spans recorded so far."""
+        """Starts or stops recording the times of actions; returns the spans recorded so far."""
         return self.executor.record(on)
 
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
         hurries: Callable[[], bool] = never,
     ) -> Path:  # fmt: skip
-        """Writes a checkpoint folder at `path`, atomically; `load` returns `extra`. Collective.
+        """Writes the checkpoint folder `path` atomically; returns the path. Collective.
 
         Args:
-            hurries: see `Saver.start`.
+            path: the folder.
+            extra: values for the manifest, as JSON; `load` returns them.
+            hurries: returns True once the limit `checkpoint.write-limit-mib` (MiB/s) no longer
+                applies, for example because the run must stop; may be called in any thread.
 
         Raises:
-            DataError: a step had invalid data, and reading metrics has not raised the error.
+            CheckpointError: on every rank, if the checkpoint cannot be written.
+            DataError: if a step had invalid data and reading metrics has not raised the error yet.
         """
-        self.saver.end()  # `counters` may raise, and would hide an error of the save before
+        self.saver.end()  # first, so that an error of the last save is raised
         return self.saver.start(
             Path(path), self.counters(extra), self.extras, background=False, hurries=hurries
         ).path
@@ -304,13 +339,17 @@ class Engine:
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *,
         before_publishing: Callable[[], None] = lambda: None, hurries: Callable[[], bool] = never,
     ) -> Save:  # fmt: skip
-        """Begins to write a checkpoint while training continues; otherwise as `save`. Collective.
+        """Starts a checkpoint in the background; returns the save in progress. Collective.
 
-        Waits for the previous save. Call `Save.wait` before the program ends. Without memory for a
-        copy of the state it warns, and returns once the checkpoint is complete.
+        Waits for the previous save first. Call `Save.wait` before the program exits. If memory for
+        a copy of the states is missing, it warns and returns when the checkpoint is complete.
 
         Args:
-            before_publishing: called in a thread of rank 0, when all files are written.
+            path, extra, hurries: see `save`.
+            before_publishing: called on rank 0 in the writing thread, after all files are written.
+
+        Raises:
+            CheckpointError, DataError: see `save`.
         """
         return self.saver.start(
             Path(path), self.counters(extra), self.extras, now=self.wraps_module,
@@ -318,8 +357,8 @@ class Engine:
         )  # fmt: skip
 
     def counters(self, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Returns the counters for a manifest; raises DataError as `save`. Collective."""
-        self._take_in()
+        """Returns the counters for a manifest; raises DataError as `save` does. Collective."""
+        self._sync_states()
         if self._numbers is not None:
             self.faults.raise_before_save(
                 self.steps, self._numbers().counts, self.topology.axis("world")
@@ -328,39 +367,50 @@ class Engine:
         return state | self.reducer.state(self.topology.axis("pp")) | self.runner.state()
 
     def load(self, path: str | Path, hashed: Collection[str] | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of any topology, or weights from a Hugging Face folder. Collective.
+        """Loads a checkpoint of any topology, or the weights of a Hugging Face folder. Collective.
 
         Args:
-            hashed: see `native.load`.
+            path: the checkpoint or Hugging Face folder.
+            hashed: files that this rank verifies; by default every rank verifies a share.
 
         Returns:
-            `extra` of `save`; of a Hugging Face folder its record as `hf`.
+            The `extra` values of `save`; for a Hugging Face folder, a record of it under `hf`.
 
         Raises:
-            CheckpointError: another model's names or shapes; nothing is overwritten.
+            CheckpointError: if names or shapes belong to another model. The engine is unchanged.
         """
         self.saver.end()
-        self._take_in()
-        about = (Path(path), self.optimizer, self.topology, self.config, self.extras)
-        state = load_hf(*about) if is_hf_folder(Path(path)) else native.load(*about, hashed)
+        self._sync_states()
+        arguments = (Path(path), self.optimizer, self.topology, self.config, self.extras)
+        state = load_hf(*arguments) if is_hf_folder(Path(path)) else native.load(*arguments, hashed)
         self.steps, self.consumed = int(state["steps"]), int(state["consumed"])
         self.reducer.restore(state)
         self.runner.restore(state)
         return dict(state["extra"])
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns all weights (at least fp32) and persistent buffers on rank 0. Collective."""
-        self._take_in()
+        """Returns full weights (fp32 or wider) and persistent buffers on rank 0's CPU. Collective.
+
+        The keys are global names. Other ranks get an empty dict.
+        """
+        self._sync_states()
         return native.collect(self.optimizer, self.topology) | self.buffers.collect()
 
     def load_full_state_dict(self, weights: Mapping[str, Tensor]) -> None:
-        """Sets weights and buffers from full tensors, which every rank passes; moments stay."""
-        self._take_in()
+        """Sets weights and buffers from full tensors; optimizer moments are kept. Collective.
+
+        Args:
+            weights: global name -> full tensor; every rank passes all of them.
+
+        Raises:
+            KeyError, ValueError: if names or shapes are not those of the model.
+        """
+        self._sync_states()
         fit.take_full(self.optimizer, self.buffers, self.topology, weights)
 
 
 class LayeredEngine(Engine):
-    """Trains a model of pipeline layers (`threed.models.Model`) on pipeline, tensor and data ranks."""
+    """Trains a model of pipeline layers; `Engine(...)` creates it for a `threed.models.Model`."""
 
     wraps_module = False
 
@@ -374,7 +424,7 @@ class LayeredEngine(Engine):
         records.initialise(self.optimizer, values, again=True)
 
     def logits(self, tokens: Tensor) -> Tensor | None:
-        """Returns the logits [b s v/t] of tokens [b s] on the last stage, None on the others."""
+        """Returns logits [b s v/t] of tokens [b s] on the last stage, else None. Collective."""
         self.finish()
         with torch.inference_mode(False):
             micro = MicroBatch(tokens.to(self.topology.device), training=False)
@@ -384,9 +434,9 @@ class LayeredEngine(Engine):
 
 
 class ModuleEngine(Engine):
-    """Trains any `nn.Module` on data ranks.
+    """Trains any `nn.Module` on data ranks; `Engine(...)` creates it for a plain module.
 
-    `step` runs a whole batch. A custom loop runs the micro-batches itself:
+    `step` runs a full batch. A custom loop runs the micro-batches itself:
 
         engine.begin(microbatches=4)
         for inputs in micro_batches:
@@ -395,19 +445,19 @@ class ModuleEngine(Engine):
         metrics = engine.update()
 
     Attributes:
-        accumulating: whether a step of a custom loop has begun.
+        accumulating: True between `begin` and `update`.
     """
 
     wraps_module = True
     accumulating = False
     model: Wrapped
     gatherer: ModuleGatherer
-    _microbatches: int  # of the step in progress, and its loss so far
-    _loss: Tensor
+    _microbatches: int  # of the step in progress
+    _loss: Tensor  # accumulated in the step in progress
 
     @property
     def module(self) -> nn.Module:
-        """The module. Called between `begin` and `update`, it gathers its parameters as it runs."""
+        """The module. Between `begin` and `update`, its forward gathers its parameters."""
         return self.model.module
 
     def _prepare(self, model: Model | nn.Module, config: Config) -> tuple[Wrapped, Config]:
@@ -425,24 +475,24 @@ class ModuleEngine(Engine):
         self.gatherer.changes.begin()
 
     def begin(self, microbatches: int = 1) -> None:
-        """Begins an optimizer step of so many micro-batches in a custom loop. Collective."""
+        """Begins an optimizer step of `microbatches` micro-batches in a custom loop. Collective."""
         self.faults.clear()
         self._begin(microbatches)
         self.accumulating, self._microbatches = True, microbatches
         self._loss = torch.zeros(1, dtype=torch.float64, device=self.topology.device)
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None) -> None:
-        """Runs the backward of a micro-batch; adds its gradients and its loss to the step's.
+        """Runs the backward of a micro-batch and accumulates its gradients and its loss.
 
-        If it raises, the step's gradients are discarded: call `begin` for the next step.
+        If it raises, the gradients of the step are discarded: call `begin` for the next step.
 
         Args:
-            loss: the micro-batch's mean loss, a scalar.
-            weight: the loss is multiplied by it; by default so that the step's loss is the mean
-                over its micro-batches and the data ranks.
+            loss: mean loss of the micro-batch, a scalar.
+            weight: factor of the loss; by default 1 / (micro-batches × data ranks), so that the
+                loss of the step is the mean over both.
 
         Raises:
-            RuntimeError: `begin` was not called.
+            RuntimeError: if `begin` was not called.
         """
         self._check_begun()
         began = time.perf_counter()
@@ -459,9 +509,16 @@ class ModuleEngine(Engine):
         self._seconds += time.perf_counter() - began
 
     def update(self, tokens: int = 0) -> StepMetrics:
-        """Ends a step: sums gradients over ranks, and updates. tokens: for the metrics. Collective."""
+        """Ends the step: reduces the gradients over ranks and updates the weights. Collective.
+
+        Args:
+            tokens: number of tokens of the global batch, for the metrics only.
+
+        Raises:
+            RuntimeError: if `begin` was not called.
+        """
         self._check_begun()
-        # Ranks have launched different buckets so far; collectives of buffers come next.
+        # Ranks have launched different buckets. Launch the others before the next collective.
         self.reducer.all_passes_ended()
         return self._end_step(self._loss, tokens)
 
@@ -471,7 +528,7 @@ class ModuleEngine(Engine):
 
     def _end_step(self, loss: Tensor, tokens: int) -> StepMetrics:
         self.accumulating = False
-        self._take_in()
+        self._sync_states()
         self._check_scales()
         return super()._end_step(loss, tokens)
 
@@ -481,24 +538,23 @@ class ModuleEngine(Engine):
         super()._begin(microbatches)
 
     def _check_scales(self) -> None:
-        """Raises RuntimeError under fp16 if another engine's backward left a gradient, which has
-        that engine's loss scale."""
+        """Raises RuntimeError under fp16 if a gradient has the loss scale of another engine."""
         for slot, _ in self.reducer.foreign if self.config.precision.dtype == "fp16" else ():
             raise RuntimeError(
-                f"{slot.spec.name}: another engine's backward left a gradient, with that"
+                f"{slot.spec.name} has a gradient of another engine's backward, scaled by that"
                 " engine's loss scale: call zero_grad() before this engine's backward"
             )
 
     def discard(self) -> None:
-        """Discards the step in progress of a custom loop, after an error in a forward."""
+        """Discards the step in progress of a custom loop, for example after an error."""
         self.accumulating = False
         self.reducer.give_up()
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        """Yields the module for forwards without gradients."""
+        """Context manager: yields the module for forwards without gradients."""
         try:
-            # What a module caches must be usable in training too.
+            # Not inference mode: tensors that a module caches must work in training too.
             with torch.inference_mode(False), torch.no_grad():
                 yield self.module
         finally:
@@ -506,25 +562,28 @@ class ModuleEngine(Engine):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Puts the module into evaluation mode for forwards in the block. Collective."""
+        """Context manager: the module is in evaluation mode and can run forwards. Collective."""
         with super().evaluating(), self.model.evaluating():
             yield
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Yields the module with all parameters, to read or change alike on all ranks. Collective."""
+        """Context manager: yields the module with full parameters, to read or edit. Collective.
+
+        Every rank must make the same changes.
+        """
         if self.gatherer.is_held(Holder.GATHERED):
-            yield self.module  # which the block around this one keeps gathered
+            yield self.module  # an enclosing block keeps the parameters gathered
             return
-        self._take_in()
+        self._sync_states()
         self.optimizer.wait()
         try:
             with self.gatherer.gathered():
                 yield self.module
         finally:
-            self._take_in()
+            self._sync_states()
 
-    def _take_in(self) -> None:
-        """Does the same, and copies values that the program has changed to the states."""
-        super()._take_in()
+    def _sync_states(self) -> None:
+        """Also copies parameter values that the program has changed to the states."""
+        super()._sync_states()
         self.gatherer.changes.take_in(self.optimizer)

@@ -1,10 +1,11 @@
-"""What a rank holds and sends in a step, read off its blueprint and the costs of its layers.
+"""Memory and traffic of one rank per step, computed from its blueprint and the costs of its layers.
 
     costs = trace(blueprint.model, blueprint.layers, config, topology, blueprint.recomputed)
-    footprint(blueprint, costs)             bytes by purpose, and bytes sent over each axis
+    footprint(blueprint, costs)             # bytes by kind, and bytes sent over each axis
 
-Blueprints are those of `Topology.drawn`. Parameters, gradients and optimizer states are the storages that an engine
-makes; reductions are those of ZeRO's own reducer, run on gradients that are shapes only.
+Blueprints are on the meta device (`Topology.drawn`). Parameters, gradients and optimizer states are
+the storages that an engine creates. Reductions are simulated by ZeRO's own reducer, with gradients
+on the meta device.
 """
 
 from __future__ import annotations
@@ -47,15 +48,20 @@ from threed.zero.optimistic import copied_bytes
 from threed.zero.reducer import Reducer
 from threed.zero.state import State, holdings, new_state, storages
 
-MESSAGES = 2  # to other stages, on their way at once
-STEADY = 3  # rounds after which one more finds the buffers that it needs
+MESSAGES = 2  # messages to other stages that are in flight at once
+STEADY = 3  # after this many rounds, another round allocates no further buffers
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """bytes: parameters, gradients, optimizer, activations, buffers, `saving` where checkpoints are written beside
-    training, `copies` in the machine's memory, their sum as `peak`; what is kept elsewhere than on the device is
-    `offloaded`, if there is any. sends: bytes over tp, pp, dp and cp in a step."""
+    """Memory and traffic of one rank.
+
+    Attributes:
+        bytes: device bytes by kind: parameters, gradients, optimizer, activations, buffers; on a
+            CPU also `saving` (asynchronous checkpoints) and `copies` (in-memory checkpoints);
+            `peak`, their sum. `offloaded`: bytes in host memory of a GPU or on a drive, if any.
+        sends: bytes sent per step over tp, pp, dp and cp.
+    """
 
     bytes: dict[str, int]
     sends: dict[str, int]
@@ -68,10 +74,20 @@ def trace(
     topology: Topology,
     recomputed: Sequence[int] = (),
 ) -> list[LayerCost]:
-    """The cost of every layer to this rank, `recomputed` those that compute something again.
+    """Returns the cost of every layer on this rank, traced on the meta device.
 
-    A model whose layers need more than 'tokens' and 'labels' says by `example(micro_batch)` what else: a batch of so
-    many rows. Raises TraceError naming a layer that cannot be run on the meta device.
+    A model with other inputs than 'tokens' and 'labels' defines `example(micro_batch)`, which
+    returns a batch with that many rows.
+
+    Args:
+        model: the model.
+        layers: all layers of the model.
+        config: the resolved configuration.
+        topology: the ranks.
+        recomputed: numbers of the layers with activation recomputation.
+
+    Raises:
+        TraceError: if a layer cannot run on the meta device; names it.
     """
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
     tracer = Tracer(example(model, config), wide, grads, topology.traffic)
@@ -80,12 +96,12 @@ def trace(
     )
     if config.recompute.mode == "full":
         for number in recomputed:
-            costs[number] = _moved(costs[number], config, default_device().type)
+            costs[number] = _with_stored_input(costs[number], config, default_device().type)
     return costs
 
 
 def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topology) -> list[int]:
-    """The forward FLOPs of every layer on this rank: as layers state them, or else by tracing them."""
+    """Returns every layer's forward FLOPs on this rank, as stated by layers or else traced."""
     stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
     return (
         [cost.flops for cost in trace(model, layers, config, topology)]
@@ -94,10 +110,10 @@ def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topol
     )
 
 
-def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:
-    """The cost of a layer whose input is kept as a copy: in an arena, or elsewhere than on the device."""
+def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCost:
+    """Returns a recomputed layer's cost, with its input in an arena, host memory or on a drive."""
     r = config.recompute
-    # of slices that is all that the layer keeps
+    # if inputs are sliced, the layer keeps the slice only
     copied = cost.input if cost.keeps_input else cost.kept
     if r.offload == "nvme" or (r.offload == "cpu" and device != "cpu"):
         passing = cost.backward + activation_checkpointing.BUFFERS * copied
@@ -106,14 +122,14 @@ def _moved(cost: LayerCost, config: Config, device: str) -> LayerCost:
 
 
 def example(model: Model, config: Config, device: torch.device = META) -> MicroBatch:
-    """A micro-batch on the meta device, or one of any values on another."""
+    """Returns a micro-batch with valid but arbitrary values, by default on the meta device."""
     rows, seq, precision = config.train.micro_batch, config.model.seq, config.precision
     ids = torch.arange(rows * seq, device=device).remainder(config.model.vocab or 1).view(rows, seq)
     batch = {"tokens": ids, "labels": ids.clone(), "samples": torch.arange(rows, device=device)}
     if (own := options_of(model).example) is not None:
         casts = precision.cast_inputs
         batch = {"samples": batch["samples"]} | {
-            name: _on(
+            name: _to_device(
                 device,
                 value,
                 dtype(precision.dtype) if casts and value.is_floating_point() else value.dtype,
@@ -126,8 +142,8 @@ def example(model: Model, config: Config, device: torch.device = META) -> MicroB
     return MicroBatch(tokens, labels, samples, weight, inputs=batch or None, loss_chunks=chunks)
 
 
-def _on(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of an example on a device; zeros where it has no values."""
+def _to_device(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Moves a tensor of an example to a device; a meta tensor becomes zeros."""
     return (
         torch.zeros_like(value, dtype=dtype, device=device)
         if value.is_meta
@@ -136,45 +152,53 @@ def _on(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
-    """What this rank holds and sends. costs: of all layers of the model."""
+    """Returns the memory and traffic of this rank.
+
+    Args:
+        blueprint: the rank's blueprint, on the meta device.
+        costs: costs of all layers of the model, see `trace`.
+    """
     config, layout, traffic = blueprint.config, blueprint.layout, blueprint.topology.traffic
     delayed, before = config.zero.delayed_update, Counter(traffic)
     states = [new_state(bucket, layout.policy) for bucket in layout.buckets]
-    held = holdings(layout, states, default_device().type == "cuda")
+    sizes = holdings(layout, states, default_device().type == "cuda")
     if blueprint.optimistic:
-        held["optimizer"] += copied_bytes(states)
+        sizes["optimizer"] += copied_bytes(states)
     if delayed:
-        held["optimizer"] += sum(
+        sizes["optimizer"] += sum(
             bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets
         )
     gathered = _gather(blueprint)
     chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
     reductions = _Reductions(blueprint, states)
     if blueprint.layer_major:
-        kept, most = _activations_by_layer(blueprint, chunks[0], reductions, gathered[0])
+        kept, peak = _activations_by_layer(blueprint, chunks[0], reductions, gathered[0])
     else:
-        kept, most = _activations(blueprint, chunks, reductions, gathered)
-    held["activations"] = kept
-    held["buffers"] = most - kept + _tiles(layout) + _standing(blueprint, chunks)
+        kept, peak = _activations(blueprint, chunks, reductions, gathered)
+    sizes["activations"] = kept
+    sizes["buffers"] = peak - kept + _tile_bytes(layout) + _constant_bytes(blueprint, chunks)
     sends = {axis: traffic[axis] - before[axis] for axis in AXES}
-    _passes_send(blueprint, chunks, sends)
-    elsewhere = held.pop("offloaded") + _kept_elsewhere(blueprint, chunks)
+    _count_pass_traffic(blueprint, chunks, sends)
+    offloaded = sizes.pop("offloaded") + _offloaded_activations(blueprint, chunks)
     gpu = default_device().type == "cuda"
     saving = save_bytes(config.checkpoint, layout, states, gpu)
-    held |= {"saving": saving} if saving and not gpu else {}
+    sizes |= {"saving": saving} if saving and not gpu else {}
     copies = memory_bytes(config, layout, states, gpu)
-    held |= {"copies": copies} if copies and not gpu else {}
-    elsewhere += saving + copies if gpu else 0
-    held["peak"] = sum(held.values())
-    return Footprint({**held, **({"offloaded": elsewhere} if elsewhere else {})}, sends)
+    sizes |= {"copies": copies} if copies and not gpu else {}
+    offloaded += saving + copies if gpu else 0
+    sizes["peak"] = sum(sizes.values())
+    return Footprint({**sizes, **({"offloaded": offloaded} if offloaded else {})}, sends)
 
 
 def decide_order(
     config: Config, model: Model, layers: list[nn.Module], topology: Topology
 ) -> Config:
-    """The configuration with `zero.order` decided, alike on all ranks, where it is auto. Collective.
+    """Returns the configuration with `zero.order` decided, the same on all ranks. Collective.
 
-    Raises ConfigError for `layer` with a wrapped module. A model that cannot be traced runs by micro-batch.
+    A model that cannot be traced runs micro-batch by micro-batch.
+
+    Raises:
+        ConfigError: if the order is `layer` and the model is a wrapped module.
     """
     if isinstance(model, Wrapped):
         if config.zero.order == "layer":
@@ -185,18 +209,20 @@ def decide_order(
     def facts() -> list[tuple[int, int]]:
         try:
             costs = trace(model, layers, config, topology, recomputed_layers(config, layers))
-            mine = order_facts(config, layers, costs)
+            own = order_facts(config, layers, costs)
         except TraceError:
-            mine = (0, 0)
-        return collectives.exchange(mine, topology.axis("tp"))
+            own = (0, 0)
+        return collectives.exchange(own, topology.axis("tp"))
 
     return with_order(config, facts)
 
 
 def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -> Config:
-    """The configuration with `zero.order` decided where it is auto (`planner.order`).
+    """Returns the configuration with `zero.order` decided if it is auto (`planner.order`).
 
-    facts: gives the `order_facts` of every tensor rank.
+    Args:
+        config: the configuration.
+        facts: returns the `order_facts` of every tensor rank.
     """
     p, zero, train = config.parallel, config.zero, config.train
     if zero.order != "auto":
@@ -211,7 +237,11 @@ def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -
 def order_facts(
     config: Config, layers: Sequence[nn.Module], costs: Sequence[LayerCost]
 ) -> tuple[int, int]:
-    """Bytes that one micro-batch keeps on this tensor rank, and those of parameters that ZeRO-3 does not keep whole."""
+    """Returns bytes on this tensor rank: activations of a micro-batch, and freed parameters.
+
+    Freed parameters are those that ZeRO-3 does not keep gathered: the slices of other ranks, or all
+    of them if they are offloaded.
+    """
     zero, data = config.zero, config.parallel.dp or 1
     ranks = data if zero.shard_size == "all" else int(zero.shard_size)
     params = {spec_of(param).name: param for layer in layers for param in layer.parameters()}
@@ -221,7 +251,7 @@ def order_facts(
         if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)
     ]
     nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
-    # the last layer runs a micro-batch at a time
+    # the last layer runs forward and backward of one micro-batch at a time
     kept = Pass(costs[:-1] or costs).kept + costs[-1].input
     return kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
 
@@ -230,8 +260,11 @@ def order_facts(
 def measuring(
     layout: Layout, states: Sequence[State], device: torch.device
 ) -> Iterator[Callable[[], int]]:
-    """While this is open, finds the most bytes that tensors have in memory at once, those of the layout and the states
-    among them: by a GPU's allocator, or by looking at every operation on a CPU."""
+    """Context manager: yields a function that returns the block's peak of tensor memory in bytes.
+
+    Uses the allocator's peak on a GPU. On a CPU it watches every operation; storages of the layout
+    and the states are included.
+    """
     if device.type == "cuda":
         reset_peak(device)
         yield lambda: peak_bytes(device)
@@ -241,18 +274,23 @@ def measuring(
         yield lambda: watch.most
 
 
-def _standing(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
-    """What is there all the time: the batch, cached tables, buffers of drives, messages between stages, and buffers of
-    modules: in the host's memory of every rank those of all layers."""
+def _constant_bytes(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
+    """Returns bytes that exist throughout a step.
+
+    They are the batch, cached tables, buffers of drives, messages between stages and module
+    buffers. On a CPU every rank has the module buffers of all layers.
+    """
     train, seq, edges = blueprint.config.train, blueprint.config.model.seq, [0]
-    for chunk, held in zip(chunks, blueprint.chunks, strict=True):
-        edges += [chunk[0].input, chunk[-1].output if held.stop < len(blueprint.layers) else 0]
+    for chunk, numbers in zip(chunks, blueprint.chunks, strict=True):
+        edges += [chunk[0].input, chunk[-1].output if numbers.stop < len(blueprint.layers) else 0]
     batch = train.global_batch // blueprint.topology.dp * (2 * seq + 1) * 8
     drives = sum(drive.nbytes * drive.count for drive in blueprint.layout.policy.drives)
     layers = blueprint.held if default_device().type == "cuda" else range(len(blueprint.layers))
-    own = {id(buffer): buffer.nbytes for n in layers for buffer in blueprint.layers[n].buffers()}
-    tables = max(cost.cached for chunk in chunks for cost in chunk) + _decoded(blueprint)
-    return batch + tables + drives + MESSAGES * max(edges) + sum(own.values())
+    buffer_bytes = {
+        id(buffer): buffer.nbytes for n in layers for buffer in blueprint.layers[n].buffers()
+    }
+    tables = max(cost.cached for chunk in chunks for cost in chunk) + _decoding_bytes(blueprint)
+    return batch + tables + drives + MESSAGES * max(edges) + sum(buffer_bytes.values())
 
 
 def _activations(
@@ -261,7 +299,7 @@ def _activations(
     reductions: _Reductions,
     gathered: Sequence[Gathering[Group]],
 ) -> tuple[int, int]:
-    """The most bytes that micro-batches keep at once, and the most with what a pass needs beside them."""
+    """Returns the peak of kept activations, and the peak including temporary memory, in bytes."""
     passes, width = [Pass(chunk) for chunk in chunks], blueprint.layout.policy.param_dtype.itemsize
     plan, rank = blueprint.pipeline.plan, blueprint.topology.axis("pp").index
     actions = [
@@ -275,33 +313,39 @@ def _activations(
         for (_, own), number in last.items()
         if not (own and plan.is_left(rank, plan.microbatches - 1))
     ]
-    now = kept = most = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
+    current = kept = peak = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
     units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
     for number, action in enumerate(actions):
-        one, whole = passes[action.chunk], gathered[action.chunk]
+        chunk_pass, full = passes[action.chunk], gathered[action.chunk]
         if action.kind is Kind.F:
-            most = max(most, now + one.forward + reductions.standing + whole.forward * width)
-            now = now + one.kept
-            kept = max(kept, now)
+            peak = max(
+                peak, current + chunk_pass.forward + reductions.standing + full.forward * width
+            )
+            current = current + chunk_pass.kept
+            kept = max(kept, current)
             continue
-        # a product into the gradients' memory; what an I has used is there until then
+        # A W accumulates into the gradients; the activations that the I used are kept until then.
         if action.kind is Kind.W:
-            most, now = max(most, now + reductions.standing), now - one.kept
+            peak, current = max(peak, current + reductions.standing), current - chunk_pass.kept
             reductions.standing = max(
-                reductions.standing, reductions.left if reductions.always else 0
+                reductions.standing, reductions.kept_between if reductions.always else 0
             )
             continue
-        leaving = reductions.always or number in ending
+        reduces = reductions.always or number in ending
         first = units[action.chunk]
         for unit, (nbytes, numel) in enumerate(
-            zip(one.backward, whole.backward, strict=True), first
+            zip(chunk_pass.backward, full.backward, strict=True), first
         ):
-            beside = numel * width + (reductions.during[unit] if leaving else 0)
-            most = max(most, now - one.kept + nbytes + beside)
-        now -= 0 if action.kind is Kind.I else one.kept
-        reductions.standing = max(reductions.standing, reductions.left if reductions.always else 0)
-    waits = plan.asynchronous and plan.begun[rank] < plan.before  # for the sums of another stage
-    return kept, max(most + reductions.waiting * waits, reductions.end)
+            extra = numel * width + (reductions.during[unit] if reduces else 0)
+            peak = max(peak, current - chunk_pass.kept + nbytes + extra)
+        current -= 0 if action.kind is Kind.I else chunk_pass.kept
+        reductions.standing = max(
+            reductions.standing, reductions.kept_between if reductions.always else 0
+        )
+    pending = (
+        plan.asynchronous and plan.begun[rank] < plan.before
+    )  # waits for sums of another stage
+    return kept, max(peak + reductions.waiting * pending, reductions.end)
 
 
 def _activations_by_layer(
@@ -310,45 +354,45 @@ def _activations_by_layer(
     reductions: _Reductions,
     gathered: Gathering[Group],
 ) -> tuple[int, int]:
-    """The same where a layer runs all micro-batches before the next. Beside the one that runs, others wait before the
-    layer or have passed it: most bytes are alive at the first micro-batch or at the last. The last layer runs forward
-    and backward of one, and leaves the gradient of its input."""
-    others = blueprint.pipeline.plan.microbatches - 1
+    """Returns the results of `_activations` for layer-major order.
+
+    While a layer runs one micro-batch, the others are before or after that layer. The peak is at
+    the first or at the last micro-batch. The last layer runs forward and backward of one
+    micro-batch at a time, and keeps the gradient of its input.
+    """
+    rest = blueprint.pipeline.plan.microbatches - 1
     width = blueprint.layout.policy.param_dtype.itemsize
-    kept = most = all_kept = 0  # of all micro-batches, by the layers before
-    kept_before = False  # whether the layer before keeps what it handed on
+    kept = peak = all_kept = 0  # bytes of all micro-batches in the previous layers
+    previous_keeps = False  # whether the previous layer keeps its output
     for unit, cost in enumerate(layers):
-        stays = cost.input * (cost.keeps_input or kept_before)
+        stays = cost.input * (cost.keeps_input or previous_keeps)
         passed = cost.kept + stays + cost.output
-        # for their backward, with the gradient of the output
+        # in the backward also the gradient of the output
         waiting = passed + cost.output * cost.keeps_output
         if unit == len(layers) - 1:
-            all_kept = kept + others * cost.input + cost.kept + stays
-            passed = waiting = cost.input * (1 + kept_before)
-        forward = kept + others * max(passed, cost.input) + cost.forward
+            all_kept = kept + rest * cost.input + cost.kept + stays
+            passed = waiting = cost.input * (1 + previous_keeps)
+        forward = kept + rest * max(passed, cost.input) + cost.forward
         backward = (
-            kept
-            + others * max(waiting, cost.input)
-            + cost.backward
-            + stays * (not cost.keeps_input)
+            kept + rest * max(waiting, cost.input) + cost.backward + stays * (not cost.keeps_input)
         )
-        most = max(most, forward + reductions.standing + gathered.forward * width)
-        most = max(most, backward + reductions.during[unit] + gathered.backward[unit] * width)
-        kept += (others + 1) * (cost.kept + stays)
-        kept_before = cost.keeps_output
-    return all_kept, max(most, reductions.end)
+        peak = max(peak, forward + reductions.standing + gathered.forward * width)
+        peak = max(peak, backward + reductions.during[unit] + gathered.backward[unit] * width)
+        kept += (rest + 1) * (cost.kept + stays)
+        previous_keeps = cost.keeps_output
+    return all_kept, max(peak, reductions.end)
 
 
-def _kept_elsewhere(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
-    """The most bytes of inputs that layers which are recomputed keep on a drive, or in the memory of the host."""
+def _offloaded_activations(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
+    """Returns the peak bytes of inputs of recomputed layers in host memory or on a drive."""
     return blueprint.live * sum(cost.elsewhere for chunk in chunks for cost in chunk)
 
 
 def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
-    """Counts what is gathered in a step as sent; what each chunk gathers."""
+    """Counts the traffic of a step's gathers; returns the gathers of each chunk."""
     layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
     actions = blueprint.pipeline.plan.ranks[blueprint.topology.axis("pp").index]
-    if blueprint.layer_major:  # all micro-batches are one pass
+    if blueprint.layer_major:  # one pass for all micro-batches
         actions = (Action(Kind.F, 0), Action(Kind.B, 0))
     times = Counter(
         {group: 1 for group in layout.groups if group.key.trainable and not group.sliced}
@@ -356,7 +400,7 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
     for number, chunk in enumerate(blueprint.chunks):
         units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
         reads = [
-            contract(blueprint.layers[n]).backward_reads_weights or n in blueprint.again
+            contract(blueprint.layers[n]).backward_reads_weights or n in blueprint.fully_recomputed
             for n in chunk
         ]
         found = gathering(
@@ -374,15 +418,15 @@ def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
             blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (
                 count - 1
             )
-    # after an update the pipeline ranks that share a slice complete it
+    # after an update, pipeline ranks that share a slice gather it
     for bucket in layout.buckets:
         part = torch.empty(bucket.updates, dtype=layout.policy.param_dtype, device=META)
         collectives.start_all_gather(part, bucket.group.holders)
     return chunks
 
 
-def _decoded(blueprint: Blueprint) -> int:
-    """Returns the bytes that decoding the largest encoded bucket takes besides its result."""
+def _decoding_bytes(blueprint: Blueprint) -> int:
+    """Returns the temporary bytes for decoding the largest encoded bucket."""
     sliced = [group for group in blueprint.layout.groups if group.sliced]
     codec = setup.weight_codec(blueprint.config)
     if codec == EXACT or not sliced:
@@ -392,14 +436,14 @@ def _decoded(blueprint: Blueprint) -> int:
     return message.nbytes + 2 * largest * blueprint.layout.policy.param_dtype.itemsize
 
 
-def _tiles(layout: Layout) -> int:
-    """The most bytes of tiles that are whole at once: one in use, and one on its way."""
+def _tile_bytes(layout: Layout) -> int:
+    """Returns the peak bytes of gathered tiles: one in use and one in flight."""
     tiles = sorted((group.numel for group in layout.groups if group.key.tile), reverse=True)[:2]
     return sum(tiles) * layout.policy.param_dtype.itemsize
 
 
 def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:
-    """What a unit gathers before it runs, and how many elements that is."""
+    """Returns the groups that a unit gathers before it runs, with their numbers of elements."""
     groups = [
         group
         for group in layout.groups
@@ -408,10 +452,10 @@ def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:
     return {group: group.numel for group in groups}
 
 
-def _passes_send(
+def _count_pass_traffic(
     blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]
 ) -> None:
-    """Adds what layers send, and what goes to other stages, for every micro-batch."""
+    """Adds the bytes that layers send, and the messages to other stages, for all micro-batches."""
     plan, topology = blueprint.pipeline.plan, blueprint.topology
     microbatches = plan.microbatches // plan.ways
     rank = topology.axis("pp").index
@@ -436,10 +480,15 @@ def _passes_send(
 
 
 class _Reductions:
-    """ZeRO's reducer, run with gradients that are shapes only: bytes that it needs beside the layout's storages.
+    """Temporary memory of gradient reductions, found by running ZeRO's reducer on meta.
 
-    during: while and after each unit's backward. end: at the end of a step. waiting: before that, for other stages.
-    always: in every backward, not only in the last one; then `left` stay in between.
+    Attributes:
+        always: whether every backward reduces gradients, not only the last one (ZeRO-2 and 3).
+        during: peak bytes per unit, in its backward and in its reductions.
+        kept_between: bytes kept between backwards, if `always`.
+        waiting: bytes kept while waiting for other stages at the end of a step.
+        end: peak bytes at the end of a step.
+        standing: bytes kept from step to step.
     """
 
     def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
@@ -447,12 +496,12 @@ class _Reductions:
         reducer = Reducer(layout, setup.gradient_codecs(config), whole_step=blueprint.layer_major)
         self.always = reducer.rounds
         plan = blueprint.pipeline.plan
-        self.passes = plan.microbatches // plan.ways  # of a chunk
+        self.passes = plan.microbatches // plan.ways  # per chunk
         rounds = min(self.passes, STEADY) if reducer.rounds else 1
         traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
-        staged = [drive.take() for drive in layout.policy.drives]  # counted with the drives
+        staged = [drive.take() for drive in layout.policy.drives]  # counted by `_constant_bytes`
         with Watch([*storages(layout, states), *staged]) as watch:
-            # buffers stay from step to step
+            # a second step reuses the buffers of the first
             for _ in range(2 if layout.policy.slices_gradients and rounds < STEADY else 1):
                 traffic.clear()
                 traffic.update(before)
@@ -460,7 +509,7 @@ class _Reductions:
             self.standing = watch.bytes()  # from step to step
 
     def _step(self, blueprint: Blueprint, reducer: Reducer, rounds: int, watch: Watch) -> None:
-        """Runs a step of so many rounds; the rounds that are not run are as the last one is."""
+        """Runs a step with `rounds` backwards; further ones count like the last one."""
         traffic = blueprint.topology.traffic
         reducer.begin(rounds)
         self.during: dict[int, int] = {}
@@ -472,7 +521,7 @@ class _Reductions:
                 self._backward(reducer, blueprint.layout, range(first, last), watch)
                 reducer.pass_ended(chunk)
                 last = first
-        self.left = watch.begin()
+        self.kept_between = watch.begin()
         for label in traffic if self.always else ():
             traffic[label] += (traffic[label] - before[label]) * (self.passes - rounds)
         asynchronous = blueprint.pipeline.plan.asynchronous
@@ -482,7 +531,7 @@ class _Reductions:
         self.end = watch.most
 
     def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:
-        """Every parameter of some units gets its gradients."""
+        """Adds a gradient for every use of a parameter in these units, in reverse order."""
         found = torch.empty((), dtype=layout.policy.grad_dtype, device=META)
         for unit in reversed(units):
             watch.begin()

@@ -1,7 +1,7 @@
-"""What a configured run will take, before any tensor moves: who stands where, bytes per rank, bubble, traffic.
+"""Forecast of a run before any tensor is allocated: ranks, bytes per rank, bubble and traffic.
 
 forecast = Forecast.of(config, world_size)      # config: resolved
-print(forecast.text())                          # what a run prints at its start, and --dry-run prints only
+print(forecast.text())                          # printed at the start of a run and by --dry-run
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from threed.config import Config
 from threed.device import name as device_name
 from threed.footprint import footprint, order_facts, trace, with_order
 from threed.layer_times import division as divided
-from threed.layer_times import fullest, held_by, layer_times
+from threed.layer_times import layer_times, max_over_ranks, trace_layer_bytes
 from threed.layers import Slicing
 from threed.models import Model, options_of
 from threed.monitor.meter import peak_tflops
@@ -33,17 +33,23 @@ from threed.topology import Topology, default_device
 from threed.zero.setup import state_names
 
 GIB = 2**30
-# share of a device's peak that compute is assumed to reach; Megatron-LM reached 44 to 52 % of an A100's with messages
-# and bubbles (arXiv 2104.04473, table 1)
+# Share of a device's peak that compute is assumed to reach. Megatron-LM reached 44 to 52 % of an
+# A100's peak, with messages and bubbles (arXiv 2104.04473, table 1).
 EFFICIENCY = 0.5
-_VERSIONS = "a second one of the parameters, and a copy of the slices of gradients; updates are one step late"
+_VERSIONS = "two of the parameters, and a copy of the gradient slices; updates are one step late"
 
 
 @dataclass(frozen=True)
 class RankForecast:
-    """A rank's layers, and the bytes it will hold: parameters, gradients, optimizer, activations, buffers, peak.
+    """The forecast of one rank.
 
-    sends: bytes it sends in a step over tp, pp, dp and cp.
+    Attributes:
+        rank: global rank.
+        label: its coordinates, such as 'pp0 dp1'.
+        layers: layer numbers, per chunk.
+        bytes: bytes by kind: parameters, gradients, optimizer, activations, buffers, their sum
+            `peak`, and others; see `Footprint`.
+        sends: bytes sent per step over tp, pp, dp and cp.
     """
 
     rank: int
@@ -55,13 +61,25 @@ class RankForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """A prediction for a run and for each of its ranks.
+    """The forecast of a run.
 
-    bubble: of the pipeline rank with the longest time from its first to its last action, the share in which it does not
-    compute (arXiv 2401.10241). idle: mean over pipeline ranks of the share of the step in which they do not compute.
-    ways: ranks of the pipeline that hold every stage. step_flops: FLOPs of one device in the time
-    of a step's forwards and backwards as simulated, waits included; None if they are not known.
-    measured_s: that time in seconds, by measured times of layers. device: the name of a GPU here.
+    Attributes:
+        config: the resolved configuration.
+        model: name of the model.
+        sizes: number of ranks per axis.
+        parameters: number of parameters of the model.
+        microbatches: number of micro-batches per step and data rank.
+        bubble: idle share of the pipeline rank with the longest time from its first to its last
+            action (arXiv 2401.10241).
+        idle: idle share of the step, mean over pipeline ranks.
+        flops_per_token: FLOPs of forward and backward.
+        ranks: forecast of each rank.
+        division: the partition by measured times, if configured.
+        ways: number of pipeline ranks with a replica of each stage.
+        step_flops: FLOPs that one device could execute in the simulated time of a step's forwards
+            and backwards, idle time included; None if FLOPs are not known.
+        measured_s: simulated time in seconds, from measured times of layers; None without them.
+        device: name of this machine's GPU.
     """
 
     config: Config
@@ -84,56 +102,64 @@ class Forecast:
         cls, config: Config, world: int, build: Callable[[Slicing], Model] | None = None,
         division: Division | None = None,
     ) -> Forecast:  # fmt: skip
-        """The forecast for a resolved configuration in a world of `world` ranks; ValueError when it cannot be cut.
+        """Returns the forecast of a configuration.
 
-        build: makes a model of one's own, built from `threed.layers`, for a slicing; by default what `config.model` is.
-        division: the engine's cut by measured times; by default layers are timed here, if they are to be.
+        Args:
+            config: the resolved configuration.
+            world: number of ranks.
+            build: builds a custom model of `threed.layers` for a slicing; by default the model of
+                `config.model`.
+            division: the engine's partition by measured times; by default layers are measured here,
+                if the configuration partitions by measured times.
+
+        Raises:
+            ValueError: if the model cannot be partitioned.
         """
-        own = build is not None
+        custom = build is not None
         build = build or (lambda slicing: models.build(config.model, slicing))
         p = config.parallel
         grid = Grid.of(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
-        # columns that hold parameters of the same shapes count as one
-        alike: dict[object, _Column] = {}
+        # columns with the same parameter shapes share a forecast
+        unique: dict[object, _Column] = {}
         columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
-        columns = [alike.setdefault(column.shapes, column) for column in columns]
+        columns = [unique.setdefault(column.shapes, column) for column in columns]
         config = with_order(
             config, lambda: [order_facts(config, c.layers, c.costs) for c in set(columns)]
         )
         for column in columns:
             column.config = config
-        whole = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
+        unsharded = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
         flops = [sum(costs) for costs in zip(*(column.flops for column in columns), strict=True)]
-        whole_layers = division is None and grid.tp > 1
+        unsharded_times = division is None and grid.tp > 1
         if division is None and p.partition == "measured" and grid.pp > 1:
-            division = _divide(list(alike.values()), flops, build)
+            division = _divide(list(unique.values()), flops, build)
         pipeline = columns[0].pipeline(flops, division)
-        drawn = {
+        blueprints = {
             column: [column.blueprint(stage, pipeline) for stage in range(grid.pp)]
-            for column in alike.values()
+            for column in unique.values()
         }
-        held = {
+        footprints = {
             column: [footprint(one, column.costs) for one in stages]
-            for column, stages in drawn.items()
+            for column, stages in blueprints.items()
         }
         ranks = []
         for rank in range(world):
-            place = grid.coordinates(rank)
-            found = held[columns[place["tp"]]][place["pp"]]
-            layers = pipeline.cut.chunks(place["pp"])
-            ranks.append(RankForecast(rank, grid.label(rank), layers, found.bytes, found.sends))
+            position = grid.coordinates(rank)
+            sizes = footprints[columns[position["tp"]]][position["pp"]]
+            layers = pipeline.cut.chunks(position["pp"])
+            ranks.append(RankForecast(rank, grid.label(rank), layers, sizes.bytes, sizes.sends))
         costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
         timeline = schedules.simulate(pipeline.plan, costs)
-        # not what the model says it costs, in a unit of its own
-        counted = sum(3.0 * cost.flops for cost in whole.costs)
+        # traced FLOPs, not a model's custom costs, which may have another unit
+        counted = sum(3.0 * cost.flops for cost in unsharded.costs)
         per_token = counted / (config.train.micro_batch * config.model.seq)
-        name = type(whole.model).__name__ if own else config.model.arch
-        own_costs = options_of(whole.model).costs is not None
+        name = type(unsharded.model).__name__ if custom else config.model.arch
+        custom_costs = options_of(unsharded.model).costs is not None
         return cls(
-            config, name, grid.sizes, whole.parameters, pipeline.plan.microbatches, timeline.bubble,
+            config, name, grid.sizes, unsharded.parameters, pipeline.plan.microbatches, timeline.bubble,
             fmean(schedules.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
-            step_flops=None if division or own_costs else timeline.makespan / grid.tp,
-            measured_s=timeline.makespan if division and not whole_layers else None,
+            step_flops=None if division or custom_costs else timeline.makespan / grid.tp,
+            measured_s=timeline.makespan if division and not unsharded_times else None,
             device=device_name(default_device()),
         )  # fmt: skip
 
@@ -141,9 +167,9 @@ class Forecast:
     def seconds(self) -> float | None:
         """Predicted seconds of a step's forwards and backwards; None if they are not known.
 
-        With `--parallel.partition measured` they follow from the measured times of layers.
-        Otherwise they are `step_seconds` of this machine's GPU, if its peak is known
-        (`monitor.meter`); messages are not counted, as the speed of links is not known.
+        With `--parallel.partition measured` they follow from measured times of layers. Otherwise
+        they are `step_seconds` of this machine's GPU, if its peak is known (`monitor.meter`).
+        Messages are not included, because the bandwidth of links is not known.
         """
         if self.division is not None:
             return self.measured_s
@@ -153,27 +179,30 @@ class Forecast:
     def step_seconds(
         self, tflops: float, gb_per_s: float | None = None, efficiency: float = EFFICIENCY
     ) -> float:
-        """Returns the seconds of a step on given devices: FLOPs / (peak × efficiency) + bytes /
-        bandwidth.
+        """Returns seconds per step: FLOPs / (peak × efficiency) + bytes / bandwidth.
 
-        Every stage takes time by its FLOPs, in the simulated schedule. Messages are those of the
-        rank that sends most, and none of them overlaps with compute. Updates are not counted.
+        Stages take time in proportion to their FLOPs, in the simulated schedule. Messages are those
+        of the rank that sends most, without overlap with compute. Updates are not included.
 
         Args:
-            tflops: the peak of a device.
-            gb_per_s: what a device sends in a second; by default messages take no time.
+            tflops: peak of a device in TFLOP/s.
+            gb_per_s: bandwidth of a device in GB/s; by default messages take no time.
+            efficiency: share of the peak that compute reaches.
 
         Raises:
-            ValueError: the FLOPs are not known, as the model counts costs in a unit of its own.
+            ValueError: if FLOPs are not known, because the model has custom costs or measured
+                times.
         """
         if self.step_flops is None:
-            raise ValueError("FLOPs of a step are not known: layers have measured times or costs")
+            raise ValueError(
+                "FLOPs of a step are not known: layers have measured times or custom costs"
+            )
         sent = max(sum(rank.sends.values()) for rank in self.ranks)
         messages = 0.0 if gb_per_s is None else sent / (gb_per_s * 1e9)
         return self.step_flops / (tflops * 1e12 * efficiency) + messages
 
     def text(self) -> str:
-        """Returns the forecast as text: one line per fact, and one per set of ranks that hold the same."""
+        """Returns the forecast as text: one line per fact, one line per group of equal ranks."""
         c, train = self.config, self.config.train
         grid = (
             " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1)
@@ -196,7 +225,7 @@ class Forecast:
                 else []
             ),
             f"ranks      {grid}",
-            f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches a data rank",
+            f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches per data rank",
             *([f"time       {self._time_text(self.seconds)}"] if self.seconds else []),
             f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
             *([f"partition  {self.division.text()}"] if self.division else []),
@@ -206,7 +235,7 @@ class Forecast:
             ),
             *([f"order      {_order_text(self.microbatches)}"] if c.zero.order == "layer" else []),
             *([f"recompute  {_recompute_text(c)}"] if c.recompute.mode != "none" else []),
-            *([f"traffic    up to {sent} GiB sent by a rank in a step"] if sent else []),
+            *([f"traffic    up to {sent} GiB sent per rank and step"] if sent else []),
             *_lines(self.ranks),
         ]
         return "\n".join(lines)
@@ -220,25 +249,25 @@ class Forecast:
 
 
 def _lines(ranks: Sequence[RankForecast]) -> list[str]:
-    """Returns one line per set of ranks with the same layers and displayed sizes, in the order of their first ranks."""
-    alike: dict[str, list[RankForecast]] = {}
+    """Returns one line per group of ranks with equal layers and sizes, in order of first ranks."""
+    groups: dict[str, list[RankForecast]] = {}
     for rank in ranks:
-        alike.setdefault(_holds(rank), []).append(rank)
-    heads = [_head(same) for same in alike.values()]
+        groups.setdefault(_sizes_text(rank), []).append(rank)
+    heads = [_ranks_text(same) for same in groups.values()]
     width = max(map(len, heads))
-    return [f"  {head:<{width}}  {holds}" for head, holds in zip(heads, alike, strict=True)]
+    return [f"  {head:<{width}}  {holds}" for head, holds in zip(heads, groups, strict=True)]
 
 
-def _head(same: Sequence[RankForecast]) -> str:
-    """Returns the first and last of these ranks with their coordinates, and their number if others lie between."""
+def _ranks_text(same: Sequence[RankForecast]) -> str:
+    """Returns a group's first and last rank, and its size if other ranks are in between."""
     first, last, count = same[0], same[-1], len(same)
     if count == 1:
         return f"rank {first.rank}  {first.label}"
-    some = f" ({count} of them)" if last.rank - first.rank >= count else ""
+    some = f" ({count} ranks)" if last.rank - first.rank >= count else ""
     return f"rank {first.rank} – rank {last.rank}{some}  {first.label} – {last.label}"
 
 
-def _holds(rank: RankForecast) -> str:
+def _sizes_text(rank: RankForecast) -> str:
     """Returns the layers and sizes of a rank as text."""
     device = [
         f"{name} {_gib(size)}"
@@ -251,19 +280,19 @@ def _holds(rank: RankForecast) -> str:
 
 
 def _gib(size: float) -> str:
-    """Returns a size as a number of GiB, with more digits if it is small."""
+    """Returns bytes as a number of GiB; small numbers have more digits."""
     gib = size / GIB
     return f"{gib:.1f}" if gib >= 10 else f"{gib:.2f}" if gib >= 1 else f"{gib:.4f}"
 
 
 def _widths(config: Config) -> tuple[int, int]:
-    """Bytes of a parameter and of a gradient."""
+    """Returns the bytes per parameter and per gradient."""
     grads = config.precision.grad_dtype or "fp32"
     return dtype(config.precision.dtype).itemsize, dtype(grads).itemsize
 
 
 class _Column:
-    """The ranks of one place on the tensor axis: their model, and the costs of its layers."""
+    """The ranks with one tensor-parallel index: their model and the costs of its layers."""
 
     def __init__(
         self, config: Config, grid: Grid, build: Callable[[Slicing], Model], number: int
@@ -281,51 +310,58 @@ class _Column:
 
     @functools.cached_property
     def costs(self) -> list[LayerCost]:
-        """Of every layer of the model, to a rank of this column."""
+        """The traced costs of all layers of the model, on a rank of this column."""
         recomputed = recomputed_layers(self.config, self.layers)
         return trace(self.model, self.layers, self.config, self.topology, recomputed)
 
     @property
     def flops(self) -> list[float]:
-        """Of every layer, forward and backward: a backward is twice a forward."""
-        own = options_of(self.model).costs
+        """FLOPs of all layers, forward and backward; a backward counts as two forwards."""
+        custom_costs = options_of(self.model).costs
         return (
             [3.0 * cost.flops for cost in self.costs]
-            if own is None
-            else list(own(self.config.train.micro_batch))
+            if custom_costs is None
+            else list(custom_costs(self.config.train.micro_batch))
         )
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters that this column holds."""
+        """Number of elements of all parameters of this column."""
         found = {
             spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()
         }
         return sum(found.values())
 
     def pipeline(self, flops: Sequence[float], division: Division | None) -> Pipeline:
-        """The stages and the plan, which are those of all columns. division: the cut, if that is by measured times."""
+        """Returns the stages and the plan, which are the same for all columns.
+
+        Args:
+            flops: FLOPs of the layers, summed over columns.
+            division: the partition by measured times, or None.
+        """
         return Pipeline.of(
             self.layers, self.topology, self.config, lambda: flops, lambda _: cast(Division, division)
         )  # fmt: skip
 
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
-        """Returns the times of stages, proportional to their FLOPs."""
+        """Returns the times of stages, in proportion to their FLOPs."""
         again = whole_again(self.config, self.layers)
         return stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
 
     def blueprint(self, stage: int, pipeline: Pipeline) -> Blueprint:
-        """What the first rank of a stage in this column holds."""
-        place = {**dict.fromkeys(AXES, 0), "pp": stage, "tp": self.number}
-        topology = Topology.drawn(self.grid, self.grid.rank_of(place))
+        """Returns the blueprint of the first rank of a stage in this column."""
+        position = {**dict.fromkeys(AXES, 0), "pp": stage, "tp": self.number}
+        topology = Topology.drawn(self.grid, self.grid.rank_of(position))
         return Blueprint.draw(self.model, self.layers, topology, self.config, pipeline)
 
 
 def _divide(
     columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]
 ) -> Division:
-    """Returns the cut by times that are measured here, of layers that are whole: there are no other
-    tensor ranks."""
+    """Returns the partition by measured times. Times are measured here, on unsharded layers.
+
+    Other tensor ranks do not exist here, so sharded layers cannot run.
+    """
     first, device = columns[0], default_device()
     config, plan = first.config, step_plan(first.config, first.topology.dp)
     alone = Topology.drawn(Grid(), 0)
@@ -333,26 +369,29 @@ def _divide(
     layers = model.layers()
     times = layer_times(model, layers, config, alone, device)
 
-    def held() -> list[LayerBytes]:
-        return fullest(
-            [held_by(c.model, c.layers, config, c.topology, device, plan.ways) for c in columns]
+    def layer_sizes() -> list[LayerBytes]:
+        return max_over_ranks(
+            [
+                trace_layer_bytes(c.model, c.layers, config, c.topology, device, plan.ways)
+                for c in columns
+            ]
         )
 
-    division = divided(plan, first.layers, times, flops, held, config, device)
+    division = divided(plan, first.layers, times, flops, layer_sizes, config, device)
     if first.grid.tp == 1:
         return division
-    notice = f"times of whole layers, not of 1/{first.grid.tp} of them"
+    notice = f"times of unsharded layers, not of 1/{first.grid.tp} of each"
     return replace(division, notices=(notice, *division.notices))
 
 
 def _order_text(microbatches: int) -> str:
-    """What layer by layer means."""
-    gathered = "parameters are gathered and gradients reduced once a pass"
-    return f"each layer runs all {microbatches} micro-batches: {gathered}; all of them keep their activations"
+    """Returns a description of layer-major order."""
+    gathered = "parameters are gathered and gradients reduced once per pass"
+    return f"each layer runs all {microbatches} micro-batches: {gathered}; activations of all of them are kept"
 
 
 def _ways_text(config: Config, ways: int) -> str:
-    """What it means that several ranks hold a stage, if they do."""
+    """Returns a description of stages that several ranks hold; empty if each has one rank."""
     zero = config.zero
     shared = "share" if zero.offload_optimizer == zero.offload_params == "none" else "each keep"
     return (
@@ -361,7 +400,7 @@ def _ways_text(config: Config, ways: int) -> str:
 
 
 def _recompute_text(config: Config) -> str:
-    """What is kept, and where."""
+    """Returns which activations are kept, and where."""
     r, sliced = config.recompute, config.parallel.sequence and config.parallel.tp > 1
     layers = "each block" if r.every == 1 else f"one block in {r.every}"
     if r.mode == "selective":
@@ -372,7 +411,7 @@ def _recompute_text(config: Config) -> str:
     if r.offload == "cpu":
         parts.append(
             "in host memory"
-            + ("" if default_device().type == "cuda" else " (where it is anyway: there is no GPU)")
+            + ("" if default_device().type == "cuda" else " (no effect without a GPU)")
         )
     elif r.offload == "nvme":
         parts.append(f"in {config.zero.nvme_path}")
@@ -380,5 +419,5 @@ def _recompute_text(config: Config) -> str:
 
 
 def checkpoint_bytes(parameters: int, name: str) -> int:
-    """Bytes of a checkpoint: masters and two moments of every parameter."""
+    """Returns the bytes of a checkpoint: master weights and two moments of every parameter."""
     return 3 * parameters * max(dtype(name).itemsize, 4)

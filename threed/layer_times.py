@@ -1,9 +1,9 @@
-"""The measured times and the bytes of a model's layers: what `--parallel.partition measured` cuts by.
+"""Measured times and memory of a model's layers, for `--parallel.partition measured`.
 
-    times = layer_times(model, layers, config, topology)        collective: the same on every rank
-    division(plan, layers, times, ...).ranges                   the layers of each stage
+    times = layer_times(model, layers, config, topology)        # collective; the same on every rank
+    division(plan, layers, times, ...).ranges                   # layers of each stage
 
-Every rank measures all layers at once, under the load that a step will have, and all take the
+All ranks measure all layers at the same time, under the load of a training step. The result is the
 median over ranks.
 """
 
@@ -53,18 +53,22 @@ def layer_times(
     topology: Topology,
     device: torch.device | None = None,
 ) -> list[LayerTimes]:
-    """Returns the times of every layer, measured here; the same on every rank. Collective.
+    """Returns the measured times of every layer; the same on every rank. Collective.
 
     Args:
-        device: where to measure; by default the topology's.
+        model: the model.
+        layers: all layers of the model.
+        config: the resolved configuration.
+        topology: the ranks.
+        device: device to measure on; by default the topology's.
 
     Raises:
-        RuntimeError: a layer cannot be run alone.
+        RuntimeError: if a layer cannot run on its own.
     """
     world = topology.axis("world")
     collectives.barrier(world)
-    mine = _measure(model, layers, config, topology, device or topology.device)
-    everyone = collectives.exchange(mine, world)
+    own = _measure(model, layers, config, topology, device or topology.device)
+    everyone = collectives.exchange(own, world)
     return [
         LayerTimes(*(statistics.median(values) for values in zip(*layer, strict=True)))
         for layer in zip(*everyone, strict=True)
@@ -74,7 +78,7 @@ def layer_times(
 def _measure(
     model: Model, layers: list[nn.Module], config: Config, topology: Topology, device: torch.device
 ) -> list[LayerTimes]:
-    """The times on this rank; what layers send meanwhile is not counted."""
+    """Returns the times on this rank. The traffic of the measured layers is not counted."""
     before, precision = Counter(topology.traffic), config.precision
     numbers = activation_checkpointing.recomputed_layers(config, layers)
     timer = Timer(
@@ -98,58 +102,75 @@ def cut_by_times(
     costs: Callable[[], Sequence[float]],
     plan: Plan,
 ) -> Division:
-    """Cuts a model by times measured here. Collective.
+    """Partitions a model by times measured here. Collective.
 
     Args:
-        costs: returns FLOPs of the layers, to compare with; without them if layers cannot be traced.
+        model: the model.
+        layers: all layers of the model.
+        config: the resolved configuration.
+        topology: the ranks.
+        costs: returns the FLOPs of the layers, for comparison; omitted if layers cannot be traced.
+        plan: the plan of a step.
+
+    Raises:
+        RuntimeError: if a layer cannot run on its own.
+        ValueError: if no partition fits the memory limit.
     """
 
-    def held() -> list[LayerBytes]:
-        mine = held_by(model, layers, config, topology, topology.device, plan.ways)
-        return fullest(collectives.exchange(mine, topology.axis("tp")))
+    def layer_sizes() -> list[LayerBytes]:
+        own = trace_layer_bytes(model, layers, config, topology, topology.device, plan.ways)
+        return max_over_ranks(collectives.exchange(own, topology.axis("tp")))
 
     times, flops = layer_times(model, layers, config, topology), None
     with contextlib.suppress(TraceError):
         flops = costs()
-    return division(plan, layers, times, flops, held, config, topology.device)
+    return division(plan, layers, times, flops, layer_sizes, config, topology.device)
 
 
 def division(
     plan: Plan, layers: Sequence[nn.Module], times: Sequence[LayerTimes], flops: Sequence[float] | None,
-    held: Callable[[], Sequence[LayerBytes]], config: Config, device: torch.device,
+    layer_sizes: Callable[[], Sequence[LayerBytes]], config: Config, device: torch.device,
 ) -> Division:  # fmt: skip
-    """Cuts a model by its layers' times. A schedule that plans by times is planned by them.
+    """Partitions a model by its layers' times, and plans the step by them if the schedule allows.
 
-    The limit of memory is the configuration's, else a GPU's memory, which is no reason to refuse a
-    run.
+    The memory limit is the configured one. Without it the limit is the memory of the GPU; if no
+    partition fits that one, the result has a notice instead.
 
     Args:
-        flops: FLOPs of the layers, if known, to compare with a balanced cut.
-        held: returns bytes of the layers, on the fullest rank.
+        plan: the plan of a step with equal times.
+        layers: all layers of the model.
+        times: times of every layer.
+        flops: FLOPs of the layers, for comparison with a balanced partition; None if not known.
+        layer_sizes: returns the bytes of the layers, the largest over tensor ranks.
+        config: the resolved configuration.
+        device: device of the stages.
 
     Raises:
-        ValueError: no cut fits.
+        ValueError: if no partition fits the configured limit.
     """
-    asked, cut = config.parallel.memory_limit_gib, _cutter(plan, layers, times, flops, config)
-    limit = asked * GIB if asked else memory_bytes(device)
+    configured, divide_within = (
+        config.parallel.memory_limit_gib,
+        _divider(plan, layers, times, flops, config),
+    )
+    limit = configured * GIB if configured else memory_bytes(device)
     if limit is None:
-        return cut(None, None)
+        return divide_within(None, None)
     try:
-        return cut(held(), limit)
+        return divide_within(layer_sizes(), limit)
     except ValueError as error:
-        if asked:
-            raise ValueError(f"--parallel.memory-limit-gib {asked:g}: {error}") from None
-        return replace(cut(None, None), notices=(str(error),))
+        if configured:
+            raise ValueError(f"--parallel.memory-limit-gib {configured:g}: {error}") from None
+        return replace(divide_within(None, None), notices=(str(error),))
 
 
-def _cutter(
+def _divider(
     plan: Plan,
     layers: Sequence[nn.Module],
     times: Sequence[LayerTimes],
     flops: Sequence[float] | None,
     config: Config,
 ) -> Callable[[Sequence[LayerBytes] | None, float | None], Division]:
-    """What cuts, given bytes of the layers and the limit of a rank."""
+    """Returns a function from the layers' bytes and a rank's limit to the partition."""
     name, stages = config.parallel.schedule, plan.total_stages
 
     def planner(costs: Costs | None, limit: float | None) -> Plan:
@@ -157,16 +178,16 @@ def _cutter(
             return plan
         return schedules.build(name, plan.stages, plan.microbatches, plan.chunks, costs, limit)
 
-    others = {"uniform": (uniform(len(layers), stages), plan)}
+    baselines = {"uniform": (uniform(len(layers), stages), plan)}
     if flops is not None:
         again = activation_checkpointing.whole_again(config, layers)
         cut = balanced(activation_checkpointing.with_recompute(flops, again), stages)
         costs = stage_costs(times_by_flops(flops, again), cut)
-        others["balanced"] = cut, planner(costs, None)
-    return partial(divide, times, planner, others)
+        baselines["balanced"] = cut, planner(costs, None)
+    return partial(divide, times, planner, baselines)
 
 
-def held_by(
+def trace_layer_bytes(
     model: Model,
     layers: list[nn.Module],
     config: Config,
@@ -174,14 +195,26 @@ def held_by(
     device: torch.device,
     ways: int = 1,
 ) -> list[LayerBytes]:
-    """Bytes of every layer on this rank, if it held it. Raises TraceError naming a layer that cannot be traced."""
+    """Returns the bytes that every layer takes on a rank, by tracing.
+
+    Args:
+        model: the model.
+        layers: all layers of the model.
+        config: the resolved configuration.
+        topology: the ranks.
+        device: device of the stages.
+        ways: number of ranks with a replica of each layer.
+
+    Raises:
+        TraceError: if a layer cannot be traced; names it.
+    """
     recomputed = activation_checkpointing.recomputed_layers(config, layers)
     costs = trace(model, layers, config, topology, recomputed)
     return layer_bytes(costs, layers, config, topology.dp, device, ways)
 
 
-def fullest(ranks: Sequence[Sequence[LayerBytes]]) -> list[LayerBytes]:
-    """The most of several tensor ranks, layer by layer."""
+def max_over_ranks(ranks: Sequence[Sequence[LayerBytes]]) -> list[LayerBytes]:
+    """Returns the largest bytes over several tensor ranks, per layer."""
     return [
         LayerBytes(*(max(parts) for parts in zip(*layer, strict=True)))
         for layer in zip(*ranks, strict=True)
@@ -192,28 +225,35 @@ def layer_bytes(
     costs: Sequence[LayerCost], layers: Sequence[nn.Module], config: Config, dp: int, device: torch.device,
     ways: int = 1,
 ) -> list[LayerBytes]:  # fmt: skip
-    """States, activations of a micro-batch, and what a layer needs beside them while it runs, on one rank.
+    """Returns bytes of every layer on one rank: states, activations and temporary memory.
 
-    costs: as traced. ways: ranks that hold each layer, and share its optimizer states. What is kept elsewhere than on
-    the device is not counted, nor are buffers.
+    Offloaded data and module buffers are not included.
+
+    Args:
+        costs: traced costs of the layers.
+        layers: all layers of the model.
+        config: the resolved configuration.
+        dp: number of data-parallel ranks.
+        device: device of the stages.
+        ways: number of ranks with a replica of each layer; they share its optimizer states.
     """
     size = config.zero.shard_size
     shards = dp if size == "all" else int(size)
     width, each = dtype(config.precision.dtype).itemsize, _state_bytes(config, shards, device, ways)
-    found, handed_on = [], False
+    found, previous_keeps = [], False
     for cost, layer in zip(costs, layers, strict=True):
         params = list(layer.parameters())
         states = sum(param.numel() * (each if param.requires_grad else width) for param in params)
-        kept = cost.kept + cost.input * (cost.keeps_input or handed_on)
+        kept = cost.kept + cost.input * (cost.keeps_input or previous_keeps)
         found.append(
             LayerBytes(math.ceil(states), kept, max(0, max(cost.forward, cost.backward) - kept))
         )
-        handed_on = cost.keeps_output
+        previous_keeps = cost.keeps_output
     return found
 
 
 def _state_bytes(config: Config, shards: int, device: torch.device, ways: int) -> float:
-    """Bytes of a trained parameter's states on the device."""
+    """Returns the bytes of states on the device per element of a trained parameter."""
     zero, width = config.zero, dtype(config.precision.dtype).itemsize
     grad, slices = (
         dtype(config.precision.grad_dtype or "fp32").itemsize,

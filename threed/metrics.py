@@ -1,4 +1,4 @@
-"""What a step found out: numbers on the device, which become numbers of Python when they are read."""
+"""Metrics of a step: tensors on the device, converted to Python numbers when they are read."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from threed.zero.update import Update
 class DataError(ValueError):
     """Raised for invalid data in a batch, such as token ids beyond the vocabulary.
 
-    The batch's step was skipped. The error is raised when metrics of that step or of a later one are read, or when the
-    state is saved.
+    The step of that batch was skipped. The error is raised when metrics of that step or of a later
+    one are read, or when a checkpoint is saved.
     """
 
 
 class BadStepsError(RuntimeError):
-    """Too many steps in a row were skipped: raised when metrics are read, on every rank alike."""
+    """Raised on every rank, when metrics are read, if too many consecutive steps were skipped."""
 
 
 class Faults:
-    """Collects errors in the data of steps, on the device, until metrics are read or the state is saved.
+    """Counts errors in the data of steps, on the device, until metrics are read or a save begins.
 
     Args:
-        flags: of all layers, the same on every rank.
-        device: of the layers.
-        warns: whether this rank gives the warnings for flags with `error` false.
+        flags: the flags of all layers, the same list on every rank.
+        device: device of the layers.
+        warns: whether this rank issues the warnings for flags with `error=False`.
     """
 
     def __init__(self, flags: Sequence[Flag], device: torch.device, warns: bool) -> None:
         self.flags, self.warns = tuple(flags), warns
         self._count = torch.zeros(len(flags), dtype=torch.float64, device=device)
-        self._told = [0.0] * len(flags)
-        self._raised: dict[int, str] = {}  # by step, so that every property of its metrics raises
+        self._reported = [0.0] * len(flags)
+        self._raised: dict[int, str] = {}  # messages by step: every property of its metrics raises
 
     def clear(self) -> None:
-        """Clears the records of all flags."""
+        """Resets all flags."""
         for flag in self.flags:
             flag.swap(None)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Clears the flags for the block, and restores the records of a step in progress after it."""
+        """Context manager: clears the flags; restores those of the step in progress after."""
         kept = [flag.swap(None) for flag in self.flags]
         try:
             yield
@@ -59,16 +59,32 @@ class Faults:
                 flag.swap(found)
 
     def appended_to(self, loss: Tensor) -> Tensor:
-        """Takes the flags and returns them behind the loss [1], fp64 [1 + number of flags], for one sum over ranks."""
+        """Resets the flags and returns them appended to the loss, for one reduction over ranks.
+
+        Args:
+            loss: fp64 [1].
+
+        Returns:
+            fp64 [1 + number of flags].
+        """
         return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
 
     def add(self, found: Tensor) -> Tensor:
-        """Counts the flags of a step, summed over all ranks [number of flags]; returns the counts so far."""
+        """Adds the flags of a step to the counts; returns a copy of the counts.
+
+        Args:
+            found: fp64 [number of flags], summed over all ranks.
+        """
         self._count += found
         return self._count.clone()
 
     def raise_new(self, step: int, counts: Tensor) -> None:
-        """Raises DataError for errors up to this step that were not raised before; warns of other flags."""
+        """Raises DataError for errors up to `step` that were not raised yet; warns of other flags.
+
+        Args:
+            step: number of the step.
+            counts: the counts after that step, fp64 [number of flags].
+        """
         if what := self._new(counts):
             self._raised[step] = (
                 f"up to step {step}, since metrics were last read: {', '.join(what)}"
@@ -77,8 +93,13 @@ class Faults:
             raise DataError(self._raised[step])
 
     def raise_before_save(self, step: int, counts: Tensor, everyone: Axis) -> None:
-        """Raises DataError on every rank if some rank has not yet raised an error of a step up to this one. Collective
-        over `everyone`."""
+        """Raises DataError on every rank if a rank has unreported errors up to `step`. Collective.
+
+        Args:
+            step: number of the last step.
+            counts: the counts after that step, fp64 [number of flags].
+            everyone: the axis of all ranks.
+        """
         everywhere = collectives.exchange(self._new(counts), everyone)
         if what := dict.fromkeys(check for rank in everywhere for check in rank):
             raise DataError(
@@ -87,10 +108,14 @@ class Faults:
             )
 
     def _new(self, counts: Tensor) -> list[str]:
-        """Returns the errors that were not counted before; warns of other new flags."""
+        """Returns errors with increased counts; warns of other flags with increased counts."""
         now = counts.tolist()
-        new = [flag for flag, n, told in zip(self.flags, now, self._told, strict=True) if n > told]
-        self._told = [max(both) for both in zip(now, self._told, strict=True)]
+        new = [
+            flag
+            for flag, n, reported in zip(self.flags, now, self._reported, strict=True)
+            if n > reported
+        ]
+        self._reported = [max(both) for both in zip(now, self._reported, strict=True)]
         for flag in new:
             if self.warns and not flag.error:
                 warnings.warn(f"a step was skipped: {flag.what}", stacklevel=5)
@@ -98,7 +123,11 @@ class Faults:
 
 
 def loss_of(sums: Tensor) -> Tensor:
-    """Returns the loss from sums over all ranks [1 + number of flags]; NaN if a flag is set."""
+    """Returns the loss, a scalar tensor; NaN if a flag is set.
+
+    Args:
+        sums: fp64 [1 + number of flags], summed over all ranks.
+    """
     return torch.where(sums[1:].any(), torch.nan, sums[0])
 
 
@@ -116,14 +145,14 @@ class Numbers:
 
 
 class Later:
-    """The numbers of a step, computed at the first call.
+    """The results of a step, computed at the first call.
 
     Args:
-        update: returns the results of the step's update; called once, and released.
+        update: returns the results of the step's update; called once, then released.
         faults: counts the flags of the step.
 
     Attributes:
-        found: the numbers, None before the first call.
+        found: the results; None before the first call.
     """
 
     def __init__(self, update: Callable[[], Update], faults: Faults) -> None:
@@ -141,11 +170,21 @@ class Later:
 
 @dataclass(frozen=True, eq=False)
 class StepMetrics:
-    """What one step found out; reading a property waits for the device, and raises DataError where data were wrong, and
-    BadStepsError where `max_bad_steps` in a row were skipped.
+    """The metrics of one optimizer step.
 
-    tokens: of the global batch. seconds: host time of the step's phases (fwd_bwd_s, dp_comm_s: what of the gradient
-    reduction was left to wait for, optim_s). After an optimistic update reading waits for the other ranks too.
+    Reading a property waits for the device. After an optimistic update it also waits for the other
+    ranks. `loss` and `grad_norm` raise errors of this step or earlier ones.
+
+    Attributes:
+        step: number of the step, from 1.
+        tokens: number of tokens of the global batch.
+        seconds: host time by phase: 'fwd_bwd_s' (forwards and backwards), 'dp_comm_s' (waiting for
+            gradient reductions after the last backward), 'optim_s' (update).
+        max_bad_steps: number of consecutive skipped steps at which reading raises; 0 for no limit.
+
+    Raises:
+        DataError: if the data of this step or of an earlier one were invalid.
+        BadStepsError: if `max_bad_steps` consecutive steps were skipped.
     """
 
     step: int
@@ -156,7 +195,7 @@ class StepMetrics:
     max_bad_steps: int = 0
 
     def __repr__(self) -> str:
-        """Returns the values without raising errors; "not read yet" for values that would require a collective."""
+        """Returns the values, or "not read yet" if reading may need a collective; never raises."""
         numbers = self._numbers.found
         names = ("loss", "grad_norm", "lr", "loss_scale")
         parts = [f"step={self.step}", f"tokens={self.tokens}"]
@@ -171,6 +210,7 @@ class StepMetrics:
         return f"StepMetrics({', '.join(parts)})"
 
     def _checked(self, value: Tensor) -> float:
+        """Returns the value as a number, after raising errors of the steps so far."""
         numbers = self._numbers()
         self._faults.raise_new(self.step, numbers.counts)
         if 0 < self.max_bad_steps <= self.bad_steps:
@@ -179,42 +219,42 @@ class StepMetrics:
             )
             raise BadStepsError(
                 f"{self.bad_steps} steps in a row up to step {self.step} were skipped ({what} in the last one);"
-                " the weights have not changed since. Go on from an earlier checkpoint with a lower"
-                " --optim.lr, or look for what is not finite in the data or the model; --train.max-bad-steps 0 goes on"
+                " the weights have not changed since. Resume from an earlier checkpoint with a lower --optim.lr,"
+                " or look for non-finite values in the data or the model; --train.max-bad-steps 0 removes the limit"
             )
         return float(value)
 
     @property
     def loss(self) -> float:
-        """The global batch's mean token loss before the update, in nats."""
+        """Mean token loss of the global batch before the update, in nats."""
         return self._checked(self._numbers().loss)
 
     @property
     def loss_tensor(self) -> Tensor:
-        """The same as a scalar tensor; the host does not wait for its value."""
+        """The loss as a scalar tensor; the host does not wait for its value."""
         return self._numbers().loss
 
     @property
     def grad_norm(self) -> float:
-        """The global gradient norm before clipping."""
+        """Global gradient norm before clipping."""
         return self._checked(self._numbers().update.grad_norm)
 
     @property
     def lr(self) -> float:
-        """The learning rate of this update."""
+        """Learning rate of this update."""
         return float(self._numbers().update.lr)
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of this step was multiplied with for its backward."""
+        """Factor of the loss in this step's backward (fp16 loss scaling)."""
         return float(self._numbers().update.loss_scale)
 
     @property
     def skipped(self) -> int:
-        """Steps skipped so far because their loss or gradient norm was not finite, or a spike."""
+        """Number of steps skipped so far: a non-finite loss or gradient norm, or a spike."""
         return int(self._numbers().update.skips)
 
     @property
     def bad_steps(self) -> int:
-        """How many of them ended the run so far, in a row; while the loss scale still falls, none counts."""
+        """Number of consecutive skipped steps so far; 0 while the loss scale is still falling."""
         return int(self._numbers().update.in_a_row)

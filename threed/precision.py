@@ -1,4 +1,4 @@
-"""Number formats by their names in the configuration, and the rule of the loss scale that fp16 needs."""
+"""Number formats by their names in the configuration, and the rule for fp16 loss scaling."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ DTYPES = {
 
 
 def dtype(name: str) -> torch.dtype:
-    """The torch dtype of a configured name."""
+    """Returns the torch dtype for a configured name."""
     return DTYPES[name]
 
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the loss is scaled (arXiv 1710.03740, section 3.2): a constant, or growing and shrinking with what overflows.
+    """The rule for scaling the loss (arXiv 1710.03740, section 3.2).
 
-    window: updates without overflow after which the scale doubles. hysteresis: overflows before it is halved; refilled
-    when it doubles, or with `consecutive` by every update. minimum: it never falls below.
+    Attributes:
+        initial: the first scale.
+        window: number of updates without overflow after which the scale doubles.
+        hysteresis: number of overflows before the scale is halved; restored when the scale doubles,
+            or with `consecutive` by every update.
+        consecutive: whether only consecutive overflows count.
+        minimum: lower bound of the scale.
+        dynamic: whether the scale changes; otherwise it stays `initial`.
     """
 
     initial: float = 2.0**16

@@ -1,10 +1,11 @@
-"""Random numbers as a function, not a state: Philox4x32-10 (Salmon et al., SC 2011) in torch integer arithmetic.
+"""Counter-based random numbers: Philox4x32-10 (Salmon et al., SC 2011) in torch integer arithmetic.
 
-    normal(seed, "blocks.0.mlp.up.weight", shape, start, size)     the initial values of any slice
-    keep_mask(seed, "blocks.0.mlp", step, samples, ...)            a dropout mask of any slice
+    normal(seed, "blocks.0.mlp.up.weight", shape, start, size)     # initial values of any slice
+    keep_mask(seed, "blocks.0.mlp", step, samples, ...)            # dropout mask of any slice
 
-What comes out depends on names and global indices only, so the topology, the micro-batch size, recomputation and the
-schedule cannot change it. Four 32-bit words come from one counter; element e is word e % 4 of counter e // 4.
+Values depend only on names and global indices. So topology, micro-batch size, recomputation and
+schedule do not change them. One counter gives four 32-bit words: element e is word e % 4 of counter
+e // 4.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from threed import native
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
-_CHUNK = 1 << 16  # counters at a time: ten rounds over arrays that stay in the cache
+_CHUNK = 1 << 16  # counters per block, so that the ten rounds run in the cache
 
 
 def key(seed: int, name: str) -> tuple[int, int]:
-    """The 64-bit key of a stream, as two words."""
+    """Returns the 64-bit key of a named stream, as two words."""
     digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
@@ -34,10 +35,18 @@ def key(seed: int, name: str) -> tuple[int, int]:
 def philox(
     counter: Sequence[Tensor | int], stream: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words (int64 tensors holding 32 bits each) for every counter of four broadcastable 32-bit words.
+    """Returns four 32-bit words for every counter.
 
-    A 32 x 32-bit product wraps in int64, but its bits are right modulo 2^64, and masking undoes the sign. Numbers of
-    Python stay such, where the product does not wrap at all: no scalar of the host meets a tensor of a GPU.
+    A 32 × 32-bit product overflows int64, but its bits are right modulo 2^64, and masking removes
+    the sign. Python numbers stay Python numbers, because their product does not overflow; so no host
+    scalar is copied to a GPU.
+
+    Args:
+        counter: four words of 32 bits, broadcastable tensors (int64) or Python numbers.
+        stream: the key, two words.
+
+    Returns:
+        Four int64 tensors with 32-bit values.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = stream
@@ -52,12 +61,15 @@ def philox(
 
 
 def _unit(word: Tensor) -> Tensor:
-    """32 bits -> the open interval (0, 1), fp64."""
+    """Maps 32-bit words to the open interval (0, 1), fp64."""
     return (word.double() + 0.5) * 2.0**-32
 
 
 def _normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
-    """Four standard normals [n 4] for each counter, by Box-Muller in fp64 (so that fp32 rounding hides libm)."""
+    """Returns four standard normals per counter, fp32 [n 4]: Box-Muller in fp64, rounded to fp32.
+
+    The rounding hides differences between math libraries.
+    """
     native_normal = native.function("threed_normal", "vPPquui")  # csrc/cpu/philox.cpp
     if native_normal is None:
         return normal_blocks(blocks, stream)
@@ -69,7 +81,7 @@ def _normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
 
 
 def normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
-    """The same in torch operations: what runs without a compiler, and what the native twin is tested against."""
+    """Returns the same values with torch operations: the fallback and the tests' reference."""
     w0, w1, w2, w3 = philox((blocks & _MASK, blocks >> 32, 0, 0), stream)
     out = torch.empty(blocks.numel(), 4, dtype=torch.float32)
     for column, (a, b) in enumerate(((w0, w1), (w2, w3))):
@@ -80,7 +92,7 @@ def normal_blocks(blocks: Tensor, stream: tuple[int, int]) -> Tensor:
 
 
 def _normal_range(first: int, last: int, stream: tuple[int, int]) -> Tensor:
-    """The normals of the elements [first, last)."""
+    """Returns the normals of the elements [first, last)."""
     head, tail = first // 4, -(-last // 4)
     parts = [
         _normal_blocks(torch.arange(at, min(at + _CHUNK, tail)), stream).view(-1)
@@ -92,14 +104,21 @@ def _normal_range(first: int, last: int, stream: tuple[int, int]) -> Tensor:
 def normal(
     seed: int, name: str, shape: Sequence[int], start: Sequence[int], size: Sequence[int]
 ) -> Tensor:
-    """Standard normals, fp32 [*size]: the box at `start` of the global tensor `name` of `shape`.
+    """Returns standard normals for a box of a global tensor, fp32 [*size].
 
-    Only the box is made: the runs of elements that lie side by side, each with its unaligned ends.
+    Only contiguous runs of the box are generated, each with its unaligned ends.
+
+    Args:
+        seed: the seed.
+        name: name of the global tensor.
+        shape: shape of the global tensor.
+        start: first index of the box, per dimension.
+        size: size of the box, per dimension.
     """
     stream = key(seed, name)
     if 0 in size:
         return torch.empty(tuple(size))
-    # from here on runs are whole
+    # dimensions after `cut` are complete, so a run is contiguous
     cut = max((d for d in range(len(shape)) if size[d] != shape[d]), default=0)
     run = math.prod(size[cut:])
     begins = torch.zeros(1, dtype=torch.int64)
@@ -124,11 +143,21 @@ def keep_mask(
     seed: int, name: str, step: int, samples: Tensor, rows: tuple[int, int], columns: tuple[int, int], width: int,
     p: float,
 ) -> Tensor:  # fmt: skip
-    """Which elements dropout keeps: bool [rows b columns], each with probability 1 - p.
+    """Returns the elements that dropout keeps: bool [rows b columns], each with probability 1 - p.
 
-    samples: int64 [b], global sample indices; rows and columns: the ranges of the [s, width] activation held here.
-    Made in blocks of positions: beside the mask itself, 125 bytes for each of `_CHUNK` counters at a time, 8.2 MB
-    on a CPU and 131 MB elsewhere, or for those of one position's columns where they are more.
+    The mask is generated in blocks of positions. Temporary memory is 125 bytes per counter of a
+    block: 8.2 MB on a CPU (`_CHUNK` counters), 131 MB on other devices (16 `_CHUNK`), or the
+    counters of one position's columns if they are more.
+
+    Args:
+        seed: the seed.
+        name: name of the dropout module.
+        step: number of the step.
+        samples: int64 [b], global sample indices.
+        rows: range of positions on this rank, of the global activation [s, width].
+        columns: range of columns on this rank.
+        width: global number of columns.
+        p: probability of dropping an element.
     """
     stream = key(seed, name)
     first = columns[0]
@@ -136,11 +165,11 @@ def keep_mask(
     device = samples.device
     keep = torch.empty((rows[1] - rows[0]) * len(samples), run, dtype=torch.bool, device=device)
     aligned = width % 4 == first % 4 == 0
-    # that cover a run, in the second case wherever it begins
+    # counters that cover a run; if unaligned, wherever the run begins
     counters = -(-run // 4) if aligned else (run + 6) // 4
     column = torch.arange(max(run, counters), device=device)
     lines = max(1, (_CHUNK if device.type == "cpu" else 16 * _CHUNK) // max(counters, 1))
-    # one block shows what it takes
+    # on meta, one block shows the memory
     for at in range(0, min(len(keep), lines) if keep.is_meta else len(keep), lines):
         out = keep[at : at + lines]
         line = torch.arange(at, at + len(out), device=device).view(-1, 1)

@@ -1,9 +1,9 @@
-"""Trains an engine on data: claims the run folder, resumes, runs the steps, and writes the final report.
+"""The trainer: claims the run folder, resumes, trains an engine on data, writes the final report.
 
     Trainer(engine, data, command).run()
 
-Every rank runs the same loop. What surrounds a step (logging, evaluation, checkpoints, profiles) is a list of callbacks
-(`threed.training`); only rank 0 writes metrics, figures and notes.
+Every rank runs the same loop. Logging, evaluation, checkpoints and profiles are callbacks around
+each step (`threed.training`). Only rank 0 writes metrics, figures and notes.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ from threed.training.profiling import PeakMemory, Profile
 from threed.training.step_log import StepLog
 from threed.zero.setup import describe_rate
 
-BEFORE_EXIT_S = 5.0  # for copies in memory that are being written when another rank fails
+BEFORE_EXIT_S = 5.0  # time limit to complete in-memory checkpoints after another rank has failed
 
 
 class Trainer:
-    """Trains an engine on data as its configuration says.
+    """Trains an engine on data as configured.
 
     Args:
-        command: the words of the command line, for the hint how to resume.
-        forecast: memory and time of the run, on rank 0; made if it is None.
-        interrupted: set when the user has interrupted the run.
-        callbacks: called in each step after the metrics of training are known and before they are logged.
+        engine: the engine; its configuration names the run folder and the number of steps.
+        data: training and validation data.
+        command: the words of the command line, for the hint on how to resume.
+        forecast: memory and time forecast of the run, used on rank 0; computed if None.
+        interrupted: event that is set when the user interrupts the run.
+        callbacks: additional callbacks, called in each step before its metrics are logged.
     """
 
     def __init__(
@@ -75,11 +77,11 @@ class Trainer:
         self.forecast = forecast
 
     def run(self) -> None:
-        """Runs the training to its last step. Collective.
+        """Trains up to the last step. Collective.
 
         Raises:
-            RunFolderError: if another run uses the folder, or some rank cannot use it.
-            Preempted: if the run was asked to end before its last step; it is saved.
+            RunFolderError: if another run uses the folder, or if a rank cannot use it.
+            Preempted: if the run was stopped before its last step, after a checkpoint was saved.
         """
         probe(self.folder, self.world)
         with owned(self.folder, self.world, job_name()) as owner:
@@ -88,15 +90,17 @@ class Trainer:
                 self._run(owner, watch)
 
     def _run(self, owner: Owner, supervision: Supervision) -> None:
-        asked, train = self.config.checkpoint, self.config.train
-        retention = Retention(self.folder, asked.keep, self.world, asked.keep_every)
+        checkpoint, train = self.config.checkpoint, self.config.train
+        retention = Retention(self.folder, checkpoint.keep, self.world, checkpoint.keep_every)
         if self.topology.rank == 0:
             retention.sweep()
         stop = Stop(self.world, self.topology.device, supervision.asked)
         memory = Memory(self.engine, self.folder)
         start = self._start(resume(self.engine, self.folder, retention, memory))
         last = min(train.steps, train.stop_after or train.steps)
-        writes = start.step < last or not start.saved  # else the run only draws and exports
+        writes = (
+            start.step < last or not start.saved
+        )  # otherwise only figures and the export are written
         aside = retention.set_aside(start.extra.get("path"), start.step) if writes else ""
         with self._monitor(start, writes) as monitor:
             run = Run(
@@ -111,6 +115,7 @@ class Trainer:
             final_report.finish(run, loop.checkpoints, loop.peak, spans, self.command)
 
     def _start(self, extra: dict[str, Any]) -> Start:
+        """Returns the state to start from; `extra` is the result of `elastic.resume`."""
         extra["changes"] = compare(extra.pop("manifest", None), self.config, self.data).accepted()
         step, samples = self.engine.steps, self.engine.consumed
         tokens = int(extra.get("tokens", samples * self.config.model.seq))
@@ -119,22 +124,23 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- beginning
 
     def _monitor(self, start: Start, writes: bool) -> Monitor:
+        """Returns the writer of metrics; rank 0 records the configuration and the environment."""
         log, saved = self.config.log, start.extra.get("wandb")
-        about = {**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256}
+        record = {**self.config.model_dump(mode="json"), "data_sha256": self.data.sha256}
         if self.forecast is not None:
-            about |= provenance(self.topology, self.forecast.parameters)
+            record |= provenance(self.topology, self.forecast.parameters)
         return Monitor(
             self.folder, self.config.train.steps, start.step, self.topology.rank == 0, wandb=log.wandb,
-            project=log.project, name=self.config.run.name, config=about, drop_later=writes,
+            project=log.project, name=self.config.run.name, config=record, drop_later=writes,
             run_id=saved if isinstance(saved, str) else None, tags=tags(self.config, self.topology),
         )  # fmt: skip
 
     def _log_header(self, run: Run, validation: str, aside: str) -> None:
-        """Prints what is about to happen, and writes the configuration to the run folder.
+        """Logs the settings of the run, and writes its configuration to the run folder.
 
         Args:
-            validation: a note on the validation data, or nothing.
-            aside: the checkpoints that were set aside, or nothing.
+            validation: a note on the validation data, or an empty string.
+            aside: the checkpoints that were set aside, or an empty string.
         """
         lines = [self.data.notice, f"data       {self.data.description}"]
         lines += [f"validation {validation}" if validation else ""]
@@ -145,7 +151,8 @@ class Trainer:
         lines += [f"changed    {line}" for line in run.start.extra["changes"]]
         if run.start.step >= self.config.train.steps:
             lines.append(
-                f"all {self.config.train.steps} steps are done; --train.steps trains on, --checkpoint.resume none anew"
+                f"all {self.config.train.steps} steps are done; a larger --train.steps continues,"
+                " --checkpoint.resume none starts over"
             )
         for line in lines:
             if line:
@@ -155,17 +162,17 @@ class Trainer:
             (self.folder / "config.toml").write_text(toml)
 
     def _resumed(self, start: Start) -> list[str]:
-        """Returns lines on what the run was resumed from."""
+        """Returns log lines about the checkpoint that the run was resumed from."""
         lines = [f"skipped a checkpoint: {problem}" for problem in start.extra.get("problems", ())]
         path = start.extra.get("path")
         if "resumed" not in start.extra and path is not None and is_hf_folder(path):
-            return [*lines, f"begun from {path}, with moments of zero"]
+            return [*lines, f"started from the weights of {path}; optimizer moments are zero"]
         source = start.extra.get("resumed", path)
         return lines if source is None else [*lines, f"resumed    {source}"]
 
 
 class Loop:
-    """The steps of a run, with the callbacks around them."""
+    """The loop over the steps of a run, with its callbacks."""
 
     def __init__(
         self,
@@ -189,10 +196,10 @@ class Loop:
         ]  # fmt: skip
 
     def train(self) -> None:
-        """Runs the steps up to the last one, or until the run is asked to stop, and saves. Collective.
+        """Trains up to the last step or until a stop request, then saves a checkpoint. Collective.
 
         Raises:
-            Preempted: if the run was asked to stop before its last step.
+            Preempted: if the run was stopped before its last step.
         """
         run = self.run
         for callback in self.callbacks:
@@ -233,15 +240,19 @@ class Loop:
             callback.after_step(run, metrics, row)
 
     def _share_of_batch(self, step: int) -> dict[str, Tensor]:
-        """Returns this data rank's share of a step's batch: a pure function of the samples consumed before it."""
+        """Returns this data rank's share of the batch of a step.
+
+        A pure function of the number of samples consumed before the step, so that prefetching and
+        resuming give the same batches.
+        """
         start, axis = self.run.start, self.engine.topology.axis("dp")
-        size = self.engine.config.train.global_batch  # may have been different before a resume
+        size = self.engine.config.train.global_batch  # may differ from the value before a resume
         share = size // axis.size
         first = start.samples + (step - start.step) * size
         return self.run.data.train.batch(first + axis.index * share, share)
 
     def _mark_preempted(self) -> None:
-        """Records in the run folder that the run was asked to stop, before any rank exits. Collective."""
+        """Records the stop in the run folder before any rank exits. Collective."""
         folder, world = self.run.folder, self.engine.topology.axis("world")
         if world.index == 0:
             newest = next(candidates(folder, "auto"), None)
@@ -251,7 +262,7 @@ class Loop:
 
 
 class WriteRow(Callback):
-    """Writes the row of a step to metrics.jsonl and wandb, and advances the progress bar."""
+    """Writes the metrics of a step to metrics.jsonl and wandb, and advances the progress bar."""
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         if row:

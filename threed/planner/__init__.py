@@ -1,8 +1,8 @@
-"""What can be planned without a tensor: the grid of ranks, the cut of a model, what ZeRO-3 gathers, bytes of states.
+"""Planning without tensors: grid of ranks, partition of a model, ZeRO-3 gathers, state sizes.
 
-Grid.of(16, pp=2, tp=4).ranks(5, "tp")                         who is on an axis with whom
-balanced([cost.flops for cost in costs], stages=4)             ranges of layers
-Cut.of(ranges, plan).chunks(rank)                              the layers of a pipeline rank
+Grid.of(16, pp=2, tp=4).ranks(5, "tp")                         # ranks of rank 5's tp axis
+balanced([cost.flops for cost in costs], stages=4)             # ranges of layers
+Cut.of(ranges, plan).chunks(rank)                              # layers of a pipeline rank
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Which sliced parameters ZeRO-3 gathers in a step, how often, and how many are whole at once.
+"""Counts ZeRO-3's gathers in a step, and the peak of gathered parameters.
 
-Use: `gathering(units, reads, plan.ranks[rank], prefetch=1).times`.
+    gathering(units, reads, plan.ranks[rank], prefetch=1).times
 
-A unit is gathered before its forward, and again before its backward where that reads weights. Where the rank turns
-round it stays whole instead: a chunk's last unit from a forward to the backward right after it (of any micro-batch:
-the weights are the same), its first one from a backward to the forward right after it.
+A unit is gathered before its forward, and again before its backward if that reads weights. It stays
+gathered if the pass turns round at it: a chunk's last unit between a forward and the next backward
+(of any micro-batch, as the weights are the same), and its first unit between a backward and the
+next forward.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Gathering(NamedTuple, Generic[Key]):
-    """times: how often each thing is gathered in a step. forward, backward: elements that are whole at the worst moment
-    of forwards, and of each unit's backward."""
+    """The gathers of one chunk in a step.
+
+    Attributes:
+        times: number of gathers per group of parameters.
+        forward: peak number of gathered elements in forwards.
+        backward: peak number of gathered elements in the backward of each unit.
+    """
 
     times: Counter[Key]
     forward: int
@@ -29,7 +35,7 @@ class Gathering(NamedTuple, Generic[Key]):
 
     @property
     def most(self) -> int:
-        """Elements that are whole at the worst moment."""
+        """Peak number of gathered elements in the step."""
         return max([self.forward, *self.backward])
 
 
@@ -37,11 +43,16 @@ def gathering(
     units: Sequence[Mapping[Key, int]], reads: Sequence[bool], actions: Sequence[Action], *, prefetch: int = 1,
     chunk: int = 0,
 ) -> Gathering[Key]:  # fmt: skip
-    """Plays out the gathers of a rank's chunk, when the rank does these actions.
+    """Simulates the gathers of one chunk of a rank.
 
-    units: what each gathers, and how many elements that is; what several share is gathered once while it is whole.
-    reads: whether the backward of each reads weights. prefetch: units gathered ahead. Actions that do not compute are
-    passed over, and chunks other than `chunk` count only as what comes between.
+    Args:
+        units: per unit, the groups of parameters that it gathers, with their numbers of elements. A
+            group shared by units is gathered once while it is in use.
+        reads: per unit, whether its backward reads weights.
+        actions: all actions of the rank in a step. Actions without computation are ignored; actions
+            of other chunks only interrupt the order.
+        prefetch: number of units that are gathered ahead.
+        chunk: number of the chunk.
     """
     holders: dict[Key, set[int]] = {}
     times, now, forward, backward = Counter[Key](), 0, 0, [0] * len(units)
@@ -61,7 +72,8 @@ def gathering(
                 for key, size in units[step.run].items():
                     holders[key].remove(step.run)
                     now -= 0 if holders[key] else size
-        # what stays whole beside it
+        # units that need no weights in the backward run while others are gathered
+
         for unit in () if is_forward else set(range(len(units))).difference(order):
             backward[unit] = max(backward[unit], now)
     return Gathering(times, forward, backward)
@@ -70,8 +82,7 @@ def gathering(
 def _passes(
     reads: Sequence[bool], actions: Sequence[Action], chunk: int
 ) -> Iterator[tuple[bool, list[int], bool]]:
-    """Of each pass over the chunk: whether it is a forward; the units that it gathers, in order; and whether the last
-    of them stays whole."""
+    """Yields passes: whether a forward, the gathered units, whether the last stays gathered."""
     forward = list(range(len(reads)))
     backward = [number for number in reversed(forward) if reads[number]]
     compute = [part for action in actions if action.kind in COMPUTE for part in action.parts]
@@ -81,5 +92,5 @@ def _passes(
         turning_to = (Kind.B, Kind.I) if action.kind is Kind.F else (Kind.F,)
         turns = then is not None and then.chunk == chunk and then.kind in turning_to
         is_forward = action.kind is Kind.F
-        here, there = (forward, backward) if is_forward else (backward, forward)
-        yield is_forward, here, turns and here[-1:] == there[:1]
+        gathered, next_gathered = (forward, backward) if is_forward else (backward, forward)
+        yield is_forward, gathered, turns and gathered[-1:] == next_gathered[:1]

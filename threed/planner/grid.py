@@ -1,10 +1,11 @@
-"""The grid of ranks on paper: who stands where, and which ranks an axis, a block of one, or a product joins.
+"""The grid of ranks: coordinates of ranks, and the ranks of axes, blocks of axes and products.
 
-    grid = Grid.of(16, pp=2, tp=4)              # dp is what is left of the world
+    grid = Grid.of(16, pp=2, tp=4)              # dp: the remaining factor of the world size
     grid.coordinates(5)                         # {"pp": 0, "dp": 1, "cp": 0, "tp": 1}
     grid.ranks(5, "tp")                         # (4, 5, 6, 7)
 
-Rank order is tp fastest, then cp, dp and pp, so that tensor-parallel neighbours share a node.
+In rank order tp is the fastest axis, then cp, dp and pp, so that tensor-parallel neighbours are on
+the same node.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ _NAME = re.compile(r"((?:pp|dp|cp|tp)(?:\*(?:pp|dp|cp|tp))*)(?:([/%])(\d+))?(?:@
 
 @functools.cache
 def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
-    """The axes that a derived axis is made of, how it is cut ("/" or "%", or None), and into how many.
+    """Parses the name of an axis, such as "tp", "dp*cp" or "tp/2".
 
-    Raises ValueError for what is no name of an axis.
+    Returns:
+        The axes; the kind of subset ("/", "%" or None); its width, or None.
+
+    Raises:
+        ValueError: if the name is not valid.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -34,8 +39,15 @@ def parse(name: str) -> tuple[tuple[str, ...], str | None, int | None]:
 
 
 def same_place(name: str | None, index: int, size: int) -> int:
-    """A number that those indices of an axis of `size` ranks have in common between which the derived axis `name`
-    ("tp", "tp/2", "tp%2") runs; without a name each has its own."""
+    """Returns an id of a rank's replica group along an axis.
+
+    Indices with the same id are the ranks of one group of the derived axis.
+
+    Args:
+        name: the derived axis, such as "tp", "tp/2" or "tp%2"; None if every rank is its own group.
+        index: index of the rank on the axis.
+        size: number of ranks of the axis.
+    """
     if name is None:
         return index
     _, kind, width = parse(name)
@@ -45,7 +57,7 @@ def same_place(name: str | None, index: int, size: int) -> int:
 
 @dataclass(frozen=True)
 class Grid:
-    """The number of ranks along every axis."""
+    """The number of ranks per axis."""
 
     pp: int = 1
     dp: int = 1
@@ -56,7 +68,11 @@ class Grid:
     def of(
         cls, world: int, *, pp: int = 1, dp: int | None = None, cp: int = 1, tp: int = 1
     ) -> Grid:
-        """The grid of `world` ranks, dp derived when None; ValueError naming each factor when they do not make it."""
+        """Returns the grid of `world` ranks; by default dp is derived from the other sizes.
+
+        Raises:
+            ValueError: if the product of the sizes is not `world`; names each size.
+        """
         rest = pp * cp * tp
         if dp is None and world % rest == 0:
             dp = world // rest
@@ -71,41 +87,47 @@ class Grid:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The total number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks along every axis, by name."""
+        """The number of ranks per axis, by name."""
         return {name: getattr(self, name) for name in AXES}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's place on every axis."""
+        """Returns the coordinates of a rank, by axis."""
         place = {}
         for name in reversed(AXES):
             rank, place[name] = divmod(rank, getattr(self, name))
         return place
 
     def rank_of(self, place: dict[str, int]) -> int:
-        """The rank at a place: the inverse of `coordinates`."""
+        """Returns the rank at given coordinates, the inverse of `coordinates`."""
         rank = 0
         for name in AXES:
             rank = rank * getattr(self, name) + place[name]
         return rank
 
     def label(self, rank: int) -> str:
-        """A rank's place as text, such as 'pp0 dp1 tp0'; axes of size 1 are left out."""
+        """Returns a rank's coordinates as text, such as 'pp0 dp1 tp0', without axes of size 1."""
         place = self.coordinates(rank)
         return (
             " ".join(f"{name}{place[name]}" for name in AXES if getattr(self, name) > 1) or "alone"
         )
 
     def ranks(self, rank: int, name: str) -> tuple[int, ...]:
-        """The ranks that the axis `name` joins with this one, itself among them.
+        """Returns the ranks on the axis `name` of a rank, including it.
 
-        name: an axis, or a product such as "dp*cp" (ranks that differ in these coordinates only, the last one varying
-        fastest); with "/n" the block of n neighbours that this rank is in; with "%n" every n-th, from this rank's block
-        on; with "@word" the same ranks again.
+        Args:
+            rank: the rank.
+            name: an axis; or a product such as "dp*cp" (ranks that differ only in these
+                coordinates, the last axis fastest). With "/n": the block of n neighbours that
+                contains the rank. With "%n": every n-th rank, starting at the rank's position in
+                its block. A suffix "@word" is ignored.
+
+        Raises:
+            ValueError: if the name is not valid or n does not divide the number of ranks.
         """
         axes, kind, width = parse(name)
         place = self.coordinates(rank)
@@ -116,13 +138,13 @@ class Grid:
         if width is None:
             return line
         if len(line) % width:
-            raise ValueError(f"axis {name!r}: {len(line)} ranks are no multiple of {width}")
+            raise ValueError(f"axis {name!r}: {len(line)} ranks are not a multiple of {width}")
         index = line.index(rank)
         return (
             line[index % width :: width] if kind == "%" else line[index // width * width :][:width]
         )
 
     def stage_ranks(self, rank: int, stages: Sequence[int]) -> tuple[int, ...]:
-        """The ranks at some places of the pipeline, in this rank's column of the grid."""
+        """Returns the ranks of some pipeline stages with this rank's other coordinates."""
         place = self.coordinates(rank)
         return tuple(self.rank_of({**place, "pp": stage}) for stage in stages)

@@ -1,9 +1,9 @@
-"""Cut a list of layers into pipeline stages of consecutive layers, none empty, nothing left out.
+"""Partitions a list of layers into pipeline stages of consecutive layers; no stage is empty.
 
-Use: `balanced([cost.flops for cost in costs], stages=4)` gives four `range`s of layer indices.
+    balanced([cost.flops for cost in costs], stages=4)       # four ranges of layer indices
 
-`balanced` makes the slowest stage as fast as can be, exactly; `uniform` counts layers only; `explicit` takes your
-counts.
+`balanced` minimizes the cost of the slowest stage, exactly. `uniform` counts layers only.
+`explicit` uses given counts.
 """
 
 from __future__ import annotations
@@ -15,40 +15,51 @@ from math import lcm
 
 from threed.disk import in_units
 
-# (stage, start, stop) -> the price of giving layers start .. stop - 1 to the stage; None where that is not allowed
+# (stage, start, stop) -> cost of layers start .. stop - 1 on the stage; None if not allowed
 Score = Callable[[int, int, int], int | None]
-Held = Callable[[int, int, int], int]  # the same -> the bytes that the stage then holds
+StageBytes = Callable[[int, int, int], int]  # (stage, start, stop) -> bytes on the stage
 
 
 def balanced(
-    costs: Sequence[float], stages: int, held: Held | None = None, limit: int | None = None
+    costs: Sequence[float],
+    stages: int,
+    stage_bytes: StageBytes | None = None,
+    limit: int | None = None,
 ) -> list[range]:
-    """Cut so that the largest sum of costs of a stage is the smallest possible.
+    """Returns the partition with the smallest maximum of stage costs.
 
-    Of several best cuts it takes the most even one (the smallest sum of squares), and of several
-    such the one with fewest layers on the last stage, then on the one before, and so on. Dynamic
-    programming over exact integers, so that ties are ties; it takes stages x layers^2 steps.
+    Among several it returns the most even one (smallest sum of squares), then the one with fewest
+    layers on the last stage, then on the stage before, and so on. Dynamic programming over exact
+    integers, so that ties are exact; takes stages × layers² steps.
 
     Args:
-        held: returns the bytes that a stage holds with some layers.
-        limit: the most bytes that a stage may hold.
+        costs: cost of every layer.
+        stages: number of stages.
+        stage_bytes: returns the bytes on a stage with the layers start .. stop - 1; required with
+            `limit`.
+        limit: memory limit of a stage in bytes.
+
+    Returns:
+        The layers of each stage.
 
     Raises:
-        ValueError: there are fewer layers than stages, or no cut fits the limit.
+        ValueError: if there are fewer layers than stages, or if no partition fits the limit.
     """
     _check_stages(len(costs), stages)
-    if (held is None) != (limit is None):
-        raise ValueError("a memory bound needs both: bytes of the layers, and the limit of a stage")
+    if (stage_bytes is None) != (limit is None):
+        raise ValueError(
+            "a memory limit needs both the bytes of the layers and the limit of a stage"
+        )
     total = _prefix_sums(costs)
 
     def price(stage: int, start: int, stop: int) -> int | None:
-        fits = held is None or limit is None or held(stage, start, stop) <= limit
+        fits = stage_bytes is None or limit is None or stage_bytes(stage, start, stop) <= limit
         return total[stop] - total[start] if fits else None
 
     slowest = _optimum(len(costs), stages, price, max)
-    if slowest is None and held is not None and limit is not None:
-        raise _no_cut(held, limit, len(costs), stages)
-    assert slowest is not None  # without a limit there is a cut
+    if slowest is None and stage_bytes is not None and limit is not None:
+        raise _no_cut(stage_bytes, limit, len(costs), stages)
+    assert slowest is not None  # without a limit a partition exists
 
     def square(stage: int, start: int, stop: int) -> int | None:
         paid = price(stage, start, stop)
@@ -59,14 +70,15 @@ def balanced(
 
 
 def uniform(n: int, stages: int) -> list[range]:
-    """Cut n layers so that counts differ by at most one, the larger ones first."""
+    """Returns n layers in stages with sizes that differ by at most one, larger ones first."""
     return explicit([n // stages + (stage < n % stages) for stage in range(stages)], n, stages)
 
 
 def explicit(counts: Sequence[int], n: int, stages: int) -> list[range]:
-    """Cut n layers into stages of the given counts.
+    """Returns n layers in stages of the given sizes.
 
-    Raises ValueError unless there is one for each stage and they add up to n.
+    Raises:
+        ValueError: if there is not one count per stage, or if they do not add up to n.
     """
     _check_stages(n, stages)
     text = ",".join(map(str, counts))
@@ -94,7 +106,7 @@ def _check_stages(n: int, stages: int) -> None:
 
 
 def _prefix_sums(costs: Sequence[float]) -> list[int]:
-    """Returns running sums as integers in a common unit: nothing is rounded."""
+    """Returns running sums as integers in a common unit, without rounding."""
     exact = [Fraction(value) for value in costs]
     if any(value < 0 for value in exact):
         raise ValueError("a layer's cost is negative")
@@ -102,15 +114,15 @@ def _prefix_sums(costs: Sequence[float]) -> list[int]:
     return [0, *accumulate(int(value * unit) for value in exact)]
 
 
-def _no_cut(held: Held, limit: int, n: int, stages: int) -> ValueError:
-    """Returns the error if no cut fits the limit: which limit one would fit."""
-    least = _optimum(n, stages, held, max)
+def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueError:
+    """Returns the error if no partition fits; it names the smallest limit that one fits."""
+    least = _optimum(n, stages, stage_bytes, max)
     needed = least[0] if least else 0
     given, best = in_units(limit), in_units(needed)
     if given == best:  # the difference is less than the unit shows
         given, best = f"{limit} bytes", f"{needed} bytes"
     return ValueError(
-        f"no cut of {n} layers into {stages} stages keeps every stage within {given}: the best one needs {best}."
+        f"no partition of {n} layers into {stages} stages keeps every stage within {given}: the best one needs {best}."
         " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
     )
 
@@ -118,8 +130,12 @@ def _no_cut(held: Held, limit: int, n: int, stages: int) -> ValueError:
 def _optimum(
     n: int, stages: int, score: Score, merge: Callable[[int, int], int]
 ) -> tuple[int, list[range]] | None:
-    """The cheapest cut by the merged scores of its stages, of equal ones that with the latest cuts; None: no cut."""
-    # best[stop]: of the first `stage` stages over the first `stop` layers, the price and where the last of them starts
+    """Returns the smallest merged score of a partition, and the partition; None if none is allowed.
+
+    Among equal ones it returns the one with the latest boundaries.
+    """
+    # best[stage][stop]: score of the first `stop` layers on `stage` stages; start of the last one
+
     best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     for stage in range(stages):
         row: dict[int, tuple[int, int]] = {}
