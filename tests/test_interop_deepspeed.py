@@ -338,7 +338,7 @@ STATES = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 REFUSALS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no configuration": (
         edit_remove("config.json"),
-        "DeepSpeed does not save what the model is.*give --config FILE",
+        "DeepSpeed does not save the model's configuration.*give --config FILE",
     ),
     "a rank is missing": (
         edit_remove(f"global_step3/{STATES.format(1)}"),
@@ -387,7 +387,7 @@ def test_pickles_are_read_only_where_somebody_says_so(
     source, config = str(folders / "llama-2-fp32"), str(tmp_path / "moved.json")
     assert cli.main(["convert", source, str(tmp_path / "native")]) == 2
     assert (
-        "a checkpoint of DeepSpeed's, which is made of pickles: --allow-pickle reads it"
+        "a DeepSpeed checkpoint, which consists of pickles: --allow-pickle reads it"
         in capsys.readouterr().err
     )
     shutil.move(folders / "llama-2-fp32" / "config.json", config)
@@ -399,7 +399,7 @@ def test_pickles_are_read_only_where_somebody_says_so(
         shutil.move(config, folders / "llama-2-fp32" / "config.json")
     assert native.read_manifest(tmp_path / "native")["config"]["data"]["tokenizer"] == "bytes"
     assert cli.main(["convert", source, str(tmp_path / "hf"), "--allow-pickle", "--to", "hf"]) == 2
-    assert "make a native one of it first" in capsys.readouterr().err
+    assert "convert it to a native checkpoint first" in capsys.readouterr().err
 
 
 def test_a_model_of_another_shape_is_refused(folders: Path, tmp_path: Path) -> None:

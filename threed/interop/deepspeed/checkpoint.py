@@ -36,7 +36,7 @@ from threed.checkpoint.lazy_tensors import (
     rows,
 )
 from threed.interop.huggingface.folder import DTYPES, Header, HFTensors
-from threed.interop.pickle_reader import PickleReader, Thing, as_written_by, number
+from threed.interop.pickle_reader import PickledObject, PickleReader, as_written_by, number
 from threed.parse import ParseError, read_file
 from threed.zero.records import WEIGHT
 
@@ -324,7 +324,7 @@ def _reshaped(reader: PickleReader, file: Path, shape: Shape) -> LazyTensor:
 def stage_of(found: Table) -> int:
     """Returns ZeRO's stage, which one of its optimizers does not say."""
     value = found.get("zero_stage", 1)
-    value = value.args[0] if isinstance(value, Thing) and value.args else value
+    value = value.args[0] if isinstance(value, PickledObject) and value.args else value
     if value not in (1, 2, 3):
         raise CheckpointError(f"ZeRO stage {plain(value)} is not known")
     return int(value)
@@ -332,7 +332,7 @@ def stage_of(found: Table) -> int:
 
 def scale_of(scaler: Any) -> dict[str, float]:
     """Returns the loss scale as a checkpoint keeps it, of a dynamic one (runtime/fp16/loss_scaler.py)."""
-    if not isinstance(scaler, Thing) or not scaler.name.endswith(".DynamicLossScaler"):
+    if not isinstance(scaler, PickledObject) or not scaler.name.endswith(".DynamicLossScaler"):
         return {}
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     values = [number(scaler.state.get(name)) for name in names]
