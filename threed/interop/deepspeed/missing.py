@@ -1,4 +1,4 @@
-"""Attributes of DeepSpeed's engine that this one does not have, and their replacements."""
+"""Table of DeepSpeed engine attributes that `DeepSpeedEngine` does not have, with their replacements."""
 
 from __future__ import annotations
 
