@@ -94,7 +94,7 @@ class DeepSpeedCheckpoint(HFTensors):
         for name, entry in self._entries.items():
             self.parts[name] = tuple(self._tensors.get(self._key(entry), ()))
 
-    def _open_all(self) -> set[str]:
+    def _open_files(self) -> set[str]:
         folder = step_folder(self.path)
         assert folder is not None
         self._folder = folder
@@ -307,13 +307,13 @@ class DeepSpeedCheckpoint(HFTensors):
 
     # --------------------------------------------------------------------------------------------------------- reading
 
-    def _find(self, found: dict[str, Header]) -> Iterator[str]:
+    def _read_headers(self, found: dict[str, Header]) -> Iterator[str]:
         for name, parts in self._tensors.items():
             dtype = parts[WEIGHT].dtype
             found[name] = (NAMES.get(dtype, str(dtype)), tuple(parts[WEIGHT].shape))
         yield from ()
 
-    def _theirs(self, part: str, key: str) -> LazyTensor:
+    def _hf_tensor(self, part: str, key: str) -> LazyTensor:
         return self._tensors[key][part]
 
 

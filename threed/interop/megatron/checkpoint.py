@@ -23,7 +23,7 @@ from typing import Any
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import LazyTensor, Slice, concatenate, rows
 from threed.config import ModelConfig
-from threed.interop.huggingface.layouts import entries, name_problems, our_shapes
+from threed.interop.huggingface.layouts import entries, name_problems, native_shapes
 from threed.interop.megatron.model_args import model_of
 from threed.interop.pickle_reader import PickledObject, PickleReader
 from threed.interop.torch_dist import DistFolder
@@ -121,10 +121,10 @@ class MegatronCheckpoint:
         if self.model.layers > have:  # check before computing the shapes of every layer
             problem = f"it has {have} of {self.model.layers} layers"
             raise CheckpointError(f"{path} does not fit its args: {problem}")
-        self.shapes = our_shapes(entries(self.model))
+        self.shapes = native_shapes(entries(self.model))
         self.parts = dict.fromkeys(self.shapes, (WEIGHT,))
         try:
-            self._weights = ours(tensors, self.model)
+            self._weights = to_native(tensors, self.model)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
@@ -207,7 +207,7 @@ def unstacked(tensors: Tensors) -> Tensors:
     return found
 
 
-def ours(tensors: Tensors, model: ModelConfig) -> Tensors:
+def to_native(tensors: Tensors, model: ModelConfig) -> Tensors:
     """Returns the tensors by threed's global names, with fused weights split.
 
     An unknown tensor keeps its Megatron-LM name, and is later reported as unexpected.
