@@ -20,7 +20,7 @@ Keys = Mapping[str, Any]  # values of a `ModelConfig`, by field name
 class Rule:
     """One tensor of a Hugging Face layout, and the native tensors that it consists of.
 
-    In names, {i} stands for the block number. In shapes, each word is a dimension, a product of letters: h hidden size,
+    In names, {i} is the block number. In shapes, each word is a dimension, a product of letters: h hidden size,
     a heads, k key/value heads, d head dimension, f MLP width, v vocabulary, p learned positions. So "ad h" is [a·d h].
 
     Attributes:
@@ -71,7 +71,7 @@ class Architecture:
         written: configuration keys that are written with a fixed value, and ignored when read.
         accepted: configuration keys that are ignored when read, because they do not change the computation.
         takes: model keys that this architecture supports and others may not.
-        defaults: default values of model keys that are None, in addition to `DEFAULTS`. A function computes the
+        defaults: default values that replace None, by model key, in addition to `DEFAULTS`. A function computes the
             default from all keys.
         limits: yields a description of each setting of a model that the Hugging Face layout cannot express.
         norm: "rms" (RMSNorm) or "layer" (LayerNorm).
@@ -132,7 +132,7 @@ class Architecture:
         return self.rules[0].hf.partition(".")[0] + "."
 
     def resolved(self, keys: Keys) -> dict[str, Any]:
-        """Returns the default values of the model keys that are None, as far as they have a default."""
+        """Returns the defaults of all model keys with value None that have a default."""
         found = dict[str, Any]()
         for key, value in {**DEFAULTS, **self.defaults}.items():
             if keys[key] is None:

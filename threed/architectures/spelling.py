@@ -94,7 +94,7 @@ class _Reader:
             if name not in self.seen and self.config[name] not in (None, False)
         ]
         self.problems += [
-            f"{name} {_short(self.config[name])} is not understood" for name in unknown
+            f"{name} {_shortened(self.config[name])} is not understood" for name in unknown
         ]
         self.keys["seq"] = self.keys.get("positions")
         for name in ("attention_softcap", "logit_softcap", "window"):
@@ -183,15 +183,15 @@ class _Reader:
         else:
             period = self._get("sliding_window_pattern") or self._get("_sliding_window_pattern")
             letters = self._letters(self._get("layer_types")) or self._period(period)
-        if shortest(letters) != record.layer_pattern:
-            keys["layer_pattern"] = shortest(letters)
+        if shortest_pattern(letters) != record.layer_pattern:
+            keys["layer_pattern"] = shortest_pattern(letters)
 
     def _period(self, period: Any) -> str:
         """Returns the layer pattern if every `period`-th layer has full attention."""
         if period is None or not self.record.local:
             return self.record.layer_pattern
         if not isinstance(period, int) or not 0 < period <= 1000:
-            self.problems.append(f"sliding_window_pattern {_short(period)}")
+            self.problems.append(f"sliding_window_pattern {_shortened(period)}")
             return "f"
         return "s" * (period - 1) + "f"
 
@@ -214,13 +214,13 @@ class _Reader:
         )
         if not known:
             self.problems.append(
-                f"layer_types {_short(types)}: one of {' and '.join(LETTERS)} for each layer is needed"
+                f"layer_types {_shortened(types)}: one of {' and '.join(LETTERS)} for each layer is needed"
             )
             return "f"
         return "".join(LETTERS[kind] for kind in types)
 
 
-def shortest(letters: str) -> str:
+def shortest_pattern(letters: str) -> str:
     """Returns the shortest pattern that, repeated, gives `letters`."""
     size = len(letters)
     return next(
@@ -228,13 +228,13 @@ def shortest(letters: str) -> str:
     )
 
 
-def named(record: Architecture, native: str) -> str:
+def hf_key(record: Architecture, native: str) -> str:
     """Returns the configuration key of a model key, for messages; the model key itself if it has no counterpart."""
     native = "positions" if native == "seq" else native  # seq is read from positions
     return next((key.hf for key in record.keys if key.native == native), native)
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -250,7 +250,7 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
     # The default of transformers may be outside the vocabulary; the embedding of the padding id is not trained.
     table["pad_token_id"] = None
     for key in record.keys:
-        table[key.hf] = _plain(key.native, keys[key.native])
+        table[key.hf] = _hf_value(key.native, keys[key.native])
     if not record.learned_positions:
         table |= _rope(record, keys)
     if record.window == "layer_types" and not keys["window"]:
@@ -259,7 +259,7 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
     return table | _windows(record, keys) | dict(record.fixed) | dict(record.written)
 
 
-def _plain(name: str, value: Any) -> Any:
+def _hf_value(name: str, value: Any) -> Any:
     """Returns a value in Hugging Face's notation: None if disabled (0), query_pre_attn_scalar as an int if possible."""
     if name in ("attention_softcap", "logit_softcap", "window"):
         return value or None

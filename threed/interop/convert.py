@@ -66,7 +66,7 @@ def convert(
     if to != "native":
         fix = "convert it to a native checkpoint first, and that one to hf"
         raise CheckpointError(f"{src} is a {kind} checkpoint: {fix}")
-    path, hashes = _named(tokenizer or "none")
+    path, hashes = _path_and_hashes(tokenizer or "none")
     if kind == "Megatron-LM":
         extra = {"tokenizer": hashes, "hf": None}
         return write_native(MegatronCheckpoint(src), dst, dtype, path, extra)
@@ -98,8 +98,8 @@ def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> P
         return export_hf(src, dst, _tokenizer(spec), dtype)
     manifest = native.read_manifest(src)
     extra = manifest["state"]["extra"]
-    spec, files = _trained_with(manifest)
-    record = folder_record.checked(extra.get("hf"))
+    spec, files = _run_tokenizer(manifest)
+    record = folder_record.validated(extra.get("hf"))
     if files is not None and record is not None and record["tokenizer"] == extra["tokenizer"]:
         return export_hf(
             src, dst, None, dtype, files=files
@@ -111,20 +111,20 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
     own = folder_files(folder.path)
     record = record_of_folder(folder)
     if to == "native":
-        path, hashes = _named(spec or "none")
+        path, hashes = _path_and_hashes(spec or "none")
         if not spec and own.files:
             path, hashes = own.spec, own.hashes()
         return import_hf(folder, dst, dtype, path, {"tokenizer": hashes, "hf": record})
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
     tokenizer = _tokenizer(spec) if spec else None
-    more, files = folder_record.written(record, tokenizer)
+    extra_keys, files = folder_record.for_export(record, tokenizer)
     hf_class = folder.model.layout.hf_class
-    config = {**folder.config, "architectures": [hf_class], **more}
+    config = {**folder.config, "architectures": [hf_class], **extra_keys}
     return write_folder(dst, folder.table, folder, config, dtype, tokenizer if spec else own, files)
 
 
-def _named(spec: str) -> tuple[str, dict[str, str] | None]:
+def _path_and_hashes(spec: str) -> tuple[str, dict[str, str] | None]:
     """Returns the tokenizer's path as a checkpoint stores it, and the hashes of its files."""
     tokenizer = _tokenizer(spec)
     if tokenizer is None or spec == "bytes":
@@ -177,7 +177,7 @@ def _other_program(path: Path) -> str | None:
     return "Megatron-LM" if is_dist(path) else None
 
 
-def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
+def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
     """Returns the tokenizer of a native checkpoint's run, and its files.
 
     The hashes are checked because an export copies these files, and a checkpoint from another machine may name

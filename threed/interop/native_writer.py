@@ -28,7 +28,7 @@ from threed.interop.huggingface.export import dtype_of
 from threed.planner.grid import Grid
 from threed.zero.records import WEIGHT
 
-About = tuple[torch.dtype, tuple[int, ...]]
+Spec = tuple[torch.dtype, tuple[int, ...]]  # dtype in the file, shape
 Part = tuple[str, str]  # (weight, exp_avg or exp_avg_sq, global parameter name)
 FILE_BYTES = 2**32
 FRESH = {"steps": 0, "consumed": 0, "updates": 0.0, "skips": 0.0, "uses": {}, "extra": {}}
@@ -118,31 +118,31 @@ def write_tensors(
         CheckpointError: if the disk is full, values overflow `dtype`, or the source or `check` raises it.
         ValueError: if a tensor of the source does not have the listed shape.
     """
-    about = {}
+    specs = {}
     for name, shape in source.shapes.items():
         for part in source.parts[name]:
-            about[part, name] = _format(source, part, name, dtype), shape
+            specs[part, name] = _dtype(source, part, name, dtype), shape
 
     def slabs(key: Part) -> Iterator[Tensor]:
         part, name = key
-        for values in read_slabs(source.tensor(part, name), about[key][0].itemsize):
+        for values in read_slabs(source.tensor(part, name), specs[key][0].itemsize):
             check(part, name, values)
-            yield narrowed(name, values, about[key][0])
+            yield narrowed(name, values, specs[key][0])
 
-    numels = {key: math.prod(shape) for key, (_, shape) in about.items()}
-    sizes = {key: numel * about[key][0].itemsize for key, numel in numels.items() if numel}
+    numels = {key: math.prod(shape) for key, (_, shape) in specs.items()}
+    sizes = {key: numel * specs[key][0].itemsize for key, numel in numels.items() if numel}
     head = {
         "format": FORMAT, "version": VERSION, "config": config.model_dump(mode="json"),
         "topology": Grid().sizes, "state": {**FRESH, **(state or {})},
     }  # fmt: skip
     with new_folder(path, MANIFEST, "checkpoint", sum(sizes.values())) as building:
-        files = enumerate(some for some in cut(sizes, file_bytes) if some)
-        entries = [_write(building / file_of(number), some, about, slabs) for number, some in files]
+        files = enumerate(keys for keys in cut(sizes, file_bytes) if keys)
+        entries = [_write(building / file_of(number), keys, specs, slabs) for number, keys in files]
         finish(path, head, entries)
     return path
 
 
-def _format(source: TensorSource, part: str, name: str, dtype: str | None) -> torch.dtype:
+def _dtype(source: TensorSource, part: str, name: str, dtype: str | None) -> torch.dtype:
     """Returns the dtype in which a part is written."""
     found = source.tensor(part, name).dtype
     if found not in FLOATS:
@@ -152,18 +152,18 @@ def _format(source: TensorSource, part: str, name: str, dtype: str | None) -> to
 
 def _write(
     file: Path,
-    some: Sequence[Part],
-    about: Mapping[Part, About],
+    keys: Sequence[Part],
+    specs: Mapping[Part, Spec],
     slabs: Callable[[Part], Iterable[Tensor]],
 ) -> dict[str, Any]:
     """Writes a file with one section per part; returns its manifest entry, in the format a rank sends to rank 0."""
-    held = [_held(part, *about[part]) for part in some]
-    rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, some)))
-    entry = SavedFile(file.name, [(h, 0) for h in held]).write(file.parent, rows)
-    return {"sections": [[h.section.about, h.shapes] for h in held], "files": [entry]}
+    sections = [_section(part, *specs[part]) for part in keys]
+    rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, keys)))
+    entry = SavedFile(file.name, [(h, 0) for h in sections]).write(file.parent, rows)
+    return {"sections": [[h.section.about, h.shapes] for h in sections], "files": [entry]}
 
 
-def _held(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
+def _section(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
     """Returns a section with one unsharded tensor."""
     numel, (kind, name) = math.prod(shape), part
     line = {"length": numel, "step": numel, "pieces": [[name, [0] * len(shape), list(shape), 0]]}

@@ -95,7 +95,7 @@ class PickledObject:
     append = extend
 
 
-def _called(function: Any, args: Any) -> Any:
+def _call_result(function: Any, args: Any) -> Any:
     """Returns the result of a call of a function in `KNOWN`; a `PickledObject` for other functions."""
     if not isinstance(function, PickledObject) or type(args) is not tuple:
         raise ValueError("it calls an object that is not a function")
@@ -107,7 +107,7 @@ def _called(function: Any, args: Any) -> Any:
     return known(*args)
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:
     """Replaces torch._utils._rebuild_tensor, _v2, and _v3, which has an additional dtype argument."""
     numbers = (offset, *size, *stride)
     if len(numbers) > 2 * MOST_DIMENSIONS or not all(
@@ -127,30 +127,34 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Fi
     return FileTensor(storage.path, dtype, tuple(size), tuple(stride), offset, storage.first)
 
 
-def _table(*args: Any) -> dict[Any, Any]:
+def _empty_dict(*args: Any) -> dict[Any, Any]:
     """Replaces constructors of dictionaries; pickles add the items with later opcodes."""
     if any(isinstance(arg, (dict, list, tuple)) for arg in args):
         raise ValueError("it has a dictionary in the format of Python 2")
     return {}
 
 
-def _first(*args: Any) -> Any:
+def _first_argument(*args: Any) -> Any:
     """Replaces functions by their first argument, which has all the values."""
     return args[0] if args else []
 
 
 KNOWN: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_parameter": _first,
-    "torch._utils._rebuild_parameter_with_state": _first,
-    "torch._tensor._rebuild_from_type_v2": lambda name, _, args, *state: _called(name, args),
-    "torch.Size": _first,
-    "collections.OrderedDict": _table,
-    "collections.defaultdict": _table,
-    "builtins.dict": _table,
-    **dict.fromkeys([f"builtins.{name}" for name in ("set", "frozenset", "list", "tuple")], _first),
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor,
+    "torch._utils._rebuild_parameter": _first_argument,
+    "torch._utils._rebuild_parameter_with_state": _first_argument,
+    "torch._tensor._rebuild_from_type_v2": lambda name, _, args, *state: _call_result(
+        name, args
+    ),
+    "torch.Size": _first_argument,
+    "collections.OrderedDict": _empty_dict,
+    "collections.defaultdict": _empty_dict,
+    "builtins.dict": _empty_dict,
+    **dict.fromkeys(
+        [f"builtins.{name}" for name in ("set", "frozenset", "list", "tuple")], _first_argument
+    ),
 }
 
 
@@ -207,7 +211,7 @@ class _Unpickler(PURE):
 
     def _call(self) -> None:
         args = self.stack.pop()
-        self.stack[-1] = _called(self.stack[-1], args)
+        self.stack[-1] = _call_result(self.stack[-1], args)
 
     def _set_state(self) -> None:
         state = self.stack.pop()

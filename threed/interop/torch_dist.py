@@ -50,7 +50,7 @@ class DistFolder:
                             for name, entry in tensors.items()}  # fmt: skip
 
     def entry(self, name: str) -> Any:
-        """Returns the object saved under `name`; None if there is none or it is a tensor."""
+        """Returns the object saved under `name`; None if it does not exist or is a tensor."""
         info = self._locations.get((name, ()))
         return None if info is None or name in self.shapes else self._read(info)
 

@@ -15,7 +15,7 @@ runtime/zero, of 0.19.8):
 - Frozen parameters are not in these vectors. Stages 0 to 2 save them in `module`; stage 3 shards them over the model
   files of the ranks.
 - Universal checkpoints instead have, per trained parameter, zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt and optionally
-  step.pt. Each has a tensor, or a dictionary with a tensor `param`; the tensor is flat if it comes from stage 3.
+  step.pt. Each has a tensor, or a dictionary with a tensor `param`; the tensor is flat if the source was stage 3.
   zero/optimizer_state.pt has the stage and the loss scale (deepspeed/checkpoint/ds_to_universal.py, of 0.19.8).
 """
 
@@ -49,7 +49,7 @@ STATES_FILE = re.compile(
     r"(bf16_|fp16_|)(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
 )
 UNIVERSAL_FILES = {"fp32.pt": WEIGHT, "exp_avg.pt": MOMENTS[0], "exp_avg_sq.pt": MOMENTS[1]}
-OTHERS = {  # unsupported kinds of checkpoints, by the pattern of their files
+UNSUPPORTED = {  # unsupported kinds of checkpoints, by the pattern of their files
     "layer_*_model_states.pt": "a checkpoint of a PipelineModule or of experts, with names that only its program knows",
     "layer_*-model_*states.pt": "a checkpoint of a PipelineModule, with layer numbers instead of names",
     "expp_rank_*": "a checkpoint with experts (MoE)",
@@ -108,28 +108,28 @@ class DeepSpeedCheckpoint(HFTensors):
 
     def _read(self, reader: PickleReader) -> None:
         models, states = self._files()
-        heads = [reader.torch_file(file) for file in models]
+        model_states = [reader.torch_file(file) for file in models]
         ranks = [reader.torch_file(file)["optimizer_state_dict"] for file in states]
-        head, universal = heads[0], any(self._folder.glob("zero/*/fp32.pt"))
+        model_state, universal = model_states[0], any(self._folder.glob("zero/*/fp32.pt"))
         about = self._universal_groups(reader, ranks) if universal else ranks[0] if ranks else {}
         stage = stage_of(about) if ranks or universal else 0
-        version = head.get("ds_version")
+        version = model_state.get("ds_version")
         before = f"DeepSpeed {plain(version)}, " if version else ""
         self.title = f"{before}{'universal, from ' if universal else ''}ZeRO stage {stage}"
         keys = ("global_steps", "global_samples", "skipped_steps")
-        steps, samples, skipped = (_count(head.get(key)) for key in keys)
+        steps, samples, skipped = (_count(model_state.get(key)) for key in keys)
         self._updates = float(max(0, steps - skipped))
         if universal:
-            self._universal(reader, head["param_shapes"])
+            self._universal(reader, model_state["param_shapes"])
         else:
-            self._check_ranks(ranks, len(heads), stage, head)
+            self._check_ranks(ranks, len(model_states), stage, model_state)
             read = (self._without_zero, self._from_flat, self._from_flat, self._from_slices)[stage]
-            read(head, ranks)
+            read(model_state, ranks)
         if stage == 3:
-            self._frozen(heads)
+            self._frozen(model_states)
         else:
-            self._remaining(head)
-        for other, name in (head.get("shared_params") or {}).items():
+            self._remaining(model_state)
+        for other, name in (model_state.get("shared_params") or {}).items():
             if name in self._tensors:
                 self._tensors.setdefault(other, self._tensors[name])
         if any(len(parts) > 1 for parts in self._tensors.values()):
@@ -142,7 +142,7 @@ class DeepSpeedCheckpoint(HFTensors):
 
     def _files(self) -> tuple[list[Path], list[Path]]:
         """Returns the model files and the optimizer files, each in the order of data ranks."""
-        for pattern, what in OTHERS.items():
+        for pattern, what in UNSUPPORTED.items():
             for file in sorted(self._folder.glob(pattern)):
                 raise self._error(f"is {what} ({file.name}), which is not supported")
         found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
@@ -168,8 +168,10 @@ class DeepSpeedCheckpoint(HFTensors):
         models, states = ([files[rank] for rank in sorted(files)] for files in found.values())
         return models, states
 
-    def _check_ranks(self, ranks: list[Table], heads: int, stage: int, head: Table) -> None:
-        if head.get("param_shapes") and not ranks:
+    def _check_ranks(
+        self, ranks: list[Table], model_files: int, stage: int, model_state: Table
+    ) -> None:
+        if model_state.get("param_shapes") and not ranks:
             raise self._error(
                 "has no optimizer files: copy the files of all machines into one folder"
             )
@@ -178,28 +180,30 @@ class DeepSpeedCheckpoint(HFTensors):
             if any(n != len(ranks) for n in (count if isinstance(count, list) else [count])):
                 what = f"optimizer states of {len(ranks)} data ranks"
                 raise self._error(f"has {what}, but was saved by {count}")
-        if stage == 3 and heads != len(ranks):
+        if stage == 3 and model_files != len(ranks):
             raise self._error(
-                f"has model files of {heads} ranks, but optimizer files of {len(ranks)}"
+                f"has model files of {model_files} ranks, but optimizer files of {len(ranks)}"
             )
 
-    def _without_zero(self, head: Table, ranks: list[Table]) -> None:
+    def _without_zero(self, model_state: Table, ranks: list[Table]) -> None:
         """Notes for stage 0 that optimizer states are not imported, as they have no names; `_remaining` reads the weights."""
-        tensors = [value for value in head["module"].values() if isinstance(value, FileTensor)]
+        tensors = [
+            value for value in model_state["module"].values() if isinstance(value, FileTensor)
+        ]
         low = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors)
         more = ", and with weights in low precision" if low else ""
         self._note(f"its states have no names: a run starts at step 0 with zero moments{more}")
 
-    def _from_flat(self, head: Table, ranks: list[Table]) -> None:
+    def _from_flat(self, model_state: Table, ranks: list[Table]) -> None:
         """Reads the parameters of stages 1 and 2 from the flat vector of each parameter group."""
         paddings = ranks[0].get("param_alignment_paddings")
         keys = "single_partition_of_fp32_groups", "base_optimizer_state"
         slices = [_vectors(found, *keys) for found in ranks]
-        for group, shapes in enumerate(head["param_shapes"]):
-            vectors, end, padding = self._joined([found[group] for found in slices]), 0, 0
-            behind = paddings[group] if paddings else []
+        for group, shapes in enumerate(model_state["param_shapes"]):
+            vectors, end, padding = self._concatenated([found[group] for found in slices]), 0, 0
+            paddings_after = paddings[group] if paddings else []
             for index, (name, shape) in enumerate(shapes.items()):
-                padding = behind[index] if index < len(behind) else 0
+                padding = paddings_after[index] if index < len(paddings_after) else 0
                 first, end = end, end + math.prod(shape)
                 own = {part: rows(vector, (first, end)) for part, vector in vectors.items()}
                 self._tensors[name] = {part: Reshaped(shape, some) for part, some in own.items()}
@@ -208,11 +212,13 @@ class DeepSpeedCheckpoint(HFTensors):
             if not 0 <= numel - end + padding <= 4 * len(ranks):
                 raise self._error(f"has {numel} values in parameter group {group}, not {end}")
 
-    def _from_slices(self, head: Table, ranks: list[Table]) -> None:
+    def _from_slices(self, model_state: Table, ranks: list[Table]) -> None:
         """Reads the parameters of stage 3 from the ranks' slices."""
         slices = [_vectors(found, "fp32_flat_groups", "optimizer_state_dict") for found in ranks]
-        vectors, at = [self._joined(found) for found in slices], 0
-        for name, shape in (pair for shapes in head["param_shapes"] for pair in shapes.items()):
+        vectors, at = [self._concatenated(found) for found in slices], 0
+        for name, shape in (
+            pair for shapes in model_state["param_shapes"] for pair in shapes.items()
+        ):
             first, at = at, at - (-math.prod(shape) // len(ranks))
             self._tensors[name] = {
                 part: _unpadded(shape, [rows(some[part], (first, at)) for some in vectors])
@@ -223,7 +229,7 @@ class DeepSpeedCheckpoint(HFTensors):
                 numel = some[WEIGHT].shape[0]
                 raise self._error(f"has slices of {numel} values, not {at}")
 
-    def _joined(self, vectors: Sequence[Table]) -> Parts:
+    def _concatenated(self, vectors: Sequence[Table]) -> Parts:
         """Returns flat weights and moments [n], concatenated from `vectors`; notes states that are not imported."""
         found = set(vectors[0])
         if any(set(some) != found for some in vectors):
@@ -242,17 +248,20 @@ class DeepSpeedCheckpoint(HFTensors):
         parts = [part for part in (WEIGHT, *MOMENTS) if part in found]
         return {part: concatenate([some[part] for some in vectors]) for part in parts}
 
-    def _frozen(self, heads: list[Table]) -> None:
+    def _frozen(self, model_states: list[Table]) -> None:
         """Reads the frozen parameters of stage 3."""
-        for name, shape in (heads[0].get("frozen_param_shapes") or {}).items():
-            parts = [head["frozen_param_fragments"][name] for head in heads]
+        for name, shape in (model_states[0].get("frozen_param_shapes") or {}).items():
+            parts = [model_state["frozen_param_fragments"][name] for model_state in model_states]
             self._tensors[name] = {WEIGHT: _unpadded(shape, parts)}
 
-    def _remaining(self, head: Table) -> None:
+    def _remaining(self, model_state: Table) -> None:
         """Reads the weights of stages 0 to 2 that the optimizer files do not have."""
-        others = {*(head.get("buffer_names") or ()), *(head.get("shared_params") or ())}
-        for name, tensor in head["module"].items():
-            if isinstance(tensor, FileTensor) and name not in others | self._tensors.keys():
+        excluded = {
+            *(model_state.get("buffer_names") or ()),
+            *(model_state.get("shared_params") or ()),
+        }
+        for name, tensor in model_state["module"].items():
+            if isinstance(tensor, FileTensor) and name not in excluded | self._tensors.keys():
                 self._tensors[name] = {WEIGHT: tensor}
 
     def _error(self, text: str) -> CheckpointError:
@@ -265,7 +274,7 @@ class DeepSpeedCheckpoint(HFTensors):
     # ------------------------------------------------------------------------------------------------------- universal
 
     def _universal_groups(self, reader: PickleReader, ranks: list[Table]) -> Table:
-        """Returns the content of a universal checkpoint's zero/optimizer_state.pt; empty if there is no such file."""
+        """Returns the content of a universal checkpoint's zero/optimizer_state.pt; empty without this file."""
         if ranks:
             raise self._error("has both a universal checkpoint and another one: remove one of them")
         file = self._folder / "zero/optimizer_state.pt"
@@ -360,7 +369,7 @@ def stage_of(found: Table) -> int:
 def scale_of(scaler: Any) -> dict[str, float]:
     """Returns the state of a dynamic loss scaler under the keys of a native checkpoint; empty for other scalers.
 
-    The scaler is that of deepspeed/runtime/fp16/loss_scaler.py.
+    See deepspeed/runtime/fp16/loss_scaler.py.
     """
     if not isinstance(scaler, PickledObject) or not scaler.name.endswith(".DynamicLossScaler"):
         return {}

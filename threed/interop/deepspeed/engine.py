@@ -156,7 +156,7 @@ class DeepSpeedEngine:
         """Ends a micro-batch and, at the accumulation boundary, runs an optimizer step. Collective at the boundary.
 
         Raises:
-            RuntimeError: if there are no gradients: neither `backward` was called, nor the backward of another engine
+            RuntimeError: without gradients, if neither `backward` was called, nor the backward of another engine
                 with a loss that depends on this module.
         """
         if not self._pending and not self.engine.reducer.foreign:
@@ -360,7 +360,7 @@ class DeepSpeedEngine:
             tag: the name of the checkpoint; None means the tag in load_dir/latest.
 
         Returns:
-            The path of the checkpoint and its client_state; (None, None) if there is no tag and no file `latest`.
+            The path of the checkpoint and its client_state; (None, None) if neither a tag nor the file `latest` exists.
 
         Raises:
             RuntimeError: if a step is in progress.

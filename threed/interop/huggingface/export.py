@@ -84,12 +84,12 @@ def export_hf(
     buffers = {name: shape for name, (*_, shape) in reader.buffers.items()}  # no layout has buffers
     check_names({**reader.shapes, **buffers}, native_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
-    record = folder_record.checked(manifest["state"]["extra"].get("hf"))
-    more, others = folder_record.written(record, tokenizer)
+    record = folder_record.validated(manifest["state"]["extra"].get("hf"))
+    extra_keys, json_files = folder_record.for_export(record, tokenizer)
     config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
-    del config["pad_token_id"]  # `more` has it, unless the original folder had none
+    del config["pad_token_id"]  # `extra_keys` has it, unless the original folder had none
     return write_folder(
-        out, table, reader, config | more, dtype, files or tokenizer, others, shard_bytes
+        out, table, reader, config | extra_keys, dtype, files or tokenizer, json_files, shard_bytes
     )
 
 

@@ -1,7 +1,7 @@
 """Record of a Hugging Face folder: keeps special token ids and generation defaults from import to export.
 
     record = record_of(config, generation, hashes)     # at import; stored as extra["hf"] of a native checkpoint
-    config, files = written(record, tokenizer)         # at export
+    config, files = for_export(record, tokenizer)         # at export
 
 The record has the keys of config.json that do not describe the model (`KEPT`), the text of generation_config.json, and
 the hashes of the tokenizer's files. An export copies these files from the folder if their hashes are still the same.
@@ -32,14 +32,14 @@ def record_of(
 
     Args:
         config: the object in config.json.
-        generation: the text of generation_config.json, a JSON object; None if there is no such file.
+        generation: the text of generation_config.json, a JSON object; None if the file does not exist.
         hashes: sha256 of each of the tokenizer's files, by name; may be empty.
     """
     kept = {key: config[key] for key in KEPT if key in config}
     return {"config": kept, "generation": generation, "tokenizer": dict(hashes)}
 
 
-def checked(record: object) -> dict[str, Any] | None:
+def validated(record: object) -> dict[str, Any] | None:
     """Returns a record read from a checkpoint, or None if it has none. Raises CheckpointError if it is malformed."""
     if record is None:
         return None
@@ -54,7 +54,7 @@ def checked(record: object) -> dict[str, Any] | None:
     raise CheckpointError("its record of a Hugging Face folder (extra.hf) is not valid")
 
 
-def belongs(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+def matches(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
     """Returns whether a record matches a tokenizer: the files are equal, or its end of text is a recorded eos id."""
     ends = [part.get("eos_token_id") for part in (record["config"], _generation(record))]
     known = [number for end in ends for number in (end if isinstance(end, list) else [end])]
@@ -63,7 +63,7 @@ def belongs(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
 
 
 def _generation(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the recorded generation_config.json, parsed; empty if there is none."""
+    """Returns the recorded generation_config.json, parsed; empty if the record has none."""
     try:
         found = parse_json(record["generation"] or "{}", GENERATION)
     except ParseError as error:
@@ -71,21 +71,21 @@ def _generation(record: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def written(
+def for_export(
     record: dict[str, Any] | None, tokenizer: Tokenizer | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the keys that an export adds to config.json, and additional JSON files to write.
 
-    They come from the record if it matches the tokenizer, else from the tokenizer. Warns if a record is not used.
+    The source is the record if it matches the tokenizer, else the tokenizer. Warns if a record is not used.
 
     Args:
-        record: the record of the original folder; None if there is none.
+        record: the record of the original folder, or None.
         tokenizer: the tokenizer of the export; None if it writes none.
 
     Returns:
         Keys for config.json, and JSON files by name, as objects or as text.
     """
-    if record is not None and (tokenizer is None or belongs(record, tokenizer)):
+    if record is not None and (tokenizer is None or matches(record, tokenizer)):
         files = {} if record["generation"] is None else {GENERATION: record["generation"]}
         return record["config"], files
     if record is not None and tokenizer is not None:

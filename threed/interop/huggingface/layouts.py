@@ -252,7 +252,7 @@ def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
         lines = []
         for detail in error.errors():
             native = str((*detail["loc"], "model")[0])
-            hf = spelling.named(record, native)
+            hf = spelling.hf_key(record, native)
             suffix = f" ({native})" if hf != native and native != "seq" else ""
             value = json.dumps(detail["input"], default=str)
             short = value if len(value) <= 60 else f"{value[:57]}..."

@@ -36,7 +36,7 @@ WEIGHTS_ONLY = (
 )
 PREFIXES = ("model.module.module.", "model.module.", "model.", "")
 WORD = "embedding.word_embeddings.weight"
-OTHERS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
+NOT_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 MOST_LAYERS = 10_000
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
@@ -117,9 +117,9 @@ class MegatronCheckpoint:
         dist = DistFolder(folder, reader)
         self.model = model_of(_args(dist, reader), str(path))
         tensors = unstacked(_of_model(dist))
-        have = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
-        if self.model.layers > have:  # check before computing the shapes of every layer
-            problem = f"it has {have} of {self.model.layers} layers"
+        present = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
+        if self.model.layers > present:  # check before computing the shapes of every layer
+            problem = f"it has {present} of {self.model.layers} layers"
             raise CheckpointError(f"{path} does not fit its args: {problem}")
         self.shapes = native_shapes(entries(self.model))
         self.parts = dict.fromkeys(self.shapes, (WEIGHT,))
@@ -172,7 +172,7 @@ def _of_model(dist: DistFolder) -> Tensors:
         problem = f"has no {WORD}: it is not a checkpoint of a megatron-core GPT model"
         raise CheckpointError(f"{dist.path} {problem}")
     names = [name for name in dist.shapes if name.startswith(prefix) and "_extra_state" not in name]
-    names = [name for name in names if not name.removeprefix(prefix).startswith(OTHERS)]
+    names = [name for name in names if not name.removeprefix(prefix).startswith(NOT_MODEL)]
     return {name.removeprefix(prefix): tensor for name, tensor in dist.tensors(names).items()}
 
 

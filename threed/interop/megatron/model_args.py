@@ -12,7 +12,7 @@ from threed.resolution import resolve_model
 from threed.schema import ValidationError
 
 # Unsupported arguments, with the values that disable them. A missing argument is disabled too.
-OTHERS: Mapping[str, tuple[Any, ...]] = {
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0), "multi_latent_attention": (None, False), "mtp_num_layers": (None, 0),
     "squared_relu": (None, False), "quick_geglu": (None, False), "apply_layernorm_1p": (None, False),
     "apply_residual_connection_post_layernorm": (None, False), "rotary_interleaved": (None, False),
@@ -37,8 +37,8 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     Raises:
         CheckpointError: if the model is not supported; the message lists every unsupported argument.
     """
-    others = [name for name, same in OTHERS.items() if args.get(name) not in same]
-    problems = [f"{name} {plain(args[name])}" for name in others]
+    unsupported = [name for name, same in UNSUPPORTED.items() if args.get(name) not in same]
+    problems = [f"{name} {plain(args[name])}" for name in unsupported]
     norm = args.get("normalization", "LayerNorm")
     positions = args.get("position_embedding_type", "learned_absolute")
     gated = bool(args.get("swiglu"))

@@ -48,8 +48,8 @@ class Reader:
     """Parses one ds_config, and collects its problems and notes.
 
     Args:
-        autos: by key, the value to use for "auto" and the origin of this value. If the value is None and
-            the origin is not empty, "auto" is an error; if both are empty, the key counts as not given.
+        autos: by key, the value to use for "auto" and the origin of this value. A value of None with an
+            origin makes "auto" an error; None with an empty origin means that the key is not given.
         inactive: by key, the reason why it has no effect in this configuration.
 
     Attributes:
@@ -121,8 +121,8 @@ class Reader:
             elif value == "auto":
                 values[key] = self._resolve(name, field.description or "set the value")
             else:
-                whole = isinstance(value, float) and value.is_integer()
-                values[key] = int(value) if whole else value
+                integral = isinstance(value, float) and value.is_integer()
+                values[key] = int(value) if integral else value
         return {key: value for key, value in values.items() if value is not None}
 
     def _check_refused(self, key: str, value: Any, works: tuple[Any, ...], why: str) -> None:
@@ -153,7 +153,7 @@ class Reader:
 
 
 def _hint(path: str, key: str, model: type[Group]) -> str:
-    """Returns a hint with the most similar known key of a group; empty if there is none."""
+    """Returns a hint with the most similar known key of a group, or an empty string."""
     tables = [name.rpartition(".") for name in (*NO_EFFECT, *REFUSED)]
     known = [*model.model_fields, *(name for group, _, name in tables if group == path)]
     near = difflib.get_close_matches(key, known, 1, 0.7)
