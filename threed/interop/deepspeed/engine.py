@@ -1,4 +1,4 @@
-"""DeepSpeed's engine API on top of `threed.ModuleEngine`: forward, backward and step are separate calls.
+"""DeepSpeed's engine API on top of `threed.engine.ModuleEngine`: forward, backward and step are separate calls.
 
 engine = DeepSpeedEngine(model, topology, translation)
 loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()        # or engine.train_batch(iterator)
@@ -42,7 +42,7 @@ class DeepSpeedEngine:
         notes: messages of `initialize`, which precede the notes of the translation.
 
     Attributes:
-        engine: the wrapped `threed.ModuleEngine`.
+        engine: the wrapped `threed.engine.ModuleEngine`.
         module: the trained module.
         optimizer: a read-only view of the optimizer.
         metrics: metrics of the last step; None before the first.
@@ -304,7 +304,7 @@ class DeepSpeedEngine:
         return self.translation.config.zero.stage
 
     def gathered(self) -> AbstractContextManager[nn.Module]:
-        """Context manager: yields the module with full (gathered) parameters; see `threed.ModuleEngine.gathered`."""
+        """Context manager: yields the module with full (gathered) parameters; see `threed.engine.ModuleEngine.gathered`."""
         return self.engine.gathered()
 
     def full_state_dict(self) -> dict[str, Tensor]:
