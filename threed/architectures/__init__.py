@@ -3,8 +3,9 @@
     record = REGISTERED["llama"]       by the value of `--model.arch`
     record = of_type("gemma3_text")    by the model_type of a Hugging Face configuration
 
-A record (`record.Architecture`) defines the blocks of a decoder, the defaults of its configuration keys, and its
-Hugging Face layout. To add an architecture, write a module like `mistral.py` and import it below.
+A record (`record.Architecture`) defines the blocks of a decoder, the defaults of its configuration
+keys, and its Hugging Face layout. To add an architecture, write a module like `mistral.py` and
+import it below.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
-"""Gemma 2: (1 + weight) RMSNorm before and after each branch; GELU-gated MLP; word embeddings times sqrt(hidden);
-soft caps on attention scores and logits; a sliding window in every second layer; tied head (arXiv 2408.00118)."""
+"""Gemma 2 (arXiv 2408.00118).
+
+(1 + weight) RMSNorm before and after each branch; GELU-gated MLP; word embeddings times
+sqrt(hidden); soft caps on attention scores and logits; a sliding window in every second layer; tied
+head.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Gemma 3, text model: Gemma 2 with norms on query and key heads instead of soft caps, and a sliding window in five of
-six layers, which have a separate rotary base (arXiv 2503.19786)."""
+"""Gemma 3, text model (arXiv 2503.19786).
+
+Gemma 2 with norms on query and key heads instead of soft caps, and a sliding window in five of six
+layers, which have a separate rotary base.
+"""
 
 from __future__ import annotations
 

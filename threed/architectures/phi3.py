@@ -1,5 +1,8 @@
-"""Phi-3 and Phi-4-mini: Llama with packed projections, and rotary positions on a part of each head's dimensions, scaled
-for long sequences (arXiv 2404.14219; longrope: arXiv 2402.13753)."""
+"""Phi-3 and Phi-4-mini (arXiv 2404.14219; longrope: arXiv 2402.13753).
+
+Llama with packed projections, and rotary positions on a part of each head's dimensions, scaled for
+long sequences.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Data structure that describes an architecture: decoder blocks, configuration keys and Hugging Face layout.
+"""Data structures that describe an architecture.
 
-    MISTRAL = register(Architecture("mistral", "Mistral", ...))      one module per architecture in this package
+    MISTRAL = register(Architecture("mistral", "Mistral", ...))      one module per architecture
 
-The records are pure data. `models.Decoder` builds layers from a record, `interop.huggingface.layouts` converts tensors
-with its rules, and `spelling` reads and writes Hugging Face configurations with its keys. "Model keys" below are the
-fields of `config.ModelConfig`.
+The records are pure data. `models.Decoder` builds layers from a record,
+`interop.huggingface.layouts` converts tensors with its rules, and `spelling` reads and writes
+Hugging Face configurations with its keys. "Model keys" below are the fields of
+`config.ModelConfig`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ Keys = Mapping[str, Any]  # values of a `ModelConfig`, by field name
 class Rule:
     """One tensor of a Hugging Face layout, and the native tensors that it consists of.
 
-    In names, {i} is the block number. In shapes, each word is a dimension, a product of letters: h hidden size,
-    a heads, k key/value heads, d head dimension, f MLP width, v vocabulary, p learned positions. So "ad h" is [a·d h].
+    In names, {i} is the block number. In shapes, each word is a dimension, a product of letters: h
+    hidden size, a heads, k key/value heads, d head dimension, f MLP width, v vocabulary, p learned
+    positions. So "ad h" is [a·d h].
 
     Attributes:
         hf: the name of the Hugging Face tensor.
-        native: (name, shape) pairs of the native tensors, concatenated along dimension 0 in the Hugging Face tensor.
+        native: (name, shape) pairs of the native tensors, concatenated along dimension 0 in the
+            Hugging Face tensor.
         transposed: whether the Hugging Face tensor is [in out] instead of [out in].
         needs: the property of a model (`Architecture.properties`) that the tensors require.
-        zeros: whether the Hugging Face layout has the tensor, filled with zeros, if the model lacks the property.
+        zeros: whether the Hugging Face layout has the tensor, filled with zeros, if the model lacks
+            the property.
     """
 
     hf: str
@@ -67,13 +71,16 @@ class Architecture:
         hf_class: the class in `architectures` of the Hugging Face configuration.
         rules: the tensors of the Hugging Face layout.
         keys: configuration keys that have an equivalent model key.
-        fixed: configuration keys with a required value. They are written; reading another value is an error.
+        fixed: configuration keys with a required value. They are written; reading another value is
+            an error.
         written: configuration keys that are written with a fixed value, and ignored when read.
-        accepted: configuration keys that are ignored when read, because they do not change the computation.
+        accepted: configuration keys that are ignored when read, because they do not change the
+            computation.
         takes: model keys that this architecture supports and others may not.
-        defaults: default values that replace None, by model key, in addition to `DEFAULTS`. A function computes the
-            default from all keys.
-        limits: yields a description of each setting of a model that the Hugging Face layout cannot express.
+        defaults: default values that replace None, by model key, in addition to `DEFAULTS`. A
+            function computes the default from all keys.
+        limits: yields a description of each setting of a model that the Hugging Face layout cannot
+            express.
         norm: "rms" (RMSNorm) or "layer" (LayerNorm).
         norm_offset: constant added to the weights of norms.
         post_norms: whether each branch also has a norm after it.
@@ -83,15 +90,19 @@ class Architecture:
         qk_norm: whether every query and key head has a norm.
         qkv_bias: whether query, key and value have biases even if the model key `bias` is False.
         scaled_embedding: whether word embeddings are multiplied by sqrt(hidden).
-        layer_pattern: layers with a sliding window ("s") and with full attention ("f"), repeated over the depth.
-        window: the configuration key that selects the layers with a sliding window: "layer_types" or
-            "max_window_layers"; "all" if all layers have one; "none" if windows are not supported.
+        layer_pattern: layers with a sliding window ("s") and with full attention ("f"), repeated
+            over the depth.
+        window: the configuration key that selects the layers with a sliding window: "layer_types"
+            or "max_window_layers"; "all" if all layers have one; "none" if windows are not
+            supported.
         local: whether layers with a sliding window have a separate rotary base.
-        absent_theta: the rotary base (of the layers without a window, if `local`) if the configuration has none.
+        absent_theta: the rotary base (of the layers without a window, if `local`) if the
+            configuration has none.
         scalings: other names of types of rotary scaling.
-        original_positions: default of `original_max_position_embeddings`, for configurations with this key at top
-            level; None if it is part of the rotary scaling.
-        buffers: names of tensors that old versions of transformers saved although the model computes them.
+        original_positions: default of `original_max_position_embeddings`, for configurations with
+            this key at top level; None if it is part of the rotary scaling.
+        buffers: names of tensors that old versions of transformers saved although the model
+            computes them.
     """
 
     name: str
@@ -128,7 +139,10 @@ class Architecture:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the tensor names in a Hugging Face model with a head. A base model's names lack it."""
+        """Prefix of the tensor names in a Hugging Face model with a head.
+
+        A base model's names lack it.
+        """
         return self.rules[0].hf.partition(".")[0] + "."
 
     def resolved(self, keys: Keys) -> dict[str, Any]:
@@ -140,7 +154,10 @@ class Architecture:
         return found
 
     def properties(self, keys: Keys) -> dict[str, bool]:
-        """Returns the properties of a model on which its tensors depend (`Rule.needs`). keys: resolved model keys."""
+        """Returns the properties of a model on which its tensors depend (`Rule.needs`).
+
+        keys: resolved model keys.
+        """
         bias = bool(keys["bias"])
         return {
             "": True, "untied": not keys["tied"], "qk_norm": self.qk_norm or keys["qk_norm"], "bias": bias,
@@ -225,7 +242,7 @@ GEMMA_FIXED: dict[str, Any] = {
 
 
 def no_fraction(keys: Keys) -> Iterator[str]:
-    """Yields a limit of `transformers`: in some architectures heads must divide hidden, even with a head_dim."""
+    """Yields a limit of some `transformers` models: heads must divide hidden even with head_dim."""
     if keys["hidden"] % keys["heads"]:
         yield f"--model.hidden {keys['hidden']}, which is not a multiple of the number of heads ({keys['heads']})"
 
@@ -240,7 +257,8 @@ def linear(
 
     Args:
         hf: the name of the Hugging Face layer.
-        outputs: output dimension of each native layer, by name; they are concatenated in this order.
+        outputs: output dimension of each native layer, by name; they are concatenated in this
+            order.
         inputs: the input dimension.
         bias: the property with which the layer has a bias; empty if it never has one.
         conv1d: whether it is a Conv1D of GPT-2, which is transposed and always has a bias.

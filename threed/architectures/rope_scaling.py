@@ -1,11 +1,11 @@
 """Rotary scaling: settings that extend a model to longer sequences than it was first trained on.
 
-    scaling = RopeScaling.model_validate("llama3: factor=8, low-freq-factor=1, ...")            from a flag
-    scaling = RopeScaling(rope_type="linear", factor=2.0)                                       from a TOML table
+    scaling = RopeScaling.model_validate("llama3: factor=8, ...")      from a flag
+    scaling = RopeScaling(rope_type="linear", factor=2.0)              from a TOML table
 
-Names and meaning follow `rope_parameters` in Hugging Face configurations: linear (arXiv 2306.15595), llama3
-(arXiv 2407.21783), yarn (arXiv 2309.00071), longrope (arXiv 2402.13753). In a flag, spaces separate the numbers of a
-list.
+Names and meaning follow `rope_parameters` in Hugging Face configurations: linear (arXiv
+2306.15595), llama3 (arXiv 2407.21783), yarn (arXiv 2309.00071), longrope (arXiv 2402.13753). In a
+flag, spaces separate the numbers of a list.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class RopeScaling(Settings):
     """Settings of one rotary scaling; `KINDS` lists the keys of each type.
 
     Attributes:
-        factor: how many times longer sequences are; default: the model's positions / original_max_position_embeddings.
+        factor: how many times longer sequences are; default: the model's positions /
+            original_max_position_embeddings.
     """
 
     form: ClassVar[str] = (

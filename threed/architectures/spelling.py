@@ -3,9 +3,9 @@
     keys = read(record, json.loads(text))       returns keys of config.ModelConfig
     table = write(record, keys)                 takes resolved keys
 
-Reads the notations of `transformers` 4 (rope_theta, rope_scaling with type or rope_type, sliding_window_pattern) and
-5 (rope_parameters, also per type of layer; layer_types); writes both. An unknown key that is not null or false is an
-error, because it may change the computation.
+Reads the notations of `transformers` 4 (rope_theta, rope_scaling with type or rope_type,
+sliding_window_pattern) and 5 (rope_parameters, also per type of layer; layer_types); writes both.
+An unknown key that is not null or false is an error, because it may change the computation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def read(record: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
         config: the object in config.json.
 
     Raises:
-        ValueError: if a key is missing, unknown, or has an unsupported value; the message lists all of them.
+        ValueError: if a key is missing, unknown, or has an unsupported value; the message lists all
+            of them.
     """
     reader = _Reader(record, config)
     try:
@@ -204,7 +205,7 @@ class _Reader:
         return count if isinstance(count, int) and 0 < count < 100_000 else 1
 
     def _letters(self, types: Any) -> str | None:
-        """Returns one letter ("s" or "f") per layer; None if the configuration has no layer_types."""
+        """Returns one letter ("s" or "f") per layer; None without layer_types."""
         if types is None:
             return None
         known = (
@@ -229,7 +230,10 @@ def shortest_pattern(letters: str) -> str:
 
 
 def hf_key(record: Architecture, native: str) -> str:
-    """Returns the configuration key of a model key, for messages; the model key itself if it has no counterpart."""
+    """Returns the configuration key of a model key, for messages.
+
+    Returns the model key itself if it has no counterpart.
+    """
     native = "positions" if native == "seq" else native  # seq is read from positions
     return next((key.hf for key in record.keys if key.native == native), native)
 
@@ -247,7 +251,8 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
         keys: all model keys, resolved.
     """
     table: dict[str, Any] = {"architectures": [record.hf_class], "model_type": record.model_type}
-    # The default of transformers may be outside the vocabulary; the embedding of the padding id is not trained.
+    # The default id of transformers may be outside the vocabulary, and embeddings of padding are
+    # not trained.
     table["pad_token_id"] = None
     for key in record.keys:
         table[key.hf] = _hf_value(key.native, keys[key.native])
@@ -260,7 +265,7 @@ def write(record: Architecture, keys: Keys) -> dict[str, Any]:
 
 
 def _hf_value(name: str, value: Any) -> Any:
-    """Returns a value in Hugging Face's notation: None if disabled (0), query_pre_attn_scalar as an int if possible."""
+    """Returns a model value in Hugging Face's notation: None for 0, integers where possible."""
     if name in ("attention_softcap", "logit_softcap", "window"):
         return value or None
     return int(value) if name == "query_pre_attn_scalar" and value == int(value) else value

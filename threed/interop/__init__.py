@@ -2,7 +2,7 @@
 
     convert.convert(src, dst)      converts checkpoints between the native format and other formats
     pretrained.find(config)        configures a run that starts from a Hugging Face folder
-    huggingface                    reads and writes Hugging Face folders, and loads them into an engine
+    huggingface                    reads and writes Hugging Face folders; loads them into an engine
     deepspeed                      `threed.initialize`, DeepSpeed's configuration and checkpoints
     megatron                       reads the weights of Megatron-LM checkpoints
 

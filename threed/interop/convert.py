@@ -1,9 +1,9 @@
 """Conversion between checkpoint formats; implements `threed convert SRC DST`.
 
-    convert("runs/gpt/checkpoints/step-200", "gpt-hf", dtype="bf16")   # native -> Hugging Face
-    convert("Llama-3.1-8B", "llama")                                   # Hugging Face -> native, weights only
-    convert("Llama-3.1-8B", "llama-fp16", dtype="fp16", to="hf")       # new dtype, files of at most 5 GB
-    convert("zero/global_step100", "llama", allow_pickle=True)         # DeepSpeed -> native, with Adam moments
+    convert("runs/gpt/checkpoints/step-200", "gpt", dtype="bf16")  # native -> Hugging Face
+    convert("Llama-3.1-8B", "llama")                               # Hugging Face -> native, weights
+    convert("Llama-3.1-8B", "llama-fp16", dtype="fp16", to="hf")   # new dtype, files up to 5 GB
+    convert("zero/global_step100", "llama", allow_pickle=True)     # DeepSpeed, with moments
 
 The format of SRC is detected from its files. No process group is required.
 """
@@ -36,13 +36,14 @@ def convert(
     Args:
         src: the folder of a native, Hugging Face, DeepSpeed or Megatron-LM checkpoint.
         dst: the folder to write; it must be empty or not exist.
-        dtype: dtype of the written weights, a key of `precision.DTYPES`; None keeps the source's dtypes.
-        tokenizer: "bytes", a folder, the path of a tokenizer.json, or "none". None means the tokenizer of the
-            Hugging Face folder or of the run.
+        dtype: dtype of the written weights, a key of `precision.DTYPES`; None keeps the source's
+            dtypes.
+        tokenizer: "bytes", a folder, the path of a tokenizer.json, or "none". None means the
+            tokenizer of the Hugging Face folder or of the run.
         to: "native" or "hf"; None means "hf" for a native checkpoint and "native" for any other.
         allow_pickle: whether to read the pickle-based checkpoints of DeepSpeed and Megatron-LM.
-        config: the transformers config.json of a DeepSpeed checkpoint's model, or the folder that contains it;
-            None searches the checkpoint folder and its parent.
+        config: the transformers config.json of a DeepSpeed checkpoint's model, or the folder that
+            contains it; None searches the checkpoint folder and its parent.
 
     Returns:
         The path of the written folder.
@@ -76,7 +77,7 @@ def convert(
 
 
 def _config_of(path: Path, given: str | Path | None) -> Path:
-    """Returns the path of the model's config.json: `given`, in the DeepSpeed folder, or in its parent."""
+    """Returns the path of config.json: `given`, or in the DeepSpeed folder or its parent."""
     places = [path / CONFIG, path.absolute().parent / CONFIG]
     where = f"neither {path} nor its parent folder has one"
     if given is not None:
@@ -137,11 +138,12 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
 
     Args:
         path: the folder; the format is detected from its files.
-        allow_pickle: whether pickle-based checkpoints are accepted. If so, a folder that has the files of both
-            Hugging Face and another program counts as the other program's.
+        allow_pickle: whether pickle-based checkpoints are accepted. If so, a folder that has the
+            files of both Hugging Face and another program counts as the other program's.
 
     Raises:
-        CheckpointError: if the format is not recognized, or is pickle-based and `allow_pickle` is False.
+        CheckpointError: if the format is not recognized, or is pickle-based and `allow_pickle` is
+            False.
     """
     if (path / native.MANIFEST).is_file():
         return "native"
@@ -180,8 +182,8 @@ def _other_program(path: Path) -> str | None:
 def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
     """Returns the tokenizer of a native checkpoint's run, and its files.
 
-    The hashes are checked because an export copies these files, and a checkpoint from another machine may name
-    any local path.
+    The hashes are checked because an export copies these files, and a checkpoint from another
+    machine may name any local path.
 
     Raises:
         CheckpointError: if the files do not match the hashes in the checkpoint.
@@ -200,7 +202,7 @@ def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | N
 
 
 def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
-    """Returns the files of the tokenizer `spec`; None if they do not match the hashes in the manifest."""
+    """Returns the files of the tokenizer `spec`; None if they differ from the manifest's hashes."""
     saved = manifest["state"]["extra"].get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)

@@ -1,7 +1,7 @@
 """Writes native checkpoints from any `TensorSource`, without an engine or a process group.
 
     write_tensors(path, config, HFFolder(folder), dtype="bf16", state={"extra": extra})
-    write_native(source, path, dtype, tokenizer, extra)     # a `Source`: the checkpoint of another program
+    write_native(source, path, dtype, tokenizer, extra)     # of another program's checkpoint
 
 If a checkpoint has only weights, a run that resumes from it starts at step 0 with zero moments.
 """
@@ -42,7 +42,8 @@ class Source(TensorSource, Protocol):
     Attributes:
         title: the program and the kind of checkpoint, for messages and the manifest.
         model: the model configuration.
-        state: training counters under the keys of a native checkpoint; empty if a run starts at step 0.
+        state: training counters under the keys of a native checkpoint; empty if a run starts at
+            step 0.
         notes: warnings about contents that are not imported.
     """
 
@@ -73,7 +74,8 @@ def write_native(
         The path `out`.
 
     Raises:
-        CheckpointError: if the tensors do not match the model, a value is not finite, or a second moment is negative.
+        CheckpointError: if the tensors do not match the model, a value is not finite, or a second
+            moment is negative.
     """
     if problems := list(source.problems()):
         raise CheckpointError("; ".join(problems))
@@ -115,7 +117,8 @@ def write_tensors(
         `path`.
 
     Raises:
-        CheckpointError: if the disk is full, values overflow `dtype`, or the source or `check` raises it.
+        CheckpointError: if the disk is full, values overflow `dtype`, or the source or `check`
+            raises it.
         ValueError: if a tensor of the source does not have the listed shape.
     """
     specs = {}
@@ -156,7 +159,7 @@ def _write(
     specs: Mapping[Part, Spec],
     slabs: Callable[[Part], Iterable[Tensor]],
 ) -> dict[str, Any]:
-    """Writes a file with one section per part; returns its manifest entry, in the format a rank sends to rank 0."""
+    """Writes a file with one section per part; returns its manifest entry (as sent to rank 0)."""
     sections = [_section(part, *specs[part]) for part in keys]
     rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, keys)))
     entry = SavedFile(file.name, [(h, 0) for h in sections]).write(file.parent, rows)

@@ -1,18 +1,20 @@
-"""Reads pickles as data, without executing anything in them. Tensors are read from their files on demand.
+"""Reads pickles as data, without executing anything in them. Tensors are read on demand.
 
     reader = PickleReader()
     state = reader.torch_file(Path("mp_rank_00_model_states.pt"))      # a file of torch.save
     index = reader.bare(Path(".metadata"))                             # a bare pickle
     read_box(state["module"]["lm_head.weight"], (0, 0), (1, 100))      # reads values on demand
 
-A pickle is a program for a stack machine. This reader is safe against malicious pickles for three reasons:
+A pickle is a program for a stack machine. This reader is safe against malicious pickles for three
+reasons:
 
-- `find_class` does not import. It returns a `PickledObject`, and calling one gives another `PickledObject`. The
-  exceptions are the functions in `KNOWN`, which rebuild tensors and containers. Names in the standard library that
-  no checkpoint needs raise an error.
-- No opcode calls a real object, copies more than a few arguments, or hashes nested tuples, and each name is stored
-  once. Memory use is therefore proportional to the number of opcodes.
-- Opcodes are counted before a pickle is loaded, and values afterwards. The limits apply to all files of one reader.
+- `find_class` does not import. It returns a `PickledObject`, and calling one gives another
+  `PickledObject`. The exceptions are the functions in `KNOWN`, which rebuild tensors and
+  containers. Names in the standard library that no checkpoint needs raise an error.
+- No opcode calls a real object, copies more than a few arguments, or hashes nested tuples, and each
+  name is stored once. Memory use is therefore proportional to the number of opcodes.
+- Opcodes are counted before a pickle is loaded, and values afterwards. The limits apply to all
+  files of one reader.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class PickledObject:
     Attributes:
         name: the full name of the class or function.
         args: the arguments of the call.
-        state: the object's attributes, or the return value of its `__getstate__`; None without state.
+        state: the object's attributes, or the return value of its `__getstate__`; None without
+            state.
     """
 
     name: str
@@ -96,7 +99,7 @@ class PickledObject:
 
 
 def _call_result(function: Any, args: Any) -> Any:
-    """Returns the result of a call of a function in `KNOWN`; a `PickledObject` for other functions."""
+    """Returns the result of a call: a `PickledObject`, unless `KNOWN` has the function."""
     if not isinstance(function, PickledObject) or type(args) is not tuple:
         raise ValueError("it calls an object that is not a function")
     known = KNOWN.get(function.name)
@@ -108,7 +111,7 @@ def _call_result(function: Any, args: Any) -> Any:
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:
-    """Replaces torch._utils._rebuild_tensor, _v2, and _v3, which has an additional dtype argument."""
+    """Replaces torch._utils._rebuild_tensor, _v2 and _v3, which has an additional dtype."""
     numbers = (offset, *size, *stride)
     if len(numbers) > 2 * MOST_DIMENSIONS or not all(
         type(n) is int and 0 <= n < 2**63 for n in numbers
@@ -145,9 +148,7 @@ KNOWN: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v3": _rebuild_tensor,
     "torch._utils._rebuild_parameter": _first_argument,
     "torch._utils._rebuild_parameter_with_state": _first_argument,
-    "torch._tensor._rebuild_from_type_v2": lambda name, _, args, *state: _call_result(
-        name, args
-    ),
+    "torch._tensor._rebuild_from_type_v2": lambda name, _, args, *state: _call_result(name, args),
     "torch.Size": _first_argument,
     "collections.OrderedDict": _empty_dict,
     "collections.defaultdict": _empty_dict,
@@ -179,7 +180,10 @@ class _Unpickler(PURE):
         self._room = MOST_NAMES
 
     def find_class(self, module: str, name: str) -> PickledObject:
-        """Returns the named object as a `PickledObject`. Raises ValueError if no checkpoint needs the name."""
+        """Returns the named object as a `PickledObject`.
+
+        Raises ValueError if no checkpoint needs the name.
+        """
         module, name = NAME_MAPPING.get(
             (module, name), (module, name)
         )  # protocol 2 has the names of Python 2
@@ -226,7 +230,10 @@ class _Unpickler(PURE):
         self._put(self.pop_mark())
 
     def _put(self, items: list[Any]) -> None:
-        """Stores alternating keys and values in the dictionary on top of the stack; a `PickledObject` drops them."""
+        """Stores keys and values in the dictionary on top of the stack.
+
+        If a `PickledObject` is there instead, drops them.
+        """
         for key, value in zip(items[::2], items[1::2], strict=True):
             nested = isinstance(key, tuple) and any(isinstance(part, tuple) for part in key)
             if nested or (isinstance(key, tuple) and len(key) > MOST_DIMENSIONS):
@@ -357,8 +364,8 @@ class _Archive:
 class PickleReader:
     """Reads the pickles of one checkpoint. The limits apply to the total of all files.
 
-    The returned values consist of None, bool, int, float, str, bytes, list (also for sets), tuple, dict,
-    `PickledObject` and `FileTensor`.
+    The returned values consist of None, bool, int, float, str, bytes, list (also for sets), tuple,
+    dict, `PickledObject` and `FileTensor`.
 
     Args:
         most_objects: limit on the number of opcodes plus values in all files.
@@ -376,7 +383,8 @@ class PickleReader:
             last: end of the output, in bytes; None means the end of the file.
 
         Raises:
-            CheckpointError: if the file cannot be read, is damaged or malicious, or exceeds the limits.
+            CheckpointError: if the file cannot be read, is damaged or malicious, or exceeds the
+                limits.
         """
         value = None
         with _opened(path, last or 0) as (file, size):
@@ -403,7 +411,10 @@ class PickleReader:
 
 @contextmanager
 def _opened(path: Path, end: int = 0) -> Iterator[tuple[BinaryIO, int]]:
-    """Opens a file and yields it with its size in bytes, at least `end`; turns any error into a CheckpointError."""
+    """Opens a file of at least `end` bytes and yields it with its size.
+
+    Any error becomes a CheckpointError.
+    """
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is not a regular file")
@@ -420,7 +431,7 @@ def _opened(path: Path, end: int = 0) -> Iterator[tuple[BinaryIO, int]]:
 
 @contextmanager
 def as_written_by(program: str, path: Path) -> Iterator[None]:
-    """Context manager: turns errors from unexpected values in a checkpoint of `program` into a CheckpointError."""
+    """Turns errors from an unexpected layout of `program`'s checkpoint into a CheckpointError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:

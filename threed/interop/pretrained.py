@@ -2,10 +2,10 @@
 
     load(argv, begin=find)
 
-FOLDER is a Hugging Face folder or a native checkpoint converted from one. It determines the model: its
-values override the preset and the configuration file, and a flag with a different value raises an error.
-Only `seq` and `dropout` are free. The run uses the folder's tokenizer unless `--data.tokenizer` names
-another one, which is required if the folder has none.
+FOLDER is a Hugging Face folder or a native checkpoint converted from one. It determines the model:
+its values override the preset and the configuration file, and a flag with a different value raises
+an error. Only `seq` and `dropout` are free. The run uses the folder's tokenizer unless
+`--data.tokenizer` names another one, which is required if the folder has none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the
 
 
 def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
-    """Returns the configuration values that the folder `checkpoint.resume` determines, by group and key.
+    """Returns the configuration values from the folder `checkpoint.resume`, by group and key.
 
     Returns an empty dict if the folder is not pretrained weights: it is another folder, or a native
     checkpoint with completed steps, whose run configures the model itself.
@@ -59,7 +59,7 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
 
 
 def default_seq(model: ModelConfig) -> int:
-    """Returns the default sequence length for a pretrained model: at most its number of positions."""
+    """Returns the default sequence length for a pretrained model, at most its positions."""
     return min(SEQ, model.positions or model.seq)
 
 
@@ -87,7 +87,7 @@ class NativeFolder:
         spec = str(self.manifest["config"]["data"]["tokenizer"])
         if spec == "none":
             raise CheckpointError(f"the checkpoint does not name the tokenizer of its model: {fix}")
-        # A checkpoint from another machine may name any path. A resumed run compares tokenizers later.
+        # A checkpoint from another machine may name any path. Resumed runs check tokenizers later.
         if spec != "bytes" and not self.steps and saved_files(spec, self.manifest) is None:
             what = f"its tokenizer, {plain(spec)}, is missing or has other files now"
             raise CheckpointError(f"{what}: {fix}")

@@ -2,11 +2,11 @@
 
     folder = DistFolder(path, PickleReader())            raises CheckpointError for other folders
     folder.shapes["decoder.final_layernorm.weight"]
-    tensors = folder.tensors(["output_layer.weight"])    checks their chunks; values are read on demand
+    tensors = folder.tensors(["output_layer.weight"])    checks chunks; reads values on demand
     folder.entry("common_state/shard_0_1")               a pickled object, or None
 
-`.metadata` is a pickle. For each tensor it has the shape, the chunks (boxes of the tensor) and each chunk's
-byte range in a `__R_N.distcp` file; the bytes in that range are the output of torch.save
+`.metadata` is a pickle. For each tensor it has the shape, the chunks (boxes of the tensor) and each
+chunk's byte range in a `__R_N.distcp` file; the bytes in that range are the output of torch.save
 (torch/distributed/checkpoint/metadata.py and filesystem.py).
 """
 

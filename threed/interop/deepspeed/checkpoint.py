@@ -1,22 +1,25 @@
-"""Reads DeepSpeed checkpoints of Hugging Face models: ZeRO stages 0 to 3, and universal checkpoints.
+"""Reads DeepSpeed checkpoints of Hugging Face models: ZeRO stages 0 to 3 and universal checkpoints.
 
-    checkpoint = DeepSpeedCheckpoint(folder, config)     a `Source`; CheckpointError for unsupported checkpoints
+    checkpoint = DeepSpeedCheckpoint(folder, config)   a `Source`; CheckpointError if not supported
 
-The folder is `global_step100`, or its parent with the file `latest`. It has mp_rank_00_model_states.pt and, per data
-rank N, zero_pp_rank_N_mp_rank_00_optim_states.pt with flat fp32 master weights and Adam moments. `param_shapes` in the
-model file lists names and shapes in the order of the flat vectors (deepspeed/utils/zero_to_fp32.py, runtime/engine.py,
-runtime/zero, of 0.19.8):
+The folder is `global_step100`, or its parent with the file `latest`. It has
+mp_rank_00_model_states.pt and, per data rank N, zero_pp_rank_N_mp_rank_00_optim_states.pt with flat
+fp32 master weights and Adam moments. `param_shapes` in the model file lists names and shapes in the
+order of the flat vectors (deepspeed/utils/zero_to_fp32.py, runtime/engine.py, runtime/zero, of
+0.19.8):
 
-- Stages 1 and 2: each parameter group is one flat vector, sharded evenly over the ranks. It may have padding after each
-  parameter (`param_alignment_paddings`) and at the end. The master weights of the last ranks are saved without the
-  padding at the end.
-- Stage 3: each rank has ceil(numel / ranks) elements of every parameter. These slices follow each other in one vector
-  per sub-group, and the sub-groups follow each other. The padding is at the end of each parameter.
-- Frozen parameters are not in these vectors. Stages 0 to 2 save them in `module`; stage 3 shards them over the model
-  files of the ranks.
-- Universal checkpoints instead have, per trained parameter, zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt and optionally
-  step.pt. Each has a tensor, or a dictionary with a tensor `param`; the tensor is flat if the source was stage 3.
-  zero/optimizer_state.pt has the stage and the loss scale (deepspeed/checkpoint/ds_to_universal.py, of 0.19.8).
+- Stages 1 and 2: each parameter group is one flat vector, sharded evenly over the ranks. It may
+  have padding after each parameter (`param_alignment_paddings`) and at the end. The master weights
+  of the last ranks are saved without the padding at the end.
+- Stage 3: each rank has ceil(numel / ranks) elements of every parameter. These slices follow each
+  other in one vector per sub-group, and the sub-groups follow each other. The padding is at the end
+  of each parameter.
+- Frozen parameters are not in these vectors. Stages 0 to 2 save them in `module`; stage 3 shards
+  them over the model files of the ranks.
+- Universal checkpoints instead have, per trained parameter, zero/NAME/fp32.pt, exp_avg.pt,
+  exp_avg_sq.pt and optionally step.pt. Each has a tensor, or a dictionary with a tensor `param`;
+  the tensor is flat if the source was stage 3. zero/optimizer_state.pt has the stage and the loss
+  scale (deepspeed/checkpoint/ds_to_universal.py, of 0.19.8).
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ Table = dict[str, Any]
 
 
 def step_folder(path: Path) -> Path | None:
-    """Returns the folder with a checkpoint's files: the subfolder named by the file `latest`, else `path`.
+    """Returns the folder with the files: the subfolder named by the file `latest`, else `path`.
 
     Returns None if this folder has no DeepSpeed checkpoint.
     """
@@ -186,7 +189,10 @@ class DeepSpeedCheckpoint(HFTensors):
             )
 
     def _without_zero(self, model_state: Table, ranks: list[Table]) -> None:
-        """Notes for stage 0 that optimizer states are not imported, as they have no names; `_remaining` reads the weights."""
+        """Adds the note for stage 0 that optimizer states are not imported.
+
+        They have no names. `_remaining` reads the weights.
+        """
         tensors = [
             value for value in model_state["module"].values() if isinstance(value, FileTensor)
         ]
@@ -230,7 +236,7 @@ class DeepSpeedCheckpoint(HFTensors):
                 raise self._error(f"has slices of {numel} values, not {at}")
 
     def _concatenated(self, vectors: Sequence[Table]) -> Parts:
-        """Returns flat weights and moments [n], concatenated from `vectors`; notes states that are not imported."""
+        """Returns flat weights and moments [n], concatenated; notes states that are dropped."""
         found = set(vectors[0])
         if any(set(some) != found for some in vectors):
             what = "optimizer states of some ranks only"
@@ -274,7 +280,7 @@ class DeepSpeedCheckpoint(HFTensors):
     # ------------------------------------------------------------------------------------------------------- universal
 
     def _universal_groups(self, reader: PickleReader, ranks: list[Table]) -> Table:
-        """Returns the content of a universal checkpoint's zero/optimizer_state.pt; empty without this file."""
+        """Returns the content of zero/optimizer_state.pt; empty without this file."""
         if ranks:
             raise self._error("has both a universal checkpoint and another one: remove one of them")
         file = self._folder / "zero/optimizer_state.pt"
@@ -304,7 +310,7 @@ class DeepSpeedCheckpoint(HFTensors):
         self._check_universal(updates - {None})
 
     def _check_universal(self, updates: set[Any]) -> None:
-        """Checks that all parameters or no parameters have moments, and that they agree in the number of updates."""
+        """Checks that all parameters agree in having moments, and in the number of updates."""
         missing = [name for name, parts in self._tensors.items() if len(parts) < 3]
         if 0 < len(missing) < len(self._tensors):
             raise self._error(f"has moments of other parameters, but not of {missing[0]}")
@@ -327,7 +333,7 @@ class DeepSpeedCheckpoint(HFTensors):
 
 
 def _unpadded(shape: Shape, slices: Sequence[LazyTensor]) -> LazyTensor:
-    """Returns a parameter, concatenated from the ranks' slices [n] and without the padding at the end."""
+    """Returns a parameter: the ranks' slices [n], concatenated, without the padding at the end."""
     return Reshaped(shape, rows(concatenate(slices), (0, math.prod(shape))))
 
 
@@ -367,7 +373,7 @@ def stage_of(found: Table) -> int:
 
 
 def scale_of(scaler: Any) -> dict[str, float]:
-    """Returns the state of a dynamic loss scaler under the keys of a native checkpoint; empty for other scalers.
+    """Returns a dynamic loss scaler's state under the keys of native checkpoints; empty for others.
 
     See deepspeed/runtime/fp16/loss_scaler.py.
     """

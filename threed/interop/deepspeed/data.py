@@ -15,7 +15,7 @@ from threed.topology import Topology
 
 
 class EpochSampler(DistributedSampler[Any]):
-    """A DistributedSampler that increments its epoch after each complete pass, so that each pass is reshuffled."""
+    """A DistributedSampler that increments its epoch after each complete pass, to reshuffle."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
@@ -29,7 +29,9 @@ def deepspeed_io(
     drop_last: bool,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Returns a loader of this rank's part of a dataset, shuffled by `EpochSampler` if the dataset has indices.
+    """Returns a loader of this rank's part of a dataset.
+
+    If the dataset has indices, `EpochSampler` shuffles it.
 
     Args:
         data: the dataset.
@@ -39,8 +41,8 @@ def deepspeed_io(
         collate: the DataLoader's `collate_fn`.
 
     Raises:
-        ConfigError: if there are several data ranks and the dataset is an IterableDataset or has no indices, so that
-            each rank would read all of it.
+        ConfigError: if there are several data ranks and the dataset is an IterableDataset or has no
+            indices, so that each rank would read all of it.
     """
     axis = topology.axis("dp")
     streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")

@@ -1,7 +1,8 @@
-"""DeepSpeed's engine API on top of `threed.engine.ModuleEngine`: forward, backward and step are separate calls.
+"""DeepSpeed's engine API: forward, backward and step are separate calls.
 
 engine = DeepSpeedEngine(model, topology, translation)
-loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()        # or engine.train_batch(iterator)
+loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()
+engine.train_batch(iterator)                                            # all of a step
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ class DeepSpeedEngine:
     # ------------------------------------------------------------------------------------------------------- training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward. If gradients are enabled, starts a step unless one is in progress. Collective."""
+        """Runs the module's forward.
+
+        If gradients are enabled, starts a step unless one is in progress. Collective.
+        """
         if torch.is_grad_enabled():
             self._begin()
             return self.module(*args, **kwargs)
@@ -105,10 +109,12 @@ class DeepSpeedEngine:
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Runs the backward of one micro-batch, so that gradients are of the mean over micro-batches and ranks.
+        """Runs the backward of one micro-batch, as its share of the global batch's mean loss.
 
-        If it raises, the step is discarded together with the gradients of its earlier micro-batches, and the next
-        micro-batch is the first of a new step. Collective.
+        Collective.
+
+        If it raises, the step is discarded together with the gradients of its earlier
+        micro-batches, and the next micro-batch is the first of a new step.
 
         Args:
             loss: the mean loss of the micro-batch, a scalar tensor.
@@ -142,7 +148,7 @@ class DeepSpeedEngine:
         return loss
 
     def _discard_step(self, error: BaseException) -> None:
-        """Discards the current step; adds a note to `error` if gradients of earlier micro-batches are lost."""
+        """Discards the current step; adds a note to `error` if it loses earlier micro-batches."""
         if done := self.micro_steps % self.translation.accumulation:
             error.add_note(
                 f"threed: the step is discarded, with its {done} earlier micro-batches of"
@@ -153,11 +159,13 @@ class DeepSpeedEngine:
         self._pending = False
 
     def step(self) -> None:
-        """Ends a micro-batch and, at the accumulation boundary, runs an optimizer step. Collective at the boundary.
+        """Ends a micro-batch; at the accumulation boundary, runs an optimizer step.
+
+        Collective at the boundary.
 
         Raises:
-            RuntimeError: without gradients, if neither `backward` was called, nor the backward of another engine
-                with a loss that depends on this module.
+            RuntimeError: without gradients, if neither `backward` was called, nor the backward of
+                another engine with a loss that depends on this module.
         """
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -179,14 +187,15 @@ class DeepSpeedEngine:
             raise RuntimeError(f"{what} in the middle of a step: {instead}")
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Runs a full optimizer step: forward and backward of all micro-batches, and the update. Collective.
+        """Runs a full optimizer step: all micro-batches and the update. Collective.
 
         If it raises, the step is discarded, as in `backward`.
 
         Args:
-            data_iter: yields micro-batches; by default, training_data is repeated without end. A micro-batch is a dict
-                of keyword arguments, a list or tuple of positional arguments, or a single argument of the module. The
-                module returns the loss, or an output that contains it (`threed.models.wrapped.loss_of`).
+            data_iter: yields micro-batches; by default, training_data is repeated without end. A
+                micro-batch is a dict of keyword arguments, a list or tuple of positional arguments,
+                or a single argument of the module. The module returns the loss, or an output that
+                contains it (`threed.models.wrapped.loss_of`).
 
         Returns:
             The mean loss over micro-batches and ranks, a scalar tensor.
@@ -212,13 +221,14 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """Returns the mean loss of one step's micro-batches over all ranks, without training. Collective.
+        """Returns the mean loss of one step's micro-batches, without training. Collective.
 
         Args:
             data_iter: yields micro-batches, as in `train_batch`.
 
         Returns:
-            The loss, a scalar tensor; NaN if a batch has token ids beyond the vocabulary.
+            The mean over micro-batches and ranks, a scalar tensor; NaN for token ids beyond the
+            vocabulary. beyond the
         """
         n = self.translation.accumulation
         with self.engine.evaluating():
@@ -243,7 +253,7 @@ class DeepSpeedEngine:
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discards all gradients, including gradients from losses of other engines. `step` already does this.
+        """Discards all gradients, also from losses of other engines. `step` already does this.
 
         Warns if it discards gradients of earlier micro-batches of the current step.
 
@@ -304,11 +314,17 @@ class DeepSpeedEngine:
         return self.translation.config.zero.stage
 
     def gathered(self) -> AbstractContextManager[nn.Module]:
-        """Context manager: yields the module with full (gathered) parameters; see `threed.engine.ModuleEngine.gathered`."""
+        """Context manager: yields the module with full (gathered) parameters.
+
+        See `threed.engine.ModuleEngine.gathered`.
+        """
         return self.engine.gathered()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns the full weights (at least fp32) by name on rank 0, an empty dict on other ranks. Collective."""
+        """Returns the full weights (at least fp32) by name on rank 0, an empty dict on other ranks.
+
+        Collective.
+        """
         return self.engine.full_state_dict()
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
@@ -353,14 +369,15 @@ class DeepSpeedEngine:
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None
     ) -> tuple[str | None, Any]:
-        """Loads the checkpoint load_dir/tag, saved with any number of ranks and any ZeRO stage. Collective.
+        """Loads load_dir/tag, saved with any number of ranks and any ZeRO stage. Collective.
 
         Args:
             load_dir: the folder of checkpoints.
             tag: the name of the checkpoint; None means the tag in load_dir/latest.
 
         Returns:
-            The path of the checkpoint and its client_state; (None, None) if neither a tag nor the file `latest` exists.
+            The path of the checkpoint and its client_state; (None, None) if neither a tag nor the
+            file `latest` exists.
 
         Raises:
             RuntimeError: if a step is in progress.

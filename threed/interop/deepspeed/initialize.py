@@ -40,17 +40,18 @@ def initialize(
     Args:
         model: any nn.Module.
         config: the path of a ds_config.json, or a dict.
-        optimizer: a torch AdamW, Adam or SGD with the hyper-parameters to use; None means the config's optimizer.
-        model_parameters: parameters, or parameter groups with their own lr or weight_decay; together they must be all
-            parameters that require gradients.
+        optimizer: a torch AdamW, Adam or SGD with the hyper-parameters to use; None means the
+            config's optimizer.
+        model_parameters: parameters, or parameter groups with their own lr or weight_decay;
+            together they must be all parameters that require gradients.
         training_data: a dataset for the returned loader.
         lr_scheduler: not supported; must be None.
         collate_fn: the loader's `collate_fn`.
         topology: a topology with data parallelism only; by default it is created.
 
     Returns:
-        The engine; a read-only view of the optimizer; a loader of `training_data`, or None; and a view of the
-        config's scheduler, or None.
+        The engine; a read-only view of the optimizer; a loader of `training_data`, or None; and a
+        view of the config's scheduler, or None.
 
     Raises:
         ConfigError: if arguments or the configuration are invalid; the message lists all problems.
@@ -90,7 +91,10 @@ def initialize(
 
 
 def find_facts(model: nn.Module) -> ModelFacts:
-    """Returns the hidden size, read from the model's `config` as Hugging Face does, and the most common weight dtype."""
+    """Returns the hidden size in the model's `config`, and the most common dtype of its weights.
+
+    The hidden size is found as in Hugging Face's DeepSpeed integration.
+    """
     counts = dict.fromkeys(DTYPES.values(), 0)
     for param in model.parameters():
         counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
@@ -106,7 +110,7 @@ def _hidden_size(config: object) -> int | None:
 
 
 def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns optimizer.params of a ds_config; empty if it is not an object, for which `translate` raises later."""
+    """Returns optimizer.params of a ds_config; empty if it is invalid (`translate` then raises)."""
     section = ds.get("optimizer")
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Table of DeepSpeed engine attributes that `DeepSpeedEngine` does not have, with their replacements."""
+"""Attributes of DeepSpeed's engine that `DeepSpeedEngine` lacks, with their replacements."""
 
 from __future__ import annotations
 

@@ -25,7 +25,10 @@ refuse: Callable[..., Any] = _refuse
 
 
 class ParamGroup(dict[str, Any]):
-    """A read-only parameter group: the mutating methods of a dict raise TypeError. It is pickled as a dict."""
+    """A read-only parameter group: the mutating methods of a dict raise TypeError.
+
+    It is pickled as a dict.
+    """
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = refuse
 
@@ -44,7 +47,9 @@ class ReadOnlyList(list[Any]):
 
 
 class PassedOptimizer:
-    """Guards the optimizer that was passed to `initialize`: its values have been read and must not change.
+    """Guards the optimizer that was passed to `initialize` against changes.
+
+    `initialize` has read its values.
 
     Its parameter groups become read-only, and its `step` raises RuntimeError.
 
@@ -87,7 +92,7 @@ class OptimizerView:
 
     @property
     def param_groups(self) -> list[Any]:
-        """Parameter groups for the next update: params, lr, weight_decay and the optimizer's other values.
+        """Parameter groups for the next update: params, lr, weight_decay, and other values.
 
         There is one group per combination of learning rate and decay.
         """
@@ -153,7 +158,10 @@ class SchedulerView:
     get_lr = get_last_lr
 
     def step(self, *_: Any) -> None:
-        """Has no effect, because each update advances the schedule. A skipped step does not advance it."""
+        """Has no effect, because each update advances the schedule.
+
+        A skipped step does not advance it.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Returns an empty dict, because the engine's checkpoint has the number of updates."""

@@ -1,10 +1,11 @@
 """Writes Hugging Face folders from native checkpoints or other tensor sources.
 
-    export_hf(Path("runs/gpt/checkpoints/step-200"), Path("runs/gpt/hf"), tokenizer)     # from a native checkpoint
-    write_folder(out, folder.table, folder, folder.config, dtype="bf16")                 # from an `HFFolder`
+    export_hf(Path("runs/gpt/checkpoints/step-200"), out, tokenizer)     # from a native checkpoint
+    write_folder(out, folder.table, folder, folder.config, "bf16")       # from an `HFFolder`
 
-The phases are: check the checkpoint, names and shapes; assign tensors to files by size; stream tensors, a few rows at a
-time; write configuration and tokenizer; rename the folder. `layouts` defines the names and shapes of the tensors.
+The phases are: check the checkpoint, names and shapes; assign tensors to files by size; stream
+tensors, a few rows at a time; write configuration and tokenizer; rename the folder. `layouts`
+defines the names and shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -55,16 +56,20 @@ def export_hf(
     checkpoint: Path, out: Path, tokenizer: Tokenizer | None = None, dtype: str | None = None, *,
     files: SavesFiles | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes a native checkpoint as a folder that `transformers` can load, atomically, without a process group.
+    """Writes a native checkpoint, atomically, as a folder that `transformers` can load.
 
-    If the run started from a Hugging Face folder and uses its tokenizer, special token ids and generation_config.json
-    are copied from that folder; otherwise they are derived from the tokenizer. Replaces an earlier export at `out`.
+    No process group is required.
+
+    If the run started from a Hugging Face folder and uses its tokenizer, special token ids and
+    generation_config.json are copied from that folder; otherwise they are derived from the
+    tokenizer. Replaces an earlier export at `out`.
 
     Args:
         checkpoint: the folder of the native checkpoint.
         out: the folder to write.
         tokenizer: the tokenizer to write.
-        dtype: dtype of the written weights: fp32, bf16, fp16 or fp64; None keeps the dtype of the master weights.
+        dtype: dtype of the written weights: fp32, bf16, fp16 or fp64; None keeps the dtype of the
+            master weights.
         files: tokenizer files to copy, instead of `tokenizer`.
         shard_bytes: limit on the size of a weight file, in bytes.
 
@@ -72,7 +77,8 @@ def export_hf(
         `out`.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged, its tensors do not match its model, or values overflow `dtype`.
+        CheckpointError: if the checkpoint is damaged, its tensors do not match its model, or values
+            overflow `dtype`.
     """
     manifest = native.read_manifest(checkpoint)
     problems = native.verify(checkpoint, manifest, thorough=True)
@@ -133,7 +139,10 @@ def write_folder(
 
 
 def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
-    """Returns the model of a checkpoint; raises CheckpointError if it is invalid or has more layers than tensors."""
+    """Returns a checkpoint's model.
+
+    Raises CheckpointError if it is invalid or has more layers than there are tensors.
+    """
     try:
         model = ModelConfig.model_validate(saved)
         if model.layers <= len(reader.shapes):  # check before creating a table of all layers
@@ -154,7 +163,10 @@ def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the torch dtype with a name such as "bf16". Raises CheckpointError if the name is unknown."""
+    """Returns the torch dtype with a name such as "bf16".
+
+    Raises CheckpointError if the name is unknown.
+    """
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -180,7 +192,10 @@ def _write_weights(
     shard_bytes: int,
     tally: Tally,
 ) -> None:
-    """Writes the weights as one file, or as numbered shards with an index. tally: counts values that are not finite."""
+    """Writes the weights as one file, or as numbered shards with an index.
+
+    tally: counts values that are not finite.
+    """
     shards = cut({entry.name: _nbytes(entry, to[entry.name]) for entry in table}, shard_bytes)
     files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     files = files if len(files) > 1 else ["model.safetensors"]

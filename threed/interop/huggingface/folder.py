@@ -1,12 +1,12 @@
-"""Reads a Hugging Face folder: its configuration, and its tensors by native names, as a `TensorSource`.
+"""Reads a Hugging Face folder: configuration and tensors, as a `TensorSource` with native names.
 
-    folder = HFFolder(Path("Llama-3.1-8B"))       # raises CheckpointError if the folder is not supported
-    for problem in folder.problems(): ...         # mismatches between the tensors and the configuration
+    folder = HFFolder(Path("Llama-3.1-8B"))    # raises CheckpointError if not supported
+    for problem in folder.problems(): ...      # mismatches of tensors and configuration
     folder.tensor("weight", "blocks.3.attention.query.weight").read((0, 0), out)
 
-Files are memory-mapped, and opened at the first read. Tensor names may have the prefix of a model with a head
-(`model.layers...`) or not (a base model: `layers...`). If head and embedding are tied, the files may contain either or
-both.
+Files are memory-mapped, and opened at the first read. Tensor names may have the prefix of a model
+with a head (`model.layers...`) or not (a base model: `layers...`). If head and embedding are tied,
+the files may contain either or both.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Header = tuple[str, Shape]  # dtype in the notation of safetensors, shape
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Returns whether a folder has the files of a Hugging Face folder, and is not a native checkpoint."""
+    """Returns whether a folder is a Hugging Face folder, by its files."""
     return not (path / MANIFEST).is_file() and (
         (path / CONFIG).is_file() or (path / INDEX).is_file()
     )
@@ -114,7 +114,7 @@ class HFTensors(ABC):
     # ------------------------------------------------------------------------------------------------------- checks
 
     def problems(self) -> Iterator[str]:
-        """Yields problems of the files, and tensors that are missing, unexpected, or have a wrong shape or dtype."""
+        """Yields problems of files, and missing, unexpected, misshaped or unsupported tensors."""
         found: dict[str, Header] = {}
         yield from self._read_headers(found)
         wanted = {self._key(entry): entry.shape for entry in self.table}
@@ -200,7 +200,8 @@ class HFFolder(HFTensors):
         steps: completed training steps, always 0.
 
     Raises:
-        CheckpointError: if the folder has an adapter, has no safetensors, or its model is not supported.
+        CheckpointError: if the folder has an adapter, has no safetensors, or its model is not
+            supported.
     """
 
     steps = 0
@@ -255,7 +256,10 @@ class HFFolder(HFTensors):
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file. Raises CheckpointError if the file is not a JSON object."""
+    """Returns the object in a JSON file.
+
+    Raises CheckpointError if the file is not a JSON object.
+    """
     try:
         return read_json(path)
     except ParseError as error:

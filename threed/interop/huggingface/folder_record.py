@@ -1,10 +1,11 @@
-"""Record of a Hugging Face folder: keeps special token ids and generation defaults from import to export.
+"""Record of a Hugging Face folder: special token ids and generation defaults, for a later export.
 
-    record = record_of(config, generation, hashes)     # at import; stored as extra["hf"] of a native checkpoint
-    config, files = for_export(record, tokenizer)         # at export
+    record = record_of(config, generation, hashes)   # at import; extra["hf"] of a native checkpoint
+    config, files = for_export(record, tokenizer)    # at export
 
-The record has the keys of config.json that do not describe the model (`KEPT`), the text of generation_config.json, and
-the hashes of the tokenizer's files. An export copies these files from the folder if their hashes are still the same.
+The record has the keys of config.json that do not describe the model (`KEPT`), the text of
+generation_config.json, and the hashes of the tokenizer's files. An export copies these files from
+the folder if their hashes are still the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from threed.checkpoint.files import CheckpointError
 from threed.data.tokenizer import Tokenizer
 from threed.parse import ParseError, parse_json
 
-# Keys of config.json that do not describe the model. transformers uses some of them to select the tokenizer's class.
+# Keys of config.json that do not describe the model. transformers uses some of them to select the
+# class of the tokenizer.
 KEPT = (
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class", "transformers_version",
     "_name_or_path", "initializer_range", "use_cache",
@@ -32,7 +34,8 @@ def record_of(
 
     Args:
         config: the object in config.json.
-        generation: the text of generation_config.json, a JSON object; None if the file does not exist.
+        generation: the text of generation_config.json, a JSON object; None if the file does not
+            exist.
         hashes: sha256 of each of the tokenizer's files, by name; may be empty.
     """
     kept = {key: config[key] for key in KEPT if key in config}
@@ -40,7 +43,10 @@ def record_of(
 
 
 def validated(record: object) -> dict[str, Any] | None:
-    """Returns a record read from a checkpoint, or None if it has none. Raises CheckpointError if it is malformed."""
+    """Returns a record read from a checkpoint, or None if it has none.
+
+    Raises CheckpointError if it is malformed.
+    """
     if record is None:
         return None
     if isinstance(record, dict):
@@ -55,7 +61,10 @@ def validated(record: object) -> dict[str, Any] | None:
 
 
 def matches(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
-    """Returns whether a record matches a tokenizer: the files are equal, or its end of text is a recorded eos id."""
+    """Returns whether a record matches a tokenizer.
+
+    Either the files are equal, or the tokenizer's end of text is a recorded eos id.
+    """
     ends = [part.get("eos_token_id") for part in (record["config"], _generation(record))]
     known = [number for end in ends for number in (end if isinstance(end, list) else [end])]
     same = bool(tokenizer.files) and tokenizer.files == record["tokenizer"]
@@ -76,7 +85,8 @@ def for_export(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the keys that an export adds to config.json, and additional JSON files to write.
 
-    The source is the record if it matches the tokenizer, else the tokenizer. Warns if a record is not used.
+    The source is the record if it matches the tokenizer, else the tokenizer. Warns if a record is
+    not used.
 
     Args:
         record: the record of the original folder, or None.

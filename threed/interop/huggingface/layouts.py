@@ -1,13 +1,14 @@
 """Conversion between native and Hugging Face tensors and configurations of a model.
 
-    for entry in entries(model):                         # one per Hugging Face tensor, block by block
-        tensor = entry.to_hf(native_tensor_by_name)      # inverse: entry.native_part(name, tensor)
-    state_dict_to_hf(engine.full_state_dict(), config.model)                    # inverse: hf_to_state_dict
-    model = model_of(json.loads(text))                   # from a config.json; inverse: config_of
+    for entry in entries(model):                        # one per Hugging Face tensor
+        tensor = entry.to_hf(native_tensor_by_name)     # inverse: entry.native_part(name, tensor)
+    state_dict_to_hf(engine.full_state_dict(), model)   # inverse: hf_to_state_dict
+    model = model_of(json.loads(text))                  # from a config.json; inverse: config_of
 
-The rules come from the architecture (`threed.architectures`). A rule maps one Hugging Face tensor to native tensors,
-which are concatenated along dimension 0, and may transpose it. Names, shapes and both directions follow from the rule.
-Rotary positions need no permutation, because both layouts use the half-split form.
+The rules come from the architecture (`threed.architectures`). A rule maps one Hugging Face tensor
+to native tensors, which are concatenated along dimension 0, and may transpose it. Names, shapes and
+both directions follow from the rule. Rotary positions need no permutation, because both layouts use
+the half-split form.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Entry:
         """Returns the native tensors, by name, of a Hugging Face tensor.
 
         Raises:
-            CheckpointError: if the tensor is not zero and the model does not have the native tensors.
+            CheckpointError: if the tensor is not zero and the model does not have the native
+                tensors.
         """
         if not self.in_model:
             if hf.count_nonzero():
@@ -85,7 +87,7 @@ class Entry:
         }
 
     def to_hf(self, native: Callable[[str], LazyTensor]) -> LazyTensor:
-        """Returns the Hugging Face tensor; fp32 zeros if the model does not have the native tensors.
+        """Returns the Hugging Face tensor; fp32 zeros if the model lacks the native tensors.
 
         native: returns a native tensor by name.
         """
@@ -94,7 +96,10 @@ class Entry:
         return self._transposed(concatenate([native(name) for name, _ in self.native]))
 
     def native_part(self, name: str, hf: LazyTensor) -> LazyTensor:
-        """Returns the native tensor `name` of a Hugging Face tensor. Raises KeyError if it is not part of it."""
+        """Returns the native tensor `name` of a Hugging Face tensor.
+
+        Raises KeyError if it is not part of it.
+        """
         firsts = accumulate((shape[0] for _, shape in self.native), initial=0)
         at = {
             native: (first, first + shape[0])
@@ -148,7 +153,7 @@ def _shape(words: str, letters: Mapping[str, int]) -> Shape:
 
 
 def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str) -> None:
-    """Raises CheckpointError if tensors are missing, unexpected or misshaped; lists up to ten names of each kind.
+    """Raises CheckpointError with up to ten missing, unexpected and misshaped tensors each.
 
     Args:
         found: the shapes that exist, by name.
@@ -208,7 +213,7 @@ def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
 
 
 def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Converts a Hugging Face state dict to native names and layout: the inverse of `state_dict_to_hf`."""
+    """Converts a Hugging Face state dict to native layout: the inverse of `state_dict_to_hf`."""
     table = entries(model)
     embedding, head = weights.get(table[0].name), weights.get(HEAD)
     if model.tied and head is not None and embedding is not None and torch.equal(head, embedding):
@@ -229,7 +234,8 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
         config: the object in config.json.
 
     Raises:
-        CheckpointError: if a key is missing, unknown or has an unsupported value; the message lists all of them.
+        CheckpointError: if a key is missing, unknown or has an unsupported value; the message lists
+            all of them.
     """
     try:
         record = architectures.of_type(config.get("model_type"))
@@ -245,7 +251,10 @@ def model_of(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model with these keys. Raises ValueError with all invalid values, by Hugging Face's key names."""
+    """Returns the model with these keys.
+
+    Raises ValueError with all invalid values, by Hugging Face's key names.
+    """
     try:
         return ModelConfig.model_validate(keys)
     except ValidationError as error:

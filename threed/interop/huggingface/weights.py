@@ -1,7 +1,7 @@
 """Converts a Hugging Face folder to a native checkpoint, or loads its weights into an engine.
 
-import_hf(HFFolder(src), dst)                               # `threed convert`; without a process group
-load_hf(path, optimizer, topology, config, extras)          # `--checkpoint.resume`; each rank reads its slices
+import_hf(HFFolder(src), dst)                         # `threed convert`; without a process group
+load_hf(path, optimizer, topology, config, extras)    # `--checkpoint.resume`
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ def import_hf(
     folder: HFFolder, out: Path, dtype: str | None = None, tokenizer: str = "none",
     extra: Mapping[str, Any] | None = None, file_bytes: int = FILE_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes the weights of a folder as the native checkpoint `out`, atomically. The checkpoint has no moments.
+    """Writes the weights of a folder as the native checkpoint `out`, atomically, without moments.
 
     Args:
         folder: the Hugging Face folder.
         out: the folder to write.
         dtype: dtype of all written weights; None keeps each weight's dtype.
         tokenizer: the tokenizer's path, which the manifest stores for a later export.
-        extra: additional entries for the manifest, such as the hashes of the tokenizer's files and the folder's record.
+        extra: additional entries for the manifest, such as the hashes of the tokenizer's files and
+            the folder's record.
         file_bytes: limit on the size of a file, in bytes.
 
     Returns:
@@ -70,9 +71,10 @@ def import_hf(
 def load_hf(
     path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras
 ) -> dict[str, Any]:
-    """Loads the weights of a folder into the optimizer, with zero moments and the initial loss scale. Collective.
+    """Loads a folder's weights into the optimizer, with zero moments. Collective.
 
-    Rank 0 checks all tensors of the folder; other ranks only open the files that they need.
+    Resets the loss scale. Rank 0 checks all tensors of the folder; other ranks only open the files
+    that they need.
 
     Args:
         path: the Hugging Face folder.
@@ -85,8 +87,8 @@ def load_hf(
         The counters of a run at step 0, and the folder's record in `extra`.
 
     Raises:
-        CheckpointError: on every rank if anything does not match on one rank. Mismatches are found before weights are
-            overwritten.
+        CheckpointError: on every rank if anything does not match on one rank. Mismatches are found
+            before weights are overwritten; unreadable or non-finite values while loading.
     """
     everyone = topology.axis("world")
     folder, record, problems = _opened(path, config, everyone)
@@ -126,7 +128,10 @@ def _opened(
 
 
 def record_of_folder(folder: HFFolder) -> dict[str, Any]:
-    """Returns the record of a folder (see `folder_record`). Raises CheckpointError if a file is malformed."""
+    """Returns the record of a folder (see `folder_record`).
+
+    Raises CheckpointError if a file is malformed.
+    """
     path = folder.path / GENERATION
     try:
         generation = None
@@ -153,7 +158,10 @@ def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> lis
 
 
 def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[str]:
-    """Returns a message if a weight of this rank overflows the run's dtype. fp32 and bf16 have almost the same range."""
+    """Returns a message if a weight of this rank overflows the run's dtype.
+
+    fp32 and bf16 have almost the same range.
+    """
     dtype = DTYPES[config.precision.dtype]
     try:
         for record in records(optimizer, (WEIGHT,)):

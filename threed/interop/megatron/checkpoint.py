@@ -1,16 +1,17 @@
-"""Reads the weights of Megatron-LM's `torch_dist` checkpoints of megatron-core GPT models, as a `Source`.
+"""Reads the weights of Megatron-LM's `torch_dist` checkpoints of GPT models, as a `Source`.
 
-    checkpoint = MegatronCheckpoint(folder)         raises CheckpointError for unsupported checkpoints
+    checkpoint = MegatronCheckpoint(folder)         raises CheckpointError if not supported
 
-The folder is written by torch.distributed.checkpoint and has the names and shapes of the unsharded model. Layers are
-either stacked along a first dimension or numbered. A gated `linear_fc1` is one tensor with the gate's rows first, or
-two tensors, `_w` and `_v` (megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py).
-State common to all ranks, such as `args`, is in the file `common.pt`, or in the entry `common_state` (core_v0.19:
-serialization.py, save).
+The folder is written by torch.distributed.checkpoint and has the names and shapes of the unsharded
+model. Layers are either stacked along a first dimension or numbered. A gated `linear_fc1` is one
+tensor with the gate's rows first, or two tensors, `_w` and `_v`
+(megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py). State common
+to all ranks, such as `args`, is in the file `common.pt`, or in the entry `common_state`
+(core_v0.19: serialization.py, save).
 
-Fused weights have the layout of megatron/core/transformer/attention.py and mlp.py (NVIDIA/Megatron-LM, commit
-d98e8a64). The rows of `linear_qkv` are, per query group, the queries, the key and the value. The rows of a gated
-`linear_fc1` are the gate, then the up projection.
+Fused weights have the layout of megatron/core/transformer/attention.py and mlp.py
+(NVIDIA/Megatron-LM, commit d98e8a64). The rows of `linear_qkv` are, per query group, the queries,
+the key and the value. The rows of a gated `linear_fc1` are the gate, then the up projection.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ Tensors = dict[str, LazyTensor]
 
 
 def step_folder(path: Path) -> Path | None:
-    """Returns the folder of an iteration: the subfolder that `latest_checkpointed_iteration.txt` names, else `path`.
+    """Returns the folder of an iteration: the subfolder named by the tracker file, else `path`.
+
+    The tracker file is latest_checkpointed_iteration.txt.
 
     Returns None if the tracker file is invalid or `path` is not a folder.
 
@@ -103,7 +106,8 @@ class MegatronCheckpoint:
         path: the folder of an iteration, or the folder above it with the tracker file.
 
     Raises:
-        CheckpointError: if the checkpoint's kind or model is not supported, or a fused tensor has a wrong shape.
+        CheckpointError: if the checkpoint's kind or model is not supported, or a fused tensor has a
+            wrong shape.
     """
 
     title = "Megatron-LM, torch_dist"
@@ -213,7 +217,8 @@ def to_native(tensors: Tensors, model: ModelConfig) -> Tensors:
     An unknown tensor keeps its Megatron-LM name, and is later reported as unexpected.
 
     Args:
-        tensors: tensors by Megatron-LM name, with layer numbers; a gated linear_fc1 has the gate's rows first.
+        tensors: tensors by Megatron-LM name, with layer numbers; a gated linear_fc1 has the gate's
+            rows first.
         model: the model configuration.
     """
     found: Tensors = {}
@@ -251,7 +256,7 @@ def _in_layer(
 def _queries_keys_values(
     kind: str, tensor: LazyTensor, model: ModelConfig
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yields the query, key and value weights: their rows of linear_qkv, in the order of the query groups."""
+    """Yields the query, key and value weights, from linear_qkv with rows by query group."""
     groups = model.kv_heads or model.heads
     each, head = model.heads // groups, model.head_dim or model.hidden // model.heads
     size = (each + 2) * head

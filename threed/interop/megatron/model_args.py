@@ -1,4 +1,7 @@
-"""Model configuration of a Megatron-LM checkpoint, from its `args` (megatron/training/arguments.py)."""
+"""Model configuration of a Megatron-LM checkpoint, from its `args`.
+
+See megatron/training/arguments.py.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
         where: the path of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: if the model is not supported; the message lists every unsupported argument.
+        CheckpointError: if the model is not supported; the message lists every unsupported
+            argument.
     """
     unsupported = [name for name, same in UNSUPPORTED.items() if args.get(name) not in same]
     problems = [f"{name} {plain(args[name])}" for name in unsupported]
@@ -68,7 +72,10 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
-    """Returns the keys of a `ModelConfig`. Raises KeyError, TypeError or ValueError for invalid arguments."""
+    """Returns the keys of a `ModelConfig`.
+
+    Raises KeyError, TypeError or ValueError for invalid arguments.
+    """
     heads, positions = args["num_attention_heads"], args["max_position_embeddings"]
     grouped = bool(args.get("group_query_attention")) and args.get("num_query_groups")
     keys = {

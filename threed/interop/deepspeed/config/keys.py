@@ -1,9 +1,10 @@
 """Keys of a ds_config.
 
 `DeepSpeedConfig` has the supported keys, with DeepSpeed's defaults. `NO_EFFECT` has keys that are
-accepted without effect, with the reason. `REFUSED` has keys of which only some values are supported:
-these values, and the reason. Both tables use full names, such as "zero_optimization.overlap_comm".
-A field's description is the fix in the error message for an "auto" without a known value.
+accepted without effect, with the reason. `REFUSED` has keys of which only some values are
+supported: these values, and the reason. Both tables use full names, such as
+"zero_optimization.overlap_comm". A field's description is the fix in the error message for an
+"auto" without a known value.
 
 Names and defaults follow DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).

@@ -1,4 +1,4 @@
-"""Reads objects passed to `initialize`: the hyper-parameters of a torch optimizer, and parameter groups by name."""
+"""Reads torch optimizers and parameter groups that are passed to `initialize`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READ = {
 
 @dataclass(frozen=True)
 class Group:
-    """Names of parameters with their learning rate and weight decay; None means the optimizer's value."""
+    """Names of parameters, with their lr and weight decay; None means the optimizer's value."""
 
     names: tuple[str, ...]
     lr: float | None = None
@@ -47,8 +47,8 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
         optimizer: a torch AdamW, Adam or SGD.
 
     Raises:
-        ConfigError: if the optimizer has another class, state, step hooks or a scheduler, no group has a nonzero lr,
-            or groups differ in more than lr and weight_decay.
+        ConfigError: if the optimizer has another class, state, step hooks or a scheduler, no group
+            has a nonzero lr, or groups differ in more than lr and weight_decay.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
         name, fix = type(optimizer).__name__, "pass torch's AdamW, Adam or SGD, or use the config's"
@@ -68,7 +68,10 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
 
 
 def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | None:
-    """Returns the first reason why an optimizer is not supported. keys: values that must be equal in all groups."""
+    """Returns the first reason why an optimizer is not supported.
+
+    keys: values that must be equal in all groups.
+    """
     first, *others = optimizer.param_groups
     if any("initial_lr" in group for group in optimizer.param_groups):
         return f"a learning rate scheduler drives it: {NO_SCHEDULERS}"
@@ -91,7 +94,7 @@ def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
 
 
 def plain_value(value: Any) -> Any:
-    """Returns a value of a parameter group in comparable form: a tensor as a float, a list as a tuple."""
+    """Returns a value of a parameter group, comparable: tensors as floats, lists as tuples."""
     if isinstance(value, torch.Tensor):
         return float(value)
     return tuple(value) if isinstance(value, list) else value
@@ -105,12 +108,12 @@ def find_groups(
     Args:
         model: the module that has the parameters.
         given: parameters, or parameter groups (dicts with "params"); None means one group.
-        params: the optimizer's hyper-parameters, as in a ds_config. Groups must have the same values, except for lr
-            and weight_decay.
+        params: the optimizer's hyper-parameters, as in a ds_config. Groups must have the same
+            values, except for lr and weight_decay.
 
     Raises:
-        ConfigError: if the groups do not contain each parameter that requires gradients exactly once, or a group has
-            different hyper-parameters than the optimizer.
+        ConfigError: if the groups do not contain each parameter that requires gradients exactly
+            once, or a group has different hyper-parameters than the optimizer.
     """
     if given is None:
         return ()
@@ -146,7 +149,7 @@ def find_groups(
 
 
 def _differing_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a problem for each value of a group, except lr and weight_decay, that differs from the optimizer's."""
+    """Yields a problem for each value, except lr and weight_decay, that is not the optimizer's."""
     if "initial_lr" in group:
         yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
     for key in HYPER.intersection(group):

@@ -48,8 +48,9 @@ class Reader:
     """Parses one ds_config, and collects its problems and notes.
 
     Args:
-        autos: by key, the value to use for "auto" and the origin of this value. A value of None with an
-            origin makes "auto" an error; None with an empty origin means that the key is not given.
+        autos: by key, the value to use for "auto" and the origin of this value. A value of None
+            with an origin makes "auto" an error; None with an empty origin means that the key is
+            not given.
         inactive: by key, the reason why it has no effect in this configuration.
 
     Attributes:
@@ -87,13 +88,13 @@ class Reader:
         return DeepSpeedConfig.model_validate(values)
 
     def refuse_keys(self, group: Group, path: str, keys: Iterable[str]) -> None:
-        """Adds a problem for each of `keys` that is set in `group`, because the group's type does not have them."""
+        """Adds a problem for each key that is set in `group` although its type does not have it."""
         for key in keys:
             given = key in group.model_fields_set
             self.check(not given, f"{path}.{key}", "no such key for this type")
 
     def _select(self, given: Any, model: type[Group], path: str) -> dict[str, Any]:
-        """Returns the supported keys of a group, with "auto" replaced by values; handles all other keys."""
+        """Returns the supported keys of a group, with "auto" replaced; adds problems and notes."""
         values: dict[str, Any] = {}
         if not isinstance(given, Mapping):
             example = '{"stage": 1}' if path == "zero_optimization" else '{"enabled": true}'
@@ -143,7 +144,10 @@ class Reader:
         return value
 
     def _remove(self, values: dict[str, Any], path: list[str], why: str) -> None:
-        """Removes an invalid value and adds a problem. path: groups, key, and possibly a position in its value."""
+        """Removes an invalid value and adds a problem.
+
+        path: groups, key, and possibly a position in its value.
+        """
         for depth, part in enumerate(path, 1):
             inner = values.get(part)
             if depth == len(path) or not isinstance(inner, dict):

@@ -1,11 +1,14 @@
-"""DeepSpeed's learning rate schedules, as functions of the number of updates; skipped steps do not advance them.
+"""DeepSpeed's learning rate schedules, as functions of the number of updates.
+
+Skipped steps are not updates.
 
     rate = learning_rate(reader, config.scheduler, lr=1e-3)
     rate(torch.tensor(0.0, dtype=torch.float64))   # learning rate of the first update
 
-DeepSpeed starts its scheduler at step -1 and advances it after each update. The first and the second update therefore
-both run at the start of the warm-up (with WarmupCosineLR, the first runs at a rate of 0). Source: DeepSpeed 0.19.8,
-deepspeed/runtime/lr_schedules.py, classes WarmupLR, WarmupDecayLR and WarmupCosineLR.
+DeepSpeed starts its scheduler at step -1 and advances it after each update. The first and the
+second update therefore both run at the start of the warm-up (with WarmupCosineLR, the first runs at
+a rate of 0). Source: DeepSpeed 0.19.8, deepspeed/runtime/lr_schedules.py, classes WarmupLR,
+WarmupDecayLR and WarmupCosineLR.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ NOT_OF = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Maps the number of past updates (scalar tensor, fp64) to the learning rate of the next update.
+    """Maps the number of past updates (scalar fp64 tensor) to the learning rate of the next update.
 
-    The rate rises from `low` to `high` during the warm-up. Afterwards it is first + (high - first) * after(step),
-    with first = 0 if `relative`, else `low`.
+    The rate rises from `low` to `high` during the warm-up. Afterwards it decays:
+    first + (high - first) * after(step), with first = 0 if `relative`, else `low`.
 
     Attributes:
         ramp: shape of the warm-up, "log" or "linear".
@@ -43,8 +46,8 @@ class LearningRate:
         low: learning rate at the start of the warm-up.
         high: learning rate at the end of the warm-up.
         after: the decay factor after the warm-up, as a function of the step.
-        relative: whether the schedule scales the optimizer's learning rate, so that parameter groups may have
-            different rates.
+        relative: whether the schedule scales the optimizer's learning rate, so that parameter
+            groups may have different rates.
     """
 
     ramp: str
@@ -66,7 +69,7 @@ class LearningRate:
 
 
 def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate | None:
-    """Returns the schedule of a ds_config's "scheduler"; None (a constant rate) if it has no scheduler.
+    """Returns the schedule of a ds_config's "scheduler"; None (constant rate) without a scheduler.
 
     Args:
         reader: collects problems.
@@ -95,11 +98,11 @@ def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate |
 
 
 def decay_linear(warmup: int, total: int, step: Tensor) -> Tensor:
-    """Returns the factor of WarmupDecayLR: linear decay from 1 at step `warmup` to 0 at step `total`."""
+    """Returns WarmupDecayLR's factor: linear from 1 at step `warmup` to 0 at step `total`."""
     return ((total - step) / max(1, total - warmup)).clamp(min=0)
 
 
 def decay_cosine(warmup: int, total: int, end: float, step: Tensor) -> Tensor:
-    """Returns the factor of WarmupCosineLR: cosine decay after step `warmup`, to `end` at step `total` - 1."""
+    """Returns WarmupCosineLR's factor: cosine after step `warmup`, to `end` at step `total` - 1."""
     progress = ((step - warmup + 1) / max(1, total - warmup)).clamp(max=1)
     return (end + (1 - end) * (1 + torch.cos(math.pi * progress)) / 2).clamp(min=0)

@@ -42,7 +42,8 @@ class ModelFacts:
 
     Attributes:
         hidden: the hidden size; None if unknown.
-        dtype: the dtype of most weights, as a key of `precision.DTYPES`; fp64 weights are trained in fp64.
+        dtype: the dtype of most weights, as a key of `precision.DTYPES`; fp64 weights are trained
+            in fp64.
     """
 
     hidden: int | None = None
@@ -145,7 +146,7 @@ def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str
 
 
 def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the keys that have no effect with this ZeRO stage or these offload devices, with the reasons."""
+    """Returns the keys without effect at this ZeRO stage or these devices, with the reasons."""
     off: dict[str, str] = {}
     if (stage := _value(ds, f"{ZERO}.stage")) != 3:
         off[f"{ZERO}.sub_group_size"] = "below stage 3 the update runs per slice of a bucket"
@@ -163,7 +164,7 @@ def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int, int]:
-    """Returns micro-batch size and accumulation steps; derives missing ones from train_batch_size."""
+    """Returns micro-batch size and accumulation steps; train_batch_size determines missing ones."""
     total, micro, steps = (getattr(found, name) for name in BATCH)
     if total is None:
         fix = "set the number of samples in one forward pass of one rank (or train_batch_size)"
@@ -230,7 +231,7 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
         "stage": stage,
         "shard_size": "all" if zero.mics_shard_size < 1 else ranks,
         "bucket_mib": elements * width / 2**20,
-        # threed keeps parameters below `resident` unsharded, DeepSpeed parameters up to its threshold
+        # `resident` is an exclusive limit, DeepSpeed's threshold an inclusive one
         "resident": zero.stage3_param_persistence_threshold + 1 if stage == 3 else 0,
         "compress_weights": "int8" if zero.zero_quantized_weights else "none",
         "compress_gradients": "int8" if zero.zero_quantized_gradients else "none",
@@ -270,7 +271,10 @@ def _offload(reader: Reader, zero: keys.Zero) -> dict[str, Any]:
 
 
 def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict[str, Any]:
-    """Returns the keys of `optim`. group_decay: whether a parameter group has a nonzero weight decay."""
+    """Returns the keys of `optim`.
+
+    group_decay: whether a parameter group has a nonzero weight decay.
+    """
     fix = "use AdamW, Adam, SGD or Lion, or pass a torch optimizer"
     reader.check(found.type is not None, "optimizer.type", f"not given: {fix}")
     name, path, params = found.type or "adamw", "optimizer.params", found.params
@@ -287,10 +291,10 @@ def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict
 def _groups(
     reader: Reader, groups: Sequence[Group], rate: LearningRate | None, lr: float, decay: float
 ) -> tuple[dict[str, Any], ...]:
-    """Returns the groups of `optim`, one per parameter with a different rate or decay than the optimizer.
+    """Returns the groups of `optim`, one per parameter with its own learning rate or decay.
 
-    If there is weight decay, the last group matches all other parameters, because DeepSpeed, unlike threed, also
-    applies it to norms and biases.
+    If there is weight decay, the last group matches all other parameters, because DeepSpeed, unlike
+    threed, also applies it to norms and biases.
     """
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
