@@ -227,8 +227,8 @@ class DeepSpeedEngine:
             data_iter: yields micro-batches, as in `train_batch`.
 
         Returns:
-            The mean over micro-batches and ranks, a scalar tensor; NaN for token ids beyond the
-            vocabulary. beyond the
+            The mean over micro-batches and ranks, a scalar tensor; NaN if a batch has token ids
+            beyond the vocabulary.
         """
         n = self.translation.accumulation
         with self.engine.evaluating():

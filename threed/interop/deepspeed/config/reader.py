@@ -65,11 +65,11 @@ class Reader:
         self._no_effect = {**NO_EFFECT, **inactive}
 
     def problem(self, key: str, text: str) -> None:
-        """Adds a problem of a key, unless the key already has one."""
+        """Records a problem of a key, unless the key already has one."""
         self.problems.setdefault(key, text)
 
     def check(self, fits: bool, key: str, text: str) -> None:
-        """Adds a problem of a key if `fits` is False."""
+        """Records a problem of a key if `fits` is False."""
         if not fits:
             self.problem(key, text)
 
