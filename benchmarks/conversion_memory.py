@@ -28,7 +28,7 @@ from torch import Tensor
 from threed.config import ModelConfig
 from threed.interop.convert import convert
 from threed.interop.huggingface.export import write_folder
-from threed.interop.huggingface.layouts import config_of, entries, our_shapes
+from threed.interop.huggingface.layouts import config_of, entries, native_shapes
 from threed.resolution import resolve_model
 
 STEPS = (
@@ -58,7 +58,7 @@ class RandomSource:
     """The weights of a model, drawn as they are read."""
 
     def __init__(self, model: ModelConfig) -> None:
-        self.shapes = our_shapes(entries(model))
+        self.shapes = native_shapes(entries(model))
         self.parts = dict.fromkeys(self.shapes, ("weight",))
 
     def tensor(self, part: str, name: str) -> RandomTensor:

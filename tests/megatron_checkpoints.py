@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from threed.config import ModelConfig
-from threed.interop.huggingface.layouts import entries, our_shapes
+from threed.interop.huggingface.layouts import entries, native_shapes
 from threed.resolution import resolve_model
 
 LLAMA = {
@@ -66,7 +66,7 @@ def model_of(args: dict[str, Any]) -> ModelConfig:
 def weights_of(model: ModelConfig) -> dict[str, Tensor]:
     """Random weights in bf16, by our names."""
     draw = torch.Generator().manual_seed(1)
-    shapes = our_shapes(entries(model))
+    shapes = native_shapes(entries(model))
     return {name: torch.randn(shape, generator=draw).bfloat16() for name, shape in shapes.items()}
 
 

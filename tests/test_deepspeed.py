@@ -525,7 +525,7 @@ def test_what_initialize_refuses() -> None:
         ({}, "model: not given\nconfig: not given"),
         (
             {"model": Regression(), "config": DS, "lr_scheduler": object()},
-            "lr_scheduler: objects are not there",
+            "lr_scheduler: objects are not supported",
         ),
         ({"model": Regression(), "config": DS, "model_parameters": []}, "set requires_grad_"),
         (

@@ -136,7 +136,7 @@ def test_sgd_and_lion() -> None:
 def test_other_optimizers_are_refused_by_name(name: str) -> None:
     assert (
         problem(optimizer={"type": name})
-        == f'optimizer.type: "{name}" is not there: use AdamW, Adam, SGD or Lion'
+        == f'optimizer.type: "{name}" is not supported: use AdamW, Adam, SGD or Lion'
     )
 
 
@@ -147,7 +147,7 @@ def test_other_optimizers_are_refused_by_name(name: str) -> None:
         ({"params": {}}, "optimizer.type: not given"),
         (
             {"type": "AdamW", "params": {"lr": "auto"}},
-            'optimizer.params.lr: "auto" is filled in by a trainer',
+            'optimizer.params.lr: "auto" needs Hugging Face\'s Trainer',
         ),
         ({"type": "AdamW", "params": {"lr": 0}}, "optimizer.params.lr: 0 must be greater than 0"),
         (
@@ -160,7 +160,7 @@ def test_other_optimizers_are_refused_by_name(name: str) -> None:
         ),
         (
             {"type": "AdamW", "params": {"amsgrad": True}},
-            "optimizer.params.amsgrad: true is not there (only false)",
+            "optimizer.params.amsgrad: true is not supported (only false)",
         ),
         (
             {"type": "AdamW", "params": {"bias_correction": False}},
@@ -185,7 +185,7 @@ def test_other_optimizers_are_refused_by_name(name: str) -> None:
         ({"type": "SGD", "params": {"nesterov": True}}, "optimizer.params.nesterov"),
         ({"type": "SGD", "params": {"dampening": 0.1}}, "optimizer.params.dampening"),
         ({"type": "SGD", "params": {"betas": [0.9, 0.99]}}, "optimizer.params.betas: no such key"),
-        ("AdamW", 'optimizer: "AdamW" is no object of keys'),
+        ("AdamW", 'optimizer: "AdamW" must be an object of keys'),
     ],
 )
 def test_what_an_optimizer_cannot_have(optimizer: Any, text: str) -> None:
@@ -273,7 +273,7 @@ def test_auto_formats_are_the_models() -> None:
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
         (
             {"fp16": {"enabled": True, "auto_cast": True}},
-            "fp16.auto_cast: true is not there (only false)",
+            "fp16.auto_cast: true is not supported (only false)",
         ),
         ({"fp16": {"enable": True}}, "fp16.enable: no such key (did you mean fp16.enabled?)"),
         ({"fp16": {"enabled": 1}}, "fp16.enabled: 1 must be true or false"),
@@ -291,11 +291,11 @@ def test_auto_formats_are_the_models() -> None:
         ({"communication_data_type": "int8"}, "communication_data_type"),
         (
             {"amp": {"enabled": True}},
-            'amp: {"enabled": true} is not there (only false): use bf16 or fp16',
+            'amp: {"enabled": true} is not supported (only false): use bf16 or fp16',
         ),
         (
             {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-            'torch_autocast: {"enabled": true, "dtype": "bfloat16"} is not there (only false): use "bf16"',
+            'torch_autocast: {"enabled": true, "dtype": "bfloat16"} is not supported (only false): use "bf16"',
         ),
     ],
 )
@@ -316,7 +316,7 @@ def test_zero() -> None:
     assert z.shard_size == 2
     t = translate(config(zero_optimization={"stage": 0, "mics_shard_size": 2}), 4)
     assert t.config.zero.shard_size == "all"
-    assert notes(t, "zero_optimization.mics_shard_size") == ["no effect: stage 0 slices nothing"]
+    assert notes(t, "zero_optimization.mics_shard_size") == ["no effect: stage 0 does not shard"]
     ds = config(
         zero_optimization=zero, bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}
     )
@@ -330,7 +330,7 @@ def test_parameters_that_stay_whole() -> None:
     assert translate(config(zero_optimization=ZERO_3), 4).config.zero.resident == 8
     t = translate(config(zero_optimization={**ZERO_3, "stage": 2}), 4)
     assert t.config.zero.resident == 0
-    assert notes(t, key) == ["no effect: parameters are whole anyway below stage 3"]
+    assert notes(t, key) == ["no effect: parameters are not sharded below stage 3"]
 
 
 def test_auto_sizes_come_from_the_hidden_size() -> None:
@@ -361,8 +361,8 @@ def test_auto_sizes_come_from_the_hidden_size() -> None:
             {"stage3_param_persistance_threshold": 5},
             "mean zero_optimization.stage3_param_persistence_threshold?",
         ),
-        (True, 'zero_optimization: true is no object of keys, such as {"stage": 1}'),
-        ({"zenflow": {"topk_ratio": 0.1}}, "every update has the whole gradient of its step"),
+        (True, 'zero_optimization: true must be an object of keys, such as {"stage": 1}'),
+        ({"zenflow": {"topk_ratio": 0.1}}, "every update uses all gradients of its step"),
         ({"zero_hpz_partition_size": 8}, "use mics_shard_size"),
     ],
 )
@@ -398,16 +398,16 @@ def test_every_key_without_effect_is_named(key: str) -> None:
 def test_every_refused_key_is_named(key: str) -> None:
     works, why = keys.REFUSED[key]
     (text,) = problems(at(key, "something"))
-    assert text.startswith(f'{key}: "something" is not there')
+    assert text.startswith(f'{key}: "something" is not supported')
     assert text.endswith(f": {why}")
     for value in works:
         assert notes(translate(at(key, value), 4), key) == [
-            f"{json.dumps(value)}, as it always is here"
+            f"{json.dumps(value)}, the only supported value"
         ]
     if works == (False,):
         assert key in problems(at(key, {"enabled": True}))[0]
         assert notes(translate(at(key, {"enabled": False}), 4), key) == [
-            "false, as it always is here"
+            "false, the only supported value"
         ]
 
 

@@ -41,7 +41,7 @@ def test_where_state_lives(stage: int, optimizer: str, params: str) -> None:
     if stage < 3 and params != "none":
         (text,) = problems(ds)
         what = f"zero_optimization.offload_param: {params} with stage {stage}"
-        assert text == f"{what}: parameters are whole there; use stage 3"
+        assert text == f"{what}: only sharded parameters can be offloaded; use stage 3"
         return
     t = translate(ds, 4)
     assert places(t.config.zero) == (
@@ -51,7 +51,7 @@ def test_where_state_lives(stage: int, optimizer: str, params: str) -> None:
     )
     assert not find_problems(t.config, 4)  # what comes out is what threed itself takes
     for key, device in (("offload_optimizer", optimizer), ("offload_param", params)):
-        want = [] if device == "nvme" else ["no effect: nothing is offloaded to NVMe"]
+        want = [] if device == "nvme" else ["no effect: NVMe offload is not enabled"]
         assert notes(t, f"zero_optimization.{key}.nvme_path") == want
 
 
@@ -74,7 +74,7 @@ def test_one_folder() -> None:
     assert text.startswith(
         'zero_optimization.offload_param.nvme_path: "/other", but offload_optimizer.nvme_path is'
     )
-    assert "write one folder for both" in text
+    assert "set both to one folder" in text
     other = {"device": "cpu", "nvme_path": "/other"}  # a folder that is not used
     assert (
         places(translate(zero(offload_optimizer=NVME, offload_param=other), 4).config.zero)[2]
@@ -85,23 +85,23 @@ def test_one_folder() -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"offload_optimizer": {"device": "nvme"}}, "offload_optimizer.nvme_path: not given: write a folder"),
-        ({"offload_param": {**NVME, "nvme_path": None}}, "offload_param.nvme_path: not given: write a folder"),
-        ({"offload_param": {**NVME, "nvme_path": 3}}, "offload_param.nvme_path: 3 is no folder"),
-        ({"offload_param": {**NVME, "nvme_path": ""}}, 'offload_param.nvme_path: "" is no folder'),
-        ({"offload_param": {**NVME, "nvme_path": "auto"}}, "write a folder"),
+        ({"offload_optimizer": {"device": "nvme"}}, "offload_optimizer.nvme_path: not given: set it to a folder"),
+        ({"offload_param": {**NVME, "nvme_path": None}}, "offload_param.nvme_path: not given: set it to a folder"),
+        ({"offload_param": {**NVME, "nvme_path": 3}}, "offload_param.nvme_path: 3 is not a folder"),
+        ({"offload_param": {**NVME, "nvme_path": ""}}, 'offload_param.nvme_path: "" is not a folder'),
+        ({"offload_param": {**NVME, "nvme_path": "auto"}}, "set it to a folder"),
         ({"offload_param": {"device": "gpu"}}, 'offload_param.device: "gpu" is not known: use none, cpu or nvme'),
-        ({"offload_param": {"device": "auto"}}, "write none, cpu or nvme"),
+        ({"offload_param": {"device": "auto"}}, "set it to none, cpu or nvme"),
         ({"offload_param": {"devise": "cpu"}}, "mean zero_optimization.offload_param.device?"),
-        ({"offload_param": "cpu"}, 'zero_optimization.offload_param: "cpu" is no object of keys'),
-        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "offload_optimizer: cpu with stage 0: it moves what"),
-        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, "ratio: 0.3 is not there (only 1): a part of"),
+        ({"offload_param": "cpu"}, 'zero_optimization.offload_param: "cpu" must be an object of keys'),
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "offload_optimizer: cpu with stage 0: only sharded states"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, "ratio: 0.3 is not supported (only 1): states are"),
         ({"offload_optimizer": {"device": "cpu", "buffer_cont": 1}}, "mean zero_optimization.offload_optimizer."),
         ({"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}, "cpu_offload: is the old form of offload_opt"),
         ({"cpu_offload": 1}, "zero_optimization.cpu_offload: 1 must be true or false"),
         ({"stage": 2, "cpu_offload_params": True}, "offload_param: cpu with stage 2"),
         ({"sub_group_size": 0}, "zero_optimization.sub_group_size: 0 must be greater than or equal to 1"),
-        ({"sub_group_size": "auto"}, "write the value"),
+        ({"sub_group_size": "auto"}, "set the value"),
     ],
 )  # fmt: skip
 def test_what_is_wrong(values: dict[str, Any], text: str) -> None:
@@ -138,11 +138,13 @@ def table(rows: Mapping[str, Any], path: str) -> dict[str, Any]:
 def test_every_key_of_offload_is_named(key: str) -> None:
     path = f"zero_optimization.{key}"
     for name, why in table(keys.NO_EFFECT, path).items():
-        for device, want in (("cpu", why), ("nvme", why), ("none", "nothing is offloaded")):
+        for device, want in (("cpu", why), ("nvme", why), ("none", "offload is not enabled")):
             t = translate(zero(**{key: {**NVME, "device": device, name: 1}}), 4)
             assert notes(t, f"{path}.{name}") == [f"no effect: {want}"]
     for name, (works, _) in table(keys.REFUSED, path).items():
-        assert "is not there" in problem(zero_optimization={"stage": 3, key: {**NVME, name: 0.5}})
+        assert "is not supported" in problem(
+            zero_optimization={"stage": 3, key: {**NVME, name: 0.5}}
+        )
         translate(zero(**{key: {**NVME, name: works[0]}}), 4)
         translate(zero(**{key: {name: 0.5}}), 4)  # nothing is offloaded
 
@@ -168,7 +170,7 @@ def test_sub_groups_bound_what_is_updated_together() -> None:
     assert mib(sub_group_size=2**20) == 16
     t = translate(zero(stage=2, sub_group_size=2**16, reduce_bucket_size=2**20), 4)
     assert t.config.zero.bucket_mib == 4
-    assert notes(t, "zero_optimization.sub_group_size")[0].startswith("no effect: a bucket")
+    assert notes(t, "zero_optimization.sub_group_size")[0].startswith("no effect: below stage 3")
 
 
 # ---------------------------------------------------------------------------------------------------- files in the wild

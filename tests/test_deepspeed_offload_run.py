@@ -251,7 +251,7 @@ def test_what_is_said_at_start(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert said.count("\n") == len(engine.notes)
     assert (
-        "threed: zero_optimization.offload_param.nvme_path: no effect: nothing is offloaded to NVMe"
+        "threed: zero_optimization.offload_param.nvme_path: no effect: NVMe offload is not enabled"
         in said
     )
     zero = engine.engine.config.zero

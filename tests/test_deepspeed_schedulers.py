@@ -86,9 +86,9 @@ def test_learning_rates_by_the_formula() -> None:
     [
         (
             {"type": "OneCycle"},
-            'scheduler.type: "OneCycle" is not there: use WarmupLR, WarmupDecayLR or WarmupCosineLR',
+            'scheduler.type: "OneCycle" is not supported: use WarmupLR, WarmupDecayLR or WarmupCosineLR',
         ),
-        ({"type": "LRRangeTest"}, 'scheduler.type: "LRRangeTest" is not there'),
+        ({"type": "LRRangeTest"}, 'scheduler.type: "LRRangeTest" is not supported'),
         ({"type": "Cosine"}, 'scheduler.type: "Cosine" is not known'),
         ({"params": {}}, "scheduler.type: not given"),
         ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: not given"),
@@ -98,7 +98,7 @@ def test_learning_rates_by_the_formula() -> None:
         ),
         (
             {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-            "write the number of optimizer steps",
+            "set it to the number of optimizer steps",
         ),
         (
             {"type": "WarmupLR", "params": {"warmup_type": "cos"}},
@@ -111,7 +111,7 @@ def test_learning_rates_by_the_formula() -> None:
         ),
         (
             {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}},
-            'total_num_steps: "auto" is filled in',
+            'total_num_steps: "auto" needs',
         ),
         (
             {"type": "WarmupLR", "params": {"last_batch_iteration": 9}},
@@ -134,5 +134,5 @@ def test_auto_in_a_scheduler() -> None:
     assert t.learning_rate is not None
     assert (t.learning_rate.low, t.learning_rate.high) == (0.0, 1e-3)
     assert notes(t, "scheduler.params.warmup_max_lr") == [
-        '"auto": 0.001, the optimizer\'s lr, as Hugging Face does'
+        '"auto": 0.001, the optimizer\'s lr, as in Hugging Face'
     ]

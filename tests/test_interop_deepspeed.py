@@ -132,7 +132,7 @@ def test_the_order_of_round_robin_is_that_of_the_moments_too(folders: Path, tmp_
 
 @pytest.mark.parametrize("name", ["gpt2-0-fp32", "llama-0-bf16"])
 def test_stage_0_has_weights_alone(name: str, folders: Path, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="its states have no names: a run begins at step 0"):
+    with pytest.warns(UserWarning, match="its states have no names: a run starts at step 0"):
         out = convert(folders / name, tmp_path / "native", allow_pickle=True)
     manifest, truth = native.read_manifest(out), truth_of(folders, name)
     assert (manifest["state"]["steps"], manifest["state"]["updates"]) == (0, 0)
@@ -204,23 +204,23 @@ UNIVERSAL_DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a weight is missing": (removed(f"{WORD}/fp32.pt"), f"has no zero/{WORD}/fp32.pt"),
     "a moment is missing": (
         removed(f"{WORD}/exp_avg.pt"),
-        f"has moments of .*, and not those of {WORD}",
+        f"has moments of .*, but not of {WORD}",
     ),
     "both are missing": (
         removed(*(f"{WORD}/{part}.pt" for part in MOMENTS)),
-        f"and not those of {WORD}",
+        f"but not of {WORD}",
     ),
     "a longer moment": (
         put(f"{WORD}/exp_avg.pt", torch.ones(60, 24)),
-        r"is \[60, 24\], and its parameter \[",
+        r"has shape \[60, 24\], but its parameter \[",
     ),
     "a moment with more dimensions": (
         put(f"{WORD}/exp_avg_sq.pt", torch.ones(53, 24, 2)),
-        r"is \[53, 24, 2\]",
+        r"has shape \[53, 24, 2\]",
     ),
     "a shorter flat one": (
         put(f"{WORD}/exp_avg.pt", torch.ones(100)),
-        r"is \[100\], and its parameter",
+        r"has shape \[100\], but its parameter",
     ),
     "another number of updates": (
         put(f"{WORD}/step.pt", torch.tensor(1.0)),
@@ -258,7 +258,8 @@ def test_a_universal_checkpoint_without_its_groups_says_what_is_left_out(
     folder = copy_of(folders, "gpt2-1-fp32-universal", tmp_path / "theirs")
     next(folder.rglob("optimizer_state.pt")).unlink()
     with pytest.warns(
-        UserWarning, match=r"has no zero/optimizer_state\.pt: the loss scale of fp16 is left out"
+        UserWarning,
+        match=r"has no zero/optimizer_state\.pt: the loss scale of fp16 is not imported",
     ):
         convert(
             folder,
@@ -338,23 +339,23 @@ STATES = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 REFUSALS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no configuration": (
         edit_remove("config.json"),
-        "DeepSpeed does not save what the model is.*give --config FILE",
+        "DeepSpeed does not save the model's configuration.*give --config FILE",
     ),
     "a rank is missing": (
         edit_remove(f"global_step3/{STATES.format(1)}"),
-        "states of 1 data ranks, and was saved by",
+        "states of 1 data ranks, but was saved by",
     ),
     "the first is missing": (
         edit_remove(f"global_step3/{STATES.format(0)}"),
-        "has no file of rank 0: copy those of all",
+        "has no file of rank 0: copy the files of all",
     ),
     "no states": (
         edit_remove(*(f"global_step3/{STATES.format(rank)}" for rank in range(2))),
-        "no files of its optimizer: copy",
+        "no optimizer files: copy",
     ),
     "tensor ranks": (
         edit_rename(STATES.format(1), STATES.format(1).replace("_00_", "_01_")),
-        "model in several parts",
+        "a tensor-parallel model",
     ),
     "two kinds": (
         edit_rename(STATES.format(1), "bf16_" + STATES.format(1)),
@@ -362,7 +363,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a pipeline": (
         edit_rename(STATES.format(1), "layer_00-model_00-model_states.pt"),
-        "is that of a PipelineModule",
+        "is a checkpoint of a PipelineModule",
     ),
     "experts": (
         edit_rename(STATES.format(1), "layer_0_expert_0_mp_rank_00_model_states.pt"),
@@ -387,7 +388,7 @@ def test_pickles_are_read_only_where_somebody_says_so(
     source, config = str(folders / "llama-2-fp32"), str(tmp_path / "moved.json")
     assert cli.main(["convert", source, str(tmp_path / "native")]) == 2
     assert (
-        "a checkpoint of DeepSpeed's, which is made of pickles: --allow-pickle reads it"
+        "a DeepSpeed checkpoint, which consists of pickles: --allow-pickle reads it"
         in capsys.readouterr().err
     )
     shutil.move(folders / "llama-2-fp32" / "config.json", config)
@@ -399,7 +400,7 @@ def test_pickles_are_read_only_where_somebody_says_so(
         shutil.move(config, folders / "llama-2-fp32" / "config.json")
     assert native.read_manifest(tmp_path / "native")["config"]["data"]["tokenizer"] == "bytes"
     assert cli.main(["convert", source, str(tmp_path / "hf"), "--allow-pickle", "--to", "hf"]) == 2
-    assert "make a native one of it first" in capsys.readouterr().err
+    assert "convert it to a native checkpoint first" in capsys.readouterr().err
 
 
 def test_a_model_of_another_shape_is_refused(folders: Path, tmp_path: Path) -> None:

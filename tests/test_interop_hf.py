@@ -72,7 +72,7 @@ def config_of(name: str, world: int, **parallel: int) -> Config:
 def large(model: ModelConfig) -> dict[str, Tensor]:
     """Weights by our names with which every part of the model has a say."""
     draw, weights = torch.Generator().manual_seed(7), {}
-    for name, shape in layouts.our_shapes(layouts.entries(model)).items():
+    for name, shape in layouts.native_shapes(layouts.entries(model)).items():
         noise = torch.randn(shape, generator=draw)
         if len(shape) == 2:
             weights[name] = noise * (0.3 if "embedding" in name else 1.5 / shape[1] ** 0.5)
@@ -373,7 +373,7 @@ def test_names_and_shapes_that_do_not_fit_are_listed(saved: dict[str, Any]) -> N
         ({**LLAMA, "qk_norm": True, "bias": True}, "Qwen3 cannot express --model.bias true with"),
         (
             {**LLAMA, "heads": 6, "head_dim": 8},
-            "cannot express --model.hidden 32, which is no multiple",
+            "cannot express --model.hidden 32, which is not a multiple",
         ),
     ],
 )

@@ -495,16 +495,16 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], dict[str, Any]
     ),
     "another head": (
         "qwen2", lambda w: add(w, lm_head__weight=w["model.embed_tokens.weight"] + 1), {},
-        "lm_head.weight in {folder} is another tensor than model.embed_tokens.weight, and its configuration ties both",
+        "lm_head.weight in {folder} differs from model.embed_tokens.weight, but its configuration ties them",
     ),
     "both spellings": ("llama", lambda w: add(w, norm__weight=torch.ones(40)), {}, "norm.weight is unexpected"),
     "whole numbers": (
         "llama", lambda w: w.update({name: value.to(torch.int8) for name, value in w.items()}), {},
-        "is I8: there are F64, F32, BF16, F16",
+        "is I8: supported are F64, F32, BF16, F16",
     ),
     "fewer layers": ("llama", lambda w: None, {"num_hidden_layers": 2}, "model.layers.2.mlp.up_proj.weight is unex"),
     "many layers": ("llama", lambda w: None, {"num_hidden_layers": 10**9}, "it has fewer tensors"),
-    "another architecture": ("llama", lambda w: None, {"model_type": "bloom"}, "model_type bloom is none of gpt2"),
+    "another architecture": ("llama", lambda w: None, {"model_type": "bloom"}, "model_type bloom is not one of gpt2"),
     "other angles": (
         "llama", lambda w: None, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type dynamic"
     ),
@@ -515,7 +515,7 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], dict[str, Any]
 def test_an_adapter_is_refused(folders: Path, tmp_path: Path) -> None:
     source = shutil.copytree(folders / "llama", tmp_path / "theirs")
     (source / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="has an adapter, which is not read: merge it"):
+    with pytest.raises(CheckpointError, match="has an adapter, which is not supported: merge it"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -559,15 +559,15 @@ def test_ten_names_of_each_kind_are_listed(folders: Path, tmp_path: Path) -> Non
     [
         (
             "../outside.safetensors",
-            "names ../outside.safetensors, which is no safetensors file of its folder",
+            "names ../outside.safetensors, which is not a safetensors file in its folder",
         ),
-        ("/etc/passwd", "names /etc/passwd, which is no"),
-        ("sub/model.safetensors", "names sub/model.safetensors, which is no"),
-        ("config.json", "names config.json, which is no"),
-        ("a\0.safetensors", r"names a\x00.safetensors, which is no"),
+        ("/etc/passwd", "names /etc/passwd, which is not"),
+        ("sub/model.safetensors", "names sub/model.safetensors, which is not"),
+        ("config.json", "names config.json, which is not"),
+        ("a\0.safetensors", r"names a\x00.safetensors, which is not"),
         ("missing.safetensors", "missing.safetensors cannot be read"),
-        ("pipe.safetensors", "it is no plain file"),
-        ("sub.safetensors", "it is no plain file"),
+        ("pipe.safetensors", "it is not a regular file"),
+        ("sub.safetensors", "it is not a regular file"),
         (7, "must have the name of a file for every tensor"),
         (None, "must have the name of a file for every tensor"),
     ],

@@ -24,7 +24,7 @@ from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import FileTensor, read_all, read_box
 from threed.interop import pickle_reader
-from threed.interop.pickle_reader import PickleReader, Thing, number
+from threed.interop.pickle_reader import PickledObject, PickleReader, number
 
 
 class Call:
@@ -72,7 +72,7 @@ def test_values_are_those_that_were_saved(tmp_path: Path) -> None:
     assert (found[7], found[1, "x"][:2]) == ("seven", [2**40, -1.5])
     assert math.isnan(found[1, "x"][2])
     assert (found["table"], found["size"], found["set"]) == ({"a": 1, "b": True}, (2, 3), [3])
-    assert isinstance(found["settings"], Thing)
+    assert isinstance(found["settings"], PickledObject)
     assert found["settings"].name.endswith("test_interop_pickles.Settings")
     assert found["settings"].state == {"layers": 3, "nested": {"a": [1, 2.5, None, float("inf")]}}
     assert (found["names"].state, found["more"].state) == ({"tp": 2}, {"x": (1, 2)})
@@ -181,7 +181,7 @@ DAMAGE: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "cannot be read"),
     "cut off": (pickle.dumps(list(range(1000)))[:500], "cannot be read"),
     "an extension": (b"\x80\x02\x82\x01.", "cannot be read"),
-    "a reference": (pickle.dumps(1)[:2] + b"Pstorage\n.", "refers to what is not in it"),
+    "a reference": (pickle.dumps(1)[:2] + b"Pstorage\n.", "refers to an object that is not in it"),
 }
 
 
@@ -195,7 +195,7 @@ def test_damage_is_one_line(kind: str, tmp_path: Path) -> None:
 
 def test_files_that_are_not_torchs_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"of a version before 1\.6: save it again"):
+    with pytest.raises(CheckpointError, match=r"by torch before 1\.6: save it again"):
         read(tmp_path / "old.pt")
     torch.save({"a": torch.ones(300)}, tmp_path / "new.pt")
     data = (tmp_path / "new.pt").read_bytes()
@@ -311,7 +311,7 @@ def test_a_name_is_kept_once(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(
         b"(\x8c\xff" + b"m" * 255 + b"q\x00\x8c\x01cq\x01" + b"h\x00h\x01\x93" * MANY + b"l."
     )
-    found = [one for one in read_bare(tmp_path / "x") if isinstance(one, Thing)]
+    found = [one for one in read_bare(tmp_path / "x") if isinstance(one, PickledObject)]
     assert len(found) == MANY
     assert len({id(thing.name) for thing in found}) == 1
 

@@ -144,7 +144,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_the_start(
     words = ["--checkpoint.resume", str(source), "--dry-run"]
     about = json.loads((source / "config.json").read_text())
     for changes, problem in [
-        ({"model_type": "bloom"}, "model_type bloom is none of gpt2"),
+        ({"model_type": "bloom"}, "model_type bloom is not one of gpt2"),
         ({"hidden_size": 44}, "model.embed_tokens.weight is [300, 40], not [300, 44]"),
     ]:
         (source / "config.json").write_text(json.dumps(about | changes))

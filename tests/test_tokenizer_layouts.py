@@ -186,7 +186,7 @@ def test_ids_of_another_tokenizer_are_its_own_and_said(weights: Path, tmp_path: 
     convert(source, tmp_path / "native")
     with pytest.warns(
         UserWarning,
-        match="those of tokenizer bytes, not those of the folder that the weights came from",
+        match="those of tokenizer bytes, not of the folder of the weights",
     ):
         outs = [convert(tmp_path / "native", tmp_path / "back", tokenizer="bytes")]
     with pytest.warns(UserWarning, match="those of tokenizer bytes"):

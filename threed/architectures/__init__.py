@@ -1,16 +1,17 @@
-"""The architectures that there are: a file of data each, and a line here.
+"""Registry of decoder architectures. Each architecture is a record in a module of this package.
 
-    record = REGISTERED["llama"]       by the name of `--model.arch`
+    record = REGISTERED["llama"]       by the value of `--model.arch`
     record = of_type("gemma3_text")    by the model_type of a Hugging Face configuration
 
-A record (`record.Architecture`) says what a decoder is made of, what its keys mean where nobody says anything, and how
-Hugging Face spells it. To add one, write a file like `mistral.py`, and import it below.
+A record (`record.Architecture`) defines the blocks of a decoder, the defaults of its configuration
+keys, and its Hugging Face layout. To add an architecture, write a module like `mistral.py` and
+import it below.
 """
 
 from __future__ import annotations
 
 # isort: off
-from threed.architectures import gpt as gpt  # the order in which they are listed
+from threed.architectures import gpt as gpt  # this order is the order in --help and messages
 from threed.architectures import llama as llama
 from threed.architectures import mistral as mistral
 from threed.architectures import qwen2 as qwen2
@@ -27,9 +28,13 @@ NAMES = tuple(REGISTERED)
 
 
 def of_type(model_type: object) -> Architecture:
-    """The architecture of a Hugging Face model_type; ValueError, with all that there are, where it is none."""
+    """Returns the architecture with a Hugging Face model_type.
+
+    Raises:
+        ValueError: if the model_type is unknown; the message lists the known ones.
+    """
     for record in REGISTERED.values():
         if record.model_type == model_type:
             return record
     known = ", ".join(record.model_type for record in REGISTERED.values())
-    raise ValueError(f"model_type {model_type} is none of {known}")
+    raise ValueError(f"model_type {model_type} is not one of {known}")

@@ -1,5 +1,9 @@
-"""Gemma 2: norms that add one to their weights, before and behind each branch; GELU gates; word vectors times
-sqrt(hidden); soft caps on attention scores and logits; a window in every second layer; tied head (arXiv 2408.00118)."""
+"""Gemma 2 (arXiv 2408.00118).
+
+(1 + weight) RMSNorm before and after each branch; GELU-gated MLP; word embeddings times
+sqrt(hidden); soft caps on attention scores and logits; a sliding window in every second layer; tied
+head.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,9 @@ GEMMA2 = record.register(
             Key("final_logit_softcapping", "logit_softcap", 30.0),
         ),
         fixed=record.GEMMA_FIXED,
-        accepted=frozenset({"hidden_act", "sliding_window_size"}),  # of first versions, not read
+        accepted=frozenset(
+            {"hidden_act", "sliding_window_size"}
+        ),  # keys of early versions, not read by transformers
         takes=record.ROTARY | record.GEMMA | {"attention_softcap", "logit_softcap"},
         defaults=record.HEAD_SIZE
         | {"tied": True, "window": 4096, "attention_softcap": 50.0, "logit_softcap": 30.0},

@@ -1,5 +1,8 @@
-"""Gemma 3, its text model: Gemma 2 with norms of query and key heads in place of soft caps, a window in five of six
-layers, and rotary angles of their own in these (arXiv 2503.19786)."""
+"""Gemma 3, text model (arXiv 2503.19786).
+
+Gemma 2 with norms on query and key heads instead of soft caps, and a sliding window in five of six
+layers, which have a separate rotary base.
+"""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ record.register(
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        written={"attn_pdrop": 0.0},  # there is no dropout of attention probabilities here
-        # reorder_and_upcast_attn is a matter of rounding, and the summary_* are of other heads.
+        written={"attn_pdrop": 0.0},  # threed has no dropout of attention probabilities
+        # reorder_and_upcast_attn only affects rounding; the summary_* keys configure other heads.
         accepted=frozenset(
             "_num_labels n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout"
             " summary_proj_to_labels summary_type summary_use_proj task_specific_params".split()

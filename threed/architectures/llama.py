@@ -1,5 +1,8 @@
-"""Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases (arXiv 2307.09288; scaled rotary angles:
-arXiv 2407.21783). With `qk_norm` a model is Qwen3's, as it was spelt before that had a name here."""
+"""Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases (arXiv 2307.09288).
+
+Rotary scaling: arXiv 2407.21783. With `qk_norm` it is a Qwen3 model; this notation is older than
+the architecture "qwen3".
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window in every layer, or in none (arXiv 2310.06825)."""
+"""Mistral: Llama with a sliding window in every layer or in no layer (arXiv 2310.06825)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""Phi-3 and Phi-4-mini: Llama whose projections are packed, with rotary angles of a part of each head, scaled for long
-sequences (arXiv 2404.14219; longrope: arXiv 2402.13753)."""
+"""Phi-3 and Phi-4-mini (arXiv 2404.14219; longrope: arXiv 2402.13753).
+
+Llama with packed projections, and rotary positions on a part of each head's dimensions, scaled for
+long sequences.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from threed.architectures import record
-from threed.architectures.record import ATTENTION, MLP, THEIRS, Architecture, Key, Keys, linear
+from threed.architectures.record import ATTENTION, HF_BLOCK, MLP, Architecture, Key, Keys, linear
 
 
 def _limits(keys: Keys) -> Iterator[str]:
@@ -27,13 +30,13 @@ record.register(
             *record.EMBEDDING,
             *record.PRE_NORMS,
             *linear(
-                f"{THEIRS}.self_attn.qkv_proj",
+                f"{HF_BLOCK}.self_attn.qkv_proj",
                 {f"{ATTENTION}.query": "ad", f"{ATTENTION}.key": "kd", f"{ATTENTION}.value": "kd"},
                 "h",
             ),
-            *linear(f"{THEIRS}.self_attn.o_proj", {f"{ATTENTION}.out": "h"}, "ad"),
-            *linear(f"{THEIRS}.mlp.gate_up_proj", {f"{MLP}.gate": "f", f"{MLP}.up": "f"}, "h"),
-            *linear(f"{THEIRS}.mlp.down_proj", {f"{MLP}.down": "h"}, "f"),
+            *linear(f"{HF_BLOCK}.self_attn.o_proj", {f"{ATTENTION}.out": "h"}, "ad"),
+            *linear(f"{HF_BLOCK}.mlp.gate_up_proj", {f"{MLP}.gate": "f", f"{MLP}.up": "f"}, "h"),
+            *linear(f"{HF_BLOCK}.mlp.down_proj", {f"{MLP}.down": "h"}, "f"),
             *record.HEAD,
         ),
         keys=record.decoder_keys(
@@ -43,7 +46,7 @@ record.register(
             rms_norm_eps=1e-5,
         ),
         fixed=record.SILU_GATES,
-        # of its own code, which transformers does not run
+        # keys for Phi's custom model code, which transformers does not run
         accepted=frozenset({"full_attn_mod", "interpolate_factor"}),
         takes=record.ROTARY | {"window", "partial_rotary_factor"},
         limits=_limits,

@@ -1,5 +1,7 @@
-"""Qwen2 and Qwen2.5: Llama with biases of query, key and value, and perhaps a window in the last layers (arXiv
-2407.10671)."""
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671).
+
+Llama with biases of query, key and value, and optionally a sliding window in the last layers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with a norm of every query and key head, and heads of any size (arXiv 2505.09388)."""
+"""Qwen3: Llama with a norm on each query and key head, any head dimension (arXiv 2505.09388)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threed.architectures.record import Architecture, Key, Keys
 
 def _limits(keys: Keys) -> Iterator[str]:
     if keys["mlp_bias"] or (keys["mlp_bias"] is None and keys["bias"] and keys["arch"] == "llama"):
-        yield "--model.bias true with --model.qk-norm true, for its MLP has no biases (--model.mlp-bias false)"
+        yield "--model.bias true with --model.qk-norm true, because its MLP has no biases (--model.mlp-bias false)"
 
 
 record.register(

@@ -1,9 +1,11 @@
-"""What an architecture is, as data: the blocks of its decoder, the keys of its models, and Hugging Face's layout of it.
+"""Data structures that describe an architecture.
 
-    MISTRAL = register(Architecture("mistral", "Mistral", ...))      one file an architecture, beside this one
+    MISTRAL = register(Architecture("mistral", "Mistral", ...))      one module per architecture
 
-Nothing here computes: `models.Decoder` builds layers from a record, `interop.huggingface.layouts` moves tensors by its
-rules, and `spelling` reads and writes configurations by its keys. Keys of a model are those of `config.ModelConfig`.
+The records are pure data. `models.Decoder` builds layers from a record,
+`interop.huggingface.layouts` converts tensors with its rules, and `spelling` reads and writes
+Hugging Face configurations with its keys. "Model keys" below are the fields of
+`config.ModelConfig`.
 """
 
 from __future__ import annotations
@@ -12,21 +14,29 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Keys = Mapping[str, Any]  # of a model, by their names in Python
+Keys = Mapping[str, Any]  # values of a `ModelConfig`, by field name
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of a Hugging Face layout: ours, as (name, shape) pairs, stacked along dimension 0.
+    """One tensor of a Hugging Face layout, and the native tensors that it consists of.
 
-    {i} in a name is the number of the block. A shape's words are dimensions, each a product of the legend's letters:
-    "ad h" is [a·d h]; p is the number of learned positions. transposed: theirs is [in out]. needs: the property of the
-    model (`properties`) without which we have no such tensor. zeros: without it their layout has the tensor, filled
-    with zeros.
+    In names, {i} is the block number. In shapes, each word is a dimension, a product of letters: h
+    hidden size, a heads, k key/value heads, d head dimension, f MLP width, v vocabulary, p learned
+    positions. So "ad h" is [a·d h].
+
+    Attributes:
+        hf: the name of the Hugging Face tensor.
+        native: (name, shape) pairs of the native tensors, concatenated along dimension 0 in the
+            Hugging Face tensor.
+        transposed: whether the Hugging Face tensor is [in out] instead of [out in].
+        needs: the property of a model (`Architecture.properties`) that the tensors require.
+        zeros: whether the Hugging Face layout has the tensor, filled with zeros, if the model lacks
+            the property.
     """
 
     hf: str
-    ours: tuple[tuple[str, str], ...]
+    native: tuple[tuple[str, str], ...]
     transposed: bool = False
     needs: str = ""
     zeros: bool = False
@@ -34,13 +44,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of their configuration and the model's that means the same.
+    """A key of Hugging Face's configuration with an equivalent model key.
 
-    absent: what it means to leave theirs out; ... where it must be there.
+    Attributes:
+        hf: the key in Hugging Face's configuration.
+        native: the model key.
+        absent: the value if the Hugging Face key is missing; ... (Ellipsis) if the key is required.
     """
 
-    theirs: str
-    ours: str
+    hf: str
+    native: str
     absent: Any = ...
 
 
@@ -49,24 +62,47 @@ Window = Literal["none", "all", "layer_types", "max_window_layers"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder, and how Hugging Face spells it.
+    """A decoder architecture and its Hugging Face layout.
 
-    name: of `--model.arch`. title: in messages. model_type, hf_class: of their configurations. rules: their tensors.
-
-    Blocks: norm (rms or layer) with an offset that is added to its weights; post_norms: a norm behind each branch too;
-    activation (silu or gelu, in its tanh form) of the MLP, gated or not; learned or rotary positions; qk_norm: a norm
-    of every query and key head; qkv_bias: biases of query, key and value whatever `bias` says; scaled_embedding: word
-    vectors times sqrt(hidden). layer_pattern: layers with a sliding window (s) and without (f), repeated.
-
-    Keys of a model: takes: those that not every architecture has. defaults: of keys that are none otherwise; a function
-    gets all keys. limits: what of a model their layout cannot express.
-
-    Their configuration: keys; fixed: what else it says, written as it is and refused where it says another thing;
-    written: the same, but never refused; accepted: keys that do not change what is computed; window: how it says which
-    layers have one; local: whether layers with a window have rotary angles of their own, and absent_theta the base of
-    the others where it says none; scalings: other names of scalings of rotary angles; original_positions: of these,
-    where it says none, if it says so beside the scaling. buffers: names of what old versions saved beside the weights,
-    though models compute it.
+    Attributes:
+        name: the value of `--model.arch`.
+        title: the name in messages.
+        model_type: `model_type` in the Hugging Face configuration.
+        hf_class: the class in `architectures` of the Hugging Face configuration.
+        rules: the tensors of the Hugging Face layout.
+        keys: configuration keys that have an equivalent model key.
+        fixed: configuration keys with a required value. They are written; reading another value is
+            an error.
+        written: configuration keys that are written with a fixed value, and ignored when read.
+        accepted: configuration keys that are ignored when read, because they do not change the
+            computation.
+        takes: model keys that this architecture supports and others may not.
+        defaults: default values that replace None, by model key, in addition to `DEFAULTS`. A
+            function computes the default from all keys.
+        limits: yields a description of each setting of a model that the Hugging Face layout cannot
+            express.
+        norm: "rms" (RMSNorm) or "layer" (LayerNorm).
+        norm_offset: constant added to the weights of norms.
+        post_norms: whether each branch also has a norm after it.
+        activation: the activation of the MLP, "silu" or "gelu" (tanh approximation).
+        gated: whether the MLP is gated.
+        learned_positions: whether positions are learned embeddings, instead of rotary.
+        qk_norm: whether every query and key head has a norm.
+        qkv_bias: whether query, key and value have biases even if the model key `bias` is False.
+        scaled_embedding: whether word embeddings are multiplied by sqrt(hidden).
+        layer_pattern: layers with a sliding window ("s") and with full attention ("f"), repeated
+            over the depth.
+        window: the configuration key that selects the layers with a sliding window: "layer_types"
+            or "max_window_layers"; "all" if all layers have one; "none" if windows are not
+            supported.
+        local: whether layers with a sliding window have a separate rotary base.
+        absent_theta: the rotary base (of the layers without a window, if `local`) if the
+            configuration has none.
+        scalings: other names of types of rotary scaling.
+        original_positions: default of `original_max_position_embeddings`, for configurations with
+            this key at top level; None if it is part of the rotary scaling.
+        buffers: names of tensors that old versions of transformers saved although the model
+            computes them.
     """
 
     name: str
@@ -103,11 +139,14 @@ class Architecture:
 
     @property
     def prefix(self) -> str:
-        """What their names begin with in a model that has a head; a base model's do without."""
+        """Prefix of the tensor names in a Hugging Face model with a head.
+
+        A base model's names lack it.
+        """
         return self.rules[0].hf.partition(".")[0] + "."
 
     def resolved(self, keys: Keys) -> dict[str, Any]:
-        """What keys mean that are none, those with a meaning, of the other keys."""
+        """Returns the defaults of all model keys with value None that have a default."""
         found = dict[str, Any]()
         for key, value in {**DEFAULTS, **self.defaults}.items():
             if keys[key] is None:
@@ -115,7 +154,10 @@ class Architecture:
         return found
 
     def properties(self, keys: Keys) -> dict[str, bool]:
-        """What tensors depend on (`Rule.needs`), of resolved keys."""
+        """Returns the properties of a model on which its tensors depend (`Rule.needs`).
+
+        keys: resolved model keys.
+        """
         bias = bool(keys["bias"])
         return {
             "": True, "untied": not keys["tied"], "qk_norm": self.qk_norm or keys["qk_norm"], "bias": bias,
@@ -123,13 +165,16 @@ class Architecture:
         }  # fmt: skip
 
     def has_window(self, keys: Keys, block: int) -> bool:
-        """Whether a block is one of the layers with a window, of resolved keys."""
+        """Returns whether a block has a sliding window. keys: resolved model keys."""
         pattern = keys["layer_pattern"] or self.layer_pattern
         return bool(pattern[block % len(pattern)] == "s")
 
 
 def _gated_ffn(keys: Keys) -> int:
-    """8/3 of the width, up to a multiple of 64: as many weights as 4 times the width without a gate."""
+    """Returns 8/3 of the hidden size, rounded up to a multiple of 64.
+
+    The gated MLP then has as many weights as an MLP of width 4·hidden without a gate.
+    """
     return int(-(-8 * keys["hidden"] // (3 * 64)) * 64)
 
 
@@ -151,7 +196,7 @@ REGISTERED: dict[str, Architecture] = {}
 
 
 def register(record: Architecture) -> Architecture:
-    """Makes an architecture known by its name."""
+    """Adds an architecture to `REGISTERED`, and returns it."""
     REGISTERED[record.name] = record
     return record
 
@@ -173,10 +218,12 @@ _DECODER_KEYS = (
 
 
 def decoder_keys(*more: Key, **absent: Any) -> tuple[Key, ...]:
-    """The keys that all decoders since Llama have, and more; absent: what some of theirs mean where they are not."""
+    """Returns the keys common to all decoders since Llama, and `more`.
+
+    absent: values of missing keys, by Hugging Face name, that differ from the common defaults.
+    """
     return (
-        tuple(replace(key, absent=absent.get(key.theirs, key.absent)) for key in _DECODER_KEYS)
-        + more
+        tuple(replace(key, absent=absent.get(key.hf, key.absent)) for key in _DECODER_KEYS) + more
     )
 
 
@@ -195,9 +242,9 @@ GEMMA_FIXED: dict[str, Any] = {
 
 
 def no_fraction(keys: Keys) -> Iterator[str]:
-    """What `transformers` refuses of several architectures, though heads have a size of their own."""
+    """Yields a limit of some `transformers` models: heads must divide hidden even with head_dim."""
     if keys["hidden"] % keys["heads"]:
-        yield f"--model.hidden {keys['hidden']}, which is no multiple of the number of heads ({keys['heads']})"
+        yield f"--model.hidden {keys['hidden']}, which is not a multiple of the number of heads ({keys['heads']})"
 
 
 # ------------------------------------------------------------------------------------------------------------- rules
@@ -206,28 +253,35 @@ def no_fraction(keys: Keys) -> Iterator[str]:
 def linear(
     hf: str, outputs: Mapping[str, str], inputs: str, *, bias: str = "", conv1d: bool = False
 ) -> tuple[Rule, ...]:
-    """The rules of a linear layer, whose outputs are stacked; bias: the property with which it has biases; conv1d:
-    GPT-2's, which is transposed and always has a bias."""
+    """Returns the rules of a Hugging Face linear layer, which may combine several native layers.
+
+    Args:
+        hf: the name of the Hugging Face layer.
+        outputs: output dimension of each native layer, by name; they are concatenated in this
+            order.
+        inputs: the input dimension.
+        bias: the property with which the layer has a bias; empty if it never has one.
+        conv1d: whether it is a Conv1D of GPT-2, which is transposed and always has a bias.
+    """
     weights = tuple((f"{name}.weight", f"{out} {inputs}") for name, out in outputs.items())
     biases = tuple((f"{name}.bias", out) for name, out in outputs.items())
     weight = Rule(f"{hf}.weight", weights, conv1d)
     return (weight, Rule(f"{hf}.bias", biases, needs=bias, zeros=conv1d)) if bias else (weight,)
 
 
-def one(hf: str, ours: str, shape: str, needs: str = "") -> Rule:
-    """The rule of a tensor that is one of ours."""
-    return Rule(hf, ((ours, shape),), needs=needs)
+def one(hf: str, native: str, shape: str, needs: str = "") -> Rule:
+    """Returns the rule of a Hugging Face tensor that equals one native tensor."""
+    return Rule(hf, ((native, shape),), needs=needs)
 
 
-THEIRS, BLOCK = "model.layers.{i}", "blocks.{i}"
+HF_BLOCK, BLOCK = "model.layers.{i}", "blocks.{i}"
 ATTENTION, MLP = f"{BLOCK}.attention", f"{BLOCK}.mlp"
 
 
-def norms(**ours: str) -> tuple[Rule, ...]:
-    """Norms of a block: Hugging Face's names, of ours."""
+def norms(**native: str) -> tuple[Rule, ...]:
+    """Returns the rules of a block's norms. native: native names, by Hugging Face name."""
     return tuple(
-        one(f"{THEIRS}.{theirs}.weight", f"{BLOCK}.{name}.weight", "h")
-        for theirs, name in ours.items()
+        one(f"{HF_BLOCK}.{hf}.weight", f"{BLOCK}.{name}.weight", "h") for hf, name in native.items()
     )
 
 
@@ -238,19 +292,19 @@ SANDWICH_NORMS = norms(
     pre_feedforward_layernorm="mlp_norm", post_feedforward_layernorm="mlp_post_norm",
 )  # fmt: skip
 HEADS = (
-    *linear(f"{THEIRS}.self_attn.q_proj", {f"{ATTENTION}.query": "ad"}, "h", bias="qkv_bias"),
-    *linear(f"{THEIRS}.self_attn.k_proj", {f"{ATTENTION}.key": "kd"}, "h", bias="qkv_bias"),
-    *linear(f"{THEIRS}.self_attn.v_proj", {f"{ATTENTION}.value": "kd"}, "h", bias="qkv_bias"),
-    *linear(f"{THEIRS}.self_attn.o_proj", {f"{ATTENTION}.out": "h"}, "ad", bias="bias"),
+    *linear(f"{HF_BLOCK}.self_attn.q_proj", {f"{ATTENTION}.query": "ad"}, "h", bias="qkv_bias"),
+    *linear(f"{HF_BLOCK}.self_attn.k_proj", {f"{ATTENTION}.key": "kd"}, "h", bias="qkv_bias"),
+    *linear(f"{HF_BLOCK}.self_attn.v_proj", {f"{ATTENTION}.value": "kd"}, "h", bias="qkv_bias"),
+    *linear(f"{HF_BLOCK}.self_attn.o_proj", {f"{ATTENTION}.out": "h"}, "ad", bias="bias"),
 )
 HEAD_NORMS = (
-    one(f"{THEIRS}.self_attn.q_norm.weight", f"{ATTENTION}.query_norm.weight", "d", "qk_norm"),
-    one(f"{THEIRS}.self_attn.k_norm.weight", f"{ATTENTION}.key_norm.weight", "d", "qk_norm"),
+    one(f"{HF_BLOCK}.self_attn.q_norm.weight", f"{ATTENTION}.query_norm.weight", "d", "qk_norm"),
+    one(f"{HF_BLOCK}.self_attn.k_norm.weight", f"{ATTENTION}.key_norm.weight", "d", "qk_norm"),
 )
 GATED_MLP = (
-    *linear(f"{THEIRS}.mlp.gate_proj", {f"{MLP}.gate": "f"}, "h", bias="mlp_bias"),
-    *linear(f"{THEIRS}.mlp.up_proj", {f"{MLP}.up": "f"}, "h", bias="mlp_bias"),
-    *linear(f"{THEIRS}.mlp.down_proj", {f"{MLP}.down": "h"}, "f", bias="mlp_bias"),
+    *linear(f"{HF_BLOCK}.mlp.gate_proj", {f"{MLP}.gate": "f"}, "h", bias="mlp_bias"),
+    *linear(f"{HF_BLOCK}.mlp.up_proj", {f"{MLP}.up": "f"}, "h", bias="mlp_bias"),
+    *linear(f"{HF_BLOCK}.mlp.down_proj", {f"{MLP}.down": "h"}, "f", bias="mlp_bias"),
 )
 HEAD = (
     one("model.norm.weight", "head.norm.weight", "h"),

@@ -1,10 +1,11 @@
-"""Scalings of rotary angles, for sequences that are longer than those a model was trained on first.
+"""Rotary scaling: settings that extend a model to longer sequences than it was first trained on.
 
-    scaling = RopeScaling.model_validate("llama3: factor=8, low-freq-factor=1, ...")            one flag
-    scaling = RopeScaling(rope_type="linear", factor=2.0)                                       a table in TOML
+    scaling = RopeScaling.model_validate("llama3: factor=8, ...")      from a flag
+    scaling = RopeScaling(rope_type="linear", factor=2.0)              from a TOML table
 
-Names and meaning are those of `rope_parameters` in Hugging Face's configurations: linear (arXiv 2306.15595), llama3
-(arXiv 2407.21783), yarn (arXiv 2309.00071), longrope (arXiv 2402.13753). Numbers of a list are separated by blanks.
+Names and meaning follow `rope_parameters` in Hugging Face configurations: linear (arXiv
+2306.15595), llama3 (arXiv 2407.21783), yarn (arXiv 2309.00071), longrope (arXiv 2402.13753). In a
+flag, spaces separate the numbers of a list.
 """
 
 from __future__ import annotations
@@ -30,11 +31,16 @@ KINDS: dict[str, tuple[str, str]] = {
         "factor attention_factor",
     ),
 }
-"""The keys that each kind needs, and those that it may have."""
+"""By scaling type: its required keys and its optional keys, separated by spaces."""
 
 
 class RopeScaling(Settings):
-    """One scaling. factor: by default the model's positions / original_max_position_embeddings."""
+    """Settings of one rotary scaling; `KINDS` lists the keys of each type.
+
+    Attributes:
+        factor: how many times longer sequences are; default: the model's positions /
+            original_max_position_embeddings.
+    """
 
     form: ClassVar[str] = (
         '"TYPE: key=X, key=X" with the keys of rope_parameters, such as "linear: factor=2"'
@@ -68,5 +74,5 @@ class RopeScaling(Settings):
         return self
 
     def table(self) -> dict[str, Any]:
-        """Returns what is given, by Hugging Face's names; lists for tuples."""
+        """Returns the keys that are set, under Hugging Face's names; tuples become lists."""
         return self.model_dump(mode="json", exclude_none=True)

@@ -1,15 +1,15 @@
-"""Formats and interfaces of other programs, on top of the rest of the package.
+"""Checkpoint formats and APIs of other programs.
 
-    convert.convert(src, dst)                 between native checkpoints and those of others
-    pretrained.find(argv, defaults)           how a run begins from a Hugging Face folder
-    huggingface                               their folders: read, written, loaded into an engine
-    deepspeed                                 `threed.initialize`; DeepSpeed's configuration and checkpoints
-    megatron                                  weights of Megatron-LM
+    convert.convert(src, dst)      converts checkpoints between the native format and other formats
+    pretrained.find(config)        configures a run that starts from a Hugging Face folder
+    huggingface                    reads and writes Hugging Face folders; loads them into an engine
+    deepspeed                      `threed.initialize`, DeepSpeed's configuration and checkpoints
+    megatron                       reads the weights of Megatron-LM checkpoints
 
-All of them read checkpoints as `TensorSource`s (`threed.checkpoint.lazy_tensors`). A `native_writer.Source` also has the
-model and the counters of the training, and `native_writer.write_native` writes a native checkpoint of it. Pickles are
-read by `pickle_reader`, which executes nothing in them.
+Every reader provides a `TensorSource` (`threed.checkpoint.lazy_tensors`). A `native_writer.Source`
+adds the model configuration and the training counters; `native_writer.write_native` writes it as a
+native checkpoint. `pickle_reader` reads pickles without executing anything in them.
 
-Nothing below imports this package, with one exception: `Engine.load` takes a Hugging Face folder in the place of a
-checkpoint, by `huggingface.weights.load_hf`.
+Lower-level packages do not import this package, with one exception: `Engine.load` calls
+`huggingface.weights.load_hf` when it is given a Hugging Face folder.
 """

@@ -1,11 +1,11 @@
-"""Conversion between checkpoint formats, told apart by their files: what `threed convert SRC DST` does.
+"""Conversion between checkpoint formats; implements `threed convert SRC DST`.
 
-    convert("runs/gpt/checkpoints/step-200", "gpt-hf", dtype="bf16")      # native -> Hugging Face
-    convert("Llama-3.1-8B", "llama")                                      # and back: weights, without moments
-    convert("Llama-3.1-8B", "llama-fp16", dtype="fp16", to="hf")          # in another format, in files of 5 GB at most
-    convert("zero/global_step100", "llama", allow_pickle=True)            # DeepSpeed's, with moments
+    convert("runs/gpt/checkpoints/step-200", "gpt", dtype="bf16")  # native -> Hugging Face
+    convert("Llama-3.1-8B", "llama")                               # Hugging Face -> native, weights
+    convert("Llama-3.1-8B", "llama-fp16", dtype="fp16", to="hf")   # new dtype, files up to 5 GB
+    convert("zero/global_step100", "llama", allow_pickle=True)     # DeepSpeed, with moments
 
-Needs no process group.
+The format of SRC is detected from its files. No process group is required.
 """
 
 from __future__ import annotations
@@ -31,23 +31,31 @@ def convert(
     src: str | Path, dst: str | Path, *, dtype: str | None = None, tokenizer: str | None = None, to: str | None = None,
     allow_pickle: bool = False, config: str | Path | None = None,
 ) -> Path:  # fmt: skip
-    """Converts the checkpoint folder `src` into the new folder `dst`, and returns that.
+    """Converts the checkpoint folder `src` into the new folder `dst`.
 
     Args:
-        dtype: of the weights; None: as they are.
-        tokenizer: "bytes", a folder, the path of a tokenizer.json, or "none"; None: that of the folder or of the run.
-        to: "native" or "hf"; None: the other one than `src` is.
-        allow_pickle: read checkpoints of other programs too.
-        config: of their model, if it is elsewhere.
+        src: the folder of a native, Hugging Face, DeepSpeed or Megatron-LM checkpoint.
+        dst: the folder to write; it must be empty or not exist.
+        dtype: dtype of the written weights, a key of `precision.DTYPES`; None keeps the source's
+            dtypes.
+        tokenizer: "bytes", a folder, the path of a tokenizer.json, or "none". None means the
+            tokenizer of the Hugging Face folder or of the run.
+        to: "native" or "hf"; None means "hf" for a native checkpoint and "native" for any other.
+        allow_pickle: whether to read the pickle-based checkpoints of DeepSpeed and Megatron-LM.
+        config: the transformers config.json of a DeepSpeed checkpoint's model, or the folder that
+            contains it; None searches the checkpoint folder and its parent.
+
+    Returns:
+        The path of the written folder.
 
     Raises:
-        CheckpointError: with the fix.
+        CheckpointError: if the checkpoint cannot be converted; the message contains the fix.
     """
     src, dst = Path(src), Path(dst)
     kind = kind_of(src, allow_pickle)
     to = to or ("hf" if kind == "native" else "native")
     if dst.is_file() or (dst.is_dir() and any(dst.iterdir())):
-        fix = "give DST a name that is free, or an empty folder"
+        fix = "give DST an unused name, or an empty folder"
         raise CheckpointError(f"{dst} exists already: {fix}")
     if kind == "hf":
         return _from_hf(HFFolder(src), dst, to, dtype, tokenizer)
@@ -57,9 +65,9 @@ def convert(
     if kind == "native":
         return _from_native(src, dst, dtype, tokenizer)
     if to != "native":
-        fix = "make a native one of it first, and of that one of hf"
-        raise CheckpointError(f"{src} is a checkpoint of {kind}'s: {fix}")
-    path, hashes = _named(tokenizer or "none")
+        fix = "convert it to a native checkpoint first, and that one to hf"
+        raise CheckpointError(f"{src} is a {kind} checkpoint: {fix}")
+    path, hashes = _path_and_hashes(tokenizer or "none")
     if kind == "Megatron-LM":
         extra = {"tokenizer": hashes, "hf": None}
         return write_native(MegatronCheckpoint(src), dst, dtype, path, extra)
@@ -69,16 +77,20 @@ def convert(
 
 
 def _config_of(path: Path, given: str | Path | None) -> Path:
-    """Returns the configuration of a model of DeepSpeed's: given, in the folder, or above it."""
+    """Returns the path of config.json: `given`, or in the DeepSpeed folder or its parent."""
     places = [path / CONFIG, path.absolute().parent / CONFIG]
-    where = f"there is none in {path}, nor above it"
+    where = f"neither {path} nor its parent folder has one"
     if given is not None:
-        places, where = [Path(given), Path(given) / CONFIG], f"--config {given} is none"
+        places, where = (
+            [Path(given), Path(given) / CONFIG],
+            f"--config {given} is neither a file nor a folder with config.json",
+        )
     for place in places:
         if place.is_file():
             return place
     raise CheckpointError(
-        f"DeepSpeed does not save what the model is, and a {CONFIG} of transformers is needed: {where}; give --config FILE"
+        f"DeepSpeed does not save the model's configuration, so its transformers {CONFIG} is required: {where};"
+        " give --config FILE"
     )
 
 
@@ -87,10 +99,12 @@ def _from_native(src: Path, dst: Path, dtype: str | None, spec: str | None) -> P
         return export_hf(src, dst, _tokenizer(spec), dtype)
     manifest = native.read_manifest(src)
     extra = manifest["state"]["extra"]
-    spec, files = _trained_with(manifest)
-    record = folder_record.checked(extra.get("hf"))
+    spec, files = _run_tokenizer(manifest)
+    record = folder_record.validated(extra.get("hf"))
     if files is not None and record is not None and record["tokenizer"] == extra["tokenizer"]:
-        return export_hf(src, dst, None, dtype, files=files)  # copied without reading them
+        return export_hf(
+            src, dst, None, dtype, files=files
+        )  # copies the files without parsing them
     return export_hf(src, dst, _tokenizer(spec if files is None else files), dtype)
 
 
@@ -98,21 +112,21 @@ def _from_hf(folder: HFFolder, dst: Path, to: str, dtype: str | None, spec: str 
     own = folder_files(folder.path)
     record = record_of_folder(folder)
     if to == "native":
-        path, hashes = _named(spec or "none")
+        path, hashes = _path_and_hashes(spec or "none")
         if not spec and own.files:
             path, hashes = own.spec, own.hashes()
         return import_hf(folder, dst, dtype, path, {"tokenizer": hashes, "hf": record})
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
     tokenizer = _tokenizer(spec) if spec else None
-    more, files = folder_record.written(record, tokenizer)
+    extra_keys, files = folder_record.for_export(record, tokenizer)
     hf_class = folder.model.layout.hf_class
-    config = {**folder.config, "architectures": [hf_class], **more}
+    config = {**folder.config, "architectures": [hf_class], **extra_keys}
     return write_folder(dst, folder.table, folder, config, dtype, tokenizer if spec else own, files)
 
 
-def _named(spec: str) -> tuple[str, dict[str, str] | None]:
-    """Returns the name of a tokenizer in a checkpoint, and the hashes of its files."""
+def _path_and_hashes(spec: str) -> tuple[str, dict[str, str] | None]:
+    """Returns the tokenizer's path as a checkpoint stores it, and the hashes of its files."""
     tokenizer = _tokenizer(spec)
     if tokenizer is None or spec == "bytes":
         return spec, tokenizer.files if tokenizer else None
@@ -120,13 +134,16 @@ def _named(spec: str) -> tuple[str, dict[str, str] | None]:
 
 
 def kind_of(path: Path, allow_pickle: bool = False) -> str:
-    """Returns "native", "hf", "DeepSpeed" or "Megatron-LM", by the files of a folder.
+    """Returns the format of a checkpoint folder: "native", "hf", "DeepSpeed" or "Megatron-LM".
 
     Args:
-        allow_pickle: a folder that is both of Hugging Face's and another program's is the other's.
+        path: the folder; the format is detected from its files.
+        allow_pickle: whether pickle-based checkpoints are accepted. If so, a folder that has the
+            files of both Hugging Face and another program counts as the other program's.
 
     Raises:
-        CheckpointError: it is none of these, or is made of pickles and these are not allowed.
+        CheckpointError: if the format is not recognized, or is pickle-based and `allow_pickle` is
+            False.
     """
     if (path / native.MANIFEST).is_file():
         return "native"
@@ -142,33 +159,34 @@ def kind_of(path: Path, allow_pickle: bool = False) -> str:
         return "hf"
     if other is not None:
         raise CheckpointError(
-            f"{path} is a checkpoint of {other}'s, which is made of pickles: --allow-pickle reads it, and"
-            " executes nothing in them"
+            f"{path} is a {other} checkpoint, which consists of pickles: --allow-pickle reads it without"
+            " executing anything in them"
         )
     hint = native.did_you_mean(path) or "give a step-N folder, or one with a config.json"
     what = f"it has neither {native.MANIFEST} nor config.json"
-    raise CheckpointError(f"{path} is no checkpoint: {what}; {hint}")
+    raise CheckpointError(f"{path} is not a checkpoint: {what}; {hint}")
 
 
 def _other_program(path: Path) -> str | None:
-    """Returns which other program wrote a folder, by its files."""
+    """Returns "DeepSpeed" or "Megatron-LM" if the folder has their files, else None."""
     if step_folder(path) is not None:
         return "DeepSpeed"
     if is_legacy(path):
         raise CheckpointError(
-            f"{path} has Megatron-LM's legacy layout (mp_rank_* folders), which is not read: run Megatron-LM's"
+            f"{path} has Megatron-LM's legacy layout (mp_rank_* folders), which is not supported: run Megatron-LM's"
             " training script with --ckpt-convert-format torch_dist --ckpt-convert-save DIR, and convert DIR"
         )
     return "Megatron-LM" if is_dist(path) else None
 
 
-def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
-    """Returns the tokenizer that a checkpoint names, and its files.
+def _run_tokenizer(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | None]:
+    """Returns the tokenizer of a native checkpoint's run, and its files.
 
-    An export copies the files, and a checkpoint from elsewhere may name any path of this machine.
+    The hashes are checked because an export copies these files, and a checkpoint from another
+    machine may name any local path.
 
     Raises:
-        CheckpointError: the files do not have the hashes in the checkpoint.
+        CheckpointError: if the files do not match the hashes in the checkpoint.
     """
     spec = str(manifest["config"]["data"]["tokenizer"])
     saved = manifest["state"]["extra"].get("tokenizer")
@@ -176,7 +194,7 @@ def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | No
         return spec, None
     files = saved_files(spec, manifest)
     if files is None:
-        why = "is not here, has other files now, or the checkpoint does not say which"
+        why = "is missing, has other files now, or has no hashes in the checkpoint"
         raise CheckpointError(
             f"the tokenizer it was trained with, {spec}, {why}: give --tokenizer bytes, a path, or none"
         )
@@ -184,7 +202,7 @@ def _trained_with(manifest: Mapping[str, Any]) -> tuple[str, TokenizerFiles | No
 
 
 def saved_files(spec: str, manifest: Mapping[str, Any]) -> TokenizerFiles | None:
-    """Returns the files of a tokenizer; None if one is missing or does not have the hash in the checkpoint."""
+    """Returns the files of the tokenizer `spec`; None if they differ from the manifest's hashes."""
     saved = manifest["state"]["extra"].get("tokenizer")
     try:
         found = folder_files(Path(spec)) if Path(spec).is_dir() else find_files(spec)

@@ -1,9 +1,9 @@
-"""Writes native checkpoints without an engine or a process group, from any `TensorSource`.
+"""Writes native checkpoints from any `TensorSource`, without an engine or a process group.
 
     write_tensors(path, config, HFFolder(folder), dtype="bf16", state={"extra": extra})
-    write_native(source, path, dtype, tokenizer, extra)          # of another program's checkpoint, a `Source`
+    write_native(source, path, dtype, tokenizer, extra)     # of another program's checkpoint
 
-A run that resumes weights alone begins at step 0, with fresh moments.
+If a checkpoint has only weights, a run that resumes from it starts at step 0 with zero moments.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from threed.interop.huggingface.export import dtype_of
 from threed.planner.grid import Grid
 from threed.zero.records import WEIGHT
 
-About = tuple[torch.dtype, tuple[int, ...]]
-Part = tuple[str, str]  # weight, exp_avg, ..., and a global name
+Spec = tuple[torch.dtype, tuple[int, ...]]  # dtype in the file, shape
+Part = tuple[str, str]  # (weight, exp_avg or exp_avg_sq, global parameter name)
 FILE_BYTES = 2**32
 FRESH = {"steps": 0, "consumed": 0, "updates": 0.0, "skips": 0.0, "uses": {}, "extra": {}}
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -40,10 +40,11 @@ class Source(TensorSource, Protocol):
     """A checkpoint of another program.
 
     Attributes:
-        title: the program and the kind of checkpoint.
-        model: its model.
-        state: counters of the training, as a native checkpoint has them; empty if a run begins at step 0.
-        notes: what is left out.
+        title: the program and the kind of checkpoint, for messages and the manifest.
+        model: the model configuration.
+        state: training counters under the keys of a native checkpoint; empty if a run starts at
+            step 0.
+        notes: warnings about contents that are not imported.
     """
 
     title: str
@@ -52,20 +53,29 @@ class Source(TensorSource, Protocol):
     notes: list[str]
 
     def problems(self) -> Iterator[str]:
-        """Yields what of it does not fit its model."""
+        """Yields a message for each mismatch between the tensors and `model`."""
 
 
 def write_native(
     source: Source, out: Path, dtype: str | None, tokenizer: str, extra: Mapping[str, Any]
 ) -> Path:
-    """Writes the native checkpoint `out`, whole or not at all, and warns of what is left out.
+    """Writes `source` as the native checkpoint folder `out`, atomically.
+
+    Issues a warning for each of `source.notes`.
 
     Args:
-        dtype: of all weights; None: each as it is. Moments stay as they are.
-        tokenizer: kept in the manifest, as is `extra`.
+        source: the checkpoint to import.
+        out: the folder to write.
+        dtype: dtype of all written weights; None keeps each weight's dtype. Moments keep theirs.
+        tokenizer: the tokenizer's path, stored in the manifest.
+        extra: additional entries for the manifest.
+
+    Returns:
+        The path `out`.
 
     Raises:
-        CheckpointError: the source does not fit its model, or has values that no training has.
+        CheckpointError: if the tensors do not match the model, a value is not finite, or a second
+            moment is negative.
     """
     if problems := list(source.problems()):
         raise CheckpointError("; ".join(problems))
@@ -80,10 +90,10 @@ def write_native(
 
 def _check(part: str, name: str, values: Tensor) -> None:
     if not values.isfinite().all():
-        fix = "take an earlier checkpoint"
+        fix = "use an earlier checkpoint"
         raise CheckpointError(f"{part} of {name} has values that are not finite: {fix}")
     if part == SQUARES and (values < 0).any():
-        what = "values below zero, which no mean of squares has"
+        what = "negative values, which a mean of squares cannot have"
         raise CheckpointError(f"{part} of {name} has {what}")
 
 
@@ -92,67 +102,72 @@ def write_tensors(
     check: Callable[[str, str, Tensor], None] = lambda part, name, values: None,
     state: Mapping[str, Any] | None = None, file_bytes: int = FILE_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes the checkpoint folder `path`, whole or not at all.
+    """Writes the tensors of `source` as the native checkpoint folder `path`, atomically.
 
     Args:
-        config: resolved; kept in the manifest.
-        source: the tensors. Some rows are in memory at a time.
-        dtype: of the weights; None: each as it is. Moments stay as they are.
-        check: called as `check(part, name, rows)` for everything that is written.
-        state: counters of the run, if it goes on, and `extra`.
-        file_bytes: the largest size of a file.
+        path: the folder to write.
+        config: resolved configuration, stored in the manifest.
+        source: the tensors. They are streamed, a few rows in memory at a time.
+        dtype: dtype of all written weights; None keeps each weight's dtype. Moments keep theirs.
+        check: called as `check(part, name, rows)` with all rows before they are written.
+        state: training counters if the run continues, and `extra`; counters default to 0.
+        file_bytes: limit on the size of a file, in bytes.
+
+    Returns:
+        `path`.
 
     Raises:
-        CheckpointError: the disk is full, or the source or `check` raises it, or values overflow.
-        ValueError: the source has other tensors than it says.
+        CheckpointError: if the disk is full, values overflow `dtype`, or the source or `check`
+            raises it.
+        ValueError: if a tensor of the source does not have the listed shape.
     """
-    about = {}
+    specs = {}
     for name, shape in source.shapes.items():
         for part in source.parts[name]:
-            about[part, name] = _format(source, part, name, dtype), shape
+            specs[part, name] = _dtype(source, part, name, dtype), shape
 
     def slabs(key: Part) -> Iterator[Tensor]:
         part, name = key
-        for values in read_slabs(source.tensor(part, name), about[key][0].itemsize):
+        for values in read_slabs(source.tensor(part, name), specs[key][0].itemsize):
             check(part, name, values)
-            yield narrowed(name, values, about[key][0])
+            yield narrowed(name, values, specs[key][0])
 
-    numels = {key: math.prod(shape) for key, (_, shape) in about.items()}
-    sizes = {key: numel * about[key][0].itemsize for key, numel in numels.items() if numel}
+    numels = {key: math.prod(shape) for key, (_, shape) in specs.items()}
+    sizes = {key: numel * specs[key][0].itemsize for key, numel in numels.items() if numel}
     head = {
         "format": FORMAT, "version": VERSION, "config": config.model_dump(mode="json"),
         "topology": Grid().sizes, "state": {**FRESH, **(state or {})},
     }  # fmt: skip
     with new_folder(path, MANIFEST, "checkpoint", sum(sizes.values())) as building:
-        files = enumerate(some for some in cut(sizes, file_bytes) if some)
-        entries = [_write(building / file_of(number), some, about, slabs) for number, some in files]
+        files = enumerate(keys for keys in cut(sizes, file_bytes) if keys)
+        entries = [_write(building / file_of(number), keys, specs, slabs) for number, keys in files]
         finish(path, head, entries)
     return path
 
 
-def _format(source: TensorSource, part: str, name: str, dtype: str | None) -> torch.dtype:
-    """Returns the format to write a part in."""
+def _dtype(source: TensorSource, part: str, name: str, dtype: str | None) -> torch.dtype:
+    """Returns the dtype in which a part is written."""
     found = source.tensor(part, name).dtype
     if found not in FLOATS:
-        raise CheckpointError(f"{part} of {name} is {found}: weights of that format are not read")
+        raise CheckpointError(f"{part} of {name} is {found}: that dtype is not supported")
     return dtype_of(dtype) if dtype is not None and part == WEIGHT else found
 
 
 def _write(
     file: Path,
-    some: Sequence[Part],
-    about: Mapping[Part, About],
+    keys: Sequence[Part],
+    specs: Mapping[Part, Spec],
     slabs: Callable[[Part], Iterable[Tensor]],
 ) -> dict[str, Any]:
-    """Writes a file, a section for each part; returns what a rank would leave for the first one."""
-    held = [_held(part, *about[part]) for part in some]
-    rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, some)))
-    entry = SavedFile(file.name, [(h, 0) for h in held]).write(file.parent, rows)
-    return {"sections": [[h.section.about, h.shapes] for h in held], "files": [entry]}
+    """Writes a file with one section per part; returns its manifest entry (as sent to rank 0)."""
+    sections = [_section(part, *specs[part]) for part in keys]
+    rows = (slab.reshape(-1) for slab in chain.from_iterable(map(slabs, keys)))
+    entry = SavedFile(file.name, [(h, 0) for h in sections]).write(file.parent, rows)
+    return {"sections": [[h.section.about, h.shapes] for h in sections], "files": [entry]}
 
 
-def _held(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
-    """Returns a section of one part, which one file has in full."""
+def _section(part: Part, dtype: torch.dtype, shape: tuple[int, ...]) -> Held:
+    """Returns a section with one unsharded tensor."""
     numel, (kind, name) = math.prod(shape), part
     line = {"length": numel, "step": numel, "pieces": [[name, [0] * len(shape), list(shape), 0]]}
     about = {"parts": [kind], "dtype": NAMES[dtype], "portions": 1, "writers": 1}

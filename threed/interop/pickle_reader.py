@@ -1,17 +1,20 @@
-"""Reads pickled files as data: nothing in them is executed, and tensors stay in their files.
+"""Reads pickles as data, without executing anything in them. Tensors are read on demand.
 
     reader = PickleReader()
     state = reader.torch_file(Path("mp_rank_00_model_states.pt"))      # a file of torch.save
     index = reader.bare(Path(".metadata"))                             # a bare pickle
-    read_box(state["module"]["lm_head.weight"], (0, 0), (1, 100))      # values, read on demand
+    read_box(state["module"]["lm_head.weight"], (0, 0), (1, 100))      # reads values on demand
 
-A pickle is a program for a stack machine. It is harmless here for three reasons:
+A pickle is a program for a stack machine. This reader is safe against malicious pickles for three
+reasons:
 
-- `find_class` imports nothing. A name is a `Thing`, and so is what a call of it returns, except for the functions in
-  `KNOWN`, which rebuild tensors and containers. Names of the standard library that no checkpoint needs are refused.
-- No opcode calls an object, copies more than a few arguments, or hashes nested tuples, and a name is kept once. Memory
-  is therefore in proportion to the number of opcodes.
-- These are counted before the pickle is loaded, and values afterwards, with limits for all files of one reader.
+- `find_class` does not import. It returns a `PickledObject`, and calling one gives another
+  `PickledObject`. The exceptions are the functions in `KNOWN`, which rebuild tensors and
+  containers. Names in the standard library that no checkpoint needs raise an error.
+- No opcode calls a real object, copies more than a few arguments, or hashes nested tuples, and each
+  name is stored once. Memory use is therefore proportional to the number of opcodes.
+- Opcodes are counted before a pickle is loaded, and values afterwards. The limits apply to all
+  files of one reader.
 """
 
 from __future__ import annotations
@@ -36,29 +39,29 @@ import torch
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import FileTensor, read_all
 
-# Limits: memory of the objects is below 1.5 GB, and of texts below 1 GB (4 bytes per character).
-MOST_BYTES = 2**28  # of the pickles that one reader reads
-MOST_OBJECTS = 12_000_000  # opcodes and values that one reader reads
-MOST_DEPTH = 40  # of values
-MOST_BITS = 1024  # of an integer
+# Limits. They keep objects below 1.5 GB of memory, and strings below 1 GB (4 bytes per character).
+MOST_BYTES = 2**28  # bytes of all pickles of one reader
+MOST_OBJECTS = 12_000_000  # opcodes plus values of all pickles of one reader
+MOST_DEPTH = 40  # nesting depth of values
+MOST_BITS = 1024  # bits of an integer
 MOST_DIMENSIONS = (
-    16  # of a tensor; also items of a tuple that is a key, and arguments of a function in `KNOWN`
+    16  # dimensions of a tensor, items of a tuple used as a key, arguments of a function in `KNOWN`
 )
 MOST_NAME = 1000  # characters of a name
 MOST_NAMES = 2**22  # characters of all names in a file
 MOST_DIRECTORY = 2**24  # bytes of the directory of a zip file
-MOST_EXPANDED = 2**20  # elements of a tensor that has fewer values in its file
+MOST_EXPANDED = 2**20  # elements of a tensor with fewer values in its file (stride 0)
 
-# Opcodes that no checkpoint needs, as nothing after protocol 0 writes them.
+# Opcodes that no checkpoint needs.
 REFUSED = "INST OBJ DICT EXT1 EXT2 EXT4 NEWOBJ_EX NEXT_BUFFER READONLY_BUFFER".split()
-HEADER = b"PK\x03\x04"  # of a record of a zip file
+HEADER = b"PK\x03\x04"  # signature of a zip record
 TOO_MUCH = "it has more in it than any checkpoint"
 STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "BFloat16": torch.bfloat16, "Half": torch.float16,
     "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Bool": torch.bool,
 }  # fmt: skip
 DTYPES = {str(dtype): dtype for dtype in (*STORAGES.values(), torch.uint8)}
-# Names of the standard library that checkpoints need; names of other packages are never refused.
+# Names in the standard library that checkpoints need. Names in other packages are always accepted.
 HARMLESS = {
     "argparse", "collections", "copyreg", "datetime", "decimal", "enum", "fractions", "pathlib", "signal", "types",
     "uuid", "_io.BytesIO", "_codecs.encode", "builtins.int", "builtins.float", "builtins.str", "builtins.bool",
@@ -70,15 +73,16 @@ HARMLESS = {
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Thing:
-    """A class or function that a pickle names, or what a call of it would return.
+class PickledObject:
+    """A class or function that a pickle names, or the object that a call of it would create.
 
-    Items of a subclass of list or dict are dropped.
+    The items of list and dict subclasses are dropped.
 
     Attributes:
-        name: the full name.
+        name: the full name of the class or function.
         args: the arguments of the call.
-        state: the attributes of the object, or what its `__getstate__` returned; None if there are none.
+        state: the object's attributes, or the return value of its `__getstate__`; None without
+            state.
     """
 
     name: str
@@ -89,25 +93,25 @@ class Thing:
         return self.name
 
     def extend(self, values: Any) -> None:
-        """Drops items."""
+        """Discards the items."""
 
     append = extend
 
 
-def _called(function: Any, args: Any) -> Any:
-    """Returns what stands for the result of a call."""
-    if not isinstance(function, Thing) or type(args) is not tuple:
-        raise ValueError("it calls what is no function")
+def _call_result(function: Any, args: Any) -> Any:
+    """Returns the result of a call: a `PickledObject`, unless `KNOWN` has the function."""
+    if not isinstance(function, PickledObject) or type(args) is not tuple:
+        raise ValueError("it calls an object that is not a function")
     known = KNOWN.get(function.name)
     if known is None:
-        return Thing(function.name, args)
+        return PickledObject(function.name, args)
     if len(args) > MOST_DIMENSIONS:  # Python copies them
         raise ValueError("it calls a function with more arguments than any checkpoint")
     return known(*args)
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:
-    """Stands for torch._utils._rebuild_tensor, its second version, and its third, which has a dtype as well."""
+def _rebuild_tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> FileTensor:
+    """Replaces torch._utils._rebuild_tensor, _v2 and _v3, which has an additional dtype."""
     numbers = (offset, *size, *stride)
     if len(numbers) > 2 * MOST_DIMENSIONS or not all(
         type(n) is int and 0 <= n < 2**63 for n in numbers
@@ -115,65 +119,68 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Fi
         raise ValueError("a tensor has no valid shape")
     if not isinstance(storage, FileTensor):
         raise ValueError("a tensor has no storage")
-    named = len(more) > 2 and isinstance(more[2], Thing)
+    named = len(more) > 2 and isinstance(more[2], PickledObject)
     dtype = DTYPES[more[2].name] if named else storage.dtype
     last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     reach = 0 if 0 in size else 1 + last
     if (offset + reach) * dtype.itemsize > math.prod(storage.shape) * storage.dtype.itemsize:
-        raise ValueError("a tensor lies outside of the file")
+        raise ValueError("a tensor extends beyond its storage")
     if math.prod(size) > max(reach, MOST_EXPANDED):
         raise ValueError(f"a tensor of {list(size)} has only {reach} values in the file")
     return FileTensor(storage.path, dtype, tuple(size), tuple(stride), offset, storage.first)
 
 
-def _table(*args: Any) -> dict[Any, Any]:
-    """Stands for dictionaries, to which pickles add the items one by one."""
+def _empty_dict(*args: Any) -> dict[Any, Any]:
+    """Replaces constructors of dictionaries; pickles add the items with later opcodes."""
     if any(isinstance(arg, (dict, list, tuple)) for arg in args):
         raise ValueError("it has a dictionary in the format of Python 2")
     return {}
 
 
-def _first(*args: Any) -> Any:
-    """Stands for functions whose first argument has all the values."""
+def _first_argument(*args: Any) -> Any:
+    """Replaces functions by their first argument, which has all the values."""
     return args[0] if args else []
 
 
-def _member(owner: Any, name: Any, *more: Any) -> Thing:
+def _member(owner: Any, name: Any, *more: Any) -> PickledObject:
     """Stands for getattr of a class: how some versions of Python (3.11.0 to 3.11.3) pickle a member of an enum."""
-    if not isinstance(owner, Thing) or type(name) is not str or more:
+    if not isinstance(owner, PickledObject) or type(name) is not str or more:
         raise ValueError(
             "it names builtins.getattr, which no checkpoint needs: it may be made to do harm"
         )
-    return Thing(owner.name, (name,))
+    return PickledObject(owner.name, (name,))
 
 
 KNOWN: dict[str, Callable[..., Any]] = {
     "builtins.getattr": _member,
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_parameter": _first,
-    "torch._utils._rebuild_parameter_with_state": _first,
-    "torch._tensor._rebuild_from_type_v2": lambda name, _, args, *state: _called(name, args),
-    "torch.Size": _first,
-    "collections.OrderedDict": _table,
-    "collections.defaultdict": _table,
-    "builtins.dict": _table,
-    **dict.fromkeys([f"builtins.{name}" for name in ("set", "frozenset", "list", "tuple")], _first),
+    "torch._utils._rebuild_tensor": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor,
+    "torch._utils._rebuild_tensor_v3": _rebuild_tensor,
+    "torch._utils._rebuild_parameter": _first_argument,
+    "torch._utils._rebuild_parameter_with_state": _first_argument,
+    "torch._tensor._rebuild_from_type_v2": lambda name, _, args, *state: _call_result(name, args),
+    "torch.Size": _first_argument,
+    "collections.OrderedDict": _empty_dict,
+    "collections.defaultdict": _empty_dict,
+    "builtins.dict": _empty_dict,
+    **dict.fromkeys(
+        [f"builtins.{name}" for name in ("set", "frozenset", "list", "tuple")], _first_argument
+    ),
 }
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-PURE: Any = pickle._Unpickler  # the unpickler that is written in Python, without type annotations
+PURE: Any = pickle._Unpickler  # Python's pure-Python unpickler; it has no type annotations
 
 
 class _Unpickler(PURE):
-    """Python's unpickler, with names and calls as data, and sets as lists.
+    """Python's unpickler, except that names and calls become data, and sets become lists.
 
     Args:
-        archive: the file of the pickle's tensors; None if it has none.
+        data: the pickle.
+        archive: the torch.save file with the pickle's tensors; None for a bare pickle.
     """
 
     def __init__(self, data: bytes, archive: _Archive | None) -> None:
@@ -182,29 +189,34 @@ class _Unpickler(PURE):
         self._names: dict[str, str] = {}
         self._room = MOST_NAMES
 
-    def find_class(self, module: str, name: str) -> Thing:
-        """Returns a name. Raises ValueError if no checkpoint needs it."""
-        module, name = NAME_MAPPING.get((module, name), (module, name))  # Python 2's, in protocol 2
+    def find_class(self, module: str, name: str) -> PickledObject:
+        """Returns the named object as a `PickledObject`.
+
+        Raises ValueError if no checkpoint needs the name.
+        """
+        module, name = NAME_MAPPING.get(
+            (module, name), (module, name)
+        )  # protocol 2 has the names of Python 2
         module = IMPORT_MAPPING.get(module, module)
         full, top = f"{module}.{name}", module.partition(".")[0]
         if len(full) > MOST_NAME:
             raise ValueError("it has a longer name than any checkpoint")
         if top in sys.stdlib_module_names and full not in KNOWN and not {full, top} & HARMLESS:
-            why = "which no checkpoint needs: it may be made to do harm"
+            why = "which no checkpoint needs: it may be malicious"
             raise ValueError(f"it names {full}, {why}")
         if full not in self._names:
             self._room -= len(full)
             if self._room < 0:
                 raise ValueError("it has more names than any checkpoint")
             self._names[full] = full
-        return Thing(self._names[full])
+        return PickledObject(self._names[full])
 
     def persistent_load(self, pid: Any) -> FileTensor:
-        """Returns the storage that a persistent id refers to, as a tensor of one dimension."""
+        """Returns the storage with a persistent id, as a 1-D tensor [n]."""
         if self._archive is None or type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage":
-            raise ValueError("it refers to what is not in it")
+            raise ValueError("it refers to an object that is not in it")
         kind, key = pid[1:3]
-        if type(key) is not str or not isinstance(kind, Thing):
+        if type(key) is not str or not isinstance(kind, PickledObject):
             raise ValueError("a tensor's storage has no name")
         dtype = STORAGES.get(kind.name.rpartition(".")[2].removesuffix("Storage"), torch.uint8)
         first, last = self._archive.span(f"data/{key}")
@@ -213,11 +225,11 @@ class _Unpickler(PURE):
 
     def _call(self) -> None:
         args = self.stack.pop()
-        self.stack[-1] = _called(self.stack[-1], args)
+        self.stack[-1] = _call_result(self.stack[-1], args)
 
     def _set_state(self) -> None:
         state = self.stack.pop()
-        if isinstance(self.stack[-1], Thing):
+        if isinstance(self.stack[-1], PickledObject):
             self.stack[-1].state = state
 
     def _set_item(self) -> None:
@@ -228,7 +240,10 @@ class _Unpickler(PURE):
         self._put(self.pop_mark())
 
     def _put(self, items: list[Any]) -> None:
-        """Puts keys and values into the dictionary on the stack; a `Thing` in its place drops them."""
+        """Stores keys and values in the dictionary on top of the stack.
+
+        If a `PickledObject` is there instead, drops them.
+        """
         for key, value in zip(items[::2], items[1::2], strict=True):
             nested = isinstance(key, tuple) and any(isinstance(part, tuple) for part in key)
             if nested or (isinstance(key, tuple) and len(key) > MOST_DIMENSIONS):
@@ -246,7 +261,11 @@ class _Unpickler(PURE):
 
 
 def _check_opcodes(data: bytes, allowed: int) -> int:
-    """Returns how many opcodes a pickle has. Raises ValueError if these are too many, or no checkpoint needs one."""
+    """Returns the number of opcodes of a pickle.
+
+    Raises:
+        ValueError: if there are more than `allowed`, or an opcode that no checkpoint needs.
+    """
     count = 0
     for opcode, arg, _ in pickletools.genops(data):
         count += 1
@@ -260,10 +279,12 @@ def _check_opcodes(data: bytes, allowed: int) -> int:
 
 
 def _count(value: Any, allowed: int, depth: int = 0) -> int:
-    """Returns how many values are in a value; what occurs twice counts twice, and texts count by their length.
+    """Returns the number of values inside a value.
+
+    A value that occurs twice counts twice, and a string counts in proportion to its length.
 
     Raises:
-        ValueError: there are more than `allowed`, or they are nested too deeply.
+        ValueError: if there are more than `allowed`, or they are nested too deeply.
     """
     count, inside = 1, tuple[Any, ...]()
     if isinstance(value, (str, bytes, bytearray)):
@@ -272,7 +293,7 @@ def _count(value: Any, allowed: int, depth: int = 0) -> int:
         inside = (*value.keys(), *value.values())
     elif isinstance(value, (list, tuple)):
         inside = tuple(value)
-    elif isinstance(value, Thing):
+    elif isinstance(value, PickledObject):
         inside = (value.args, value.state)
     if inside and depth == MOST_DEPTH:
         raise ValueError("it is nested too deeply")
@@ -287,7 +308,7 @@ def _count(value: Any, allowed: int, depth: int = 0) -> int:
 
 
 class _Window(io.RawIOBase):
-    """Bytes [first, last) of a file, as a file whose directory is read by zipfile."""
+    """File object for bytes [first, last) of a file, from which zipfile reads a directory."""
 
     def __init__(self, file: BinaryIO, first: int, last: int) -> None:
         self._file, self._first, self._size, self._at = file, first, last - first, 0
@@ -307,37 +328,39 @@ class _Window(io.RawIOBase):
 
 
 class _Archive:
-    """A file of torch.save, in bytes [first, last) of a file: a zip file without compression."""
+    """The output of torch.save, an uncompressed zip file, in bytes [first, last) of a file."""
 
     def __init__(self, file: BinaryIO, path: Path, first: int, last: int) -> None:
         self.path, self._file, self._first, self._last = path, file, first, last
         window = _Window(file, first, last)
         if window.read(4) != HEADER:
-            fix = "save it again with a later one"
-            raise ValueError(f"it is no file of torch.save, or of a version before 1.6: {fix}")
+            fix = "save it again with a later version"
+            raise ValueError(
+                f"it is not a torch.save file, or was written by torch before 1.6: {fix}"
+            )
         names = zipfile.ZipFile(window).infolist()
         self._records = {info.filename.partition("/")[2]: info for info in names}
         if len(self._records) < len(names) or "data.pkl" not in self._records:
-            raise ValueError("it is no file of torch.save")
+            raise ValueError("it is not a torch.save file")
         if "byteorder" in self._records and self.data("byteorder", 64).strip() != b"little":
             raise ValueError("it was written on a big-endian machine")
 
     def span(self, name: str) -> tuple[int, int]:
-        """Returns the first and the last byte of a record in the file."""
+        """Returns the byte range [first, last) of a record in the file."""
         info = self._records.get(name)
         if info is None or info.compress_type or info.compress_size != info.file_size:
-            raise ValueError("a record is not there, or compressed")
+            raise ValueError("a record is missing or compressed")
         self._file.seek(self._first + info.header_offset)
         header = self._file.read(30)
         if len(header) < 30 or not header.startswith(HEADER):
             raise ValueError("it is damaged")
         first = self._first + info.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
         if first + info.file_size > self._last:
-            raise ValueError("it is cut off")
+            raise ValueError("it is truncated")
         return first, first + info.file_size
 
     def data(self, name: str, most: int) -> bytes:
-        """Returns the bytes of a record."""
+        """Returns the bytes of a record; raises ValueError for more than `most` bytes."""
         first, last = self.span(name)
         if last - first > most:
             raise ValueError(f"its {name} is larger than that of any checkpoint")
@@ -349,22 +372,29 @@ class _Archive:
 
 
 class PickleReader:
-    """Reads the files of one checkpoint, with limits for all of them together.
+    """Reads the pickles of one checkpoint. The limits apply to the total of all files.
+
+    The returned values consist of None, bool, int, float, str, bytes, list (also for sets), tuple,
+    dict, `PickledObject` and `FileTensor`.
 
     Args:
-        most_objects: opcodes and values, of all files.
-
-    Values are None, bool, int, float, str, bytes, list, tuple, dict, set, `Thing` and `FileTensor`.
+        most_objects: limit on the number of opcodes plus values in all files.
     """
 
     def __init__(self, most_objects: int = MOST_OBJECTS) -> None:
         self._bytes, self._objects = MOST_BYTES, most_objects
 
     def torch_file(self, path: Path, first: int = 0, last: int | None = None) -> Any:
-        """Returns what torch.save wrote to a file, or to its bytes [first, last).
+        """Returns the object that torch.save wrote to a file.
+
+        Args:
+            path: the file.
+            first: offset of torch.save's output in the file, in bytes.
+            last: end of the output, in bytes; None means the end of the file.
 
         Raises:
-            CheckpointError: the file cannot be read, is damaged, harmful, or beyond the limits.
+            CheckpointError: if the file cannot be read, is damaged or malicious, or exceeds the
+                limits.
         """
         value = None
         with _opened(path, last or 0) as (file, size):
@@ -373,7 +403,7 @@ class PickleReader:
         return value
 
     def bare(self, path: Path) -> Any:
-        """Returns what a pickle contains. Raises CheckpointError like `torch_file`."""
+        """Returns the object in a bare pickle file. Raises CheckpointError like `torch_file`."""
         value = None
         with _opened(path) as (file, _):
             value = self._load(file.read(self._bytes + 1), None)
@@ -391,33 +421,38 @@ class PickleReader:
 
 @contextmanager
 def _opened(path: Path, end: int = 0) -> Iterator[tuple[BinaryIO, int]]:
-    """Opens a file of at least `end` bytes, and gives its size; any error in the block is a CheckpointError."""
+    """Opens a file of at least `end` bytes and yields it with its size.
+
+    Any error becomes a CheckpointError.
+    """
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("it is no plain file")
+            raise ValueError("it is not a regular file")
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if not end <= size or not size:
-                raise ValueError("it is cut off" if size else "it is empty")
+                raise ValueError("it is truncated" if size else "it is empty")
             file.seek(0)
             yield file, size
-    except Exception as error:  # of a hostile file: whatever zipfile and pickle raise
+    except Exception as error:  # a malicious file can make zipfile and pickle raise anything
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise CheckpointError(f"{path} cannot be read: {plain(why)}") from None
 
 
 @contextmanager
 def as_written_by(program: str, path: Path) -> Iterator[None]:
-    """Raises CheckpointError if the block fails because values that were read do not have the program's layout."""
+    """Turns errors from an unexpected layout of `program`'s checkpoint into a CheckpointError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
         text = f"{type(error).__name__}: {plain(error)}"
-        raise CheckpointError(f"{path} is not as {program} writes checkpoints ({text})") from None
+        raise CheckpointError(
+            f"{path} does not have the layout of {program} checkpoints ({text})"
+        ) from None
 
 
 def number(value: Any) -> float | None:
-    """Returns a number that was pickled as such, or as a tensor of one element."""
+    """Returns a pickled number or one-element tensor as a float; None for other values."""
     if isinstance(value, FileTensor) and math.prod(value.shape) == 1:
         return float(read_all(value).double())
     if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -1,10 +1,11 @@
-"""How a run begins from a Hugging Face folder, or what was converted from one: `--checkpoint.resume FOLDER`.
+"""Configuration of a run that starts from pretrained weights: `--checkpoint.resume FOLDER`.
 
     load(argv, begin=find)
 
-The folder determines the model: it overrides the keys of a preset or file, and a flag with another
-value is refused. Only `seq` and `dropout` are the run's own. The run uses the folder's tokenizer
-unless `--data.tokenizer` names another, which is required if the folder has none.
+FOLDER is a Hugging Face folder or a native checkpoint converted from one. It determines the model:
+its values override the preset and the configuration file, and a flag with a different value raises
+an error. Only `seq` and `dropout` are free. The run uses the folder's tokenizer unless
+`--data.tokenizer` names another one, which is required if the folder has none.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the
 
 
 def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
-    """Returns the values that the folder `checkpoint.resume` gives, by group and key.
+    """Returns the configuration values from the folder `checkpoint.resume`, by group and key.
 
-    Empty if no run begins from it: it is no such folder, or a checkpoint with steps, whose run
-    states its own model.
+    Returns an empty dict if the folder is not pretrained weights: it is another folder, or a native
+    checkpoint with completed steps, whose run configures the model itself.
 
     Args:
-        check: also check all tensors.
+        config: the configuration of the run.
+        check: whether to check all tensors of a Hugging Face folder.
 
     Raises:
-        ConfigError: the folder cannot be used.
+        ConfigError: if the folder cannot be used.
     """
     path = Path(config.checkpoint.resume)
     if config.checkpoint.resume in ("auto", "none"):
@@ -57,43 +59,46 @@ def find(config: Config, check: bool = True) -> dict[str, dict[str, Any]]:
 
 
 def default_seq(model: ModelConfig) -> int:
-    """Returns the sequence length of a pretrained model that nothing else sets."""
+    """Returns the default sequence length for a pretrained model, at most its positions."""
     return min(SEQ, model.positions or model.seq)
 
 
 @dataclass(frozen=True)
 class NativeFolder:
-    """A native checkpoint that a run begins from. Its tensors are checked when they are loaded."""
+    """A native checkpoint from which a run starts. Its tensors are checked when they are loaded."""
 
     manifest: Mapping[str, Any]
     model: ModelConfig
     steps: int
 
     def problems(self) -> Iterable[str]:
-        """Returns nothing; see `HFFolder.problems`."""
+        """Returns no problems; the counterpart of `HFFolder.problems`."""
         return ()
 
     def tokenizer(self, fix: str) -> str:
-        """Returns its tokenizer, as `--data.tokenizer`.
+        """Returns the checkpoint's tokenizer, as a value for `--data.tokenizer`.
+
+        Args:
+            fix: text that ends the error message.
 
         Raises:
-            CheckpointError: it is unknown or has changed; the message ends with `fix`.
+            CheckpointError: if the tokenizer is unknown, missing or has changed.
         """
         spec = str(self.manifest["config"]["data"]["tokenizer"])
         if spec == "none":
             raise CheckpointError(f"the checkpoint does not name the tokenizer of its model: {fix}")
-        # A checkpoint from elsewhere may name any path. A resumed run compares tokenizers itself.
+        # A checkpoint from another machine may name any path. Resumed runs check tokenizers later.
         if spec != "bytes" and not self.steps and saved_files(spec, self.manifest) is None:
-            what = f"its tokenizer, {plain(spec)}, is not here or has other files now"
+            what = f"its tokenizer, {plain(spec)}, is missing or has other files now"
             raise CheckpointError(f"{what}: {fix}")
         return spec
 
 
 def _open(path: Path) -> HFFolder | NativeFolder | None:
-    """Opens a folder to begin from; None for other paths, or if a checkpoint's model is invalid.
+    """Opens the folder; returns None for other paths, or if the model in the manifest is invalid.
 
     Raises:
-        CheckpointError: the folder cannot be read.
+        CheckpointError: if the folder cannot be read.
     """
     if is_hf_folder(path):
         return HFFolder(path)

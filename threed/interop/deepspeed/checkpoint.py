@@ -1,19 +1,25 @@
-"""DeepSpeed's checkpoints of a Hugging Face module: ZeRO stages 0 to 3, and its universal checkpoints.
+"""Reads DeepSpeed checkpoints of Hugging Face models: ZeRO stages 0 to 3 and universal checkpoints.
 
-    checkpoint = DeepSpeedCheckpoint(folder, config)         a `Source`; CheckpointError for what is not read, by name
+    checkpoint = DeepSpeedCheckpoint(folder, config)   a `Source`; CheckpointError if not supported
 
-A folder (`global_step100`, or the one above with `latest`) has mp_rank_00_model_states.pt and, of each data rank,
-zero_pp_rank_N_mp_rank_00_optim_states.pt. These hold flat fp32 masters and moments. Names and shapes are in the file of
-the model, `param_shapes`, in order (deepspeed/utils/zero_to_fp32.py, runtime/engine.py, runtime/zero, of 0.19.8):
+The folder is `global_step100`, or its parent with the file `latest`. It has
+mp_rank_00_model_states.pt and, per data rank N, zero_pp_rank_N_mp_rank_00_optim_states.pt with flat
+fp32 master weights and Adam moments. `param_shapes` in the model file lists names and shapes in the
+order of the flat vectors (deepspeed/utils/zero_to_fp32.py, runtime/engine.py, runtime/zero, of
+0.19.8):
 
-- Stages 1 and 2: a group of parameters is one flat vector, cut evenly over the ranks. There may be padding behind a
-  parameter (`param_alignment_paddings`) and at the end, which the masters of the last ranks are saved without.
-- Stage 3: each rank has ceil(numel / ranks) elements of each parameter, one parameter after the other, over all the
-  groups that it updates at a time. The padding is at the end of each parameter.
-- Frozen parameters are not there: stages up to 2 have them in `module`, stage 3 cut over the model files of the ranks.
-- Universal checkpoints have, instead, zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt and perhaps step.pt per trained
-  parameter: a tensor, or a dictionary with one as `param`; flat if it comes from stage 3. zero/optimizer_state.pt has
-  the stage and the loss scale (deepspeed/checkpoint/ds_to_universal.py, of 0.19.8).
+- Stages 1 and 2: each parameter group is one flat vector, sharded evenly over the ranks. It may
+  have padding after each parameter (`param_alignment_paddings`) and at the end. The master weights
+  of the last ranks are saved without the padding at the end.
+- Stage 3: each rank has ceil(numel / ranks) elements of every parameter. These slices follow each
+  other in one vector per sub-group, and the sub-groups follow each other. The padding is at the end
+  of each parameter.
+- Frozen parameters are not in these vectors. Stages 0 to 2 save them in `module`; stage 3 shards
+  them over the model files of the ranks.
+- Universal checkpoints instead have, per trained parameter, zero/NAME/fp32.pt, exp_avg.pt,
+  exp_avg_sq.pt and optionally step.pt. Each has a tensor, or a dictionary with a tensor `param`;
+  the tensor is flat if the source was stage 3. zero/optimizer_state.pt has the stage and the loss
+  scale (deepspeed/checkpoint/ds_to_universal.py, of 0.19.8).
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ from threed.checkpoint.lazy_tensors import (
     rows,
 )
 from threed.interop.huggingface.folder import DTYPES, Header, HFTensors
-from threed.interop.pickle_reader import PickleReader, Thing, as_written_by, number
+from threed.interop.pickle_reader import PickledObject, PickleReader, as_written_by, number
 from threed.parse import ParseError, read_file
 from threed.zero.records import WEIGHT
 
@@ -46,18 +52,21 @@ STATES_FILE = re.compile(
     r"(bf16_|fp16_|)(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_(model|optim)_states\.pt"
 )
 UNIVERSAL_FILES = {"fp32.pt": WEIGHT, "exp_avg.pt": MOMENTS[0], "exp_avg_sq.pt": MOMENTS[1]}
-OTHERS = {  # by their files: what is not read
-    "layer_*_model_states.pt": "that of a PipelineModule or of experts, whose names are its program's own",
-    "layer_*-model_*states.pt": "that of a PipelineModule, whose layers have numbers for names",
-    "expp_rank_*": "one with experts (MoE)",
+UNSUPPORTED = {  # unsupported kinds of checkpoints, by the pattern of their files
+    "layer_*_model_states.pt": "a checkpoint of a PipelineModule or of experts, with names that only its program knows",
+    "layer_*-model_*states.pt": "a checkpoint of a PipelineModule, with layer numbers instead of names",
+    "expp_rank_*": "a checkpoint with experts (MoE)",
 }
 NAMES = {name: spelt for spelt, name in DTYPES.items()}
-Parts = dict[str, LazyTensor]  # weight, exp_avg, exp_avg_sq
+Parts = dict[str, LazyTensor]  # by part: weight, exp_avg, exp_avg_sq
 Table = dict[str, Any]
 
 
 def step_folder(path: Path) -> Path | None:
-    """Returns the folder with a checkpoint's files: `path`, or the one below that `latest` names; None: neither."""
+    """Returns the folder with the files: the subfolder named by the file `latest`, else `path`.
+
+    Returns None if this folder has no DeepSpeed checkpoint.
+    """
     if (path / "latest").is_file():
         try:
             tag = read_file(path / "latest", 2**12).decode("utf-8").strip()
@@ -70,23 +79,31 @@ def step_folder(path: Path) -> Path | None:
 
 
 class DeepSpeedCheckpoint(HFTensors):
-    """A checkpoint of DeepSpeed's as a `Source`."""
+    """A DeepSpeed checkpoint, as a `Source`.
+
+    Args:
+        path: the checkpoint folder, or its parent with the file `latest`.
+        config: the transformers config.json of the model.
+
+    Raises:
+        CheckpointError: if the checkpoint is not supported, incomplete or damaged.
+    """
 
     def __init__(self, path: Path, config: Path) -> None:
         self.notes: list[str] = []
         self.state: dict[str, float] = {}
-        self._tensors: dict[str, Parts] = {}  # by their name
+        self._tensors: dict[str, Parts] = {}  # by parameter name
         super().__init__(path, config)
         for name, entry in self._entries.items():
             self.parts[name] = tuple(self._tensors.get(self._key(entry), ()))
 
-    def _open_all(self) -> set[str]:
+    def _open_files(self) -> set[str]:
         folder = step_folder(self.path)
         assert folder is not None
         self._folder = folder
         with as_written_by("DeepSpeed 0.19", folder):
             self._read(PickleReader())
-        for prefix in ("module.", "_orig_mod.", "module."):  # of wrappers
+        for prefix in ("module.", "_orig_mod.", "module."):  # prefixes of DDP and torch.compile
             if all(name.startswith(prefix) for name in self._tensors):
                 found = self._tensors.items()
                 self._tensors = {name.removeprefix(prefix): parts for name, parts in found}
@@ -94,28 +111,28 @@ class DeepSpeedCheckpoint(HFTensors):
 
     def _read(self, reader: PickleReader) -> None:
         models, states = self._files()
-        heads = [reader.torch_file(file) for file in models]
+        model_states = [reader.torch_file(file) for file in models]
         ranks = [reader.torch_file(file)["optimizer_state_dict"] for file in states]
-        head, universal = heads[0], any(self._folder.glob("zero/*/fp32.pt"))
+        model_state, universal = model_states[0], any(self._folder.glob("zero/*/fp32.pt"))
         about = self._universal_groups(reader, ranks) if universal else ranks[0] if ranks else {}
         stage = stage_of(about) if ranks or universal else 0
-        version = head.get("ds_version")
+        version = model_state.get("ds_version")
         before = f"DeepSpeed {plain(version)}, " if version else ""
         self.title = f"{before}{'universal, from ' if universal else ''}ZeRO stage {stage}"
         keys = ("global_steps", "global_samples", "skipped_steps")
-        steps, samples, skipped = (_count(head.get(key)) for key in keys)
+        steps, samples, skipped = (_count(model_state.get(key)) for key in keys)
         self._updates = float(max(0, steps - skipped))
         if universal:
-            self._universal(reader, head["param_shapes"])
+            self._universal(reader, model_state["param_shapes"])
         else:
-            self._check_ranks(ranks, len(heads), stage, head)
-            read = (self._plain, self._flat, self._flat, self._sliced)[stage]
-            read(head, ranks)
+            self._check_ranks(ranks, len(model_states), stage, model_state)
+            read = (self._without_zero, self._from_flat, self._from_flat, self._from_slices)[stage]
+            read(model_state, ranks)
         if stage == 3:
-            self._frozen(heads)
+            self._frozen(model_states)
         else:
-            self._rest(head)
-        for other, name in (head.get("shared_params") or {}).items():
+            self._remaining(model_state)
+        for other, name in (model_state.get("shared_params") or {}).items():
             if name in self._tensors:
                 self._tensors.setdefault(other, self._tensors[name])
         if any(len(parts) > 1 for parts in self._tensors.values()):
@@ -124,13 +141,13 @@ class DeepSpeedCheckpoint(HFTensors):
                 "skips": max(0.0, steps - self._updates), **scale_of(about.get("loss_scaler")),
             }  # fmt: skip
         elif stage:
-            self._note("it has no moments of Adam: a run begins at step 0, with moments of zero")
+            self._note("it has no moments of Adam: a run starts at step 0 with zero moments")
 
     def _files(self) -> tuple[list[Path], list[Path]]:
-        """Returns the files of models and of states, by data rank."""
-        for pattern, what in OTHERS.items():
+        """Returns the model files and the optimizer files, each in the order of data ranks."""
+        for pattern, what in UNSUPPORTED.items():
             for file in sorted(self._folder.glob(pattern)):
-                raise self._error(f"is {what} ({file.name}): that is not read")
+                raise self._error(f"is {what} ({file.name}), which is not supported")
         found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
         prefixes = set()
         for file in sorted(self._folder.iterdir()):
@@ -138,61 +155,76 @@ class DeepSpeedCheckpoint(HFTensors):
                 continue
             prefix, rank, mp, kind = match.groups()
             if int(mp):
-                what = f"is of a model in several parts ({file.name})"
-                raise self._error(f"{what}: that is not read; save it at tp 1")
+                what = f"is a checkpoint of a tensor-parallel model ({file.name})"
+                raise self._error(f"{what}, which is not supported; save it at tp 1")
             found[kind][int(rank or 0)] = file
             prefixes |= {prefix} if kind == "optim" else set()
         if len(prefixes) > 1:
             kinds = ", ".join(sorted(prefixes))
-            raise self._error(f"has states of several kinds ({kinds}): take away the old ones")
+            raise self._error(
+                f"has optimizer states of several kinds ({kinds}): remove the old ones"
+            )
         for files in found.values():
             if missing := set(range(len(files))) - files.keys():
-                fix = "copy those of all machines together"
+                fix = "copy the files of all machines into one folder"
                 raise self._error(f"has no file of rank {min(missing)}: {fix}")
         models, states = ([files[rank] for rank in sorted(files)] for files in found.values())
         return models, states
 
-    def _check_ranks(self, ranks: list[Table], heads: int, stage: int, head: Table) -> None:
-        if head.get("param_shapes") and not ranks:
-            raise self._error("has no files of its optimizer: copy those of all machines together")
+    def _check_ranks(
+        self, ranks: list[Table], model_files: int, stage: int, model_state: Table
+    ) -> None:
+        if model_state.get("param_shapes") and not ranks:
+            raise self._error(
+                "has no optimizer files: copy the files of all machines into one folder"
+            )
         for found in ranks:
             count = found.get("partition_count", len(ranks))
             if any(n != len(ranks) for n in (count if isinstance(count, list) else [count])):
-                what = f"states of {len(ranks)} data ranks"
-                raise self._error(f"has {what}, and was saved by {count}")
-        if stage == 3 and heads != len(ranks):
-            raise self._error(f"has the model of {heads} ranks and the states of {len(ranks)}")
+                what = f"optimizer states of {len(ranks)} data ranks"
+                raise self._error(f"has {what}, but was saved by {count}")
+        if stage == 3 and model_files != len(ranks):
+            raise self._error(
+                f"has model files of {model_files} ranks, but optimizer files of {len(ranks)}"
+            )
 
-    def _plain(self, head: Table, ranks: list[Table]) -> None:
-        """Stage 0: no file says what its states are of, and `_rest` takes the weights."""
-        tensors = [value for value in head["module"].values() if isinstance(value, FileTensor)]
+    def _without_zero(self, model_state: Table, ranks: list[Table]) -> None:
+        """Adds the note for stage 0 that optimizer states are not imported.
+
+        They have no names. `_remaining` reads the weights.
+        """
+        tensors = [
+            value for value in model_state["module"].values() if isinstance(value, FileTensor)
+        ]
         low = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors)
-        more = ", and its weights are those in low precision" if low else ""
-        self._note(f"its states have no names: a run begins at step 0, with moments of zero{more}")
+        more = ", and with weights in low precision" if low else ""
+        self._note(f"its states have no names: a run starts at step 0 with zero moments{more}")
 
-    def _flat(self, head: Table, ranks: list[Table]) -> None:
-        """Stages 1 and 2: the vector of each group."""
+    def _from_flat(self, model_state: Table, ranks: list[Table]) -> None:
+        """Reads the parameters of stages 1 and 2 from the flat vector of each parameter group."""
         paddings = ranks[0].get("param_alignment_paddings")
         keys = "single_partition_of_fp32_groups", "base_optimizer_state"
         slices = [_vectors(found, *keys) for found in ranks]
-        for group, shapes in enumerate(head["param_shapes"]):
-            vectors, end, padding = self._joined([found[group] for found in slices]), 0, 0
-            behind = paddings[group] if paddings else []
+        for group, shapes in enumerate(model_state["param_shapes"]):
+            vectors, end, padding = self._concatenated([found[group] for found in slices]), 0, 0
+            paddings_after = paddings[group] if paddings else []
             for index, (name, shape) in enumerate(shapes.items()):
-                padding = behind[index] if index < len(behind) else 0
+                padding = paddings_after[index] if index < len(paddings_after) else 0
                 first, end = end, end + math.prod(shape)
                 own = {part: rows(vector, (first, end)) for part, vector in vectors.items()}
                 self._tensors[name] = {part: Reshaped(shape, some) for part, some in own.items()}
                 end += padding
             (numel,) = vectors[WEIGHT].shape
             if not 0 <= numel - end + padding <= 4 * len(ranks):
-                raise self._error(f"has {numel} values in group {group}, not {end}")
+                raise self._error(f"has {numel} values in parameter group {group}, not {end}")
 
-    def _sliced(self, head: Table, ranks: list[Table]) -> None:
-        """Stage 3: slices of each parameter."""
+    def _from_slices(self, model_state: Table, ranks: list[Table]) -> None:
+        """Reads the parameters of stage 3 from the ranks' slices."""
         slices = [_vectors(found, "fp32_flat_groups", "optimizer_state_dict") for found in ranks]
-        vectors, at = [self._joined(found) for found in slices], 0
-        for name, shape in (pair for shapes in head["param_shapes"] for pair in shapes.items()):
+        vectors, at = [self._concatenated(found) for found in slices], 0
+        for name, shape in (
+            pair for shapes in model_state["param_shapes"] for pair in shapes.items()
+        ):
             first, at = at, at - (-math.prod(shape) // len(ranks))
             self._tensors[name] = {
                 part: _unpadded(shape, [rows(some[part], (first, at)) for some in vectors])
@@ -203,11 +235,11 @@ class DeepSpeedCheckpoint(HFTensors):
                 numel = some[WEIGHT].shape[0]
                 raise self._error(f"has slices of {numel} values, not {at}")
 
-    def _joined(self, vectors: Sequence[Table]) -> Parts:
-        """Returns the weights and moments [n] in flat vectors, one after the other; notes what is left out."""
+    def _concatenated(self, vectors: Sequence[Table]) -> Parts:
+        """Returns flat weights and moments [n], concatenated; notes states that are dropped."""
         found = set(vectors[0])
         if any(set(some) != found for some in vectors):
-            what = "ranks that saved states of the optimizer, and others that did not"
+            what = "optimizer states of some ranks only"
             raise self._error(f"has {what}")
         if "step" in found:
             self._updates = max(some["step"] for some in vectors)
@@ -215,22 +247,27 @@ class DeepSpeedCheckpoint(HFTensors):
         if states != set(MOMENTS):
             if states:
                 names = ", ".join(sorted(states))
-                self._note(f"{names} of its optimizer are left out, which are not Adam's moments")
+                self._note(
+                    f"{names} of its optimizer are not imported, because they are not Adam's moments"
+                )
             found = {WEIGHT}
         parts = [part for part in (WEIGHT, *MOMENTS) if part in found]
         return {part: concatenate([some[part] for some in vectors]) for part in parts}
 
-    def _frozen(self, heads: list[Table]) -> None:
-        """Stage 3: parameters that are not trained."""
-        for name, shape in (heads[0].get("frozen_param_shapes") or {}).items():
-            parts = [head["frozen_param_fragments"][name] for head in heads]
+    def _frozen(self, model_states: list[Table]) -> None:
+        """Reads the frozen parameters of stage 3."""
+        for name, shape in (model_states[0].get("frozen_param_shapes") or {}).items():
+            parts = [model_state["frozen_param_fragments"][name] for model_state in model_states]
             self._tensors[name] = {WEIGHT: _unpadded(shape, parts)}
 
-    def _rest(self, head: Table) -> None:
-        """Stages up to 2: what the optimizer does not have."""
-        others = {*(head.get("buffer_names") or ()), *(head.get("shared_params") or ())}
-        for name, tensor in head["module"].items():
-            if isinstance(tensor, FileTensor) and name not in others | self._tensors.keys():
+    def _remaining(self, model_state: Table) -> None:
+        """Reads the weights of stages 0 to 2 that the optimizer files do not have."""
+        excluded = {
+            *(model_state.get("buffer_names") or ()),
+            *(model_state.get("shared_params") or ()),
+        }
+        for name, tensor in model_state["module"].items():
+            if isinstance(tensor, FileTensor) and name not in excluded | self._tensors.keys():
                 self._tensors[name] = {WEIGHT: tensor}
 
     def _error(self, text: str) -> CheckpointError:
@@ -243,18 +280,18 @@ class DeepSpeedCheckpoint(HFTensors):
     # ------------------------------------------------------------------------------------------------------- universal
 
     def _universal_groups(self, reader: PickleReader, ranks: list[Table]) -> Table:
-        """Returns the groups of a universal checkpoint's optimizer; empty if it has none."""
+        """Returns the content of zero/optimizer_state.pt; empty without this file."""
         if ranks:
-            raise self._error("is a universal checkpoint and another one: take one of them away")
+            raise self._error("has both a universal checkpoint and another one: remove one of them")
         file = self._folder / "zero/optimizer_state.pt"
         if file.is_file():
             groups: Table = reader.torch_file(file)
             return groups
-        self._note("it has no zero/optimizer_state.pt: the loss scale of fp16 is left out")
+        self._note("it has no zero/optimizer_state.pt: the loss scale of fp16 is not imported")
         return {}
 
     def _universal(self, reader: PickleReader, groups: list[dict[str, Shape]]) -> None:
-        """Takes each parameter's files."""
+        """Reads the files of each parameter of a universal checkpoint."""
         updates = set[float | None]()
         for name, shape in (pair for shapes in groups for pair in shapes.items()):
             is_plain = Path(name).name == name != ".." and name.isprintable()
@@ -266,18 +303,18 @@ class DeepSpeedCheckpoint(HFTensors):
             saved = {part: file for part, file in files.items() if file.is_file()}
             parts = {part: _reshaped(reader, file, shape) for part, file in saved.items()}
             if WEIGHT not in parts:
-                raise self._error(f"has no zero/{name}/fp32.pt, and its model has that parameter")
+                raise self._error(f"has no zero/{name}/fp32.pt, but its model has that parameter")
             self._tensors[name] = parts
             if (folder / "step.pt").is_file():
                 updates.add(number(_value(reader, folder / "step.pt")))
         self._check_universal(updates - {None})
 
     def _check_universal(self, updates: set[Any]) -> None:
-        """Checks that all parameters have moments or none has, and the number of updates."""
+        """Checks that all parameters agree in having moments, and in the number of updates."""
         missing = [name for name, parts in self._tensors.items() if len(parts) < 3]
         if 0 < len(missing) < len(self._tensors):
-            raise self._error(f"has moments of other parameters, and not those of {missing[0]}")
-        if missing:  # those of another optimizer, or none
+            raise self._error(f"has moments of other parameters, but not of {missing[0]}")
+        if missing:  # no moments, or not Adam's
             self._tensors = {name: {WEIGHT: parts[WEIGHT]} for name, parts in self._tensors.items()}
         if len(updates) > 1:
             raise self._error(f"has different numbers of updates: {plain(sorted(updates))}")
@@ -285,18 +322,18 @@ class DeepSpeedCheckpoint(HFTensors):
 
     # --------------------------------------------------------------------------------------------------------- reading
 
-    def _find(self, found: dict[str, Header]) -> Iterator[str]:
+    def _read_headers(self, found: dict[str, Header]) -> Iterator[str]:
         for name, parts in self._tensors.items():
             dtype = parts[WEIGHT].dtype
             found[name] = (NAMES.get(dtype, str(dtype)), tuple(parts[WEIGHT].shape))
         yield from ()
 
-    def _theirs(self, part: str, key: str) -> LazyTensor:
+    def _hf_tensor(self, part: str, key: str) -> LazyTensor:
         return self._tensors[key][part]
 
 
 def _unpadded(shape: Shape, slices: Sequence[LazyTensor]) -> LazyTensor:
-    """Returns a parameter, from the slices [n] that the ranks have, with padding behind the last values."""
+    """Returns a parameter: the ranks' slices [n], concatenated, without the padding at the end."""
     return Reshaped(shape, rows(concatenate(slices), (0, math.prod(shape))))
 
 
@@ -304,42 +341,50 @@ def _unpadded(shape: Shape, slices: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def _value(reader: PickleReader, file: Path) -> Any:
-    """Returns what a file of a universal checkpoint has of its parameter."""
+    """Returns the value in a file of a universal checkpoint."""
     value = reader.torch_file(file)
     return value.get("param") if isinstance(value, dict) else value
 
 
 def _reshaped(reader: PickleReader, file: Path, shape: Shape) -> LazyTensor:
-    """Returns the tensor of a file of a universal checkpoint, in the shape of its parameter."""
+    """Returns the tensor in a file of a universal checkpoint, reshaped to its parameter's shape."""
     tensor = _value(reader, file)
     if not isinstance(tensor, FileTensor):
         raise CheckpointError(f"{file} has no tensor")
     if tensor.shape == shape:
         return tensor
     if tensor.shape != (math.prod(shape),):
-        raise CheckpointError(f"{file} is {list(tensor.shape)}, and its parameter {list(shape)}")
+        raise CheckpointError(
+            f"{file} has shape {list(tensor.shape)}, but its parameter {list(shape)}"
+        )
     return Reshaped(shape, tensor)
 
 
 def stage_of(found: Table) -> int:
-    """Returns ZeRO's stage, which one of its optimizers does not say."""
+    """Returns the ZeRO stage of an optimizer state.
+
+    The default is 1, because one of DeepSpeed's stage-1 optimizers does not save `zero_stage`.
+    """
     value = found.get("zero_stage", 1)
-    value = value.args[0] if isinstance(value, Thing) and value.args else value
+    value = value.args[0] if isinstance(value, PickledObject) and value.args else value
     if value not in (1, 2, 3):
         raise CheckpointError(f"ZeRO stage {plain(value)} is not known")
     return int(value)
 
 
 def scale_of(scaler: Any) -> dict[str, float]:
-    """Returns the loss scale as a checkpoint keeps it, of a dynamic one (runtime/fp16/loss_scaler.py)."""
-    if not isinstance(scaler, Thing) or not scaler.name.endswith(".DynamicLossScaler"):
+    """Returns a dynamic loss scaler's state under the keys of native checkpoints; empty for others.
+
+    See deepspeed/runtime/fp16/loss_scaler.py.
+    """
+    if not isinstance(scaler, PickledObject) or not scaler.name.endswith(".DynamicLossScaler"):
         return {}
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
     values = [number(scaler.state.get(name)) for name in names]
     scale, at, overflow, left = (-1.0 if value is None else value for value in values)
     if None in values or not scale > 0:
         return {}
-    # 0.19 doubles one update later, and every window from then on
+    # DeepSpeed 0.19 first doubles the scale one update later than threed, then after every window.
     good = max(0.0, at - overflow - 2)
     return {"loss_scale": scale, "good_steps": good, "hysteresis_left": max(0.0, left)}
 
@@ -349,7 +394,10 @@ def _count(value: Any) -> int:
 
 
 def _vectors(found: Table, weights: str, states: str) -> list[Table]:
-    """Returns, for each group, the parts [n] of a rank and their step."""
+    """Returns the flat tensors [n] of a rank and their "step", one dictionary per parameter group.
+
+    weights, states: the keys of the master weights and of the optimizer state in `found`.
+    """
     state = found[states]
     group_step = found.get("base_optimizer_state_step")
     if isinstance(state, dict):

@@ -1,4 +1,4 @@
-"""Micro-batches from a dataset: each data-parallel rank gets its share, on its device."""
+"""Data loading: splits a dataset over data-parallel ranks and moves micro-batches to the device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from threed.topology import Topology
 
 
 class EpochSampler(DistributedSampler[Any]):
-    """A DistributedSampler whose epoch is incremented after each complete pass, so that all passes are shuffled
-    differently."""
+    """A DistributedSampler that increments its epoch after each complete pass, to reshuffle."""
 
     def __iter__(self) -> Iterator[Any]:
         yield from super().__iter__()
@@ -30,18 +29,27 @@ def deepspeed_io(
     drop_last: bool,
     collate: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
-    """Returns a loader of this rank's share of a dataset, shuffled by `EpochSampler` if the dataset has indices.
+    """Returns a loader of this rank's part of a dataset.
+
+    If the dataset has indices, `EpochSampler` shuffles it.
+
+    Args:
+        data: the dataset.
+        topology: the topology; its axis "dp" splits the dataset.
+        micro_batch: samples per batch.
+        drop_last: whether to drop a last batch that is not full.
+        collate: the DataLoader's `collate_fn`.
 
     Raises:
-        ConfigError: the dataset is an IterableDataset, or has no indices, and there are several data ranks, each of
-            which would read all of it.
+        ConfigError: if there are several data ranks and the dataset is an IterableDataset or has no
+            indices, so that each rank would read all of it.
     """
     axis = topology.axis("dp")
     streams = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
     if streams and axis.size > 1:
         problem = (
             f"training_data: a {type(data).__name__} is iterable, without indices, and each of the {axis.size} data"
-            " ranks would train on all of its rows: make a DataLoader of the rank's own part (itertools.islice(rows,"
+            " ranks would train on all of its rows: make a DataLoader of this rank's rows (itertools.islice(rows,"
             " rank, None, ranks), or datasets.distributed.split_dataset_by_node), and call engine.train_batch(iterator)"
         )
         raise ConfigError([problem])
@@ -53,13 +61,17 @@ def deepspeed_io(
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Returns a batch with its tensors on a device; a mapping of any kind becomes a dict."""
-    whole = dict(batch) if isinstance(batch, Mapping) else batch
-    return tree_map_only(Tensor, lambda values: values.to(device, non_blocking=True), whole)
+    """Returns a batch with all tensors copied to `device`; a mapping becomes a dict."""
+    unpacked = dict(batch) if isinstance(batch, Mapping) else batch
+    return tree_map_only(Tensor, lambda values: values.to(device, non_blocking=True), unpacked)
 
 
 def repeat(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yields a loader's batches, epoch after epoch, each shuffled anew."""
+    """Yields the batches of a loader, without end: one epoch after another.
+
+    Raises:
+        ValueError: if the loader has no batches.
+    """
     while True:
         empty = True
         for batch in loader:

@@ -1,7 +1,8 @@
-"""A `threed.Engine` with DeepSpeed's interface: forward, backward and step are separate calls.
+"""DeepSpeed's engine API: forward, backward and step are separate calls.
 
 engine = DeepSpeedEngine(model, topology, translation)
-loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()        # or engine.train_batch(iterator)
+loss = engine(**batch).loss ; engine.backward(loss) ; engine.step()
+engine.train_batch(iterator)                                            # all of a step
 """
 
 from __future__ import annotations
@@ -27,24 +28,27 @@ from threed.interop.deepspeed.views import OptimizerView, PassedOptimizer
 from threed.models.wrapped import loss_of
 from threed.topology import Topology
 
-LATEST = "latest"  # the file with the newest checkpoint's tag
+LATEST = "latest"  # file that contains the tag of the newest checkpoint
 
 
 class DeepSpeedEngine:
-    """A `threed.Engine` with DeepSpeed's interface; other attributes are looked up in the module.
+    """DeepSpeed's engine API. Attributes that it does not have are looked up in the module.
 
     Args:
         model: the module to train.
-        topology: data ranks only.
-        translation: of DeepSpeed's configuration.
+        topology: a topology with data parallelism only.
+        translation: DeepSpeed's configuration, translated.
         passed: the optimizer that was passed to `initialize`.
-        training_loader: the default of `train_batch`.
-        notes: messages of `initialize`, before those of the translation.
+        training_loader: the default data source of `train_batch`.
+        notes: messages of `initialize`, which precede the notes of the translation.
 
     Attributes:
-        engine: the wrapped engine.
-        metrics: of the last step.
-        micro_steps: calls of `step` so far, except in discarded steps.
+        engine: the wrapped `threed.engine.ModuleEngine`.
+        module: the trained module.
+        optimizer: a read-only view of the optimizer.
+        metrics: metrics of the last step; None before the first.
+        micro_steps: number of calls of `step`, without discarded steps.
+        notes: messages on keys without effect and on chosen values.
     """
 
     def __init__(
@@ -66,11 +70,11 @@ class DeepSpeedEngine:
         self.training_loader = training_loader
         self.metrics: StepMetrics | None = None
         self.micro_steps = 0
-        self._pending = False  # a backward without a call of `step` so far
+        self._pending = False  # True between `backward` and `step`
         self._batches = None if training_loader is None else repeat(training_loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not there yet
+        if name == "module":  # not set yet: avoids infinite recursion
             raise AttributeError(name)
         try:
             return getattr(self.module, name)
@@ -85,7 +89,10 @@ class DeepSpeedEngine:
     # ------------------------------------------------------------------------------------------------------- training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward."""
+        """Runs the module's forward.
+
+        If gradients are enabled, starts a step unless one is in progress. Collective.
+        """
         if torch.is_grad_enabled():
             self._begin()
             return self.module(*args, **kwargs)
@@ -95,40 +102,53 @@ class DeepSpeedEngine:
     forward = __call__
 
     def _begin(self) -> None:
-        """Begins a step."""
+        """Starts a step unless one is in progress."""
         if not self.engine.accumulating:
             self.engine.begin(self.translation.accumulation)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Runs the backward of one micro-batch's mean loss, as its share of the mean over micro-batches and ranks.
+        """Runs the backward of one micro-batch, as its share of the global batch's mean loss.
 
-        If it raises, the step is discarded with the gradients of its earlier micro-batches; the next micro-batch is the
-        first of a new step.
+        Collective.
 
-        scale_wrt_gas: whether to divide by the accumulation steps. Returns the loss. RuntimeError when `step` was
-        not called after the last one.
+        If it raises, the step is discarded together with the gradients of its earlier
+        micro-batches, and the next micro-batch is the first of a new step.
+
+        Args:
+            loss: the mean loss of the micro-batch, a scalar tensor.
+            retain_graph: not supported; must be False.
+            scale_wrt_gas: whether to divide the loss by the accumulation steps.
+
+        Returns:
+            `loss`, unscaled.
+
+        Raises:
+            RuntimeError: if `step` was not called after the previous `backward`.
+            ValueError: if `retain_graph` is True or `loss` is not a scalar tensor.
         """
         if retain_graph:
-            raise ValueError("retain_graph is not there: add the losses, and call backward once")
+            raise ValueError(
+                "retain_graph is not supported: add the losses, and call backward once"
+            )
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError("backward needs a scalar loss")
         if self._pending:
-            fix = "call engine.step() after each, it acts at the boundary only"
+            fix = "call engine.step() after each backward; it updates at the boundary only"
             raise RuntimeError(f"backward was called twice: {fix}")
         self._begin()
         weight = 1.0 / (self.topology.dp * (self.translation.accumulation if scale_wrt_gas else 1))
         try:
             self.engine.backward(loss, weight)
         except BaseException as error:
-            self._give_up_step(error)
+            self._discard_step(error)
             raise
         self._pending = True
         return loss
 
-    def _give_up_step(self, error: BaseException) -> None:
-        """Discards the current step, and adds a note to the error if earlier micro-batches are lost."""
+    def _discard_step(self, error: BaseException) -> None:
+        """Discards the current step; adds a note to `error` if it loses earlier micro-batches."""
         if done := self.micro_steps % self.translation.accumulation:
             error.add_note(
                 f"threed: the step is discarded, with its {done} earlier micro-batches of"
@@ -139,11 +159,13 @@ class DeepSpeedEngine:
         self._pending = False
 
     def step(self) -> None:
-        """Ends a micro-batch; at the accumulation boundary, does one optimizer step. Collective there.
+        """Ends a micro-batch; at the accumulation boundary, runs an optimizer step.
+
+        Collective at the boundary.
 
         Raises:
-            RuntimeError: there is no gradient, neither from a backward of this engine nor from one of another engine
-                whose loss depends on this module.
+            RuntimeError: without gradients, if neither `backward` was called, nor the backward of
+                another engine with a loss that depends on this module.
         """
         if not self._pending and not self.engine.reducer.foreign:
             raise RuntimeError("step without a backward: call engine.backward(loss) first")
@@ -165,13 +187,22 @@ class DeepSpeedEngine:
             raise RuntimeError(f"{what} in the middle of a step: {instead}")
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Does a whole optimizer step from an iterator over micro-batches, by default of training_data without end.
+        """Runs a full optimizer step: all micro-batches and the update. Collective.
 
         If it raises, the step is discarded, as in `backward`.
 
-        A micro-batch: a dict of keyword arguments, a sequence of positional ones, or a tensor; the module returns the
-        loss, or something with one (`threed.models.wrapped.loss_of`). Returns the mean loss over micro-batches
-        and ranks, a scalar tensor.
+        Args:
+            data_iter: yields micro-batches; by default, training_data is repeated without end. A
+                micro-batch is a dict of keyword arguments, a list or tuple of positional arguments,
+                or a single argument of the module. The module returns the loss, or an output that
+                contains it (`threed.models.wrapped.loss_of`).
+
+        Returns:
+            The mean loss over micro-batches and ranks, a scalar tensor.
+
+        Raises:
+            ValueError: if there is neither an iterator nor training_data.
+            RuntimeError: if a step is in progress.
         """
         self._check_boundary("train_batch", "call engine.step() until the boundary first")
         source = self._batches if data_iter is None else data_iter
@@ -183,15 +214,22 @@ class DeepSpeedEngine:
                 self.backward(loss_of(self._run(next(source))))
                 self.step()
         except BaseException as error:
-            self._give_up_step(error)
+            self._discard_step(error)
             raise
         assert self.metrics is not None
         return self.metrics.loss_tensor
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
-        """Returns the mean loss over the micro-batches of a step and over ranks, without training; NaN if a batch has
-        ids beyond the vocabulary. Collective."""
+        """Returns the mean loss of one step's micro-batches, without training. Collective.
+
+        Args:
+            data_iter: yields micro-batches, as in `train_batch`.
+
+        Returns:
+            The mean over micro-batches and ranks, a scalar tensor; NaN if a batch has token ids
+            beyond the vocabulary.
+        """
         n = self.translation.accumulation
         with self.engine.evaluating():
             losses = [loss_of(self._run(next(data_iter))).double().reshape(1) for _ in range(n)]
@@ -206,47 +244,53 @@ class DeepSpeedEngine:
     # ---------------------------------------------------------------------------------------------------------- state
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """Sets the module's mode."""
+        """Sets the module to training mode, or to evaluation mode if `mode` is False."""
         self.module.train(mode)
         return self
 
     def eval(self) -> DeepSpeedEngine:
-        """Sets the module's mode to evaluation."""
+        """Sets the module to evaluation mode."""
         return self.train(False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients so far, also those from losses of other engines; a step does so by itself.
+        """Discards all gradients, also from losses of other engines. `step` already does this.
 
-        RuntimeError between `backward` and `step`; a warning where micro-batches of the same step are dropped.
+        Warns if it discards gradients of earlier micro-batches of the current step.
+
+        Args:
+            set_to_none: ignored.
+
+        Raises:
+            RuntimeError: between `backward` and `step`.
         """
         if self._pending:
-            what = "zero_grad between backward and step would drop what the step is made of"
-            raise RuntimeError(f"{what}: step first")
+            what = "zero_grad between backward and step would discard the gradients of the step"
+            raise RuntimeError(f"{what}: call step first")
         if done := self.micro_steps % self.translation.accumulation:
             warnings.warn(
                 f"zero_grad drops the gradients of {done} of this step's {self.translation.accumulation} micro-batches;"
-                " call it at the accumulation boundary only, or not at all: a step leaves none behind",
+                " call it at the accumulation boundary only, or not at all: a step resets the gradients",
                 stacklevel=2,
             )
         self.engine.zero_grad()
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps so far, skipped ones included."""
+        """Number of optimizer steps, including skipped steps."""
         return self.engine.steps
 
     @property
     def global_samples(self) -> int:
-        """Samples of all ranks that went into `global_steps`."""
+        """Number of samples in all steps of `global_steps`, over all ranks."""
         return self.engine.steps * self.translation.train_batch_size
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped because a gradient was not finite."""
+        """Number of steps skipped because of a gradient that was not finite."""
         return int(self.engine.optimizer.bad.skips)
 
     def get_lr(self) -> list[float]:
-        """Returns the learning rate of the next update, of every parameter group."""
+        """Returns the learning rates of the next update, one per parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
@@ -254,15 +298,15 @@ class DeepSpeedEngine:
         return None if self.metrics is None else self.metrics.grad_norm
 
     def train_batch_size(self) -> int:
-        """Samples in a step, over all ranks."""
+        """Returns the number of samples in a step, over all ranks."""
         return self.translation.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples in one forward pass of one rank."""
+        """Returns the number of samples in one forward pass of one rank."""
         return self.translation.micro_batch
 
     def gradient_accumulation_steps(self) -> int:
-        """Returns the number of micro-batches of one rank in a step."""
+        """Returns the number of micro-batches per rank in a step."""
         return self.translation.accumulation
 
     def zero_optimization_stage(self) -> int:
@@ -270,17 +314,23 @@ class DeepSpeedEngine:
         return self.translation.config.zero.stage
 
     def gathered(self) -> AbstractContextManager[nn.Module]:
-        """Returns the module, whole between steps; see `threed.Engine.gathered`."""
+        """Context manager: yields the module with full (gathered) parameters.
+
+        See `threed.engine.ModuleEngine.gathered`.
+        """
         return self.engine.gathered()
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Returns names -> full weights (at least fp32) on rank 0, an empty dict elsewhere. Collective."""
+        """Returns the full weights (at least fp32) by name on rank 0, an empty dict on other ranks.
+
+        Collective.
+        """
         return self.engine.full_state_dict()
 
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises NotImplementedError: a rank may hold slices only."""
+        """Raises NotImplementedError, because a rank may have slices only."""
         fix = "use engine.full_state_dict(), or save_checkpoint()"
-        raise NotImplementedError(f"a rank may hold slices only: {fix}")
+        raise NotImplementedError(f"a rank may have slices only: {fix}")
 
     module_state_dict = state_dict
 
@@ -290,10 +340,19 @@ class DeepSpeedEngine:
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Writes save_dir/tag (by default global_stepN), and the tag into save_dir/latest. Collective.
+        """Writes the checkpoint save_dir/tag, and writes the tag to save_dir/latest. Collective.
 
-        client_state: numbers, text, lists and dicts. RuntimeError in the middle of a step, whose gradients would be
-        lost; ValueError when ranks give different tags.
+        Args:
+            save_dir: the folder of checkpoints.
+            tag: the name of the checkpoint; None means "global_stepN". Must be equal on all ranks.
+            client_state: user data of numbers, strings, lists and dicts.
+
+        Returns:
+            True.
+
+        Raises:
+            RuntimeError: if a step is in progress, because its gradients would be lost.
+            ValueError: if the ranks have different tags.
         """
         self._check_boundary("save_checkpoint", "save at an accumulation boundary")
         tag = tag or f"global_step{self.global_steps}"
@@ -304,14 +363,25 @@ class DeepSpeedEngine:
         if everyone.index == 0:
             with building(Path(save_dir) / LATEST) as (scratch,):
                 scratch.write_text(tag, encoding="utf-8")
-        collectives.barrier(everyone)  # nobody leaves before `latest` is there
+        collectives.barrier(everyone)  # `latest` exists when any rank returns
         return True
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None
     ) -> tuple[str | None, Any]:
-        """Loads load_dir/tag, by default the tag in load_dir/latest: its path and client_state; (None, None) where
-        there is none. From any number of ranks and any stage. Collective. RuntimeError in the middle of a step."""
+        """Loads load_dir/tag, saved with any number of ranks and any ZeRO stage. Collective.
+
+        Args:
+            load_dir: the folder of checkpoints.
+            tag: the name of the checkpoint; None means the tag in load_dir/latest.
+
+        Returns:
+            The path of the checkpoint and its client_state; (None, None) if neither a tag nor the
+            file `latest` exists.
+
+        Raises:
+            RuntimeError: if a step is in progress.
+        """
         self._check_boundary("load_checkpoint", "load at an accumulation boundary")
         if tag is None:
             with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""`initialize`: from the arguments of DeepSpeed's function of that name to the four objects it returns."""
+"""`threed.initialize`, with the arguments and return values of `deepspeed.initialize`."""
 
 from __future__ import annotations
 
@@ -33,25 +33,35 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     topology: Topology | None = None,
 ) -> tuple[DeepSpeedEngine, OptimizerView, DataLoader[Any] | None, SchedulerView | None]:
-    """Returns engine, optimizer, data loader (of training_data) and scheduler (of the config) for a module. Collective.
+    """Creates the DeepSpeed-compatible engine for a module. Collective.
 
-    Makes the process group if there is none.
+    Initializes the process group if necessary.
 
     Args:
         model: any nn.Module.
         config: the path of a ds_config.json, or a dict.
-        optimizer: a torch AdamW, Adam or SGD, whose hyper-parameters are taken; None: the config's.
-        model_parameters: parameters or groups, which must be all that require gradients.
+        optimizer: a torch AdamW, Adam or SGD with the hyper-parameters to use; None means the
+            config's optimizer.
+        model_parameters: parameters, or parameter groups with their own lr or weight_decay;
+            together they must be all parameters that require gradients.
+        training_data: a dataset for the returned loader.
+        lr_scheduler: not supported; must be None.
+        collate_fn: the loader's `collate_fn`.
+        topology: a topology with data parallelism only; by default it is created.
+
+    Returns:
+        The engine; a read-only view of the optimizer; a loader of `training_data`, or None; and a
+        view of the config's scheduler, or None.
 
     Raises:
-        ConfigError: with everything that is wrong.
+        ConfigError: if arguments or the configuration are invalid; the message lists all problems.
     """
     if model is None or config is None:
         given = {"model": model, "config": config}
         raise ConfigError([f"{name}: not given" for name, value in given.items() if value is None])
     if lr_scheduler is not None:
         fix = "write the config's scheduler, such as WarmupLR"
-        raise ConfigError([f"lr_scheduler: objects are not there: {fix}"])
+        raise ConfigError([f"lr_scheduler: objects are not supported: {fix}"])
     ds = read(config)
     notes: list[str] = []
     if optimizer is not None:
@@ -65,7 +75,7 @@ def initialize(
     groups = find_groups(model, model_parameters, _hyper_parameters(ds))
     facts = find_facts(model)
     topology = topology or Topology()
-    # so that no rank raises while others connect
+    # all ranks connect before one may raise
     collectives.exchange(None, topology.axis("world"))
     translation = translate(ds, topology.dp, facts, groups)
     loader = None
@@ -81,7 +91,10 @@ def initialize(
 
 
 def find_facts(model: nn.Module) -> ModelFacts:
-    """Returns the hidden size in the model's `config`, as Hugging Face finds it, and the dtype of most weights."""
+    """Returns the hidden size in the model's `config`, and the most common dtype of its weights.
+
+    The hidden size is found as in Hugging Face's DeepSpeed integration.
+    """
     counts = dict.fromkeys(DTYPES.values(), 0)
     for param in model.parameters():
         counts[param.dtype] = counts.get(param.dtype, 0) + param.numel()
@@ -97,7 +110,7 @@ def _hidden_size(config: object) -> int | None:
 
 
 def _hyper_parameters(ds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns optimizer.params of a ds_config; empty if it is not an object, which `translate` refuses later."""
+    """Returns optimizer.params of a ds_config; empty if it is invalid (`translate` then raises)."""
     section = ds.get("optimizer")
     params = section.get("params") if isinstance(section, Mapping) else None
     return params if isinstance(params, Mapping) else {}

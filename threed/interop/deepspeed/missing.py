@@ -1,4 +1,4 @@
-"""Attributes of DeepSpeed's engine that this one does not have, and their replacements."""
+"""Attributes of DeepSpeed's engine that `DeepSpeedEngine` lacks, with their replacements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read-only views that take the place of DeepSpeed's optimizer and scheduler; changes are refused by name."""
+"""Read-only views in place of DeepSpeed's optimizer and scheduler; changes raise errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from threed.zero.layout import GroupOptions
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise TypeError(
-        "optimizer.param_groups is read-only, also by add_param_group: the engine makes the steps; for learning rates"
+        "optimizer.param_groups is read-only, also by add_param_group: the engine does the updates; for learning rates"
         ' write the config\'s "scheduler" (WarmupLR, WarmupDecayLR or WarmupCosineLR), and pass groups with their own'
         " rates or decays to initialize"
     )
@@ -25,7 +25,10 @@ refuse: Callable[..., Any] = _refuse
 
 
 class ParamGroup(dict[str, Any]):
-    """A parameter group that is read-only: methods that change a dict raise TypeError."""
+    """A read-only parameter group: the mutating methods of a dict raise TypeError.
+
+    It is pickled as a dict.
+    """
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = refuse
 
@@ -34,7 +37,7 @@ class ParamGroup(dict[str, Any]):
 
 
 class ReadOnlyList(list[Any]):
-    """A list that is read-only: methods that change a list raise TypeError."""
+    """A read-only list: the mutating methods of a list raise TypeError. It is pickled as a list."""
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = append = extend = insert = refuse
     pop = remove = clear = sort = reverse = refuse
@@ -44,9 +47,14 @@ class ReadOnlyList(list[Any]):
 
 
 class PassedOptimizer:
-    """An optimizer that was passed to `initialize`, which has read its values.
+    """Guards the optimizer that was passed to `initialize` against changes.
 
-    From then on its groups are read-only, and its `step` raises RuntimeError.
+    `initialize` has read its values.
+
+    Its parameter groups become read-only, and its `step` raises RuntimeError.
+
+    Args:
+        optimizer: the passed optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -57,7 +65,7 @@ class PassedOptimizer:
         self._own = optimizer.register_step_pre_hook(_refuse_step).id
 
     def check(self) -> None:
-        """Raises RuntimeError if the optimizer has other groups, or hooks for its steps."""
+        """Raises RuntimeError if the optimizer has got other parameter groups, or step hooks."""
         if list(map(id, self._optimizer.param_groups)) != list(map(id, self._groups)):
             fix = "pass all groups to initialize, and load states with engine.load_checkpoint()"
             raise RuntimeError(f"the passed optimizer has other groups: {fix}")
@@ -72,14 +80,22 @@ def _refuse_step(*_: Any) -> NoReturn:
 
 
 class OptimizerView:
-    """A view of the optimizer; the engine does the steps."""
+    """A read-only view of the engine's optimizer.
+
+    Args:
+        engine: the engine, which runs the updates.
+        zero_grad: the `zero_grad` of the `DeepSpeedEngine`.
+    """
 
     def __init__(self, engine: ModuleEngine, zero_grad: Callable[[], None]) -> None:
         self._engine, self._zero_grad = engine, zero_grad
 
     @property
     def param_groups(self) -> list[Any]:
-        """One group for each learning rate and decay: its params, the next update's lr, weight_decay and the rest."""
+        """Parameter groups for the next update: params, lr, weight_decay, and other values.
+
+        There is one group per combination of learning rate and decay.
+        """
         optim, steps = self._engine.config.optim, self._engine.optimizer
         lr = float(steps.learning_rate(steps.updates))
         rest: dict[str, Any] = (
@@ -89,7 +105,7 @@ class OptimizerView:
         groups = [group for group in self._engine.layout.groups if group.key.trainable]
         rates_of = {slot.spec.name: group.key.options for group in groups for slot in group.slots}
         found: dict[GroupOptions, list[nn.Parameter]] = {}
-        # safe to read while they are slices
+        # named_parameters is safe while the parameters are released (slices only)
         for name, param in self._engine.module.named_parameters():
             if name in rates_of:
                 found.setdefault(rates_of[name], []).append(param)
@@ -104,7 +120,7 @@ class OptimizerView:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the next loss; 1 unless fp16."""
+        """The scale of the next loss; 1 unless the dtype is fp16."""
         return float(self._engine.optimizer.scaler.scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -112,37 +128,44 @@ class OptimizerView:
         self._zero_grad()
 
     def step(self, *_: Any) -> NoReturn:
-        """Raises an error: not available here."""
+        """Raises NotImplementedError: `engine.step` runs the update."""
         raise NotImplementedError("call engine.step()")
 
     def state_dict(self) -> NoReturn:
-        """Raises an error: not available here."""
-        fix = "use engine.save_checkpoint(), which loads on any ranks"
-        raise NotImplementedError(f"a rank holds slices only: {fix}")
+        """Raises NotImplementedError: checkpoints are saved by the engine."""
+        fix = "use engine.save_checkpoint(), which loads on any number of ranks"
+        raise NotImplementedError(f"a rank has slices only: {fix}")
 
     def load_state_dict(self, state: Any) -> NoReturn:
-        """Raises an error: not available here."""
+        """Raises NotImplementedError: checkpoints are loaded by the engine."""
         raise NotImplementedError("use engine.load_checkpoint()")
 
 
 class SchedulerView:
-    """A view of the scheduler; the learning rate is a function of the updates done, and advances with them."""
+    """A view of the learning rate schedule, which is a function of the number of updates.
+
+    Args:
+        optimizer: the view of the optimizer.
+    """
 
     def __init__(self, optimizer: OptimizerView) -> None:
         self._optimizer = optimizer
 
     def get_last_lr(self) -> list[float]:
-        """Returns the learning rate of the next update, of every parameter group."""
+        """Returns the learning rates of the next update, one per parameter group."""
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     get_lr = get_last_lr
 
     def step(self, *_: Any) -> None:
-        """Does nothing: an update advances the schedule, a skipped step does not."""
+        """Has no effect, because each update advances the schedule.
+
+        A skipped step does not advance it.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns an empty dict: the number of updates is in the engine's checkpoint."""
+        """Returns an empty dict, because the engine's checkpoint has the number of updates."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Does nothing: see `state_dict`."""
+        """Has no effect; see `state_dict`."""

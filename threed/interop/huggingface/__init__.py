@@ -1,1 +1,1 @@
-"""Hugging Face folders: read, written, and loaded into an engine."""
+"""Reads and writes Hugging Face folders, and loads their weights into an engine."""

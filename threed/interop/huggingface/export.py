@@ -1,10 +1,11 @@
-"""Writes Hugging Face folders, from native checkpoints or from others; `layouts` has their tensors' names and shapes.
+"""Writes Hugging Face folders from native checkpoints or other tensor sources.
 
-    export_hf(Path("runs/gpt/checkpoints/step-200"), Path("runs/gpt/hf"), tokenizer)     # from a native checkpoint
-    write_folder(out, folder.table, folder, folder.config, dtype="bf16")                 # from an `HFFolder`
+    export_hf(Path("runs/gpt/checkpoints/step-200"), out, tokenizer)     # from a native checkpoint
+    write_folder(out, folder.table, folder, folder.config, "bf16")       # from an `HFFolder`
 
-In phases: check the checkpoint and every name and shape -> plan shards from shapes -> stream some rows at a time ->
-configuration and tokenizer -> rename the folder.
+The phases are: check the checkpoint, names and shapes; assign tensors to files by size; stream
+tensors, a few rows at a time; write configuration and tokenizer; rename the folder. `layouts`
+defines the names and shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from threed.interop.huggingface.layouts import (
     check_names,
     config_of,
     entries,
-    our_shapes,
+    native_shapes,
 )
 from threed.precision import DTYPES
 from threed.resolution import resolve_model
@@ -45,31 +46,39 @@ SHARD_BYTES = 5_000_000_000
 
 
 class SavesFiles(Protocol):
-    """A tokenizer, or the files of one."""
+    """A tokenizer, or a tokenizer's files, that can be written to a folder."""
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
-        """Writes the tokenizer's files into the folder of a model."""
+        """Writes the tokenizer's files to the folder of a model."""
 
 
 def export_hf(
     checkpoint: Path, out: Path, tokenizer: Tokenizer | None = None, dtype: str | None = None, *,
     files: SavesFiles | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes a native checkpoint as a folder that `transformers` loads, whole or not at all; no process group needed.
+    """Writes a native checkpoint, atomically, as a folder that `transformers` can load.
 
-    If the run began from a Hugging Face folder and uses its tokenizer, special token ids and generation_config.json are
-    those of the folder; otherwise they follow from the tokenizer. An earlier export at `out` is replaced.
+    No process group is required.
+
+    If the run started from a Hugging Face folder and uses its tokenizer, special token ids and
+    generation_config.json are copied from that folder; otherwise they are derived from the
+    tokenizer. Replaces an earlier export at `out`.
 
     Args:
         checkpoint: the folder of the native checkpoint.
         out: the folder to write.
-        tokenizer: its files are written too.
-        dtype: of the weights: fp32, bf16, fp16 or fp64; None: as in the checkpoint (masters).
-        files: files of a tokenizer to copy, instead of `tokenizer`.
-        shard_bytes: the largest size of a file of weights.
+        tokenizer: the tokenizer to write.
+        dtype: dtype of the written weights: fp32, bf16, fp16 or fp64; None keeps the dtype of the
+            master weights.
+        files: tokenizer files to copy, instead of `tokenizer`.
+        shard_bytes: limit on the size of a weight file, in bytes.
+
+    Returns:
+        `out`.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, has names or shapes of another model, or values that overflow.
+        CheckpointError: if the checkpoint is damaged, its tensors do not match its model, or values
+            overflow `dtype`.
     """
     manifest = native.read_manifest(checkpoint)
     problems = native.verify(checkpoint, manifest, thorough=True)
@@ -78,15 +87,15 @@ def export_hf(
     reader = Reader(checkpoint, manifest)
     model = _saved_model(manifest["config"]["model"], reader)
     table = entries(model)
-    beside = {name: shape for name, (*_, shape) in reader.buffers.items()}  # the layouts have none
-    check_names({**reader.shapes, **beside}, our_shapes(table), str(checkpoint))
+    buffers = {name: shape for name, (*_, shape) in reader.buffers.items()}  # no layout has buffers
+    check_names({**reader.shapes, **buffers}, native_shapes(table), str(checkpoint))
     _check_tokenizer(tokenizer, model)
-    record = folder_record.checked(manifest["state"]["extra"].get("hf"))
-    more, others = folder_record.written(record, tokenizer)
+    record = folder_record.validated(manifest["state"]["extra"].get("hf"))
+    extra_keys, json_files = folder_record.for_export(record, tokenizer)
     config = config_of(model) | {"vocab_size": model.vocab, "tie_word_embeddings": bool(model.tied)}
-    del config["pad_token_id"]  # which `more` has, or the folder had none
+    del config["pad_token_id"]  # `extra_keys` has it, unless the original folder had none
     return write_folder(
-        out, table, reader, config | more, dtype, files or tokenizer, others, shard_bytes
+        out, table, reader, config | extra_keys, dtype, files or tokenizer, json_files, shard_bytes
     )
 
 
@@ -95,10 +104,23 @@ def write_folder(
     tokenizer: SavesFiles | None = None, files: Mapping[str, Any] = MappingProxyType({}),
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes a Hugging Face folder of these tensors, whole or not at all.
+    """Writes a Hugging Face folder, atomically.
 
-    dtype: of all; None: each as it is. files: other JSON files, objects or their text. Raises CheckpointError, also for
-    values that overflow.
+    Args:
+        out: the folder to write.
+        table: the tensors to write.
+        source: the native tensors.
+        config: the content of config.json, without the dtype.
+        dtype: dtype of all written tensors; None keeps each tensor's dtype.
+        tokenizer: the tokenizer to write.
+        files: additional JSON files by name, as objects or as text.
+        shard_bytes: limit on the size of a weight file, in bytes.
+
+    Returns:
+        `out`.
+
+    Raises:
+        CheckpointError: if tensors cannot be read, values overflow `dtype`, or the disk is full.
     """
     to = {entry.name: _dtype(dtype, entry, source) for entry in table}
     nbytes, tally = sum(_nbytes(entry, to[entry.name]) for entry in table), Tally()
@@ -117,38 +139,44 @@ def write_folder(
 
 
 def _saved_model(saved: Mapping[str, Any], reader: Reader) -> ModelConfig:
-    """Returns the configuration of a checkpoint's model; CheckpointError where it cannot be that of its tensors."""
+    """Returns a checkpoint's model.
+
+    Raises CheckpointError if it is invalid or has more layers than there are tensors.
+    """
     try:
         model = ModelConfig.model_validate(saved)
-        if model.layers <= len(reader.shapes):  # before a table is made of so many
+        if model.layers <= len(reader.shapes):  # check before creating a table of all layers
             return resolve_model(model)
     except ValueError as error:
-        said = " ".join(str(error).split())
-        raise CheckpointError(f"the model's configuration is not valid: {said}") from None
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"the model's configuration is not valid: {text}") from None
     what = f"the model's configuration has {model.layers} layers"
-    raise CheckpointError(f"{what}, and there are fewer tensors")
+    raise CheckpointError(f"{what}, but there are fewer tensors")
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, model: ModelConfig) -> None:
     if tokenizer is not None and tokenizer.text_vocab_size > (model.vocab or 0):
         raise CheckpointError(
             f"the model has {model.vocab} tokens and tokenizer {tokenizer.name} has {tokenizer.text_vocab_size}:"
-            " give the tokenizer that the model was trained with"
+            " use the tokenizer that the model was trained with"
         )
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the format of this name; CheckpointError for another."""
+    """Returns the torch dtype with a name such as "bf16".
+
+    Raises CheckpointError if the name is unknown.
+    """
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def _dtype(name: str | None, entry: Entry, source: TensorSource) -> torch.dtype:
-    """Returns the format of an entry: of this name, else the widest of its weights."""
+    """Returns the dtype named `name`; without a name, the widest dtype of the entry's weights."""
     if name is not None:
         return dtype_of(name)
-    dtypes = [source.tensor(WEIGHT, ours).dtype for ours, _ in entry.ours if entry.held]
+    dtypes = [source.tensor(WEIGHT, weight).dtype for weight, _ in entry.native if entry.in_model]
     return functools.reduce(torch.promote_types, dtypes or [torch.float32])
 
 
@@ -164,15 +192,18 @@ def _write_weights(
     shard_bytes: int,
     tally: Tally,
 ) -> None:
-    """Writes one file, or numbered shards and their index. tally: of tensors that are not finite."""
+    """Writes the weights as one file, or as numbered shards with an index.
+
+    tally: counts values that are not finite.
+    """
     shards = cut({entry.name: _nbytes(entry, to[entry.name]) for entry in table}, shard_bytes)
     files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
     files = files if len(files) > 1 else ["model.safetensors"]
     by_name = {entry.name: entry for entry in table}
 
     def rows(name: str) -> Iterator[Tensor]:
-        theirs = by_name[name].theirs(lambda ours: source.tensor(WEIGHT, ours))
-        for values in read_slabs(theirs, to[name].itemsize):
+        tensor = by_name[name].to_hf(lambda weight: source.tensor(WEIGHT, weight))
+        for values in read_slabs(tensor, to[name].itemsize):
             yield tally.passed(name, narrowed(name, values, to[name]))
 
     for file, names in zip(files, shards, strict=True):

@@ -1,11 +1,12 @@
-"""Reads a Hugging Face folder: its configuration, and its tensors by our names, as a `TensorSource`.
+"""Reads a Hugging Face folder: configuration and tensors, as a `TensorSource` with native names.
 
-    folder = HFFolder(Path("Llama-3.1-8B"))       # CheckpointError for what is no such folder, or is not understood
-    for problem in folder.problems(): ...         # what of its tensors does not fit its configuration
+    folder = HFFolder(Path("Llama-3.1-8B"))    # raises CheckpointError if not supported
+    for problem in folder.problems(): ...      # mismatches of tensors and configuration
     folder.tensor("weight", "blocks.3.attention.query.weight").read((0, 0), out)
 
-Files are mapped into memory; each is opened when something in it is first read. Both spellings of names are read: of a
-model with its head (`model.layers...`) and of a base model (`layers...`); a tied head may be there too, or alone.
+Files are memory-mapped, and opened at the first read. Tensor names may have the prefix of a model
+with a head (`model.layers...`) or not (a base model: `layers...`). If head and embedding are tied,
+the files may contain either or both.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from threed.interop.huggingface.layouts import (
     entries,
     model_of,
     name_problems,
-    our_shapes,
+    native_shapes,
 )
 from threed.parse import ParseError, read_json
 from threed.sharding import slices
@@ -41,30 +42,38 @@ ADAPTER = "adapter_config.json"
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-Header = tuple[str, Shape]  # dtype, as safetensors spells it, and shape
+Header = tuple[str, Shape]  # dtype in the notation of safetensors, shape
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Returns whether a folder is one of Hugging Face's, by its files."""
+    """Returns whether a folder is a Hugging Face folder, by its files."""
     return not (path / MANIFEST).is_file() and (
         (path / CONFIG).is_file() or (path / INDEX).is_file()
     )
 
 
 def has_weights(path: Path) -> bool:
-    """Returns whether a folder of Hugging Face's has weights that are read."""
+    """Returns whether a Hugging Face folder has safetensors weights."""
     return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 class HFTensors(ABC):
-    """The tensors of a model of Hugging Face's, as a `TensorSource`.
+    """Base class: the tensors of a Hugging Face model, as a `TensorSource`.
+
+    Args:
+        path: the folder or checkpoint with the tensors.
+        config: the path of config.json.
 
     Attributes:
-        path: the folder that they are in.
-        config: their configuration as it is.
-        model: that configuration as keys of ours; `seq` is the longest sequence.
-        table: the names and shapes of their tensors, and which of ours each consists of.
-        shapes, parts: of our tensors, by our names.
+        path: the folder or checkpoint with the tensors.
+        config: the content of config.json.
+        model: the model configuration; `seq` is the number of positions.
+        table: the Hugging Face tensors, and the native tensors that each consists of.
+        shapes: shape of each native tensor, by native name.
+        parts: parts of each native tensor (weight, exp_avg, exp_avg_sq), by native name.
+
+    Raises:
+        CheckpointError: if the configuration or the files are not supported.
     """
 
     def __init__(self, path: Path, config: Path) -> None:
@@ -74,42 +83,42 @@ class HFTensors(ABC):
             self.model = model_of(self.config)
         except CheckpointError as error:
             raise CheckpointError(f"{config}: {error}") from None
-        names = self._open_all()
-        if self.model.layers > len(names):  # before a table is made of so many
+        names = self._open_files()
+        if self.model.layers > len(names):  # check before creating a table of all layers
             raise CheckpointError(
-                f"{path}: its configuration has {self.model.layers} layers, and it has fewer tensors"
+                f"{path}: its configuration has {self.model.layers} layers, but it has fewer tensors"
             )
         self.table = entries(self.model)
-        self.shapes = our_shapes(self.table)
+        self.shapes = native_shapes(self.table)
         self.parts: dict[str, Sequence[str]] = dict.fromkeys(self.shapes, (WEIGHT,))
-        self._entries = {name: entry for entry in self.table for name, _ in entry.ours}
+        self._entries = {name: entry for entry in self.table for name, _ in entry.native}
         self._record = self.model.layout
-        self._bare = not any(name.startswith(self._record.prefix) for name in names)
-        self._stands_for: dict[str, str] = {}
-        embedding = self._spelt(self._record.rules[0].hf)
+        self._is_base_model = not any(name.startswith(self._record.prefix) for name in names)
+        self._aliases: dict[str, str] = {}
+        embedding = self._name_in_files(self._record.rules[0].hf)
         if self.model.tied and HEAD in names and embedding not in names:
-            self._stands_for[embedding] = HEAD
+            self._aliases[embedding] = HEAD
 
     @abstractmethod
-    def _open_all(self) -> set[str]:
-        """Returns the names of all tensors."""
+    def _open_files(self) -> set[str]:
+        """Opens the files, and returns the names of all tensors."""
 
     @abstractmethod
-    def _find(self, found: dict[str, Header]) -> Iterator[str]:
-        """Puts every tensor into `found`; yields what is wrong with the files."""
+    def _read_headers(self, found: dict[str, Header]) -> Iterator[str]:
+        """Adds the header of every tensor to `found`; yields problems of the files."""
 
     @abstractmethod
-    def _theirs(self, part: str, key: str) -> LazyTensor:
-        """Returns a part of a tensor by its name in the files."""
+    def _hf_tensor(self, part: str, key: str) -> LazyTensor:
+        """Returns a part of a tensor. key: its name in the files."""
 
     # ------------------------------------------------------------------------------------------------------- checks
 
     def problems(self) -> Iterator[str]:
-        """Yields what is wrong with its files, and what of their tensors is missing, unexpected or misshaped."""
+        """Yields problems of files, and missing, unexpected, misshaped or unsupported tensors."""
         found: dict[str, Header] = {}
-        yield from self._find(found)
+        yield from self._read_headers(found)
         wanted = {self._key(entry): entry.shape for entry in self.table}
-        unused = self._left_out() | ({HEAD} if self.model.tied else set())
+        unused = self._ignored_buffers() | ({HEAD} if self.model.tied else set())
         read = {
             name: shape
             for name, (_, shape) in found.items()
@@ -121,49 +130,51 @@ class HFTensors(ABC):
             yield f"{HEAD} is missing in {self.path}: a base model has no head; save the model with its language head"
         for name in wanted:
             if name in found and found[name][0] not in DTYPES:
-                yield f"{name} in {self.path} is {plain(found[name][0])}: there are {', '.join(DTYPES)}; dequantise it"
+                yield f"{name} in {self.path} is {plain(found[name][0])}: supported are {', '.join(DTYPES)}; dequantise it"
                 return
-        extra_head = self.model.tied and HEAD in found and HEAD not in wanted
-        if extra_head and read.keys() == wanted.keys():
+        has_extra_head = self.model.tied and HEAD in found and HEAD not in wanted
+        if has_extra_head and read.keys() == wanted.keys():
             yield from self._head_problems(found)
 
     def _head_problems(self, found: Mapping[str, Header]) -> Iterator[str]:
-        """Yields whether the head of a tied model, where a file has it too, is another than its embedding."""
+        """Yields a problem if a tied model has a head that differs from its embedding."""
         embedding = self._key(self.table[0])
-        slabs = (read_slabs(self._theirs(WEIGHT, name)) for name in (HEAD, embedding))
+        slabs = (read_slabs(self._hf_tensor(WEIGHT, name)) for name in (HEAD, embedding))
         same = found[HEAD] == found[embedding]
         if not same or not all(torch.equal(*both) for both in zip(*slabs, strict=True)):
             yield (
-                f"{HEAD} in {self.path} is another tensor than {embedding}, and its configuration ties both:"
-                ' set "tie_word_embeddings" to false there, or leave the head out'
+                f"{HEAD} in {self.path} differs from {embedding}, but its configuration ties them:"
+                ' set "tie_word_embeddings" to false there, or remove the head'
             )
 
     # -------------------------------------------------------------------------------------------------------- names
 
-    def _spelt(self, name: str) -> str:
-        return name.removeprefix(self._record.prefix) if self._bare else name
+    def _name_in_files(self, name: str) -> str:
+        return name.removeprefix(self._record.prefix) if self._is_base_model else name
 
     def _key(self, entry: Entry) -> str:
-        """Returns the name of an entry in the files."""
-        name = self._spelt(entry.name)
-        return self._stands_for.get(name, name)
+        """Returns the name of an entry's tensor in the files."""
+        name = self._name_in_files(entry.name)
+        return self._aliases.get(name, name)
 
-    def _left_out(self) -> set[str]:
-        """Returns names of buffers that old versions saved, which models compute."""
+    def _ignored_buffers(self) -> set[str]:
+        """Returns names of buffers that old versions of transformers saved; threed ignores them."""
         blocks, names = map(str, range(self.model.layers)), self._record.buffers
-        return {self._spelt(name.replace("{i}", block)) for block in blocks for name in names}
+        return {
+            self._name_in_files(name.replace("{i}", block)) for block in blocks for name in names
+        }
 
     # ------------------------------------------------------------------------------------------------------ reading
 
     def tensor(self, part: str, name: str) -> LazyTensor:
-        """Returns a part of one of our tensors."""
+        """Returns a part of a native tensor, by its native name."""
         entry = self._entries[name]
-        return entry.part(name, self._theirs(part, self._key(entry)))
+        return entry.native_part(name, self._hf_tensor(part, self._key(entry)))
 
 
 @dataclass(frozen=True, eq=False)
 class _Mapped:
-    """A tensor of a mapped file."""
+    """A tensor in a memory-mapped file."""
 
     values: Any  # a slice of safetensors
 
@@ -180,10 +191,17 @@ class _Mapped:
 
 
 class HFFolder(HFTensors):
-    """A folder of safetensors with its configuration.
+    """A Hugging Face folder: config.json and safetensors files.
+
+    Args:
+        path: the folder.
 
     Attributes:
-        steps: of its training, which the folder does not have.
+        steps: completed training steps, always 0.
+
+    Raises:
+        CheckpointError: if the folder has an adapter, has no safetensors, or its model is not
+            supported.
     """
 
     steps = 0
@@ -191,25 +209,28 @@ class HFFolder(HFTensors):
     def __init__(self, path: Path) -> None:
         if (path / ADAPTER).exists():
             fix = f"merge it into the weights first (PEFT's merge_and_unload), or remove {ADAPTER}"
-            raise CheckpointError(f"{path} has an adapter, which is not read: {fix}")
+            raise CheckpointError(f"{path} has an adapter, which is not supported: {fix}")
         super().__init__(path, path / CONFIG)
 
     def tokenizer(self, fix: str) -> str:
-        """Returns the folder, as `--data.tokenizer`.
+        """Returns the folder's path, as a value for `--data.tokenizer`.
+
+        Args:
+            fix: text that ends the error message.
 
         Raises:
-            CheckpointError: it has no tokenizer; the message ends with `fix`.
+            CheckpointError: if the folder has no tokenizer.
         """
         if not folder_files(self.path).vocabulary:
             raise CheckpointError(f"the folder has no tokenizer ({VOCABULARY_NAMES}): {fix}")
         return str(self.path.absolute())
 
-    def _open_all(self) -> set[str]:
+    def _open_files(self) -> set[str]:
         self._places = _places(self.path)
         self._files: dict[str, Any] = {}
         return set(self._places or _contents(self._open(SINGLE)))
 
-    def _find(self, found: dict[str, Header]) -> Iterator[str]:
+    def _read_headers(self, found: dict[str, Header]) -> Iterator[str]:
         for file in dict.fromkeys(self._places.values()) or [SINGLE]:
             inside = _contents(self._open(file))
             named = {name for name, place in self._places.items() if place == file} or set(inside)
@@ -218,7 +239,7 @@ class HFFolder(HFTensors):
                 yield f"{self.path / file} and {INDEX} do not name the same tensors: {some}"
             found |= inside
 
-    def _theirs(self, part: str, key: str) -> LazyTensor:
+    def _hf_tensor(self, part: str, key: str) -> LazyTensor:
         file = self._places.get(key, "") if self._places else SINGLE
         try:
             return _Mapped(self._open(file).get_slice(key))
@@ -235,7 +256,10 @@ class HFFolder(HFTensors):
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; CheckpointError for another thing."""
+    """Returns the object in a JSON file.
+
+    Raises CheckpointError if the file is not a JSON object.
+    """
     try:
         return read_json(path)
     except ParseError as error:
@@ -243,15 +267,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _places(path: Path) -> dict[str, str]:
-    """Returns the file of every tensor, as the index says; nothing where there is one file only."""
+    """Returns the file name of every tensor, from the index; empty if model.safetensors exists."""
     if (path / SINGLE).exists():
         return {}
     if not (path / INDEX).exists():
         pickled = sorted(file.name for pattern in PICKLES for file in path.glob(pattern))
         if pickled:
             raise CheckpointError(
-                f"{path} has its weights as {plain(pickled[0])}, which can run any code when it is read: have"
-                " transformers write safetensors, where you trust it (from_pretrained, then save_pretrained)"
+                f"{path} has its weights as {plain(pickled[0])}, which can run any code when it is read: if you trust"
+                " it, convert it to safetensors with transformers (from_pretrained, then save_pretrained)"
             )
         raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}")
     places = read_object(path / INDEX).get("weight_map")
@@ -263,22 +287,22 @@ def _places(path: Path) -> dict[str, str]:
     for file in dict.fromkeys(places.values()):
         if Path(file).name != file or not file.isprintable() or not file.endswith(".safetensors"):
             raise CheckpointError(
-                f"{path / INDEX} names {plain(file)}, which is no safetensors file of its folder"
+                f"{path / INDEX} names {plain(file)}, which is not a safetensors file in its folder"
             )
     return places
 
 
 def _open(file: Path) -> Any:
     try:
-        # through links, which a cache of downloads is made of
+        # stat follows symbolic links, which download caches use
         if not stat.S_ISREG(file.stat().st_mode):
-            raise OSError("it is no plain file")
+            raise OSError("it is not a regular file")
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {plain(error)}") from None
 
 
 def _contents(handle: Any) -> dict[str, Header]:
-    """Returns dtype and shape of every tensor of an open file."""
+    """Returns the dtype and shape of every tensor in an open file."""
     found = ((key, handle.get_slice(key)) for key in list(handle.keys()))
     return {key: (values.get_dtype(), tuple(values.get_shape())) for key, values in found}

@@ -1,10 +1,11 @@
-"""The record of a Hugging Face folder: special token ids and generation defaults, kept from import to export.
+"""Record of a Hugging Face folder: special token ids and generation defaults, for a later export.
 
-Use: `record = record_of(config, generation, hashes)`, kept as `extra["hf"]` of a native checkpoint, and at an export
-`config, files = written(record, tokenizer)`.
+    record = record_of(config, generation, hashes)   # at import; extra["hf"] of a native checkpoint
+    config, files = for_export(record, tokenizer)    # at export
 
-The record has the keys of config.json that are not of the model (`KEPT`), the text of generation_config.json, and the
-hashes of the tokenizer's files. An export copies the files themselves from the folder, if they still have these hashes.
+The record has the keys of config.json that do not describe the model (`KEPT`), the text of
+generation_config.json, and the hashes of the tokenizer's files. An export copies these files from
+the folder if their hashes are still the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from threed.checkpoint.files import CheckpointError
 from threed.data.tokenizer import Tokenizer
 from threed.parse import ParseError, parse_json
 
-# Keys of a config.json that do not describe the model. By some of them transformers chooses the tokenizer's class.
+# Keys of config.json that do not describe the model. transformers uses some of them to select the
+# class of the tokenizer.
 KEPT = (
     "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "tokenizer_class", "transformers_version",
     "_name_or_path", "initializer_range", "use_cache",
@@ -32,15 +34,19 @@ def record_of(
 
     Args:
         config: the object in config.json.
-        generation: the text of generation_config.json, an object; None if there is no such file.
-        hashes: sha256 of the tokenizer's files, by name; empty if there are none.
+        generation: the text of generation_config.json, a JSON object; None if the file does not
+            exist.
+        hashes: sha256 of each of the tokenizer's files, by name; may be empty.
     """
     kept = {key: config[key] for key in KEPT if key in config}
     return {"config": kept, "generation": generation, "tokenizer": dict(hashes)}
 
 
-def checked(record: object) -> dict[str, Any] | None:
-    """Returns the record in a checkpoint, or None. Raises CheckpointError if it is malformed."""
+def validated(record: object) -> dict[str, Any] | None:
+    """Returns a record read from a checkpoint, or None if it has none.
+
+    Raises CheckpointError if it is malformed.
+    """
     if record is None:
         return None
     if isinstance(record, dict):
@@ -54,9 +60,11 @@ def checked(record: object) -> dict[str, Any] | None:
     raise CheckpointError("its record of a Hugging Face folder (extra.hf) is not valid")
 
 
-def belongs(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
-    """Returns whether a record is of this tokenizer: the files are the same, or the tokenizer's end of text is one of
-    the recorded eos ids."""
+def matches(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+    """Returns whether a record matches a tokenizer.
+
+    Either the files are equal, or the tokenizer's end of text is a recorded eos id.
+    """
     ends = [part.get("eos_token_id") for part in (record["config"], _generation(record))]
     known = [number for end in ends for number in (end if isinstance(end, list) else [end])]
     same = bool(tokenizer.files) and tokenizer.files == record["tokenizer"]
@@ -64,7 +72,7 @@ def belongs(record: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
 
 
 def _generation(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the recorded object in generation_config.json, or an empty one."""
+    """Returns the recorded generation_config.json, parsed; empty if the record has none."""
     try:
         found = parse_json(record["generation"] or "{}", GENERATION)
     except ParseError as error:
@@ -72,20 +80,28 @@ def _generation(record: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def written(
+def for_export(
     record: dict[str, Any] | None, tokenizer: Tokenizer | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the keys that an export adds to config.json, and its other JSON files by name, as objects or text.
+    """Returns the keys that an export adds to config.json, and additional JSON files to write.
 
-    They come from the record if it belongs to the tokenizer, else from the tokenizer. Warns if a record is not used.
+    The source is the record if it matches the tokenizer, else the tokenizer. Warns if a record is
+    not used.
+
+    Args:
+        record: the record of the original folder, or None.
+        tokenizer: the tokenizer of the export; None if it writes none.
+
+    Returns:
+        Keys for config.json, and JSON files by name, as objects or as text.
     """
-    if record is not None and (tokenizer is None or belongs(record, tokenizer)):
+    if record is not None and (tokenizer is None or matches(record, tokenizer)):
         files = {} if record["generation"] is None else {GENERATION: record["generation"]}
         return record["config"], files
     if record is not None and tokenizer is not None:
         warnings.warn(
-            f"the ids of special tokens and {GENERATION} are those of tokenizer {tokenizer.name}, not those of the"
-            " folder that the weights came from, whose tokenizer was another",
+            f"special token ids and {GENERATION} are those of tokenizer {tokenizer.name}, not of the folder of the"
+            " weights, because that folder has another tokenizer",
             stacklevel=2,
         )
     ids = _ids_of(tokenizer)
@@ -93,8 +109,10 @@ def written(
 
 
 def _ids_of(tokenizer: Tokenizer | None) -> dict[str, int | None]:
-    """Returns the bos and eos ids of a tokenizer. Without a bos token bos is the end of text, which precedes a document
-    in training."""
+    """Returns the bos and eos ids of a tokenizer.
+
+    If it has no bos token, bos is the end of text, which precedes every document in training.
+    """
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     bos = tokenizer.eot if tokenizer.bos_token_id is None else tokenizer.bos_token_id

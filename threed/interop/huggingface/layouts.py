@@ -1,12 +1,14 @@
-"""Tensors by Hugging Face's names and by ours: the rules of an architecture (`threed.architectures`) for one model.
+"""Conversion between native and Hugging Face tensors and configurations of a model.
 
-    for entry in entries(model):                             one for each of their tensors, block by block
-        theirs = entry.theirs(source_of_ours)                and back: entry.part(name, theirs)
-    state_dict_to_hf(engine.full_state_dict(), config.model)                    and back: hf_to_state_dict
-    model = model_of(json.loads(text))                       a config.json as keys of the model, and back: config_of
+    for entry in entries(model):                        # one per Hugging Face tensor
+        tensor = entry.to_hf(native_tensor_by_name)     # inverse: entry.native_part(name, tensor)
+    state_dict_to_hf(engine.full_state_dict(), model)   # inverse: hf_to_state_dict
+    model = model_of(json.loads(text))                  # from a config.json; inverse: config_of
 
-A rule maps one tensor of theirs to tensors of ours, stacked along dimension 0, perhaps transposed. Names, shapes, parts
-and both directions follow from it. Rotary positions need no permutation: ours are half-split, as theirs are.
+The rules come from the architecture (`threed.architectures`). A rule maps one Hugging Face tensor
+to native tensors, which are concatenated along dimension 0, and may transpose it. Names, shapes and
+both directions follow from the rule. Rotary positions need no permutation, because both layouts use
+the half-split form.
 """
 
 from __future__ import annotations
@@ -45,52 +47,76 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule at one block of one model: their `name`, and ours as (name, shape) pairs; held: whether we have those."""
+    """A rule, applied to one block of one model: a Hugging Face tensor and its native tensors.
+
+    Attributes:
+        rule: the rule.
+        name: the name of the Hugging Face tensor.
+        native: (name, shape) pairs of the native tensors.
+        in_model: whether the model has the native tensors; if not, the Hugging Face tensor is zero.
+    """
 
     rule: Rule
     name: str
-    ours: tuple[tuple[str, Shape], ...]
-    held: bool
+    native: tuple[tuple[str, Shape], ...]
+    in_model: bool
 
     @property
     def shape(self) -> Shape:
-        """The shape of their tensor."""
-        first = self.ours[0][1]
-        shape = (sum(shape[0] for _, shape in self.ours), *first[1:])
+        """The shape of the Hugging Face tensor."""
+        first = self.native[0][1]
+        shape = (sum(shape[0] for _, shape in self.native), *first[1:])
         return shape[::-1] if self.rule.transposed else shape
 
-    def split(self, theirs: Tensor) -> dict[str, Tensor]:
-        """Returns ours, from their tensor; CheckpointError if our model has no tensor for its values."""
-        if not self.held:
-            if theirs.count_nonzero():
+    def split(self, hf: Tensor) -> dict[str, Tensor]:
+        """Returns the native tensors, by name, of a Hugging Face tensor.
+
+        Raises:
+            CheckpointError: if the tensor is not zero and the model does not have the native
+                tensors.
+        """
+        if not self.in_model:
+            if hf.count_nonzero():
                 raise CheckpointError(
-                    f"{self.name} is not zero, and the model has no {self.ours[0][0]}"
+                    f"{self.name} is not zero, but the model has no {self.native[0][0]}"
                 )
             return {}
-        whole = MemoryTensor(theirs)
-        return {name: read_all(self.part(name, whole)).to(theirs.device) for name, _ in self.ours}
-
-    def theirs(self, ours: Callable[[str], LazyTensor]) -> LazyTensor:
-        """Returns their tensor, from ours by name; fp32 zeros if we have none."""
-        if not self.held:
-            return MemoryTensor(torch.zeros(()).expand(self.shape))
-        return self._turned(concatenate([ours(name) for name, _ in self.ours]))
-
-    def part(self, name: str, theirs: LazyTensor) -> LazyTensor:
-        """Returns our tensor `name`, from theirs. Raises KeyError if it is no part of theirs."""
-        firsts = accumulate((shape[0] for _, shape in self.ours), initial=0)
-        at = {
-            ours: (first, first + shape[0])
-            for first, (ours, shape) in zip(firsts, self.ours, strict=False)
+        lazy = MemoryTensor(hf)
+        return {
+            name: read_all(self.native_part(name, lazy)).to(hf.device) for name, _ in self.native
         }
-        return rows(self._turned(theirs), at[name])
 
-    def _turned(self, tensor: LazyTensor) -> LazyTensor:
+    def to_hf(self, native: Callable[[str], LazyTensor]) -> LazyTensor:
+        """Returns the Hugging Face tensor; fp32 zeros if the model lacks the native tensors.
+
+        native: returns a native tensor by name.
+        """
+        if not self.in_model:
+            return MemoryTensor(torch.zeros(()).expand(self.shape))
+        return self._transposed(concatenate([native(name) for name, _ in self.native]))
+
+    def native_part(self, name: str, hf: LazyTensor) -> LazyTensor:
+        """Returns the native tensor `name` of a Hugging Face tensor.
+
+        Raises KeyError if it is not part of it.
+        """
+        firsts = accumulate((shape[0] for _, shape in self.native), initial=0)
+        at = {
+            native: (first, first + shape[0])
+            for first, (native, shape) in zip(firsts, self.native, strict=False)
+        }
+        return rows(self._transposed(hf), at[name])
+
+    def _transposed(self, tensor: LazyTensor) -> LazyTensor:
         return Transposed(tensor) if self.rule.transposed else tensor
 
 
 def entries(model: ModelConfig) -> list[Entry]:
-    """Returns all tensors of a model's Hugging Face layout, block by block; CheckpointError if it has no layout."""
+    """Returns all tensors of a model's Hugging Face layout, block by block.
+
+    Raises:
+        CheckpointError: if the layout cannot express the model.
+    """
     model = resolve_model(model)
     keys, record = dict(model), model.layout
     if limits := list(record.limits(keys)):
@@ -106,12 +132,14 @@ def entries(model: ModelConfig) -> list[Entry]:
             for i in range(model.layers if blocked else 1)
             for rule in block
         ]
-    return [entry for entry in out if entry.held or entry.rule.zeros]
+    return [entry for entry in out if entry.in_model or entry.rule.zeros]
 
 
 def _at(rule: Rule, block: int, letters: Mapping[str, int], has: Mapping[str, bool]) -> Entry:
-    ours = [(name.replace("{i}", str(block)), _shape(shape, letters)) for name, shape in rule.ours]
-    return Entry(rule, rule.hf.replace("{i}", str(block)), tuple(ours), has[rule.needs])
+    native = [
+        (name.replace("{i}", str(block)), _shape(shape, letters)) for name, shape in rule.native
+    ]
+    return Entry(rule, rule.hf.replace("{i}", str(block)), tuple(native), has[rule.needs])
 
 
 def _letters(m: ModelConfig) -> dict[str, int]:
@@ -125,7 +153,13 @@ def _shape(words: str, letters: Mapping[str, int]) -> Shape:
 
 
 def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: str) -> None:
-    """Raises CheckpointError for missing, unexpected and misshaped tensors, ten of each by name."""
+    """Raises CheckpointError with up to ten missing, unexpected and misshaped tensors each.
+
+    Args:
+        found: the shapes that exist, by name.
+        wanted: the required shapes, by name.
+        what: the title of `found` in the message.
+    """
     if problems := name_problems(found, wanted):
         raise CheckpointError(
             f"{what} does not fit the model's configuration: {'; '.join(problems)}"
@@ -133,7 +167,12 @@ def check_names(found: Mapping[str, Shape], wanted: Mapping[str, Shape], what: s
 
 
 def name_problems(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> list[str]:
-    """Returns which tensors are missing, unexpected and misshaped, ten of each by name."""
+    """Returns messages for missing, unexpected and misshaped tensors, up to ten of each kind.
+
+    Args:
+        found: the shapes that exist, by name.
+        wanted: the required shapes, by name.
+    """
     both = [name for name in wanted if name in found and tuple(found[name]) != wanted[name]]
     kinds = (
         [f"{name} is missing" for name in wanted if name not in found],
@@ -147,24 +186,34 @@ def name_problems(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> li
     ]
 
 
-def our_shapes(table: Sequence[Entry]) -> dict[str, Shape]:
-    """Returns the names and shapes of all our tensors in a table."""
-    return dict(pair for entry in table if entry.held for pair in entry.ours)
+def native_shapes(table: Sequence[Entry]) -> dict[str, Shape]:
+    """Returns the shapes of all native tensors in a table, by name."""
+    return dict(pair for entry in table if entry.in_model for pair in entry.native)
 
 
 def state_dict_to_hf(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Maps weights by our global names to Hugging Face's. CheckpointError if names or shapes are not the model's."""
+    """Converts a native state dict to Hugging Face's names and layout.
+
+    Args:
+        weights: full (unsharded) weights, by global name.
+        model: the model configuration.
+
+    Raises:
+        CheckpointError: if names or shapes do not match the model.
+    """
     table = entries(model)
     check_names(
-        {name: tuple(w.shape) for name, w in weights.items()}, our_shapes(table), "the state dict"
+        {name: tuple(w.shape) for name, w in weights.items()},
+        native_shapes(table),
+        "the state dict",
     )
     device = next(iter(weights.values())).device
-    ours = {name: MemoryTensor(values) for name, values in weights.items()}
-    return {entry.name: read_all(entry.theirs(ours.__getitem__)).to(device) for entry in table}
+    native = {name: MemoryTensor(values) for name, values in weights.items()}
+    return {entry.name: read_all(entry.to_hf(native.__getitem__)).to(device) for entry in table}
 
 
 def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Maps weights by Hugging Face's names to ours: the inverse of `state_dict_to_hf`."""
+    """Converts a Hugging Face state dict to native layout: the inverse of `state_dict_to_hf`."""
     table = entries(model)
     embedding, head = weights.get(table[0].name), weights.get(HEAD)
     if model.tied and head is not None and embedding is not None and torch.equal(head, embedding):
@@ -179,40 +228,48 @@ def hf_to_state_dict(weights: Mapping[str, Tensor], model: ModelConfig) -> dict[
 
 
 def model_of(config: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model of a Hugging Face configuration; its `seq` is the longest that it names.
+    """Returns the model of a Hugging Face configuration; its `seq` is the number of positions.
 
-    Raises CheckpointError with every key that is missing, unknown, or says what cannot be expressed here.
+    Args:
+        config: the object in config.json.
+
+    Raises:
+        CheckpointError: if a key is missing, unknown or has an unsupported value; the message lists
+            all of them.
     """
     try:
         record = architectures.of_type(config.get("model_type"))
         model = resolve_model(_validated(record, spelling.read(record, config)))
         if limits := list(model.layout.limits(dict(model))):
-            raise ValueError(f"no {record.model_type} has {'; nor '.join(limits)}")
+            raise ValueError(f"a {record.model_type} model cannot have {'; nor '.join(limits)}")
         if problems := list(find_model_problems(model)):
             raise ValueError("; ".join(problems))
         return model
     except ValueError as error:
-        said = plain(" ".join(str(error).split()), 4000)
-        raise CheckpointError(f"the Hugging Face configuration: {said}") from None
+        text = plain(" ".join(str(error).split()), 4000)
+        raise CheckpointError(f"the Hugging Face configuration: {text}") from None
 
 
 def _validated(record: Architecture, keys: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model of these keys; ValueError with every value that is none of its key, by their name of it."""
+    """Returns the model with these keys.
+
+    Raises ValueError with all invalid values, by Hugging Face's key names.
+    """
     try:
         return ModelConfig.model_validate(keys)
     except ValidationError as error:
         lines = []
         for detail in error.errors():
-            ours = str((*detail["loc"], "model")[0])
-            theirs = spelling.named(record, ours)
-            beside = f" ({ours})" if theirs != ours and ours != "seq" else ""
+            native = str((*detail["loc"], "model")[0])
+            hf = spelling.hf_key(record, native)
+            suffix = f" ({native})" if hf != native and native != "seq" else ""
             value = json.dumps(detail["input"], default=str)
             short = value if len(value) <= 60 else f"{value[:57]}..."
-            lines.append(f"{theirs} {short}{beside}: {reason(detail)}")
+            lines.append(f"{hf} {short}{suffix}: {reason(detail)}")
         raise ValueError("; ".join(dict.fromkeys(lines))) from None
 
 
 def config_of(model: ModelConfig) -> dict[str, Any]:
-    """Returns the Hugging Face configuration of a model, without ids of tokens and dtype."""
+    """Returns the Hugging Face configuration of a model, without special token ids and dtype."""
     model = resolve_model(model)
     return spelling.write(model.layout, dict(model))

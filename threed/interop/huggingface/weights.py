@@ -1,7 +1,7 @@
-"""Turns a Hugging Face folder into a native checkpoint, or loads its weights into an engine.
+"""Converts a Hugging Face folder to a native checkpoint, or loads its weights into an engine.
 
-import_hf(HFFolder(src), dst)                               # `threed convert`; no process group
-load_hf(path, optimizer, topology, config, extras)          # `--checkpoint.resume`; every rank reads its slices
+import_hf(HFFolder(src), dst)                         # `threed convert`; without a process group
+load_hf(path, optimizer, topology, config, extras)    # `--checkpoint.resume`
 """
 
 from __future__ import annotations
@@ -31,18 +31,29 @@ from threed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import WEIGHT, fill_in_place, records
 
-FREE = ("seq", "dropout")  # what a run may say of a model that comes from a folder
+FREE = ("seq", "dropout")  # model keys that a run may choose; the folder determines all others
 
 
 def import_hf(
     folder: HFFolder, out: Path, dtype: str | None = None, tokenizer: str = "none",
     extra: Mapping[str, Any] | None = None, file_bytes: int = FILE_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes a folder's weights as the native checkpoint `out`, whole or not at all; moments are left out.
+    """Writes the weights of a folder as the native checkpoint `out`, atomically, without moments.
 
-    dtype: of all weights; None: each as it is. tokenizer: the one that an export uses. extra: kept in the manifest,
-    such as the hashes of the tokenizer's files and the folder's record. Raises CheckpointError with all that does not
-    fit, and for values that overflow.
+    Args:
+        folder: the Hugging Face folder.
+        out: the folder to write.
+        dtype: dtype of all written weights; None keeps each weight's dtype.
+        tokenizer: the tokenizer's path, which the manifest stores for a later export.
+        extra: additional entries for the manifest, such as the hashes of the tokenizer's files and
+            the folder's record.
+        file_bytes: limit on the size of a file, in bytes.
+
+    Returns:
+        `out`.
+
+    Raises:
+        CheckpointError: if the tensors do not match the configuration, or values overflow `dtype`.
     """
     if problems := list(folder.problems()):
         raise CheckpointError("; ".join(problems))
@@ -60,11 +71,24 @@ def import_hf(
 def load_hf(
     path: Path, optimizer: Optimizer, topology: Topology, config: Config, extras: Extras
 ) -> dict[str, Any]:
-    """Fills the optimizer with a folder's weights, moments of zero and the initial loss scale; returns the counters of
-    a run's begin.
+    """Loads a folder's weights into the optimizer, with zero moments. Collective.
 
-    Collective. The first rank checks the whole folder, all others open the files that they need. CheckpointError on
-    every rank where something does not fit, before anything is overwritten.
+    Resets the loss scale. Rank 0 checks all tensors of the folder; other ranks only open the files
+    that they need.
+
+    Args:
+        path: the Hugging Face folder.
+        optimizer: the optimizer to fill.
+        topology: the topology of the run.
+        config: the configuration of the run.
+        extras: the model's buffers.
+
+    Returns:
+        The counters of a run at step 0, and the folder's record in `extra`.
+
+    Raises:
+        CheckpointError: on every rank if anything does not match on one rank. Mismatches are found
+            before weights are overwritten; unreadable or non-finite values while loading.
     """
     everyone = topology.axis("world")
     folder, record, problems = _opened(path, config, everyone)
@@ -90,7 +114,7 @@ def load_hf(
 def _opened(
     path: Path, config: Config, everyone: Axis
 ) -> tuple[HFFolder | None, dict[str, Any], list[str]]:
-    """Returns a folder, its record on the first rank, and problems."""
+    """Returns the folder, its record (empty except on rank 0), and problems."""
     try:
         folder = HFFolder(path)
         problems = model_differences(path, folder.model, config.model)
@@ -99,12 +123,15 @@ def _opened(
         return folder, record_of_folder(folder), problems or list(folder.problems())
     except CheckpointError as error:
         return None, {}, [str(error)]
-    except Exception as error:  # so that every rank refuses
+    except Exception as error:  # reported like a problem, so that all ranks raise
         return None, {}, [f"{path} cannot be read: {type(error).__name__}: {plain(error)}"]
 
 
 def record_of_folder(folder: HFFolder) -> dict[str, Any]:
-    """Returns the record of a folder (`folder_record`). Raises CheckpointError if a file is malformed."""
+    """Returns the record of a folder (see `folder_record`).
+
+    Raises CheckpointError if a file is malformed.
+    """
     path = folder.path / GENERATION
     try:
         generation = None
@@ -117,7 +144,13 @@ def record_of_folder(folder: HFFolder) -> dict[str, Any]:
 
 
 def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> list[str]:
-    """Returns what of a run's model is another than that of the folder `path`, one line each."""
+    """Returns one message for each model key of a run that differs from the folder's model.
+
+    Args:
+        path: the folder, for messages.
+        saved: the folder's model.
+        model: the run's model.
+    """
     found, wanted = dict(spelt_as(saved, model)), dict(resolve_model(model))
     names = [name for name in found if name not in FREE and found[name] != wanted[name]]
     what = f"the model of {path} has"
@@ -125,7 +158,10 @@ def model_differences(path: Path, saved: ModelConfig, model: ModelConfig) -> lis
 
 
 def _overflows(folder: HFFolder, optimizer: Optimizer, config: Config) -> list[str]:
-    """Returns which of this rank's weights are beyond the run's format; fp32's and bf16's ranges count as one."""
+    """Returns a message if a weight of this rank overflows the run's dtype.
+
+    fp32 and bf16 have almost the same range.
+    """
     dtype = DTYPES[config.precision.dtype]
     try:
         for record in records(optimizer, (WEIGHT,)):

@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-LM: the weights of its `torch_dist` folders."""
+"""Reads the weights of Megatron-LM's `torch_dist` checkpoints."""

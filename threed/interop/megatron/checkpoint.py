@@ -1,15 +1,17 @@
-"""Megatron-LM's `torch_dist` checkpoints of GPT models of megatron-core: the weights, as a `Source`.
+"""Reads the weights of Megatron-LM's `torch_dist` checkpoints of GPT models, as a `Source`.
 
-    checkpoint = MegatronCheckpoint(folder)         CheckpointError for what is not read, by name
+    checkpoint = MegatronCheckpoint(folder)         raises CheckpointError if not supported
 
-The folder is one of torch.distributed.checkpoint, with names and shapes of the whole model. Layers are stacked along a
-first dimension, or have numbers; a gated `linear_fc1` has all gates first, or two tensors, `_w` and `_v`
-(megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py). What all ranks have, such as
-`args`, is in `common.pt`, or an entry (core_v0.19: serialization.py, save, `common_state`).
+The folder is written by torch.distributed.checkpoint and has the names and shapes of the unsharded
+model. Layers are either stacked along a first dimension or numbered. A gated `linear_fc1` is one
+tensor with the gate's rows first, or two tensors, `_w` and `_v`
+(megatron/core/dist_checkpointing/strategies/torch.py, transformer_block.py, mlp.py). State common
+to all ranks, such as `args`, is in the file `common.pt`, or in the entry `common_state`
+(core_v0.19: serialization.py, save).
 
-The layout of fused weights is that of megatron/core/transformer/attention.py and mlp.py (NVIDIA/Megatron-LM, commit
-d98e8a64): the rows of `linear_qkv` are, per query group, its queries, its key and its value; the rows of a gated
-`linear_fc1` are the gate and then the other factor.
+Fused weights have the layout of megatron/core/transformer/attention.py and mlp.py
+(NVIDIA/Megatron-LM, commit d98e8a64). The rows of `linear_qkv` are, per query group, the queries,
+the key and the value. The rows of a gated `linear_fc1` are the gate, then the up projection.
 """
 
 from __future__ import annotations
@@ -22,24 +24,24 @@ from typing import Any
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import LazyTensor, Slice, concatenate, rows
 from threed.config import ModelConfig
-from threed.interop.huggingface.layouts import entries, name_problems, our_shapes
+from threed.interop.huggingface.layouts import entries, name_problems, native_shapes
 from threed.interop.megatron.model_args import model_of
-from threed.interop.pickle_reader import PickleReader, Thing
+from threed.interop.pickle_reader import PickledObject, PickleReader
 from threed.interop.torch_dist import DistFolder
 from threed.parse import ParseError, read_file, read_json
 from threed.zero.records import WEIGHT
 
 WEIGHTS_ONLY = (
-    "weights alone are imported, for states of Megatron-LM's optimizers are not read: a run begins at step 0, with"
-    " moments of zero"
+    "only weights are imported, because states of Megatron-LM's optimizers are not supported: a run starts at step 0"
+    " with zero moments"
 )
 PREFIXES = ("model.module.module.", "model.module.", "model.", "")
 WORD = "embedding.word_embeddings.weight"
-OTHERS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
+NOT_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state_machine")
 MOST_LAYERS = 10_000
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
 STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(.+)")
-FUSED = {  # norms that are part of the layer behind them, with Transformer Engine
+FUSED = {  # Transformer Engine fuses a norm with the linear layer that follows it
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
@@ -59,10 +61,14 @@ Tensors = dict[str, LazyTensor]
 
 
 def step_folder(path: Path) -> Path | None:
-    """Returns the folder of an iteration: `path`, or the one below that the tracker names; None: neither.
+    """Returns the folder of an iteration: the subfolder named by the tracker file, else `path`.
+
+    The tracker file is latest_checkpointed_iteration.txt.
+
+    Returns None if the tracker file is invalid or `path` is not a folder.
 
     Raises:
-        CheckpointError: the tracker names a folder that is not there.
+        CheckpointError: if the tracker file names a missing folder.
     """
     tracker = path / "latest_checkpointed_iteration.txt"
     if not tracker.is_file():
@@ -77,27 +83,31 @@ def step_folder(path: Path) -> Path | None:
         return None
     if not (path / name).is_dir():
         fix = "give the folder of an iteration itself"
-        raise CheckpointError(f"{tracker} names {name}, which is not there: {fix}")
+        raise CheckpointError(f"{tracker} names {name}, which does not exist: {fix}")
     return path / name
 
 
 def is_legacy(path: Path) -> bool:
-    """Returns whether a folder has Megatron's legacy layout, one `mp_rank_*` folder per rank."""
+    """Returns whether a folder has Megatron-LM's legacy layout, one `mp_rank_*` folder per rank."""
     folder = step_folder(path)
     return folder is not None and any(folder.glob("mp_rank_*/model_optim_rng.pt"))
 
 
 def is_dist(path: Path) -> bool:
-    """Returns whether a folder is one of torch_dist, by its files."""
+    """Returns whether a folder has the files of a `torch_dist` checkpoint."""
     folder = step_folder(path)
     return folder is not None and (folder / ".metadata").is_file()
 
 
 class MegatronCheckpoint:
-    """The weights of a checkpoint as a `Source`.
+    """The weights of a Megatron-LM checkpoint, as a `Source`.
+
+    Args:
+        path: the folder of an iteration, or the folder above it with the tracker file.
 
     Raises:
-        CheckpointError: the model cannot be expressed, or a tensor does not have the shape that it needs.
+        CheckpointError: if the checkpoint's kind or model is not supported, or a fused tensor has a
+            wrong shape.
     """
 
     title = "Megatron-LM, torch_dist"
@@ -111,25 +121,25 @@ class MegatronCheckpoint:
         dist = DistFolder(folder, reader)
         self.model = model_of(_args(dist, reader), str(path))
         tensors = unstacked(_of_model(dist))
-        have = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
-        if self.model.layers > have:  # before shapes are computed for every layer
-            problem = f"it has {have} of {self.model.layers} layers"
+        present = len({match[1] for name in tensors if (match := LAYER.fullmatch(name))})
+        if self.model.layers > present:  # check before computing the shapes of every layer
+            problem = f"it has {present} of {self.model.layers} layers"
             raise CheckpointError(f"{path} does not fit its args: {problem}")
-        self.shapes = our_shapes(entries(self.model))
+        self.shapes = native_shapes(entries(self.model))
         self.parts = dict.fromkeys(self.shapes, (WEIGHT,))
         try:
-            self._weights = ours(tensors, self.model)
+            self._weights = to_native(tensors, self.model)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
     def problems(self) -> Iterator[str]:
-        """Yields the tensors that are missing, unexpected or of another shape."""
+        """Yields a message for each tensor that is missing, unexpected or of a wrong shape."""
         found = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         for problem in name_problems(found, self.shapes):
             yield f"{self.path} does not fit its args: {plain(problem, 3000)}"
 
     def tensor(self, part: str, name: str) -> LazyTensor:
-        """Returns one of our tensors."""
+        """Returns the weight with a global name of threed; `part` is always "weight"."""
         return self._weights[name]
 
 
@@ -140,33 +150,33 @@ def _check_kind(folder: Path) -> None:
     try:
         kind = read_json(folder / "metadata.json").get("sharded_backend")
     except ParseError as error:
-        why = "Megatron says there of which kind a checkpoint is"
+        why = "Megatron-LM records the kind of a checkpoint there"
         raise CheckpointError(f"{error}: {why}") from None
     if kind != "torch_dist":
-        raise CheckpointError(f"{folder} is of kind {plain(kind)}: torch_dist is read")
+        raise CheckpointError(f"{folder} is of kind {plain(kind)}: only torch_dist is supported")
 
 
 def _args(dist: DistFolder, reader: PickleReader) -> Mapping[str, Any]:
-    """Returns the arguments of Megatron's program."""
+    """Returns the arguments of the Megatron-LM run that wrote the checkpoint."""
     file = dist.path / "common.pt"
     common = reader.torch_file(file) if file.is_file() else dist.entry("common_state/shard_0_1")
     if isinstance(common, list) and len(common) == 1:
         common = common[0]
     args = common.get("args") if isinstance(common, dict) else dist.entry("args")
-    if not isinstance(args, Thing) or not isinstance(args.state, dict):
-        what = "of what model it is cannot be known (common.pt has them)"
+    if not isinstance(args, PickledObject) or not isinstance(args.state, dict):
+        what = "they are normally in common.pt, and describe the model"
         raise CheckpointError(f"{dist.path} has no args: {what}")
     return args.state
 
 
 def _of_model(dist: DistFolder) -> Tensors:
-    """Returns the tensors of the model, by Megatron's names without a prefix."""
+    """Returns the tensors of the model by their Megatron-LM names, without the wrappers' prefix."""
     prefix = next((some for some in PREFIXES if some + WORD in dist.shapes), None)
     if prefix is None:
-        problem = f"has no {WORD}: it is none of a GPT model of megatron-core"
+        problem = f"has no {WORD}: it is not a checkpoint of a megatron-core GPT model"
         raise CheckpointError(f"{dist.path} {problem}")
     names = [name for name in dist.shapes if name.startswith(prefix) and "_extra_state" not in name]
-    names = [name for name in names if not name.removeprefix(prefix).startswith(OTHERS)]
+    names = [name for name in names if not name.removeprefix(prefix).startswith(NOT_MODEL)]
     return {name.removeprefix(prefix): tensor for name, tensor in dist.tensors(names).items()}
 
 
@@ -174,7 +184,14 @@ def _of_model(dist: DistFolder) -> Tensors:
 
 
 def unstacked(tensors: Tensors) -> Tensors:
-    """Returns tensors by the numbers of layers, and halves of one layer together."""
+    """Returns the tensors with stacked layers split by layer number, and `_w` and `_v` joined.
+
+    Args:
+        tensors: tensors by Megatron-LM name, without prefix.
+
+    Raises:
+        CheckpointError: if a stacked tensor has no layer dimension or too many layers.
+    """
     found: Tensors = {}
     for name, tensor in tensors.items():
         match = STACKED.fullmatch(name)
@@ -182,7 +199,9 @@ def unstacked(tensors: Tensors) -> Tensors:
             found[name] = tensor
             continue
         if not tensor.shape or tensor.shape[0] > MOST_LAYERS:
-            raise CheckpointError(f"{plain(name)} has no layers, or more than any model")
+            raise CheckpointError(
+                f"{plain(name)} has no layer dimension, or more layers than any model"
+            )
         count, *shape = tensor.shape
         for number in range(count):
             start = (number, *(0 for _ in shape))
@@ -192,11 +211,15 @@ def unstacked(tensors: Tensors) -> Tensors:
     return found
 
 
-def ours(tensors: Tensors, model: ModelConfig) -> Tensors:
-    """Returns tensors by our names; an unknown tensor keeps its own name, and is reported as unexpected.
+def to_native(tensors: Tensors, model: ModelConfig) -> Tensors:
+    """Returns the tensors by threed's global names, with fused weights split.
+
+    An unknown tensor keeps its Megatron-LM name, and is later reported as unexpected.
 
     Args:
-        tensors: by Megatron's names, with the numbers of layers; a gated linear_fc1 has all gates first.
+        tensors: tensors by Megatron-LM name, with layer numbers; a gated linear_fc1 has the gate's
+            rows first.
+        model: the model configuration.
     """
     found: Tensors = {}
     for name, tensor in tensors.items():
@@ -233,7 +256,7 @@ def _in_layer(
 def _queries_keys_values(
     kind: str, tensor: LazyTensor, model: ModelConfig
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Yields the rows of queries, keys and values, group by group."""
+    """Yields the query, key and value weights, from linear_qkv with rows by query group."""
     groups = model.kv_heads or model.heads
     each, head = model.heads // groups, model.head_dim or model.hidden // model.heads
     size = (each + 2) * head

@@ -1,4 +1,7 @@
-"""The model of a checkpoint of Megatron-LM, from its `args` (megatron/training/arguments.py)."""
+"""Model configuration of a Megatron-LM checkpoint, from its `args`.
+
+See megatron/training/arguments.py.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from threed.config import ModelConfig
 from threed.resolution import resolve_model
 from threed.schema import ValidationError
 
-# What models here do not have: names, and the values with which they change nothing. Left out, they change nothing too.
-OTHERS: Mapping[str, tuple[Any, ...]] = {
+# Unsupported arguments, with the values that disable them. A missing argument is disabled too.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "num_experts": (None, 0), "multi_latent_attention": (None, False), "mtp_num_layers": (None, 0),
     "squared_relu": (None, False), "quick_geglu": (None, False), "apply_layernorm_1p": (None, False),
     "apply_residual_connection_post_layernorm": (None, False), "rotary_interleaved": (None, False),
@@ -28,27 +31,32 @@ KINDS = (("RMSNorm", "rope", True), ("LayerNorm", "learned_absolute", False))
 
 
 def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
-    """Returns the model of a checkpoint.
+    """Returns the model configuration of a checkpoint.
+
+    Args:
+        args: the arguments of the Megatron-LM run.
+        where: the path of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: with everything that cannot be expressed here.
+        CheckpointError: if the model is not supported; the message lists every unsupported
+            argument.
     """
-    others = [name for name, same in OTHERS.items() if args.get(name) not in same]
-    problems = [f"{name} {plain(args[name])}" for name in others]
+    unsupported = [name for name, same in UNSUPPORTED.items() if args.get(name) not in same]
+    problems = [f"{name} {plain(args[name])}" for name in unsupported]
     norm = args.get("normalization", "LayerNorm")
     positions = args.get("position_embedding_type", "learned_absolute")
     gated = bool(args.get("swiglu"))
     if (norm, positions, gated) not in KINDS:
         problems.append(
-            f"normalization {plain(norm)} with position_embedding_type {plain(positions)} and swiglu {gated}: there are"
-            " RMSNorm with rope and swiglu (Llama), and LayerNorm with learned_absolute (GPT-2)"
+            f"normalization {plain(norm)} with position_embedding_type {plain(positions)} and swiglu {gated}:"
+            " supported are RMSNorm with rope and swiglu (Llama), and LayerNorm with learned_absolute (GPT-2)"
         )
     if not gated and not (args.get("openai_gelu") or args.get("bias_gelu_fusion")):
         kind = "gelu by the error function (neither bias_gelu_fusion nor openai_gelu)"
-        problems.append(f"{kind}: its tanh form is here")
+        problems.append(f"{kind}: only its tanh form is supported")
     if problems:
         what = "; ".join(problems)
-        raise CheckpointError(f"{where} is of a model that cannot be expressed here: {what}")
+        raise CheckpointError(f"{where} has a model that threed does not support: {what}")
     try:
         model = resolve_model(ModelConfig.model_validate(_keys(args, gated)))
     except ValidationError as error:
@@ -64,7 +72,10 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
-    """Returns the keys of a model. Raises KeyError, TypeError or ValueError."""
+    """Returns the keys of a `ModelConfig`.
+
+    Raises KeyError, TypeError or ValueError for invalid arguments.
+    """
     heads, positions = args["num_attention_heads"], args["max_position_embeddings"]
     grouped = bool(args.get("group_query_attention")) and args.get("num_query_groups")
     keys = {
@@ -78,7 +89,7 @@ def _keys(args: Mapping[str, Any], gated: bool) -> dict[str, Any]:
     qkv_bias_alone = bool(args.get("add_qkv_bias")) and not bias
     if qkv_bias_alone and (qk_norm or not gated):
         given = "add_qkv_bias without add_bias_linear"
-        raise ValueError(f"{given}, with qk_layernorm or LayerNorm, is not here")
+        raise ValueError(f"{given}, with qk_layernorm or LayerNorm, is not supported")
     if not qkv_bias_alone:
         keys |= {"bias": bias, "mlp_bias": bias}
     if gated:

@@ -1,15 +1,15 @@
-"""DeepSpeed's configuration, read as threed's: a pure function from a ds_config.json to what an engine needs.
+"""Translation of DeepSpeed's configuration into threed's, as a pure function.
 
     translation = translate(read("ds_config.json"), world=8)
-    translation.config · .accumulation · .learning_rate · .loss_scale      # what is acted on
-    translation.notes                                                      # keys without effect, values of "auto"
+    translation.config · .accumulation · .learning_rate · .loss_scale     # settings of the engine
+    translation.notes                                   # keys without effect, values of "auto"
 
-`keys` has a model of the keys that are acted on, and tables of those without effect and those that
-are refused. `reader` reads a file into the model. `translate` goes from group to group and looks at
-keys that depend on each other, with `schedulers` for the learning rate. `optimizers` reads the
-objects that stand in for keys. No key is ignored in silence, and all problems are raised at once,
-as `threed.config.ConfigError`.
+`keys` defines a schema of the supported keys, and tables of the keys without effect and the
+unsupported keys. `reader` reads a file into the schema. `translate` converts one group of keys
+after another and checks keys that depend on each other; `schedulers` has the learning rate
+schedules. `optimizers` reads torch optimizers and parameter groups that replace keys. No key is
+silently ignored, and all problems are raised in one `threed.config.ConfigError`.
 
-Names, defaults and formulas are those of DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
+Names, defaults and formulas follow DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).
 """

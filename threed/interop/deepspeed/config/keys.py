@@ -1,12 +1,12 @@
-"""The keys of a ds_config: `DeepSpeedConfig` has those that are acted on, with DeepSpeed's
-defaults.
+"""Keys of a ds_config.
 
-`NO_EFFECT` are the keys that choose nothing, with the reason. `REFUSED` are the keys of which only
-some values work: these values, and the reason. Both are by the key's full name, such as
-"zero_optimization.overlap_comm". The description of a field says what to write in place of an
-"auto" whose value is unknown.
+`DeepSpeedConfig` has the supported keys, with DeepSpeed's defaults. `NO_EFFECT` has keys that are
+accepted without effect, with the reason. `REFUSED` has keys of which only some values are
+supported: these values, and the reason. Both tables use full names, such as
+"zero_optimization.overlap_comm". A field's description is the fix in the error message for an
+"auto" without a known value.
 
-Names and defaults are those of DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
+Names and defaults follow DeepSpeed 0.19.8 (deepspeed/runtime/config.py, constants.py,
 precision_config.py, zero/config.py, lr_schedules.py).
 """
 
@@ -21,20 +21,22 @@ from threed.values import Betas, Count, Natural, NonNegative, Positive, Share
 
 MASTERS = "master weights and optimizer states are always fp32"
 ONE_UPDATE = "there is one implementation of each optimizer"
-PINNED = "host memory is page-locked wherever there is a GPU"
+PINNED = "host memory is always page-locked if there is a GPU"
 REMOVED = "DeepSpeed has removed it too"
 OFF, ON = (False,), (True,)
 
 
 def _word(words: str, absent: str = "") -> BeforeValidator:
-    """Accepts one of some words in any case, and returns it in lower case. absent: words that
-    DeepSpeed has."""
+    """Returns a validator that accepts one of `words` in any case and returns it in lower case.
+
+    absent: words that DeepSpeed supports and threed does not, for the error message.
+    """
 
     def validate(value: object) -> str:
         text, listed = str(value).lower(), words.split()
         if text in words.lower().split():
             return text
-        what = "is not there" if text in absent.split() else "is not known"
+        what = "is not supported" if text in absent.split() else "is not known"
         raise ValueError(f"{what}: use {', '.join(listed[:-1])} or {listed[-1]}")
 
     return BeforeValidator(validate)
@@ -51,7 +53,7 @@ def _dtype(value: object) -> str:
 def _folder(value: object) -> str:
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
     if not isinstance(path, str) or not path:
-        raise ValueError("is no folder: write its path")
+        raise ValueError("is not a folder: set it to a path")
     return os.path.expanduser(path)
 
 
@@ -69,20 +71,20 @@ OptimizerName = Annotated[str, _word(
 SchedulerName = Annotated[
     str, _word("WarmupLR WarmupDecayLR WarmupCosineLR", "onecycle lrrangetest")
 ]
-ELEMENTS = "write a number of elements (the model tells no hidden size)"
-STEPS = "write the number of optimizer steps"
+ELEMENTS = "set it to a number of elements (the model's config has no hidden size)"
+STEPS = "set it to the number of optimizer steps"
 
 
 class Group(BaseModel):
-    """A group of keys; by itself one of which no key is acted on."""
+    """Base class of a group of keys; used directly for a group without supported keys."""
 
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Params(Group):
-    """optimizer.params, of all optimizers."""
+    """The group optimizer.params: the keys of all optimizers."""
 
-    lr: Positive = Field(1e-3, description="write the learning rate")
+    lr: Positive = Field(1e-3, description="set it to the learning rate")
     weight_decay: NonNegative = 0.0
     betas: Betas = (0.9, 0.999)
     eps: Positive = 1e-8
@@ -91,16 +93,16 @@ class Params(Group):
 
 
 class Optimizer(Group):
-    """optimizer."""
+    """The group optimizer."""
 
     type: OptimizerName | None = None
     params: Params = Params()
 
 
 class SchedulerParams(Group):
-    """scheduler.params, of all schedulers."""
+    """The group scheduler.params: the keys of all schedulers."""
 
-    warmup_type: Ramp = Field("log", description="write log or linear")
+    warmup_type: Ramp = Field("log", description="set it to log or linear")
     warmup_num_steps: Count = Field(1000, description=STEPS)
     total_num_steps: Count | None = Field(None, description=STEPS)
     warmup_min_lr: NonNegative = 0.0
@@ -110,23 +112,23 @@ class SchedulerParams(Group):
 
 
 class Scheduler(Group):
-    """scheduler."""
+    """The group scheduler."""
 
     type: SchedulerName | None = None
     params: SchedulerParams = SchedulerParams()
 
 
 class Offload(Group):
-    """offload_optimizer and offload_param."""
+    """The groups offload_optimizer and offload_param."""
 
-    device: Device = Field("none", description="write none, cpu or nvme")
+    device: Device = Field("none", description="set it to none, cpu or nvme")
     nvme_path: Annotated[str, BeforeValidator(_folder)] | None = Field(
-        None, description="write a folder on a fast local drive"
+        None, description="set it to a folder on a fast local drive"
     )
 
 
 class Zero(Group):
-    """zero_optimization."""
+    """The group zero_optimization."""
 
     stage: Annotated[Natural, Field(lt=4)] = 0
     reduce_bucket_size: Count | None = Field(None, description=ELEMENTS)
@@ -143,13 +145,13 @@ class Zero(Group):
 
 
 class Bf16(Group):
-    """bf16, or bfloat16."""
+    """The group bf16, also named bfloat16."""
 
-    enabled: bool = Field(False, description="write true or false")
+    enabled: bool = Field(False, description="set it to true or false")
 
 
 class Fp16(Bf16):
-    """fp16, with its loss scale."""
+    """The group fp16, with the loss scale."""
 
     loss_scale: NonNegative = 0.0
     initial_scale_power: Annotated[Natural, Field(lt=128)] = 16
@@ -160,14 +162,14 @@ class Fp16(Bf16):
 
 
 class DataTypes(Group):
-    """data_types."""
+    """The group data_types."""
 
     param_dtype: DType | None = None
     grad_accum_dtype: DType | None = None
 
 
 class DeepSpeedConfig(Group):
-    """All keys that are acted on, and all groups."""
+    """The supported keys of a ds_config, and all groups."""
 
     train_batch_size: Count | None = None
     train_micro_batch_size_per_gpu: Count | None = None
@@ -193,8 +195,10 @@ RENAMED = {
 
 
 def _by_name(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns tables of groups, by keys separated by spaces, as one table by the full name of a
-    key."""
+    """Returns one table by full key name.
+
+    tables: by group, a table with space-separated keys.
+    """
     return {
         f"{group}.{key}".removeprefix("."): what
         for group, table in tables.items()
@@ -205,68 +209,68 @@ def _by_name(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 NO_EFFECT: Mapping[str, str] = _by_name({
     "": {
-        "steps_per_print log_level": "nothing is printed; engine.metrics has every step's loss, norm and learning rate",
-        "wall_clock_breakdown memory_breakdown flops_profiler timers": "see the seconds in engine.metrics, torch.profiler",
-        "tensorboard wandb csv_monitor comet": "the loop is yours: log engine.metrics where you like",
+        "steps_per_print log_level": "use engine.metrics, which has the loss, gradient norm and learning rate of each step",
+        "wall_clock_breakdown memory_breakdown flops_profiler timers": "use the times in engine.metrics, or torch.profiler",
+        "tensorboard wandb csv_monitor comet": "log engine.metrics in your training loop",
         "comms_logger": "bytes sent are always counted, per axis: topology.traffic",
-        "dump_state": "engine.notes says what applies",
-        "disable_python_gc": "garbage collection is left alone",
-        "disable_allgather": "the gather is chosen by the ZeRO stage",
+        "dump_state": "use engine.translation, which has the configuration in effect",
+        "disable_python_gc": "Python's garbage collection is not changed",
+        "disable_allgather": "the ZeRO stage determines the gather",
         "prescale_gradients gradient_predivide_factor": "the loss is divided before the backward",
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer": "the update is threed's own, at every stage",
-        "aio": "transfers are cut into pieces of threed's own size, of which many move at once, through host memory",
+        "aio": "threed splits transfers into pieces of fixed size; many are in flight at once, through host memory",
         "activation_checkpointing":
-            "deepspeed.checkpointing is called by models: use the model's own, as gradient_checkpointing_enable()",
-        "vocabulary_size": "DeepSpeed only warns by it",
+            "it configures deepspeed.checkpointing: use the model's gradient_checkpointing_enable()",
+        "vocabulary_size": "DeepSpeed uses it only for a warning",
         "nebula datastates": "checkpoints are written to the folder you name",
-        "pipeline seq_parallel_communication_data_type use_data_before_expert_parallelism": "every rank runs all of it",
+        "pipeline seq_parallel_communication_data_type use_data_before_expert_parallelism": "every rank runs the full model",
     },
     "zero_optimization": {
         "stage3_prefetch_bucket_size prefetch_bucket_size stage3_max_live_parameters max_live_parameters"
         " stage3_max_reuse_distance max_reuse_distance stage3_module_granularity_threshold stage3_allgather_sequential"
         " stage3_use_all_reduce_for_fetch_params memory_efficient_linear leaf_module":
-            "parameters are gathered unit by unit, the next ones ahead, and released after use",
+            "parameters are gathered per unit, with prefetch, and released after use",
         "contiguous_gradients reduce_scatter allgather_partitions allgather_bucket_size round_robin_gradients"
         " use_multi_rank_bucket_allreduce overlap_comm":
-            "every rank owns a slice of every bucket, reduced and gathered as a whole while others compute",
+            "every rank owns a slice of every bucket; reduction and gather of a bucket overlap with computation",
         "load_from_fp32_weights": MASTERS,
-        "elastic_checkpoint pipeline_loading_checkpoint": "checkpoints load slice by slice on any number of ranks",
-        "compute_grad_norm": "the norm is always computed; it tells whether a step must be skipped",
+        "elastic_checkpoint pipeline_loading_checkpoint": "checkpoints load on any number of ranks; each reads its slices",
+        "compute_grad_norm": "the norm is always computed, because it decides whether a step is skipped",
         "stage3_model_persistence_threshold model_persistence_threshold":
-            "stage3_param_persistence_threshold alone decides what stays",
+            "only stage3_param_persistence_threshold decides which parameters stay unsharded",
         "stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save"
         " stage3_gather_fp16_weights_on_model_save": "engine.full_state_dict() gathers the weights",
-        "stage3_partition_stream_chunk_size": "build the model on the meta device to slice it unit by unit",
-        "ignore_unused_parameters": "unused parameters are always fine",
+        "stage3_partition_stream_chunk_size": "build the model on the meta device to shard it unit by unit",
+        "ignore_unused_parameters": "unused parameters are always supported",
         "legacy_stage1": "there is one implementation",
         "parameter_alignment": "slices are aligned",
-        "override_module_apply": "the module's methods are left alone",
-        "log_trace_cache_warnings": "nothing is logged",
+        "override_module_apply": "the module's methods are not replaced",
+        "log_trace_cache_warnings": "these warnings do not exist",
         "enable_sanity_checks": "ranks compare their buckets at start",
-        "save_muon_momentum_buffer_in_memory": "there is no Muon",
+        "save_muon_momentum_buffer_in_memory": "Muon is not supported",
         "cpu_offload_use_pin_memory": PINNED,
     },
     "zero_optimization.offload_optimizer": {
-        "buffer_count": "a buffer holds a bucket's slice, and there are as many as are under way; see reduce_bucket_size",
+        "buffer_count": "there is one buffer per bucket slice in flight; set reduce_bucket_size",
         "pin_memory": PINNED,
-        "pipeline_read pipeline_write": "the next bucket is always read, and the last one written, while one is updated",
-        "fast_init": "fresh states are zeros, which nobody has to write",
-        "super_offload": "there is one implementation: buckets leave while backward runs, and return while they update",
-        "cpuadam_cores_perc": "the update takes torch's threads: set OMP_NUM_THREADS",
+        "pipeline_read pipeline_write": "reading the next bucket and writing the last one always overlap with the update",
+        "fast_init": "initial states are zeros, which are never written",
+        "super_offload": "there is one implementation: transfers of buckets overlap with the backward and the update",
+        "cpuadam_cores_perc": "the update uses torch's threads: set OMP_NUM_THREADS",
     },
     "zero_optimization.offload_param": {
-        "buffer_count buffer_size": "there are as many buffers of a bucket's slice as are under way: reduce_bucket_size",
-        "max_in_cpu": "with nvme all slices live on the drive, and only buffers are in memory",
+        "buffer_count buffer_size": "there is one buffer per bucket slice in flight; set reduce_bucket_size",
+        "max_in_cpu": "with nvme all slices are on the drive, and only buffers are in memory",
         "pin_memory": PINNED,
     },
     "bf16": {
-        "immediate_grad_update": "gradients go to their bucket as soon as they are there",
+        "immediate_grad_update": "a gradient is added to its bucket as soon as it is computed",
         "check_grad_overflow": "a step whose gradients are not finite is always skipped, on every rank",
     },
     "checkpoint": {
-        "tag_validation": "ranks must always agree on the tag",
+        "tag_validation": "the tag must always be equal on all ranks",
         "load_universal": "every checkpoint loads on any number of ranks",
-        "parallel_write writer": "every rank writes what it owns",
+        "parallel_write writer": "every rank writes its own slices",
         "checkpoint_serialization": "checkpoints are safetensors",
     },
     "compile": {
@@ -275,7 +279,7 @@ NO_EFFECT: Mapping[str, str] = _by_name({
         " keep_int_input_tensors keep_all_input_tensors": "DeepCompile is off",
     },
     "tensor_parallel": {
-        "preset_model partition_config tp dtype": "the module is not sliced",
+        "preset_model partition_config tp dtype": "the module is not tensor-parallel",
     },
     "optimizer": {
         "legacy_fusion": ONE_UPDATE,
@@ -286,31 +290,31 @@ NO_EFFECT: Mapping[str, str] = _by_name({
 })  # fmt: skip
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = _by_name({
     "": {
-        "gradient_allreduce_op": (("mean",), "the mean is what a loss averaged over ranks gives"),
-        "managed_gradient_accumulation": (ON, "engine.step() acts at the accumulation boundary"),
+        "gradient_allreduce_op": (("mean",), "gradients are of the loss averaged over ranks"),
+        "managed_gradient_accumulation": (ON, "engine.step() updates at the accumulation boundary"),
         "sparse_gradients graph_harvesting progressive_layer_drop eigenvalue": (OFF, REMOVED),
         "sequence_parallel_size": ((1,), "context parallelism comes with a later release"),
-        "seq_parallel_comm_data_type": ((), "sequences are not cut over ranks"),
+        "seq_parallel_comm_data_type": ((), "sequences are not split over ranks"),
         "sparse_attention": ((), "use the attention of the model; DeepSpeed has removed it too"),
         "weight_quantization": ((), "train in bf16"),
         "compression_training quantize_training": ((), REMOVED),
         "amp": (OFF, "use bf16 or fp16; DeepSpeed has removed it too"),
         "torch_autocast": (OFF, 'use "bf16": {"enabled": true}, which casts the weights'),
-        "autotuning": (OFF, "write the batch sizes; `threed plan` shows what a layout costs"),
-        "elasticity": (OFF, "write the batch sizes; checkpoints load on any number of ranks"),
+        "autotuning": (OFF, "set the batch sizes; `threed plan` forecasts memory and communication"),
+        "elasticity": (OFF, "set the batch sizes; checkpoints load on any number of ranks"),
         "data_efficiency curriculum_learning": (OFF, "sample in the data loader you pass"),
         "hybrid_engine": (OFF, "generate with the module itself"),
         "expert_parallel": (OFF, "experts come with a later release"),
     },
     "zero_optimization": {
-        "zenflow": ((), "every update has the whole gradient of its step; leave it out"),
-        "zero_hpz_partition_size": ((0, 1), "use mics_shard_size to slice within a group of ranks"),
+        "zenflow": ((), "every update uses all gradients of its step; remove the key"),
+        "zero_hpz_partition_size": ((0, 1), "use mics_shard_size to shard within a group of ranks"),
         "zero_quantized_nontrainable_weights": (OFF, "use zero_quantized_weights for all weights"),
         "zeropp_loco_param": ((), REMOVED),
-        "mics_hierarchical_params_gather": (OFF, "a gather goes over the shard group at once"),
+        "mics_hierarchical_params_gather": (OFF, "a gather is one collective over the shard group"),
     },
     "zero_optimization.offload_optimizer": {
-        "ratio": ((1,), "a part of the states on the host; write 1 for all of them, or device none"),
+        "ratio": ((1,), "states are offloaded completely or not at all; set 1, or device none"),
     },
     "fp16": {
         "auto_cast": (OFF, "cast floating-point inputs to fp16 in the batch"),
@@ -320,11 +324,11 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = _by_name({
         "bf16_master_weights_and_grads bf16_optimizer_states": (OFF, MASTERS),
     },
     "data_types": {
-        "buffer_dtype": ((), "buffers become the compute dtype, as module.to(dtype) makes them"),
-        "keep_in_fp32_modules": (("auto",), "all modules run in the compute dtype, and masters are fp32"),
+        "buffer_dtype": ((), "buffers are converted to the compute dtype, as by module.to(dtype)"),
+        "keep_in_fp32_modules": (("auto",), "all modules run in the compute dtype, with fp32 master weights"),
     },
     "checkpoint": {
-        "use_node_local_storage": (OFF, "a checkpoint is one folder that all ranks see"),
+        "use_node_local_storage": (OFF, "a checkpoint is one folder shared by all ranks"),
     },
     "compile": {
         "deepcompile offload_activation offload_opt_states offload_parameters":

@@ -1,4 +1,4 @@
-"""What the objects passed to `initialize` tell: a torch optimizer's hyper-parameters, and parameter groups by name."""
+"""Reads torch optimizers and parameter groups that are passed to `initialize`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from threed.interop.deepspeed.config.keys import Params
 from threed.sharding import few
 
 NO_SCHEDULERS = (
-    "initialize reads an optimizer's values once, and the engine makes the steps; pass one without a scheduler, and"
+    "initialize reads an optimizer's values once, and the engine does the updates; pass one without a scheduler, and"
     ' write the config\'s "scheduler" (WarmupLR, WarmupDecayLR or WarmupCosineLR)'
 )
-NO_HOOKS = "remove them, and call engine.step() and your function one after the other"
+NO_HOOKS = "remove them, and call your function before or after engine.step()"
 DECOUPLED = "decoupled_weight_decay"
-# hyper-parameters that groups have in common; those that `Params` does not have are False or 0 by default
+# Hyper-parameters that must be equal in all groups. Those not in `Params` default to False or 0.
 HYPER = frozenset({"betas", "eps", "momentum", "dampening", "nesterov", "amsgrad", "maximize"})
 READ = {
     torch.optim.AdamW: ("AdamW", ("betas", "eps", "amsgrad", "maximize")),
@@ -31,7 +31,7 @@ READ = {
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters, by name, with a learning rate and decay of their own; None: the optimizer's."""
+    """Names of parameters, with their lr and weight decay; None means the optimizer's value."""
 
     names: tuple[str, ...]
     lr: float | None = None
@@ -39,17 +39,20 @@ class Group:
 
 
 def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
-    """Returns a torch AdamW, Adam or SGD as a ds_config's "optimizer", and a note with its values.
+    """Returns a torch optimizer as the "optimizer" of a ds_config, and a note with its values.
 
-    The learning rate is that of the first group with a rate other than 0.
+    The learning rate is taken from the first parameter group with a nonzero lr.
+
+    Args:
+        optimizer: a torch AdamW, Adam or SGD.
 
     Raises:
-        ConfigError: the optimizer is of another class, has made steps, has a scheduler, or has groups that differ in
-            more than lr and decay.
+        ConfigError: if the optimizer has another class, state, step hooks or a scheduler, no group
+            has a nonzero lr, or groups differ in more than lr and weight_decay.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer) not in READ:
         name, fix = type(optimizer).__name__, "pass torch's AdamW, Adam or SGD, or use the config's"
-        raise ConfigError([f"optimizer: {name} is not there: {fix}"])
+        raise ConfigError([f"optimizer: {name} is not supported: {fix}"])
     name, keys = READ[type(optimizer)]
     if problem := _problem(optimizer, (*keys, DECOUPLED)):
         raise ConfigError([f"optimizer: {problem}"])
@@ -65,31 +68,33 @@ def read_optimizer(optimizer: object) -> tuple[dict[str, Any], str]:
 
 
 def _problem(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> str | None:
-    """Returns the first reason why an optimizer cannot be read. keys: must be the same in all
-    groups."""
+    """Returns the first reason why an optimizer is not supported.
+
+    keys: values that must be equal in all groups.
+    """
     first, *others = optimizer.param_groups
     if any("initial_lr" in group for group in optimizer.param_groups):
         return f"a learning rate scheduler drives it: {NO_SCHEDULERS}"
     if optimizer.state:
-        return "has made steps, and its moments would be lost: pass a fresh one"
+        return "has made steps, and its moments would be lost: pass a new optimizer"
     if has_hooks(optimizer):
         return f"it has hooks for its steps, which the engine would not call: {NO_HOOKS}"
     differ = [key for key in keys if any(group.get(key) != first.get(key) for group in others)]
     if differ:
         return f"groups differ in {', '.join(differ)}: only lr and weight_decay may"
     if not any(float(group["lr"]) for group in optimizer.param_groups):
-        return "lr is 0 in every group: nothing would be trained; give the learning rate"
+        return "lr is 0 in every group, so training would have no effect: set the learning rate"
     return None
 
 
 def has_hooks(optimizer: torch.optim.Optimizer, own: int | None = None) -> bool:
-    """Returns whether an optimizer has hooks for its steps, other than its `own`."""
+    """Returns whether an optimizer has step hooks. own: id of a hook to ignore."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return bool({*before, *after} - {own})
 
 
 def plain_value(value: Any) -> Any:
-    """Returns a value of a group that can be compared: tensors as numbers, lists as tuples."""
+    """Returns a value of a parameter group, comparable: tensors as floats, lists as tuples."""
     if isinstance(value, torch.Tensor):
         return float(value)
     return tuple(value) if isinstance(value, list) else value
@@ -98,22 +103,22 @@ def plain_value(value: Any) -> Any:
 def find_groups(
     model: nn.Module, given: Iterable[Any] | None, params: Mapping[str, Any] | None = None
 ) -> tuple[Group, ...]:
-    """Returns parameter groups by name, or no groups if none has an lr or weight_decay.
+    """Returns parameter groups by parameter name; empty if no group sets lr or weight_decay.
 
     Args:
-        model: the module whose parameters are grouped.
-        given: parameters, or dicts with 'params'.
-        params: the optimizer's hyper-parameters, as in a ds_config. Those of a group, other than lr and weight_decay,
-            must equal them.
+        model: the module that has the parameters.
+        given: parameters, or parameter groups (dicts with "params"); None means one group.
+        params: the optimizer's hyper-parameters, as in a ds_config. Groups must have the same
+            values, except for lr and weight_decay.
 
     Raises:
-        ConfigError: the groups do not have exactly the model's parameters that require gradients, each once; or a group
-            has other hyper-parameters than the optimizer.
+        ConfigError: if the groups do not contain each parameter that requires gradients exactly
+            once, or a group has different hyper-parameters than the optimizer.
     """
     if given is None:
         return ()
     names = {id(param): name for name, param in model.named_parameters()}
-    wanted = {name for name, param in model.named_parameters() if param.requires_grad}
+    required = {name for name, param in model.named_parameters() if param.requires_grad}
     groups, unknown, problems = [], 0, list[str]()
     for number, item in enumerate(given):
         which = f"model_parameters[{number}]"
@@ -128,13 +133,13 @@ def find_groups(
         groups.append(
             Group(own, plain_value(group.get("lr")), plain_value(group.get("weight_decay")))
         )
-        problems += [f"{which}: {text}" for text in _other_values(group, params or {})]
+        problems += [f"{which}: {text}" for text in _differing_values(group, params or {})]
     counts = Counter(name for group in groups for name in group.names)
     if unknown:
         problems.append(f"model_parameters: {unknown} of them are not the model's")
-    if missing := few(sorted(wanted - set(counts))):
+    if missing := few(sorted(required - set(counts))):
         fix = "set requires_grad_(False) on them, or add them"
-        problems.append(f"model_parameters: without {missing}: {fix}")
+        problems.append(f"model_parameters: missing {missing}: {fix}")
     if twice := few(sorted(name for name, count in counts.items() if count > 1)):
         problems.append(f"model_parameters: {twice} in more than one group, or twice in one")
     if problems:
@@ -143,9 +148,8 @@ def find_groups(
     return tuple(groups) if own_values else ()
 
 
-def _other_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a problem for each hyper-parameter of a group, other than lr and weight_decay, that is not the
-    optimizer's."""
+def _differing_values(group: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a problem for each value, except lr and weight_decay, that is not the optimizer's."""
     if "initial_lr" in group:
         yield f"initial_lr, so a learning rate scheduler drives it: {NO_SCHEDULERS}"
     for key in HYPER.intersection(group):

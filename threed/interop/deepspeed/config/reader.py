@@ -1,8 +1,7 @@
-"""From a ds_config to `keys.DeepSpeedConfig`, with a problem or a note for each key that is not
-acted on.
+"""Parses a ds_config into `keys.DeepSpeedConfig`; adds a problem or a note for each other key.
 
 reader = Reader(autos, inactive)
-config = reader.read(read("ds_config.json"))        # keys with problems have their defaults
+config = reader.read(read("ds_config.json"))        # keys with problems get their defaults
 reader.problems, reader.notes
 """
 
@@ -21,10 +20,13 @@ from threed.schema import ValidationError, reason
 
 
 def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a ds_config, given as a mapping or as the path of a JSON file, as a dict.
+    """Returns a ds_config as a dict.
+
+    Args:
+        config: a mapping, or the path of a JSON file.
 
     Raises:
-        ConfigError: the file cannot be read, or is not JSON.
+        ConfigError: if the file cannot be read or is not valid JSON.
     """
     if isinstance(config, Mapping):
         return dict(config)
@@ -38,21 +40,22 @@ def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """Returns a value as JSON."""
+    """Returns a value as JSON text, for messages."""
     return json.dumps(value, default=str)
 
 
 class Reader:
-    """The problems and notes of one ds_config.
+    """Parses one ds_config, and collects its problems and notes.
 
     Args:
-        autos: by key, the value of "auto" and its origin. A value of None is unknown; without an
-            origin the key then counts as not given.
-        inactive: keys without effect in this configuration, with the reason.
+        autos: by key, the value to use for "auto" and the origin of this value. A value of None
+            with an origin makes "auto" an error; None with an empty origin means that the key is
+            not given.
+        inactive: by key, the reason why it has no effect in this configuration.
 
     Attributes:
-        problems: the first problem of each key.
-        notes: lines that begin with a key.
+        problems: by key, its first problem.
+        notes: lines of the form "key: text".
     """
 
     def __init__(self, autos: Mapping[str, tuple[Any, str]], inactive: Mapping[str, str]) -> None:
@@ -62,11 +65,11 @@ class Reader:
         self._no_effect = {**NO_EFFECT, **inactive}
 
     def problem(self, key: str, text: str) -> None:
-        """Adds a problem of a key, unless it has one."""
+        """Records a problem of a key, unless the key already has one."""
         self.problems.setdefault(key, text)
 
     def check(self, fits: bool, key: str, text: str) -> None:
-        """Adds a problem of a key if a condition is not met."""
+        """Records a problem of a key if `fits` is False."""
         if not fits:
             self.problem(key, text)
 
@@ -75,7 +78,7 @@ class Reader:
         self.notes.append(f"{key}: {text}")
 
     def read(self, ds: Mapping[str, Any]) -> DeepSpeedConfig:
-        """Returns the keys that are acted on; those with problems have their defaults."""
+        """Returns the supported keys; a key with a problem has its default."""
         values = self._select(ds, DeepSpeedConfig, "")
         try:
             return DeepSpeedConfig.model_validate(values)
@@ -85,17 +88,17 @@ class Reader:
         return DeepSpeedConfig.model_validate(values)
 
     def refuse_keys(self, group: Group, path: str, keys: Iterable[str]) -> None:
-        """Adds a problem for each given key of a group that its type does not have."""
+        """Adds a problem for each key that is set in `group` although its type does not have it."""
         for key in keys:
             given = key in group.model_fields_set
             self.check(not given, f"{path}.{key}", "no such key for this type")
 
     def _select(self, given: Any, model: type[Group], path: str) -> dict[str, Any]:
-        """Returns the keys of a group that are acted on, with values in place of "auto"."""
+        """Returns the supported keys of a group, with "auto" replaced; adds problems and notes."""
         values: dict[str, Any] = {}
         if not isinstance(given, Mapping):
             example = '{"stage": 1}' if path == "zero_optimization" else '{"enabled": true}'
-            self.problem(path, f"{shown(given)} is no object of keys, such as {example}")
+            self.problem(path, f"{shown(given)} must be an object of keys, such as {example}")
             given = {}
         for key, value in given.items():
             name = f"{path}.{key}".removeprefix(".")
@@ -107,7 +110,7 @@ class Reader:
             if value is None and (field or why or name in REFUSED):
                 continue
             if key in values:
-                self.problem(name, "is given twice, once by another name: leave one out")
+                self.problem(name, "is given twice, once under another name: remove one")
             elif why:
                 self.note(name, f"no effect: {why}")
             elif name in REFUSED:
@@ -117,32 +120,34 @@ class Reader:
             elif isinstance(inner, type) and issubclass(inner, Group):
                 values[key] = self._select(value, inner, name)
             elif value == "auto":
-                values[key] = self._resolve(name, field.description or "write the value")
+                values[key] = self._resolve(name, field.description or "set the value")
             else:
-                whole = isinstance(value, float) and value.is_integer()
-                values[key] = int(value) if whole else value
+                integral = isinstance(value, float) and value.is_integer()
+                values[key] = int(value) if integral else value
         return {key: value for key, value in values.items() if value is not None}
 
     def _check_refused(self, key: str, value: Any, works: tuple[Any, ...], why: str) -> None:
         if isinstance(value, Mapping) and value.get("enabled") is False:
             value = False
         if value in works:
-            self.note(key, f"{shown(value)}, as it always is here")
+            self.note(key, f"{shown(value)}, the only supported value")
         else:
             only = f" (only {' or '.join(map(shown, works))})" if works else ""
-            self.problem(key, f"{shown(value)} is not there{only}: {why}")
+            self.problem(key, f"{shown(value)} is not supported{only}: {why}")
 
     def _resolve(self, key: str, fix: str) -> Any:
         value, origin = self._autos.get(key, (None, "a trainer"))
         if value is not None:
             self.note(key, f'"auto": {shown(value)}, {origin}')
         elif origin:
-            self.problem(key, f'"auto" is filled in by a trainer, and there is none here: {fix}')
+            self.problem(key, f'"auto" needs Hugging Face\'s Trainer to fill it in: {fix}')
         return value
 
     def _remove(self, values: dict[str, Any], path: list[str], why: str) -> None:
-        """Takes a wrong value out. path: names of groups, a key, and perhaps a place in the key's
-        value."""
+        """Removes an invalid value and adds a problem.
+
+        path: groups, key, and possibly a position in its value.
+        """
         for depth, part in enumerate(path, 1):
             inner = values.get(part)
             if depth == len(path) or not isinstance(inner, dict):
@@ -152,7 +157,7 @@ class Reader:
 
 
 def _hint(path: str, key: str, model: type[Group]) -> str:
-    """Returns the nearest key of a group, to name after a misspelt one."""
+    """Returns a hint with the most similar known key of a group, or an empty string."""
     tables = [name.rpartition(".") for name in (*NO_EFFECT, *REFUSED)]
     known = [*model.model_fields, *(name for group, _, name in tables if group == path)]
     near = difflib.get_close_matches(key, known, 1, 0.7)

@@ -1,11 +1,14 @@
-"""DeepSpeed's learning rates as functions of the updates done, on tensors: a skipped step does not advance them.
+"""DeepSpeed's learning rate schedules, as functions of the number of updates.
+
+Skipped steps are not updates.
 
     rate = learning_rate(reader, config.scheduler, lr=1e-3)
-    rate(torch.tensor(0.0, dtype=torch.float64))   # of the first update
+    rate(torch.tensor(0.0, dtype=torch.float64))   # learning rate of the first update
 
-DeepSpeed steps its scheduler after an update, and starts it at -1: the first update runs at the warm-up's start (at 0
-under WarmupCosineLR), and so does the second. Source: DeepSpeed 0.19.8, deepspeed/runtime/lr_schedules.py, classes
-WarmupLR, WarmupDecayLR and WarmupCosineLR.
+DeepSpeed starts its scheduler at step -1 and advances it after each update. The first and the
+second update therefore both run at the start of the warm-up (with WarmupCosineLR, the first runs at
+a rate of 0). Source: DeepSpeed 0.19.8, deepspeed/runtime/lr_schedules.py, classes WarmupLR,
+WarmupDecayLR and WarmupCosineLR.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from threed.interop.deepspeed.config.keys import STEPS, Scheduler
 from threed.interop.deepspeed.config.reader import Reader
 
 LINEAR, COSINE = ("warmup_min_lr", "warmup_max_lr"), ("warmup_min_ratio", "cos_min_ratio")
-# of each scheduler, the keys of SchedulerParams that it does not have
+# by scheduler: the keys of SchedulerParams that it does not have
 NOT_OF = {
     "warmuplr": (*COSINE, "total_num_steps"),
     "warmupdecaylr": COSINE,
@@ -32,15 +35,19 @@ NOT_OF = {
 
 @dataclass(frozen=True)
 class LearningRate:
-    """From the number of updates done (scalar tensor, fp64) to the next update's learning rate.
+    """Maps the number of past updates (scalar fp64 tensor) to the learning rate of the next update.
 
-    It rises from `low` to `high`, then is `high` times `after(step)`.
+    The rate rises from `low` to `high` during the warm-up. Afterwards it decays:
+    first + (high - first) * after(step), with first = 0 if `relative`, else `low`.
 
     Attributes:
-        ramp: of the rise: "log" or "linear".
-        steps: of the rise, at least 2.
-        relative: whether rates are shares of the optimizer's, of which parameter groups may have their own; else
-            `after` counts from `low` upwards.
+        ramp: shape of the warm-up, "log" or "linear".
+        steps: number of warm-up steps, at least 2.
+        low: learning rate at the start of the warm-up.
+        high: learning rate at the end of the warm-up.
+        after: the decay factor after the warm-up, as a function of the step.
+        relative: whether the schedule scales the optimizer's learning rate, so that parameter
+            groups may have different rates.
     """
 
     ramp: str
@@ -62,10 +69,11 @@ class LearningRate:
 
 
 def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate | None:
-    """Returns the schedule of a ds_config's "scheduler"; None for a constant rate, if there is no
-    schedule.
+    """Returns the schedule of a ds_config's "scheduler"; None (constant rate) without a scheduler.
 
     Args:
+        reader: collects problems.
+        found: the group "scheduler".
         lr: the optimizer's learning rate.
     """
     if not found.model_fields_set:
@@ -90,11 +98,11 @@ def learning_rate(reader: Reader, found: Scheduler, lr: float) -> LearningRate |
 
 
 def decay_linear(warmup: int, total: int, step: Tensor) -> Tensor:
-    """Returns the share of WarmupDecayLR: down to 0 at the last step, linearly."""
+    """Returns WarmupDecayLR's factor: linear from 1 at step `warmup` to 0 at step `total`."""
     return ((total - step) / max(1, total - warmup)).clamp(min=0)
 
 
 def decay_cosine(warmup: int, total: int, end: float, step: Tensor) -> Tensor:
-    """Returns the share of WarmupCosineLR: down to `end` at the last step, by a cosine."""
+    """Returns WarmupCosineLR's factor: cosine after step `warmup`, to `end` at step `total` - 1."""
     progress = ((step - warmup + 1) / max(1, total - warmup)).clamp(max=1)
     return (end + (1 - end) * (1 + torch.cos(math.pi * progress)) / 2).clamp(min=0)

@@ -1,4 +1,4 @@
-"""From the keys of a ds_config to a threed configuration, group by group; see the package."""
+"""Translates the keys of a ds_config into a threed configuration, one group after another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OLD_SWITCHES = {
     "cpu_offload_param": "offload_param",
     "cpu_offload_params": "offload_param",
 }
-# of each optimizer, the keys of Params that it does not have
+# by optimizer: the keys of Params that it does not have
 NOT_OF = {
     "adam": ("momentum",),
     "adamw": ("momentum",),
@@ -38,7 +38,13 @@ NOT_OF = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What "auto" values are resolved from: the hidden size, and the format of the weights (fp64 stays fp64)."""
+    """Facts about the model that determine "auto" values.
+
+    Attributes:
+        hidden: the hidden size; None if unknown.
+        dtype: the dtype of most weights, as a key of `precision.DTYPES`; fp64 weights are trained
+            in fp64.
+    """
 
     hidden: int | None = None
     dtype: str | None = None
@@ -46,14 +52,17 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Translation:
-    """A ds_config as threed understands it.
+    """A ds_config, translated.
 
     Attributes:
+        config: the threed configuration.
         train_batch_size: micro_batch × accumulation × world, in samples.
-        learning_rate: None for a constant rate.
-        loss_scale: None unless the format is fp16.
-        drop_last: of the data loader.
-        notes: keys without effect and values of "auto"; one line each, which begins with the key.
+        micro_batch: samples in one forward pass of one rank.
+        accumulation: micro-batches per rank and step.
+        learning_rate: the schedule; None for a constant rate.
+        loss_scale: None unless the dtype is fp16.
+        drop_last: whether the data loader drops a last batch that is not full.
+        notes: keys without effect and values chosen for "auto", as lines "key: text".
     """
 
     config: Config
@@ -75,11 +84,13 @@ def translate(
     """Translates a ds_config.
 
     Args:
-        world: the number of data-parallel ranks.
-        groups: parameters with a learning rate or decay of their own.
+        ds: the ds_config.
+        world: number of data-parallel ranks.
+        model: facts about the model, for "auto" values.
+        groups: parameter groups with their own learning rate or weight decay.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: if the ds_config is invalid; the message lists all problems.
     """
     reader = Reader(_autos(ds, model), _inactive(ds))
     found = reader.read(ds)
@@ -107,14 +118,14 @@ def translate(
 
 
 def _value(ds: Any, path: str) -> Any:
-    """Returns the value of a key before it is read; None if it is not given."""
+    """Returns the raw value of a key such as "fp16.enabled"; None if it is not given."""
     for key in path.split("."):
         ds = ds.get(key) if isinstance(ds, Mapping) else None
     return ds
 
 
 def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str]]:
-    """Returns the values of "auto", and their origins."""
+    """Returns the values to use for "auto" and their origins, by key."""
     hidden, size = model.hidden, f"from the model's hidden size {model.hidden}, {TRAINER}"
     dtype = f"as the model's weights are {model.dtype}"
     lr = _value(ds, "optimizer.params.lr")
@@ -126,7 +137,7 @@ def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str
         "optimizer.params.eps": (1e-8, SHARED),
         "optimizer.params.weight_decay": (0.0, SHARED),
         "scheduler.params.warmup_min_lr": (0.0, TRAINER),
-        "scheduler.params.warmup_max_lr": (lr, "the optimizer's lr, as Hugging Face does"),
+        "scheduler.params.warmup_max_lr": (lr, "the optimizer's lr, as in Hugging Face"),
         "fp16.enabled": (model.dtype and model.dtype == "fp16", dtype),
         "bf16.enabled": (model.dtype and model.dtype == "bf16", dtype),
         f"{ZERO}.reduce_bucket_size": (hidden and hidden * hidden, size),
@@ -135,30 +146,28 @@ def _autos(ds: Mapping[str, Any], model: ModelFacts) -> dict[str, tuple[Any, str
 
 
 def _inactive(ds: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the keys that have no effect because of the ZeRO stage or the devices, and the
-    reasons."""
+    """Returns the keys without effect at this ZeRO stage or these devices, with the reasons."""
     off: dict[str, str] = {}
     if (stage := _value(ds, f"{ZERO}.stage")) != 3:
-        off[f"{ZERO}.sub_group_size"] = "a bucket's slice is the unit of the update below stage 3"
-        off[THRESHOLD] = "parameters are whole anyway below stage 3"
+        off[f"{ZERO}.sub_group_size"] = "below stage 3 the update runs per slice of a bucket"
+        off[THRESHOLD] = "parameters are not sharded below stage 3"
     if not stage:
-        off[f"{ZERO}.mics_shard_size"] = "stage 0 slices nothing"
+        off[f"{ZERO}.mics_shard_size"] = "stage 0 does not shard"
     for place in PLACES:
         device = str(_value(ds, f"{place}.device")).lower()
         if device != "nvme":
-            off[f"{place}.nvme_path"] = "nothing is offloaded to NVMe"
+            off[f"{place}.nvme_path"] = "NVMe offload is not enabled"
         if device not in ("nvme", "cpu"):
             for key in (*keys.NO_EFFECT, *keys.REFUSED):
-                off |= {key: "nothing is offloaded"} if key.startswith(f"{place}.") else {}
+                off |= {key: "offload is not enabled"} if key.startswith(f"{place}.") else {}
     return off
 
 
 def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int, int]:
-    """Returns micro-batch and accumulation steps; if they are not given, they follow from the
-    batch."""
+    """Returns micro-batch size and accumulation steps; train_batch_size determines missing ones."""
     total, micro, steps = (getattr(found, name) for name in BATCH)
     if total is None:
-        fix = "write the samples in one forward pass of one rank (or train_batch_size)"
+        fix = "set the number of samples in one forward pass of one rank (or train_batch_size)"
         reader.check(micro is not None, BATCH[1], f"not given: {fix}")
         return micro or 1, steps or 1
     steps = 1 if micro is None and steps is None else steps
@@ -174,13 +183,13 @@ def _batch(reader: Reader, found: keys.DeepSpeedConfig, world: int) -> tuple[int
 def _precision(
     reader: Reader, found: keys.DeepSpeedConfig, model: ModelFacts
 ) -> tuple[dict[str, Any], LossScale | None]:
-    """Returns the keys of `precision`, and the loss scale if the format is fp16."""
+    """Returns the keys of `precision`, and the loss scale if the dtype is fp16, else None."""
     fp16, bf16, types = found.fp16, found.bf16.enabled, found.data_types
     wide = "fp64" if model.dtype == "fp64" else "fp32"
     dtype = "fp16" if fp16.enabled else "bf16" if bf16 else wide
     reader.check(not (fp16.enabled and bf16), "bf16", "fp16 and bf16 are both enabled: choose one")
     text = f"{types.param_dtype}, but weights are {dtype}"
-    fix = "enable bf16 or fp16, or leave it out"
+    fix = "enable bf16 or fp16, or remove the key"
     reader.check(types.param_dtype in (None, dtype), "data_types.param_dtype", f"{text}: {fix}")
     if model.dtype in ("bf16", "fp16") and model.dtype != dtype:
         text = f"not enabled: the model's {model.dtype} weights are trained in {dtype}"
@@ -204,7 +213,7 @@ def _precision(
 
 
 def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, Any]:
-    """Returns the keys of `zero`. width: bytes of a gradient element."""
+    """Returns the keys of `zero`. width: bytes per gradient element."""
     stage, ranks = zero.stage, world if zero.mics_shard_size < 1 else zero.mics_shard_size
     text = f"{ranks} does not divide {world} data-parallel ranks"
     reader.check(world % ranks == 0, f"{ZERO}.mics_shard_size", text)
@@ -212,15 +221,17 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
     text = f"true with stage {stage}: use stage 3"
     reader.check(fits, f"{ZERO}.zero_quantized_weights", text)
     if zero.zero_quantized_gradients:
-        reader.note(f"{ZERO}.zero_quantized_gradients", "blocks of 256 numbers in 8 bits, not 4")
+        reader.note(
+            f"{ZERO}.zero_quantized_gradients", "quantizes blocks of 256 elements to 8 bits, not 4"
+        )
     elements = zero.reduce_bucket_size or 64 * 2**20 // width
-    if zero.sub_group_size is not None:  # of one rank's slice
+    if zero.sub_group_size is not None:  # sub_group_size counts the elements of one rank's slice
         elements = min(elements, zero.sub_group_size * ranks)
     return {
         "stage": stage,
         "shard_size": "all" if zero.mics_shard_size < 1 else ranks,
         "bucket_mib": elements * width / 2**20,
-        # below this a parameter stays whole; at DeepSpeed's threshold it does, too
+        # `resident` is an exclusive limit, DeepSpeed's threshold an inclusive one
         "resident": zero.stage3_param_persistence_threshold + 1 if stage == 3 else 0,
         "compress_weights": "int8" if zero.zero_quantized_weights else "none",
         "compress_gradients": "int8" if zero.zero_quantized_gradients else "none",
@@ -229,42 +240,47 @@ def _zero(reader: Reader, zero: keys.Zero, world: int, width: int) -> dict[str, 
 
 
 def _offload(reader: Reader, zero: keys.Zero) -> dict[str, Any]:
-    """Returns the keys of `zero` for where optimizer states and parameters live."""
+    """Returns the keys of `zero` for the offload of optimizer states and parameters."""
     groups = (zero.offload_optimizer, zero.offload_param)
     devices = {place: group.device for place, group in zip(PLACES, groups, strict=True)}
     for old, key in OLD_SWITCHES.items():
         if getattr(zero, old):
             devices[f"{ZERO}.{key}"] = "cpu"
             reader.note(f"{ZERO}.{old}", f'the old form of "{key}": {{"device": "cpu"}}')
-            text = f"is the old form of {key}, which is there too: leave it out"
+            text = f"is the old form of {key}, which is given too: remove the old one"
             reader.check(key not in zero.model_fields_set, f"{ZERO}.{old}", text)
     folders = []
     for place, group in zip(PLACES, groups, strict=True):
         if group.device == "nvme":
-            fix = "not given: write a folder on a fast local drive"
+            fix = "not given: set it to a folder on a fast local drive"
             reader.check(group.nvme_path is not None, f"{place}.nvme_path", fix)
             folders += [group.nvme_path] if group.nvme_path else []
     if len({os.path.normpath(folder) for folder in folders}) > 1:
         text = f"{shown(folders[1])}, but offload_optimizer.nvme_path is {shown(folders[0])}"
-        fix = "write one folder for both (several drives: as one RAID-0 volume)"
+        fix = "set both to one folder (combine several drives as a RAID-0 volume)"
         reader.problem(f"{PLACES[1]}.nvme_path", f"{text}: a rank swaps to one file; {fix}")
     optimizer, params = devices.values()
-    text = f"{optimizer} with stage 0: it moves what ZeRO slices; use stage 1, 2 or 3"
+    text = f"{optimizer} with stage 0: only sharded states can be offloaded; use stage 1, 2 or 3"
     reader.check(optimizer == "none" or zero.stage > 0, PLACES[0], text)
-    text = f"{params} with stage {zero.stage}: parameters are whole there; use stage 3"
+    text = (
+        f"{params} with stage {zero.stage}: only sharded parameters can be offloaded; use stage 3"
+    )
     reader.check(params == "none" or zero.stage == 3, PLACES[1], text)
     path = folders[0] if folders else None
     return {"offload_optimizer": optimizer, "offload_params": params, "nvme_path": path}
 
 
 def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict[str, Any]:
-    """Returns the keys of `optim`. group_decay: whether a parameter group has a decay."""
+    """Returns the keys of `optim`.
+
+    group_decay: whether a parameter group has a nonzero weight decay.
+    """
     fix = "use AdamW, Adam, SGD or Lion, or pass a torch optimizer"
     reader.check(found.type is not None, "optimizer.type", f"not given: {fix}")
     name, path, params = found.type or "adamw", "optimizer.params", found.params
     reader.refuse_keys(params, path, NOT_OF[name])
     coupled = name == "adam" and not params.adam_w_mode
-    text = "decay as part of the gradient is not there: use true, or weight_decay 0"
+    text = "weight decay as part of the gradient is not supported: use true, or weight_decay 0"
     decays = bool(params.weight_decay or group_decay)
     reader.check(not (coupled and decays), f"{path}.adam_w_mode", text)
     values = params.model_dump(exclude={"adam_w_mode", *NOT_OF[name]})
@@ -275,8 +291,11 @@ def _optimizer(reader: Reader, found: keys.Optimizer, group_decay: bool) -> dict
 def _groups(
     reader: Reader, groups: Sequence[Group], rate: LearningRate | None, lr: float, decay: float
 ) -> tuple[dict[str, Any], ...]:
-    """Returns the groups of `optim`, if one has another rate or decay than the optimizer. The last group matches all
-    parameters: DeepSpeed, unlike threed, applies decay to norms and biases too."""
+    """Returns the groups of `optim`, one per parameter with its own learning rate or decay.
+
+    If there is weight decay, the last group matches all other parameters, because DeepSpeed, unlike
+    threed, also applies it to norms and biases.
+    """
     rates = {lr if group.lr is None else group.lr for group in groups}
     decays = {decay if group.weight_decay is None else group.weight_decay for group in groups}
     if rate is not None and not rate.relative and rates - {lr}:
