@@ -884,6 +884,6 @@ def test_what_makes_no_sense_is_refused() -> None:
         said = "\n".join(find_problems(late, 1))
         assert "weights change before a step could be computed again" in said
     lonely = with_(config, run={"check_replicas": 5})
-    assert "one rank: it holds no copy of another's" in "\n".join(find_problems(lonely, 1))
+    assert "one rank: there are no replicas" in "\n".join(find_problems(lonely, 1))
     with pytest.raises(ConfigError, match="must be above 1, such as 10, or 0 for none"):
         load(["--train.max-norm-spike", "0.5"])
