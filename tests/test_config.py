@@ -473,7 +473,7 @@ def test_all_problems_come_at_once_and_without_noise() -> None:
         (
             "--zero.offload-optimizer nvme --recompute.mode full --recompute.offload nvme",
             1,
-            ["--zero.offload-optimizer nvme, --recompute.offload nvme: say where"],
+            ["--zero.offload-optimizer nvme, --recompute.offload nvme: set --zero"],
         ),
         ("--zero.nvme-path /mnt", 1, ["--zero.offload-optimizer nvme, or leave it out"]),
         ("--zero.delayed-update true", 1, ["use --zero.offload-optimizer cpu"]),
