@@ -108,7 +108,7 @@ def test_toml_beyond_the_bounds_is_a_problem_of_the_configuration(
 )
 def test_a_line_of_text_beyond_the_bounds_is_named(line: Any, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a", "score": NaN}\n' + line)
-    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: no ") as error:
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: invalid JSON ") as error:
         list(find_text(tmp_path / "x.jsonl").pieces())
     assert str(error.value).isprintable()
 

@@ -82,7 +82,7 @@ def sample_text(engine: LayeredEngine, data: Data, count: int) -> str:
         prompt = [*data.tokenizer.bos_ids, *data.tokenizer.encode(PROMPT)] or [data.tokenizer.eot]
         return data.tokenizer.decode(generate(engine, prompt, count))
     except (NotFiniteError, EncodeError) as error:
-        return f"(no sample: {error})"
+        return f"no sample: {error}"
 
 
 def export(
