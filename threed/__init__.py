@@ -1,4 +1,4 @@
-"""Trains transformer language models on many devices, with any combination of pipeline, tensor and ZeRO parallelism.
+"""Trains transformers on many devices, with pipeline, tensor and ZeRO parallelism combined.
 
     import threed
     topo   = threed.Topology(pp=2, tp=2)

@@ -1,10 +1,11 @@
-"""Reads the command line and TOML files into a `Config`, prints `--help`, and writes a `Config` as TOML.
+"""Reads the command line and TOML files into a `Config`, and writes `--help` and TOML.
 
     config, options = load(sys.argv[1:])                    # checks each key
     config, options = load(sys.argv[1:], world_size=8)      # also checks combinations, by `threed.checks`
 
-Later sources override earlier ones: the program's defaults, the preset or TOML file, the flags. argparse splits the
-tokens, a `_Draft` keeps every value with its source, and pydantic validates all values at once.
+Later sources override earlier ones: the program's defaults, the preset or TOML file, the flags.
+argparse splits the tokens, a `_Draft` keeps every value with its source, and pydantic validates all
+values at once.
 """
 
 from __future__ import annotations
@@ -127,8 +128,8 @@ class _Draft:
         values: values by group and field.
         sources: source of each value, by (group, field).
         problems: problems found so far.
-        suspects: invalid flags, and flags that a misspelt one may mean. Problems of combinations that name one of
-            them are not reported, because they may only be consequences.
+        suspects: invalid flags, and flags that a misspelt one may mean. Problems of combinations
+            that name one of them are not reported, because they may only be consequences.
         complete: whether all sources could be read.
     """
 
@@ -179,12 +180,11 @@ class _Draft:
             if dot:
                 self.put(group, key, value)
         if {"run.name", "run.dir"} & given.keys() == {"run.name"}:
-            self.values["run"].pop(
-                "dir", None
-            )  # a resolved config.toml has the folder of its own name
+            # a resolved config.toml has the folder of its old name
+            self.values["run"].pop("dir", None)
 
     def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:
-        """Sets the values of the preset or TOML file. Returns its path, or None if there is none."""
+        """Sets the values of the preset or TOML file. Returns its path, or None."""
         preset, path = given.get("preset"), given.get("config")
         names = ", ".join(_preset_names(presets)) or "none"
         source = presets / f"{preset}.toml" if path is None else Path(path)
@@ -220,15 +220,17 @@ class _Draft:
                 )
                 continue
             for key, value in keys.items():
-                alike = sorted(other for other in keys if python_name(other) == python_name(key))
-                if key != alike[0]:
+                spellings = sorted(
+                    other for other in keys if python_name(other) == python_name(key)
+                )
+                if key != spellings[0]:
                     self.problems.append(
-                        f"{path}: {group} has both {alike[0]} and {key}, which are one key; remove one"
+                        f"{path}: {group} has both {spellings[0]} and {key}, which are one key; remove one"
                     )
                 self.put(group, key, value, str(path))
 
     def fit_warmup(self, suggested: set[str]) -> None:
-        """Resets the warm-up to its default if it is not shorter than the run and comes from a source in `suggested`."""
+        """Resets a warm-up from a source in `suggested` if it is not shorter than the run."""
         steps, warmup = str(self.value("train", "steps")), str(self.value("optim", "warmup"))
         from_them = self.sources.get(("optim", "warmup")) in suggested
         if from_them and steps.isdecimal() and warmup.isdecimal() and int(warmup) >= int(steps):
@@ -278,7 +280,7 @@ class _Draft:
         return config.model_copy(update=groups)
 
     def is_consequence(self, problem: str) -> bool:
-        """Returns whether a problem names an invalid flag; flags of `parallel` also by key alone (`tp 2 × pp 2`)."""
+        """Returns whether a problem names an invalid flag, for `parallel` also as `tp 2 × pp 2`."""
         words = problem.replace(":", " ").replace(",", " ").split()
         names = [(flag, flag.removeprefix("--parallel.")) for flag in self.suspects]
         return any(flag in words or key in words for flag, key in names)
@@ -298,7 +300,7 @@ class _Draft:
         self.problems.append(f"{flag} {given}{where}: {reason(detail)}")
 
     def _describe_missing(self, given: dict[str, Any], named: list[str], rest: list[str]) -> None:
-        """Removes flags without a value from `given`, and values that argparse took for flags from `rest`."""
+        """Reports flags without a value. Removes them from `given`, and misread values from `rest`."""
         following = dict(itertools.pairwise([*named, ""]))
         for name in [name for name, value in given.items() if isinstance(value, _Missing)]:
             flag, form = f"--{key_name(name)}", given.pop(name)
@@ -319,7 +321,7 @@ class _Draft:
 
 
 class _Missing(str):
-    """Stands in for the value of a flag without one. The string is the placeholder of its values, such as `N`."""
+    """Value of a flag that was given without one: the placeholder from `--help`, such as `N`."""
 
 
 def _hyphenated(token: str) -> str:
@@ -391,7 +393,7 @@ def help_text(
     Args:
         config: the configuration with the defaults to show.
         prog: program name in the usage line.
-        width: width in columns; by default that of the terminal, at most 110.
+        width: width in columns; by default the width of the terminal, at most 110.
         about: description of a custom program, which has no presets and no dry run.
     """
     width = width or min(110, shutil.get_terminal_size().columns)
@@ -434,13 +436,13 @@ def _close_flags(name: str) -> list[str]:
     close = close or difflib.get_close_matches(
         name, [*keys, "preset", "config", "world-size", "dry-run", "help"], 1, 0.75
     )
-    alike = difflib.get_close_matches(key, keys.values(), 1, 0.7)
-    close = close or [flag for flag, short in keys.items() if short in alike]
+    similar = difflib.get_close_matches(key, keys.values(), 1, 0.7)
+    close = close or [flag for flag, short in keys.items() if short in similar]
     return [f"--{flag}" for flag in close[:3]]
 
 
 def _toml_value(value: Any) -> str:
-    """Returns a value as TOML. None becomes "none". JSON's syntax is valid TOML, except for the character DEL."""
+    """Returns a value as TOML, which is valid JSON except for DEL. None becomes "none"."""
     text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
     return text.replace("\x7f", "\\u007f")
 

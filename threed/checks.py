@@ -1,9 +1,10 @@
-"""Finds invalid combinations of keys before a run starts. Each problem is one line that includes its fix.
+"""Finds invalid combinations of keys before a run starts. A problem is one line with its fix.
 
     problems = find_problems(config, world_size=8)      # [] if the configuration is valid
 
-`REFUSALS` lists features that are not implemented yet, `REQUIREMENTS` pairs of keys of which one requires certain
-values of the other. The functions check sizes. `threed.config` declares the ranges of single keys.
+`REFUSALS` lists features that are not implemented yet, `REQUIREMENTS` pairs of keys of which one
+requires certain values of the other. The functions check sizes. `threed.config` declares the ranges
+of single keys.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ ASYNCHRONOUS = (
     Requirement("parallel.schedule", (), "checkpoint.memory-every", (None, 0), _COPIES),
     Requirement("parallel.schedule", (), "run.replicate", ("none",), _COPIES),
 )  # fmt: skip
-"""Requirements of an asynchronous schedule (2BW), in which steps overlap and updates are one step late."""
+"""Requirements of an asynchronous schedule (2BW): steps overlap, and updates are one step late."""
 
 
 REFUSALS = (
@@ -269,8 +270,8 @@ def _check_drive(config: Config) -> Iterator[str]:
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
     """Returns whether heads can be sharded over tp ranks.
 
-    Query heads must divide evenly over key/value heads and over ranks. Each rank has several key/value heads, or
-    several ranks share one.
+    Query heads must divide evenly over key/value heads and over ranks. Each rank has several
+    key/value heads, or several ranks share one.
     """
     return heads % kv_heads == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
@@ -348,7 +349,7 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
 
 
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
-    """Yields a problem if the plan has more stages than layers, or another number than an explicit partition."""
+    """Yields problems if the plan has too many stages for the layers or the explicit partition."""
     p, layers = config.parallel, config.model.layers
     if layers >= p.pp and layers + 2 < stages:  # _check_layers reports layers < pp
         given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"
@@ -365,7 +366,7 @@ def _check_sequence(config: Config) -> Iterator[str]:
 
 
 def find_unused(optim: OptimConfig, flags: Collection[str]) -> Iterator[str]:
-    """Yields problems of flags that the chosen optimizers do not use. Such keys are allowed in a file."""
+    """Yields problems of flags that the optimizers do not use. A file may have such keys."""
     defaults = OptimConfig.model_fields
     names = {optim.name, *(group.name for group in optim.groups)}
     for key, users in (("momentum", {"sgd"}), ("betas", {"adamw", "lion"}), ("eps", {"adamw"})):
@@ -407,7 +408,7 @@ def _check_run(config: Config) -> Iterator[str]:
 
 
 def find_model_problems(model: ModelConfig) -> Iterator[str]:
-    """Yields problems of a model, resolved or not: keys that its architecture lacks, and inconsistent sizes."""
+    """Yields problems of a model, resolved or not: unsupported keys and inconsistent sizes."""
     yield from _check_pairs(model)
     yield from _check_keys(model)
     yield from _check_positions(model)
@@ -470,7 +471,7 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
 
 
 def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
-    """Yields the problems of an elastic job at any size, so that it does not fail when a machine is lost.
+    """Yields the problems of an elastic job at all sizes, since a lost machine changes the size.
 
     Args:
         config: the configuration.
@@ -478,22 +479,22 @@ def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterat
         ranks: ranks per machine.
     """
     p, train = config.parallel, config.train
-    others, asked = p.tp * p.pp * p.cp, f"--nnodes {machines[0]}:{machines[1]}"
+    model_ranks, flag = p.tp * p.pp * p.cp, f"--nnodes {machines[0]}:{machines[1]}"
     sizes = [n * ranks for n in range(machines[0], machines[1] + 1)]
-    if p.dp is not None and len({p.dp * others, *sizes}) > 1:
-        yield f"{asked} with --parallel.dp {p.dp}: the data ranks follow from the machines; leave --parallel.dp out"
+    if p.dp is not None and len({p.dp * model_ranks, *sizes}) > 1:
+        yield f"{flag} with --parallel.dp {p.dp}: the data ranks follow from the machines; leave --parallel.dp out"
         return
-    if uncut := [size for size in sizes if size % others]:
+    if invalid := [size for size in sizes if size % model_ranks]:
         factors = f"tp {p.tp} × pp {p.pp}"
-        yield f"{asked} may give {uncut[0]} ranks, not a multiple of {factors}: start a multiple of it on each machine"
+        yield f"{flag} may give {invalid[0]} ranks, not a multiple of {factors}: start a multiple of it on each machine"
         return
-    ranks_of = [size // others for size in sizes]
+    ranks_of = [size // model_ranks for size in sizes]
     fits = [dp for dp in ranks_of if train.global_batch % (train.micro_batch * dp) == 0]
     if bad := sorted(set(ranks_of) - set(fits)):
-        whole = train.micro_batch * math.lcm(*ranks_of)
-        rows = -(-train.global_batch // whole) * whole
+        product = train.micro_batch * math.lcm(*ranks_of)
+        rows = -(-train.global_batch // product) * product
         given = (
             f"--train.global-batch {train.global_batch} with micro-batches of {train.micro_batch}"
         )
         works = f"works for dp {', '.join(map(str, fits)) or 'none'}"
-        yield f"{asked} may give dp {bad[0]}, and {given} {works}: use --train.global-batch {rows}, or fewer machines"
+        yield f"{flag} may give dp {bad[0]}, and {given} {works}: use --train.global-batch {rows}, or fewer machines"

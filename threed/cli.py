@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a tool. Returns the exit code: 0, or 2 after an error message on stderr.
 
     Args:
-        argv: command line without the program's name; by default that of this process.
+        argv: command line without the program's name; by default the arguments of this process.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _joined(words: list[str]) -> list[str]:
-    """Returns arguments with training flags as `--flag=value`, since this parser does not define them."""
+    """Joins training flags to `--flag=value`, since this parser does not define them."""
     own, joined = ("--topologies", "--timeout", "--json", "--help", "--dry-run"), list[str]()
     for word in words:
         flag = joined[-1] if joined else ""
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(tool: str, *words: str) -> int:
-    """Trains or plans a run. The arguments are an optional architecture, then the flags of training."""
+    """Trains or plans a run. Arguments: an optional architecture, then the flags of training."""
     from threed import launch
 
     arch = words[0] if words and not words[0].startswith("-") else None
@@ -227,10 +227,10 @@ def _tokenize(a: argparse.Namespace) -> None:
 def _convert(a: argparse.Namespace) -> None:
     from threed.interop.convert import convert, kind_of
 
-    others = {"allow_pickle": a.allow_pickle, "config": a.config}
+    options = {"allow_pickle": a.allow_pickle, "config": a.config}
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
-        made = convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to, **others)
+        made = convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to, **options)
     for note in notes:
         print(f"threed convert: {note.message}", file=sys.stderr)
     print(made)
@@ -314,7 +314,7 @@ def _checkpoint_facts(path: Path) -> str:
 
 
 def _folder_facts(path: Path) -> str:
-    """Returns a description of a Hugging Face folder. It has no hashes, so only shapes are checked."""
+    """Returns a description of a Hugging Face folder, which has no hashes to verify."""
     from threed.checkpoint.files import CheckpointError
     from threed.interop.huggingface.folder import HFFolder
 

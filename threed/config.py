@@ -1,12 +1,13 @@
-"""Training configuration: frozen, typed groups of keys, each with a default, a range and a description.
+"""Training configuration: frozen, typed groups of keys with defaults, ranges and descriptions.
 
     config = Config(parallel=ParallelConfig(tp=2), train=TrainConfig(steps=100))
 
-This module declares the keys. `threed.arguments` reads their values from presets, TOML files and flags,
-`threed.checks` finds invalid combinations, and `threed.resolution` fills in derived values.
+This module declares the keys. `threed.arguments` reads their values from presets, TOML files and
+flags, `threed.checks` finds invalid combinations, and `threed.resolution` fills in derived values.
 
-A key is `--group.key` on the command line and `key` under `[group]` in TOML, with hyphens; in Python the hyphens are
-underscores, and `async` is `async_`. For a key whose default is None, users write `none`.
+A key is `--group.key` on the command line and `key` under `[group]` in TOML, with hyphens; in
+Python the hyphens are underscores, and `async` is `async_`. For a key whose default is None, users
+write `none`.
 """
 
 from __future__ import annotations

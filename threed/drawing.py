@@ -1,4 +1,4 @@
-"""Builds an engine's blueprint: the partition of the model into stages, and the layout of this rank's parameters."""
+"""Builds an engine's blueprint: the partition into stages, and the layout of parameters."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _costs(
 ) -> Sequence[float]:
     """Returns the cost of each layer, by which stages are balanced. Collective.
 
-    Unless the model states its costs, they are 3 × the FLOPs of the forward, summed over the tensor ranks so that
-    all tensor ranks compute the same partition.
+    Unless the model states its costs, they are 3 × the FLOPs of the forward, summed over the tensor
+    ranks so that all tensor ranks compute the same partition.
     """
     own = options_of(model).costs
     if own is not None:

@@ -2,8 +2,8 @@
 
     sys.exit(launch.main(sys.argv[1:], arch="gpt", prog="pretrain/gpt.py"))
 
-Configuration, data and disks are checked before any process group is created. Local rank 0 reports all problems at
-once, and the program ends with exit code 2.
+Configuration, data and disks are checked before any process group is created. Local rank 0 reports
+all problems at once, and the program ends with exit code 2.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from threed.topology import TIMEOUT, Topology
 from threed.trainer import Trainer
 from threed.zero.replicas import ReplicaError
 
-GRACE_S = 60  # seconds by which timeouts of process groups exceed that of the watchdog
+GRACE_S = 60  # seconds: process groups time out this much later than the watchdog
 
 
 # Errors that all ranks raise together, and that end a run with a message instead of a traceback:
@@ -127,7 +127,7 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
 
 
 def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None]) -> int:
-    """Runs the training. Returns this rank's exit code, and prints the reason if the run ended early."""
+    """Runs the training, reports why it ended early, and returns this rank's exit code."""
     try:
         run()
     except LostContact:  # already reported
@@ -183,7 +183,7 @@ def _train(config: Config, data: Data, command: list[str], forecast: Forecast | 
 
 
 def _resume_words(config: Config, options: Options) -> list[str]:
-    """Returns the flags that resume a run that started from a Hugging Face folder: its saved config has the model."""
+    """Returns the flags that resume a run that started from a Hugging Face folder."""
     arch = ["--model.arch", config.model.arch] if "model.arch" in options.flags else []
     return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
 
@@ -191,7 +191,7 @@ def _resume_words(config: Config, options: Options) -> list[str]:
 def _resume_hint(config: Config, words: list[str] | None) -> str:
     newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
     if newest is None:
-        return "nothing was saved yet"
+        return "no checkpoint was saved yet"
     more = resuming_flags(config)
     if words is not None:  # the command's flags lack the model, which came from the folder
         return f"{shlex.join([*words, *more])} resumes from {newest}"
@@ -266,7 +266,8 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
         alone: whether there are no other ranks, so that layers may be timed.
 
     Raises:
-        ConfigError: if the model cannot be partitioned. The launcher then ends the other ranks, too.
+        ConfigError: if the model cannot be partitioned. The launcher then ends the other ranks,
+            too.
     """
     if _local_rank() > 0:
         return None
@@ -289,8 +290,8 @@ def _problems_here(
         config: the resolved configuration.
         forecast: forecast of the run, on local rank 0.
         data: the training data.
-        dry_run: whether to skip free space and the drive, because the run may be planned for another
-            machine.
+        dry_run: whether to skip free space and the drive, because the run may be planned for
+            another machine.
     """
     folder, drive = Path(config.run.dir or "runs"), config.zero.nvme_path
     if not (problems := _folder_problems(folder)):
@@ -346,7 +347,7 @@ def _space_problems(folder: Path, forecast: Forecast) -> list[str]:
 
 
 def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
-    """Returns the problems of the checkpoint to resume: it is missing, or differs in a key that must not change.
+    """Returns the problems of the checkpoint to resume: it is missing, or a fixed key differs.
 
     Damage is found when the checkpoint is read.
     """
@@ -355,8 +356,8 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
         return []  # pretrained.find has checked it
     if resume not in ("auto", "none") and not os.path.exists(Path(resume) / native.MANIFEST):
         where = f"--checkpoint.resume {resume}: there is no checkpoint (no {native.MANIFEST}, no config.json)"
-        others = "give a step-N folder or a Hugging Face folder (`threed convert` converts other checkpoints)"
-        return [f"{where}; {native.did_you_mean(Path(resume)) or others}"]
+        hint = "give a step-N folder or a Hugging Face folder (`threed convert` converts other checkpoints)"
+        return [f"{where}; {native.did_you_mean(Path(resume)) or hint}"]
     for path in candidates(folder, resume):
         try:
             return compare(native.read_manifest(path), config, data).refused
@@ -369,8 +370,8 @@ def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
 def _device_problems(local_world: int) -> list[str]:
     count = device.count()
     # srun may make only one GPU visible to each task
-    own = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
-    if 0 < count < local_world and not own:
+    one_visible = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    if 0 < count < local_world and not one_visible:
         fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
         return [
             f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"

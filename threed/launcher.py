@@ -1,12 +1,13 @@
-"""Sets torchrun's environment variables under srun or mpirun, and ends a process with its launcher or output reader.
+"""Sets torchrun's variables under srun or mpirun, and ends a process with its launcher.
 
-    ranks = join()           # call first in every rank: returns the ranks of the job, and ties this process to its launcher
-    adopt()                  # sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    ranks = join()           # call first in every rank; ends this process with its launcher
+    adopt()                  # sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
     world = world_size()     # the same, and returns the number of ranks
 
-If torchrun or the user has set RANK or WORLD_SIZE, no variable is changed. So torchrun can run in each task of a Slurm
-step, and `WORLD_SIZE=1` starts independent processes in such a step. A shell of sbatch or salloc is not a step of
-several tasks: a process that is started there without srun is a world of one rank, and torchrun works.
+If torchrun or the user has set RANK or WORLD_SIZE, no variable is changed. So torchrun can run in
+each task of a Slurm step, and `WORLD_SIZE=1` starts independent processes in such a step. A shell
+of sbatch or salloc is not a step of several tasks: a process that is started there without srun is
+a world of one rank, and torchrun works.
 """
 
 from __future__ import annotations
@@ -80,14 +81,14 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """Returns the ranks that the launcher has started (see `adopt`), and ends this process when the launcher dies."""
+    """Returns the ranks of the job (see `adopt`). Ends this process when its launcher dies."""
     die_with_parent()
     world, local = world_size(), os.environ.get("LOCAL_WORLD_SIZE")
     return Ranks(world, None if local is None else int(local), machines_asked())
 
 
 def die_with_parent() -> bool:
-    """Asks the kernel to kill this process when its parent dies. Returns False on other systems than Linux.
+    """Asks the kernel to kill this process when its parent dies. Returns False if not on Linux.
 
     The signal is SIGKILL: a rank without a launcher usually waits in a collective, in C++, where no
     Python handler runs. A checkpoint is published by one rename, so the last complete one remains.
@@ -119,7 +120,7 @@ def end_by(number: int) -> None:
 
 @contextlib.contextmanager
 def ends_with_its_pipe() -> Iterator[None]:
-    """Returns a context that ends this process by SIGPIPE if the reader of its output has exited (`| head`)."""
+    """Returns a context: if the reader of the output exits (`| head`), SIGPIPE ends this process."""
     try:
         try:
             yield
@@ -211,7 +212,7 @@ def world_size() -> int:
 
 
 def machines_asked() -> tuple[int, int] | None:
-    """Returns the minimum and maximum number of machines of torchrun's `--nnodes MIN:MAX` or PET_NNODES.
+    """Returns the minimum and maximum of torchrun's `--nnodes MIN:MAX` or of PET_NNODES.
 
     Returns None if the number is fixed or unknown.
     """
@@ -229,8 +230,9 @@ def machines_asked() -> tuple[int, int] | None:
 def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
     """Returns the launcher of this process, and the values that it sets, by torchrun's names.
 
-    MPI's variables have priority over Slurm's: in a Slurm job mpirun starts daemons with srun, and Slurm's variables
-    then describe the daemons. A Slurm step with PMI has PMI_RANK and PMI_SIZE, but not MPI's local variables.
+    MPI's variables have priority over Slurm's: in a Slurm job mpirun starts daemons with srun, and
+    Slurm's variables then describe the daemons. A Slurm step with PMI has PMI_RANK and PMI_SIZE,
+    but not MPI's local variables.
     """
     mpi = [(launcher, dict(_numbers(environment, launcher.variables))) for launcher in MPI]
     mpi = [(launcher, numbers) for launcher, numbers in mpi if "WORLD_SIZE" in numbers]
@@ -241,7 +243,7 @@ def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
 
 
 def _numbers(environment: Variables, variables: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Yields the values of a launcher's variables by torchrun's names, which are accepted as variables, too."""
+    """Yields the values of a launcher's or torchrun's variables, by torchrun's names."""
     for name, variable in zip(NAMES, variables, strict=True):
         if found := next((one for one in (variable, name) if one in environment), ""):
             yield name, _whole(environment, found)
@@ -254,7 +256,7 @@ def _whole(environment: Variables, variable: str, what: str = "a number of proce
 
 
 def without_srun(environment: Variables = os.environ) -> str:
-    """Returns a note if this is a single process in a Slurm job of several tasks, as in a shell of sbatch; else ""."""
+    """Returns a note if this process is alone in a Slurm job of several tasks, else ""."""
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks == "1" or "SLURM_STEP_NUM_TASKS" in environment or "WORLD_SIZE" in environment:
         return ""
@@ -281,7 +283,8 @@ def _slurm_numbers(environment: Variables) -> dict[str, int]:
 def _tasks_here(environment: Variables, size: int) -> int | None:
     """Returns the number of tasks on this machine, or None if it is unknown.
 
-    It is entry SLURM_NODEID of a list such as 2(x3),1. Without the list, it is known only for one machine.
+    It is entry SLURM_NODEID of a list such as 2(x3),1. Without the list, it is known only for one
+    machine.
     """
     text = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if text is None:
@@ -316,6 +319,6 @@ def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> s
 
 
 def _port(launcher: Launcher, environment: Variables) -> int:
-    """Returns a port from 10000 to 29999, below the ephemeral ports. It is the same on all ranks of a run."""
+    """Returns a port in [10000, 29999], below the ephemeral ports, equal on all ranks of a run."""
     job = ".".join(environment.get(name, "") for name in launcher.job)
     return 10000 + zlib.crc32(job.encode()) % 20000

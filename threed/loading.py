@@ -25,7 +25,7 @@ from threed.resolution import resolve
 from threed.topology import Topology
 
 Build = Callable[[ModelConfig, Slicing], models.Model]
-# Groups of the configuration that define the training. The other groups define where and how it runs.
+# Groups of keys that define the training. The other groups define where and how it runs.
 TRAINED = ("model", "precision", "train", "optim", "data")
 
 
@@ -36,15 +36,18 @@ def load(
     build: Build = models.build,
     **changes: Mapping[str, Any],
 ) -> LayeredEngine:
-    """Builds an engine with the model and state of a run, a checkpoint or a Hugging Face folder. Collective.
+    """Loads an engine from a run, a checkpoint or a Hugging Face folder. Collective.
 
-    The groups `model`, `precision`, `train`, `optim` and `data` of the configuration come from the checkpoint; all
-    other groups have their defaults. A Hugging Face folder has only weights: optimizer states start at zero.
+    The groups `model`, `precision`, `train`, `optim` and `data` of the configuration come from the
+    checkpoint; all other groups have their defaults. A Hugging Face folder has only weights:
+    optimizer states start at zero.
 
     Args:
-        path: a run folder (its newest checkpoint is loaded), a checkpoint, or a Hugging Face folder.
+        path: a run folder (its newest checkpoint is loaded), a checkpoint, or a Hugging Face
+            folder.
         topology: topology of all ranks; by default all of them are data ranks.
-        build: function that builds the model from its configuration; for checkpoints of custom models.
+        build: function that builds the model from its configuration; for checkpoints of custom
+            models.
         changes: changed keys of the configuration by group, such as `zero={"stage": 3}`.
 
     Returns:
@@ -90,7 +93,7 @@ def build_engine(config: Config, topology: Topology, build: Build = models.build
 
 
 def _source(path: Path) -> Path:
-    """Returns the checkpoint or Hugging Face folder to load; for a run folder, its newest checkpoint."""
+    """Returns the folder to load; for a run folder, its newest checkpoint."""
     if (path / MANIFEST).is_file() or is_hf_folder(path):
         return path
     newest = next(candidates(path, "auto"), None)

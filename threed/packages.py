@@ -1,4 +1,4 @@
-"""Imports of optional packages, with an error that names the package, its purpose and the command to install it."""
+"""Imports optional packages, with an error that includes the command to install them."""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@
     value = parse_json(line, "a.jsonl, line 3", finite=False)       # from bytes or str
     tables = read_toml(path)
 
-File size, nesting depth and digits per number are limited. Duplicate keys are an error, because parsers differ in which
-of the two they use. NaN and infinities, which are not JSON, and invalid UTF-8 are errors, too.
+File size, nesting depth and digits per number are limited. Duplicate keys are an error, because
+parsers differ in which of the two they use. NaN and infinities, which are not JSON, and invalid
+UTF-8 are errors, too.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def plain(text: object, most: int = 500) -> str:
         text: text from an untrusted source; unprintable text is escaped.
         most: maximum number of characters; longer text is truncated.
     """
-    some = str(text)[:most]
-    return some if some.isprintable() else some.encode("unicode_escape").decode()
+    start = str(text)[:most]
+    return start if start.isprintable() else start.encode("unicode_escape").decode()
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def parse_json(data: bytes | str, place: str, *, finite: bool = True) -> Any:
 
 
 def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Returns the bytes of a regular file. Refuses pipes, which could block until there is a writer.
+    """Returns the bytes of a regular file. Refuses pipes, which could block.
 
     Args:
         path: the file.
@@ -151,7 +152,7 @@ def _parse(parse: Callable[[str], Any], data: bytes | str, place: str, language:
 
 
 def _check(value: Any) -> None:
-    """Raises RecursionError if a value is nested too deeply, or ValueError if an integer has too many digits."""
+    """Raises RecursionError if a value is too deep, ValueError if an integer is too long."""
     level = [value]
     for _ in range(MOST_DEPTH):
         inner: list[Any] = []

@@ -24,7 +24,8 @@ def program_config(
 ) -> Config:
     """Returns the checked configuration of a custom program, which has no presets and no dry run.
 
-    With `--help`, local rank 0 prints `about` and every key with its default, and all ranks exit with code 0.
+    With `--help`, local rank 0 prints `about` and every key with its default, and all ranks exit
+    with code 0.
 
     Args:
         argv: command line without the program's name.

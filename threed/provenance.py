@@ -37,7 +37,7 @@ def provenance(topology: Topology, parameters: int) -> dict[str, Any]:
 
 
 def version(package: str = "threed") -> str:
-    """Returns the installed version of a package, or "not installed", also for a source checkout on the path."""
+    """Returns a package's version, or "not installed" (also for a source checkout on the path)."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -45,7 +45,7 @@ def version(package: str = "threed") -> str:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Returns the hash of the commit checked out in a folder, or None outside a repository or without git."""
+    """Returns the commit checked out in a folder, or None without a repository or git."""
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -55,7 +55,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def tags(config: Config, topology: Topology) -> list[str]:
-    """Returns tags to filter runs by: architecture, parallel axes, ZeRO stage, dtype, and the pipeline schedule."""
+    """Returns tags to filter runs by: architecture, axes, ZeRO stage, dtype, schedule."""
     axes = [f"{axis}{size}" for axis, size in topology.sizes.items() if size > 1]
     schedule = [Path(config.parallel.schedule).name] if topology.pp > 1 else []
     return [config.model.arch, *axes, f"zero{config.zero.stage}", config.precision.dtype, *schedule]

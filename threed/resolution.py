@@ -1,4 +1,4 @@
-"""Resolves a configuration: fills in values that follow from other keys, the vocabulary and the number of ranks.
+"""Fills in the values of a configuration that follow from keys, vocabulary and world size.
 
 config = resolve(config, vocab=260, world_size=8)
 """
@@ -23,26 +23,30 @@ def derive_dp(config: Config, world_size: int) -> int:
         ConfigError: if tp x pp x cp x dp is not the world size.
     """
     parallel = config.parallel
-    others = parallel.tp * parallel.pp * parallel.cp
-    dp = parallel.dp or max(1, world_size // others)
-    if others * dp == world_size:
+    model_ranks = parallel.tp * parallel.pp * parallel.cp
+    dp = parallel.dp or max(1, world_size // model_ranks)
+    if model_ranks * dp == world_size:
         return dp
     factors = f"tp {parallel.tp} × pp {parallel.pp}" + (
         f" × cp {parallel.cp}" if parallel.cp > 1 else ""
     )
     if parallel.dp is None:
-        sizes = " or ".join(str(n) for n in sorted({others * dp, others * (dp + 1)}))
+        sizes = " or ".join(str(n) for n in sorted({model_ranks * dp, model_ranks * (dp + 1)}))
         raise ConfigError(
             [
-                f"world size {world_size} is not a multiple of {factors} = {others}: start {sizes} ranks"
+                f"world size {world_size} is not a multiple of {factors} = {model_ranks}: start {sizes} ranks"
             ]
         )
-    problem = f"world size {world_size} ≠ {factors} × dp {dp} = {others * dp}"
-    if world_size % others == 0:
+    problem = f"world size {world_size} ≠ {factors} × dp {dp} = {model_ranks * dp}"
+    if world_size % model_ranks == 0:
         raise ConfigError(
-            [f"{problem}: use --parallel.dp {world_size // others}, or start {others * dp} ranks"]
+            [
+                f"{problem}: use --parallel.dp {world_size // model_ranks}, or start {model_ranks * dp} ranks"
+            ]
         )
-    raise ConfigError([f"{problem}: start {others * dp} ranks, or {others} with --parallel.dp 1"])
+    raise ConfigError(
+        [f"{problem}: start {model_ranks * dp} ranks, or {model_ranks} with --parallel.dp 1"]
+    )
 
 
 def count_microbatches(config: Config, dp: int) -> int:
@@ -149,7 +153,7 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
 
 
 def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Returns a saved model configuration in the form of `model`, so that equivalent models compare equal.
+    """Returns a saved model configuration in the form of `model`, to compare the two.
 
     A Qwen3 without windows becomes a Llama with `qk_norm` if `model` is a Llama with `qk_norm`.
 

@@ -1,4 +1,4 @@
-"""The pydantic names that threed uses, readable validation errors, and settings written as a single string.
+"""Names from pydantic, readable validation errors, and settings written as a single string.
 
 Only this module imports pydantic, so that a missing package has a single error message.
 """
@@ -40,7 +40,7 @@ def key_name(field: str) -> str:
 
 
 def number(value: object) -> object:
-    """Returns a value unchanged. Raises ValueError if it is a boolean, which Python would accept as 0 or 1."""
+    """Returns a value. Raises ValueError for a boolean, which pydantic would accept as 0 or 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number")
     return value
@@ -64,7 +64,7 @@ def written(value: Any, separator: str = ",") -> str:
 
 
 def did_you_mean(word: str, *names: str) -> str:
-    """Returns " (did you mean NAME?)" with the closest name to `word`, or "" if no name is close."""
+    """Returns " (did you mean NAME?)" with the name closest to `word`, or "" if none is close."""
     close = difflib.get_close_matches(word, names, 1)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -89,10 +89,10 @@ def reason(detail: ErrorDetails) -> str:
 
 
 class Settings(BaseModel):
-    """Base class of settings that users write as a string, `head: key=value, key=value`, or as a TOML table.
+    """Base class of settings written as a string, `head: key=value, key=value`, or a TOML table.
 
-    The head is the first field. It must not contain a colon. The word `none` means None. `str()` returns the string
-    form.
+    The head is the first field. It must not contain a colon. The word `none` means None. `str()`
+    returns the string form.
 
     Attributes:
         form: the syntax of the string, for messages.

@@ -25,7 +25,7 @@ from threed.schema import (
 
 @dataclass(frozen=True)
 class Takes:
-    """Annotation of a field's type: the placeholder that `--help` shows for the value, such as `N`."""
+    """Annotation of a field's type: the placeholder of the value in `--help`, such as `N`."""
 
     text: str
 
@@ -64,7 +64,7 @@ class ParamGroup(Settings):
 
 
 def _groups(value: Any) -> Any:
-    """Splits the string of a flag into a list of groups; `none` is the empty list. Returns other values unchanged."""
+    """Splits the string of a flag into groups; `none` means no groups. Passes other values."""
     if value == "none":
         return []
     return [text for text in value.split(";") if text.strip()] if isinstance(value, str) else value
@@ -85,7 +85,7 @@ def _boolean(value: object) -> object:
 
 
 def _must_be(form: str, separator: str = ",") -> WrapValidator:
-    """Returns a validator that accepts a value, or a string of separated items; its error message is `must be FORM`."""
+    """Returns a validator of a value or a string of items, with the error `must be FORM`."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         candidates = [tuple(value) if isinstance(value, list) else value]
@@ -110,7 +110,7 @@ def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
 
 
 def _schedule(value: object) -> object:
-    """Accepts a known schedule name, or a string that looks like a schedule file. `find_problems` reads the file."""
+    """Accepts the name of a schedule, or of a schedule file without reading the file."""
     names = (*get_args(schedules.ScheduleName), *schedules.available())
     if isinstance(value, str) and (value in names or schedules.names_file(value)):
         return value

@@ -1,14 +1,15 @@
-"""Output of a run: metrics, wandb, the progress line and notes, through one object that writes on rank 0 only.
+"""Output of a run on rank 0: metrics.jsonl, wandb, progress and notes.
 
     with Monitor(run_dir, total_steps=200, start_step=0, main=rank == 0, wandb="auto", config=config) as monitor:
         monitor.log(step, {"train/loss": 2.31, "train/lr": 1e-3})      # metrics.jsonl, wandb and the progress line
         monitor.note("checkpoint saved: runs/demo/checkpoints/step-40")
     figures.report(run_dir)
 
-On other ranks the calls have no effect. The package also has `Throughput` (perf/ metrics), `process` (process states,
-peak memory) and `figures` (loss.svg, memory.svg; rank 0). Values are plain Python numbers: the package does not import
-torch, the engine or the model. A failure to write or send is reported once and never stops a run. Rows that cannot be
-written, for example because the disk is full, are kept and written later.
+On other ranks the calls have no effect. The package also has `Throughput` (perf/ metrics),
+`process` (process states, peak memory) and `figures` (loss.svg, memory.svg; rank 0). Values are
+plain Python numbers: the package does not import torch, the engine or the model. A failure to write
+or send is reported once and never stops a run. Rows that cannot be written, for example because the
+disk is full, are kept and written later.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Monitor:
         self._progress.note(text)
 
     def close(self, failed: bool = False) -> None:
-        """Uploads existing figures, ends the wandb run, and closes the file and the bar. Idempotent.
+        """Uploads figures, ends the wandb run, and closes the file and the bar. Idempotent.
 
         Args:
             failed: whether to mark the wandb run as failed.
@@ -125,15 +126,16 @@ class Monitor:
     def sync(self) -> None:
         """Flushes the rows to disk. Thread-safe.
 
-        It is called before a checkpoint is published, so that a run that resumes from the checkpoint has all rows before
-        it. Disk errors are ignored, because the checkpoint reports them.
+        It is called before a checkpoint is published, so that a run that resumes from the
+        checkpoint has all rows before it. Disk errors are ignored, because the checkpoint reports
+        them.
         """
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.sync()
 
     def _write(self) -> None:
-        """Writes all pending rows. Prints a note when writing starts to fail, and when it works again."""
+        """Writes all pending rows. Prints a note when writing fails, and when it works again."""
         if self._file is None or not self._unwritten:
             return
         count = len(self._unwritten)

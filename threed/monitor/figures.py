@@ -1,11 +1,12 @@
-"""The figures of a run: loss.svg (loss over steps) and memory.svg (predicted and measured bytes per rank).
+"""Draws the figures of a run: loss.svg (loss over steps) and memory.svg (bytes per rank).
 
     save_figure_data(run_dir, uniform_entropy=5.55, unigram_entropy=3.26, memory=ranks)     # once, by rank 0
     report(run_dir)                                                                         # draws all figures with data
 
-`report` reads only metrics.jsonl and figures/data.json, so figures can be redrawn long after the run. `loss_figure` and
-`memory_figure` can also be called directly; the suffix of `out` selects the format (.svg, .png, .pdf). They need
-matplotlib: without it they print a note and return False. Equal data give equal SVG files, byte for byte.
+`report` reads only metrics.jsonl and figures/data.json, so figures can be redrawn long after the
+run. `loss_figure` and `memory_figure` can also be called directly; the suffix of `out` selects the
+format (.svg, .png, .pdf). They need matplotlib: without it they print a note and return False.
+Equal data give equal SVG files, byte for byte.
 
 `memory` is a list with one record per rank, in bytes:
     {"rank": 1, "label": "pp0 dp0 tp1", "measured": peak of live tensors in a step, "step": number of that step,
@@ -56,13 +57,13 @@ def loss_figure(
     unigram_entropy: float | None = None,
     note: Note = print,
 ) -> bool:
-    """Draws training and validation loss over steps, in nats per token, with baseline entropies as horizontal lines.
+    """Draws training and validation loss over steps, with entropies as baselines.
 
     Args:
         rows: rows of metrics.jsonl.
         out: file to write.
-        uniform_entropy: loss of a uniform distribution over the vocabulary.
-        unigram_entropy: loss of the distribution of single tokens.
+        uniform_entropy: loss of a uniform distribution over the vocabulary, in nats per token.
+        unigram_entropy: loss of the distribution of single tokens, in nats per token.
         note: function that prints a message.
 
     Returns:
@@ -114,10 +115,10 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
 
 
 def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> bool:
-    """Draws the predicted bytes per rank, stacked by category, next to the measured peak of live tensors in a step.
+    """Draws predicted bytes, stacked by category, and measured bytes of each rank.
 
-    Both count tensors only, without the memory of Python, torch and the communication libraries. A text below the axis
-    states the offloaded bytes.
+    Both count tensors only, without the memory of Python, torch and the communication libraries. A
+    text below the axis states the offloaded bytes.
 
     Args:
         ranks: a record per rank; see the module.
@@ -197,7 +198,7 @@ def _unit(largest: float) -> tuple[float, str]:
 def _figure(
     draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note
 ) -> bool:
-    """Draws a figure with one pair of axes, and saves it. Does not use pyplot, which has global state."""
+    """Draws and saves a figure with one pair of axes, without pyplot and its global state."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -220,8 +221,8 @@ def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
 
     Args:
         run_dir: run folder.
-        data: JSON values by name, which replace saved values of the same name. `report` reads uniform_entropy,
-            unigram_entropy (nats per token) and memory (see the module).
+        data: JSON values by name, which replace saved values of the same name. `report` reads
+            uniform_entropy, unigram_entropy (nats per token) and memory (see the module).
 
     Returns:
         The path of the file.

@@ -4,9 +4,9 @@
     meter.add(tokens=524_288, step_s=0.83, data_s=0.01)        # every step
     metrics |= meter.take()                                    # every logged step: averages since the last take
 
-`flops_per_token` counts the model's forward and backward (about 6 per parameter, plus attention) without recompute, so
-MFU is as defined in PaLM (Chowdhery et al. 2022, appendix B). MFU is reported only if the device's peak is known for
-the dtype, so never on a CPU.
+`flops_per_token` counts the model's forward and backward (about 6 per parameter, plus attention)
+without recompute, so MFU is as defined in PaLM (Chowdhery et al. 2022, appendix B). MFU is reported
+only if the device's peak is known for the dtype, so never on a CPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-# Dense bf16 tensor-core peak in TFLOP/s, by a pattern of the name from `device.name`; the first match applies. Source:
-# the vendors' data sheets. NVIDIA mostly states the figure "with sparsity", which is twice the dense peak.
+# Dense bf16 tensor-core peak in TFLOP/s, by a pattern of the name from `device.name`; the first
+# match applies. Source: the vendors' data sheets. NVIDIA mostly states the figure "with sparsity",
+# which is twice the dense peak.
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bGB200\b", 2500.0),  # GB200 NVL72 data sheet: 360 PFLOP/s sparse for 72 GPUs
     (r"\bB200\b", 2250.0),  # HGX B200 data sheet: 36 PFLOP/s sparse for 8 GPUs
@@ -40,8 +41,8 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
     """Returns the dense peak of a device in TFLOP/s, or None if it is unknown.
 
-    It is unknown for MIG slices, whose names do not state their share of the GPU, and for fp32, which may or may not
-    use TF32.
+    It is unknown for MIG slices, whose names do not state their share of the GPU, and for fp32,
+    which may or may not use TF32.
 
     Args:
         device_name: name from `device.name`.
@@ -107,7 +108,7 @@ class Throughput:
         self._sums.update({"tokens": tokens, "steps": 1, "step_s": step_s, **phases})
 
     def take(self) -> dict[str, float]:
-        """Returns the perf/ metrics since the last call, with mean times per step. Empty if there was no step."""
+        """Returns the mean perf/ metrics since the last call. Empty if there was no step."""
         sums: dict[str, float] = dict(self._sums)
         self._sums.clear()
         if not sums.get("step_s"):
@@ -134,7 +135,7 @@ class Traffic:
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """Returns the mean bytes per step since the last call, by axis. Empty if there was no step."""
+        """Returns the mean bytes per step and axis since the last call. Empty without a step."""
         means = {axis: sent / self._steps for axis, sent in self._sent.items()}
         self._sent.clear()
         self._steps = 0

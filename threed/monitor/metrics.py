@@ -5,15 +5,15 @@
         file.append({"step": 401, "train/loss": 2.31})
     rows = read("runs/demo/metrics.jsonl")
 
-JSON has no NaN and no infinity, and most parsers refuse a bare `NaN`. So a non-finite float is written as null, and
-its name and value ("nan", "inf" or "-inf") are stored under "non_finite":
+JSON has no NaN and no infinity, and most parsers refuse a bare `NaN`. So a non-finite float is
+written as null, and its name and value ("nan", "inf" or "-inf") are stored under "non_finite":
 
     {"step": 7, "train/loss": null, "non_finite": {"train/loss": "nan"}}
 
 `read` restores the float.
 
-Opening a file repairs an incomplete last line. `append` undoes a write that fails. `truncate_after` replaces the file
-atomically (new file, fsync, rename).
+Opening a file repairs an incomplete last line. `append` undoes a write that fails. `truncate_after`
+replaces the file atomically (new file, fsync, rename).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NON_FINITE = "non_finite"
 
 
 def encode(row: Mapping[str, object]) -> str:
-    """Returns a row as a line of valid JSON, without a line break. Raises TypeError for values that are not JSON."""
+    """Returns a row as a line of JSON, without a line break. Raises TypeError if it cannot."""
     bad = {
         key: str(value)
         for key, value in row.items()
@@ -46,7 +46,7 @@ def encode(row: Mapping[str, object]) -> str:
 
 
 def decode(line: str | bytes) -> dict[str, Any]:
-    """Returns the row of a line, with non-finite floats restored. Raises ValueError if it is not a JSON object."""
+    """Returns the row of a line, non-finite floats included. Raises ValueError if invalid."""
     row = parse_json(line, "a row")
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {type(row).__name__}")
@@ -80,7 +80,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 class MetricsFile:
-    """An append-only metrics.jsonl. When `append` returns, its rows have been written completely."""
+    """An append-only metrics.jsonl. When `append` returns, its rows are completely written."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -88,7 +88,7 @@ class MetricsFile:
         self._fd = _open_repaired(self.path)
 
     def append(self, *rows: Mapping[str, object]) -> None:
-        """Appends rows. If writing fails, for example on a full disk, removes partial rows and raises OSError."""
+        """Appends rows. If writing fails, removes partial rows and raises OSError."""
         rest = memoryview("".join(encode(row) + "\n" for row in rows).encode())
         end = os.fstat(self._fd).st_size
         try:
@@ -144,14 +144,14 @@ def _belongs(line: bytes, step: int) -> bool:
 
 
 def _open_repaired(path: Path) -> int:
-    """Opens a file for appending, and repairs its end so that the next row starts on a new line. Returns the descriptor."""
+    """Opens a file for appending after repairing an incomplete last line. Returns a descriptor."""
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     content = path.read_bytes()
     tail = content[content.rfind(b"\n") + 1 :]
     if not tail:
         return fd
     try:
-        # a prefix of a JSON object does not parse: if the tail parses, only the line break is missing
+        # a prefix of an object does not parse: if the tail parses, only the line break is missing
         decode(tail)
         os.write(fd, b"\n")
     except ValueError:

@@ -1,6 +1,7 @@
 """Facts about processes from the operating system: state, parent, start time, peak memory.
 
-They are read from /proc. On other systems than Linux, each function returns a documented fallback and does not raise.
+They are read from /proc. On other systems than Linux, each function returns a documented fallback
+and does not raise.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 
 
 def since_launch() -> float:
-    """Returns the seconds since torchrun started this job, or, without torchrun, since this process started.
+    """Returns the seconds since torchrun, or else this process, was started.
 
-    A restart of the ranks by torchrun does not reset it. On other systems than Linux it counts from the first call. The
-    clock counts from boot, so changes of the system time have no effect.
+    A restart of the ranks by torchrun does not reset it. On other systems than Linux it counts from
+    the first call. The clock counts from boot, so changes of the system time have no effect.
     """
     return _uptime() - _launched()
 
@@ -44,7 +45,7 @@ def peak_rss_bytes() -> int:
 
 
 def process_space() -> str:
-    """Returns an identifier of the space in which pids and start times are unique: boot id and namespaces.
+    """Returns an id of the boot and namespaces in which pids and start times are unique.
 
     On other systems than Linux it is the name of the machine.
     """
@@ -55,7 +56,7 @@ def process_space() -> str:
 
 
 def state(pid: int) -> str:
-    """Returns the state of a process on this machine: "running", "stopped" or "ended" (also for a zombie)."""
+    """Returns the state of a local process: "running", "stopped" or "ended" (also a zombie)."""
     letter = _stat(pid)[0]
     return "ended" if letter in "ZX" else "stopped" if letter in "Tt" else "running"
 

@@ -37,7 +37,7 @@ _FIELDS: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 def describe(metrics: Mapping[str, Any]) -> str:
-    """Formats the main metrics, in a fixed order: `loss 2.3145 | lr 9.8e-04 | ...`. Other metrics are left out."""
+    """Formats the main metrics in a fixed order, as `loss 2.3145 | lr 9.8e-04 | ...`."""
     parts = [show(metrics[key]) for key, show in _FIELDS if metrics.get(key) is not None]
     return " | ".join(part for part in parts if part)
 
@@ -91,7 +91,7 @@ class Progress:
 
 
 def _can_show_bar(stream: TextIO) -> bool:
-    """Returns whether `stream` is a terminal. In some containers its width is 0, and tqdm cannot draw a bar."""
+    """Returns whether `stream` is a terminal of known width (in some containers it is 0)."""
     return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
 
 

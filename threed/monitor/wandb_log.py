@@ -5,17 +5,19 @@
     checkpoint["wandb_run_id"] = run.run_id            # pass it as run_id= on resume
     run.close(figures="runs/demo/figures")
 
-Modes: `off`, `offline` (files under <directory>/wandb, uploaded later with `wandb sync`), `online`, and `auto`: the
-environment variable WANDB_MODE if it is set, else online if wandb finds an API key, else offline.
+Modes: `off`, `offline` (files under <directory>/wandb, uploaded later with `wandb sync`), `online`,
+and `auto`: the environment variable WANDB_MODE if it is set, else online if wandb finds an API key,
+else offline.
 
-- Only this module imports wandb, and only if the mode is not `off`. After a missing package, a missing key or any later
-  failure, one message is printed and logging to wandb stops. metrics.jsonl still has all metrics.
-- `step` is logged as a metric and used as the x axis. wandb drops rows whose internal step counter decreases, as in a
-  resumed run that repeats steps (wandb/wandb issue 4482).
-- A run's name ends in its id, so runs of one preset have different names. They share a group. A resumed run keeps its
-  id and name.
-- Secrets are not sent: the environment is not part of the config, and config values with names such as `api_key`,
-  `token`, `secret` or `password` are redacted.
+- Only this module imports wandb, and only if the mode is not `off`. After a missing package, a
+  missing key or any later failure, one message is printed and logging to wandb stops. metrics.jsonl
+  still has all metrics.
+- `step` is logged as a metric and used as the x axis. wandb drops rows whose internal step counter
+  decreases, as in a resumed run that repeats steps (wandb/wandb issue 4482).
+- A run's name ends in its id, so runs of one preset have different names. They share a group. A
+  resumed run keeps its id and name.
+- Secrets are not sent: the environment is not part of the config, and config values with names such
+  as `api_key`, `token`, `secret` or `password` are redacted.
 """
 
 from __future__ import annotations
@@ -98,8 +100,8 @@ class WandbRun:
         if chosen == "disabled":
             return
         Path(settings["dir"]).mkdir(parents=True, exist_ok=True)
-        # silent: wandb's output would break the progress bar, and _greeting prints the URL. The timeout is shorter than
-        # the default of 90 s, because the other ranks wait while wandb connects.
+        # silent: wandb's output would break the progress bar, and _greeting prints the URL. The
+        # timeout is shorter than the default of 90 s, because other ranks wait while wandb connects.
         options = wandb.Settings(silent=True, init_timeout=30)
         self._run = wandb.init(mode=chosen, resume="allow", settings=options, **settings)
         self._run.define_metric("*", step_metric="step")

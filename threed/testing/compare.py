@@ -1,9 +1,10 @@
-"""Compares the results of some training steps with the same steps on one process, element by element.
+"""Compares the results of training steps with those steps on one process, element by element.
 
     truth = results_of(engine, metrics)                       # on one process
     found = differences(engine, metrics, truth, tolerance)    # on every rank of another topology
 
-Every rank compares its own shards without gathering, so a replica that diverges is found on its rank.
+Every rank compares its own shards without gathering, so a replica that diverges is found on its
+rank.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ KEPT = 2**16  # maximum number of elements of `Finding.values`
 
 @dataclass
 class Results:
-    """Results of some training steps. Weights, moments and buffers are full tensors, on rank 0 only.
+    """Results of some training steps, with full tensors on rank 0 only.
 
     Attributes:
         losses: loss per step.
         norms: gradient norm per step.
         weights: weights by global name.
-        moments: optimizer states by part and global name. With 2BW and delayed updates, one part has the parameters
-            before the last update.
+        moments: optimizer states by part and global name. With 2BW and delayed updates, one part
+            has the parameters before the last update.
         buffers: persistent buffers by global name.
     """
 
@@ -56,7 +57,8 @@ class Finding:
     """A difference from the results of one process.
 
     Attributes:
-        kind: loss, norm, shards (ownership of elements), buffer, or the part of the state, such as weight.
+        kind: loss, norm, shards (ownership of elements), buffer, or the part of the state, such as
+            weight.
         what: description of the difference.
         largest: largest absolute difference of an element, or NaN.
         parameter: global name of the parameter or buffer, or "".
@@ -78,7 +80,7 @@ class Finding:
 
 
 def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
-    """Collects the results of training from all ranks, after finishing the last step (`Engine.finish`). Collective.
+    """Finishes the last step, and collects the results of all ranks. Collective.
 
     Args:
         engine: engine after the steps.
@@ -96,10 +98,10 @@ def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
 def differences(
     engine: Engine, metrics: Sequence[StepMetrics], truth: Results, tolerance: float
 ) -> list[Finding]:
-    """Returns the differences of this rank's results, after finishing the last step (`Engine.finish`). Collective.
+    """Finishes the last step, and returns the differences of this rank's results. Collective.
 
-    Buffers are compared only if `truth` has buffers, because their values may depend on how a batch is divided. The
-    parameters before the last update are also compared only if `truth` has them.
+    Buffers are compared only if `truth` has buffers, because their values may depend on how a batch
+    is divided. The parameters before the last update are also compared only if `truth` has them.
 
     Args:
         engine: engine after the steps.
@@ -134,7 +136,7 @@ def scalars(
 def unequal(
     engine: Engine, truth: Mapping[str, Mapping[str, Tensor]], tolerance: float
 ) -> Iterator[Finding]:
-    """Yields the shards of weights and moments on this rank that differ from `truth` (by part and global name)."""
+    """Yields this rank's shards of weights and moments that differ from `truth`."""
     for record, values in read(engine.optimizer, records(engine.optimizer)):
         if record.part == PREVIOUS and PREVIOUS not in truth:
             continue
@@ -185,7 +187,7 @@ def _finding(record: Record, values: Tensor, what: str, gap: float) -> Finding:
 
 
 def ownership_problems(engine: Engine, weights: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Yields, on rank 0, weights with elements that are owned by no rank or by several ranks. Collective."""
+    """Yields, on rank 0, weights with elements that no rank or several ranks own. Collective."""
     everyone, own = engine.topology.axis("world"), records(engine.optimizer, (WEIGHT,))
     boxes = [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in own if r.owned]
     owners: dict[str, Tensor] = {}  # number of owners per element
@@ -202,4 +204,6 @@ def ownership_problems(engine: Engine, weights: Mapping[str, Tensor]) -> Iterato
             what = f"{most} ranks hold the same elements, but not as replicas"
             yield Finding("shards", what, parameter=name)
         elif missing := int((count == 0).sum()):
-            yield Finding("shards", f"{missing} of its elements are held by no rank", parameter=name)
+            yield Finding(
+                "shards", f"{missing} of its elements are held by no rank", parameter=name
+            )

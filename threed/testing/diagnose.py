@@ -1,9 +1,9 @@
 """Explains differences: the first layer and parameter that differ, and a likely cause.
 
-A difference begins in the forward at the first layer whose output differs, and in the backward at the
-last layer whose input gradient differs. Only losses, norms, weights and moments decide whether the
-results differ: values between layers may legitimately differ, such as a partial sum that the next
-layer reduces.
+A difference begins in the forward at the first layer whose output differs, and in the backward at
+the last layer whose input gradient differs. Only losses, norms, weights and moments decide whether
+the results differ: values between layers may legitimately differ, such as a partial sum that the
+next layer reduces.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Explainer:
     def _backward(
         self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], early: bool
     ) -> Iterator[About]:
-        """Yields parameters after the layer at which the backward first differs, then that layer."""
+        """Yields parameters after the layer where the backward first differs, then that layer."""
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)
         gradient = next((part for part in self.truth["first"]["moments"] if part != WEIGHT), "")
@@ -268,7 +268,7 @@ def _near(got: Tensor, want: Tensor) -> bool:
 
 
 def named(text: str, layers: Layers) -> tuple[str | None, str | None]:
-    """Returns the layer and the parameter that a text mentions first, each None if there is none."""
+    """Returns the first layer and the first parameter that a text mentions, or None."""
     layer_of = {name: layer for layer, own in layers for name in own}
     layer = _first_named(text, [layer for layer, _ in layers])
     parameter = _first_named(text, layer_of)
@@ -312,7 +312,7 @@ def explain_lost_ranks(error: RanksFailed, timeout: float) -> tuple[str | None, 
     Returns:
         The layer that the slowest of these ranks was running, if known, and an explanation.
     """
-    # gloo aborts a process (SIGABRT) if messages do not match; other exit codes are the process's own
+    # gloo aborts a process (SIGABRT) if messages do not match; the model causes other exit codes
     ended = {rank: code for rank, code in error.died.items() if code not in (-signal.SIGABRT, None)}
     if ended:
         what = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in ended.items())

@@ -1,10 +1,10 @@
-"""Runs functions on real ranks on this machine: gloo processes forked from a parent that has imported torch.
+"""Runs functions on ranks of this machine: gloo processes forked after importing torch.
 
     results = run_ranks(4, work, arg)      # work(arg) on 4 ranks; results in rank order
 
-Starting the ranks takes some tenths of a second. `work` must be a module-level function or an object of a module-level
-class, because it, its arguments and its result are pickled. A program that calls this needs
-`if __name__ == "__main__":`.
+Starting the ranks takes some tenths of a second. `work` must be a module-level function or an
+object of a module-level class, because it, its arguments and its result are pickled. A program that
+calls this needs `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from threed import collectives
 from threed.topology import Axis, start_from_file
 
 _context = multiprocessing.get_context("forkserver")
-# Imported once in the parent, because every rank would spend about a second on them. torch imports sympy in a backward
-# with a given gradient, and further modules at the first operation on the meta device.
+# Imported once in the parent, because every rank would spend about a second on them. torch imports
+# sympy in a backward with a given gradient, and further modules at the first operation on the meta
+# device.
 _preloaded = [
     "threed.engine",
     "torch.fx.experimental.symbolic_shapes",
@@ -89,7 +90,8 @@ class _World:
         end = time.monotonic() + timeout
         while len(self.results) < len(self.pipes):
             waiting = [self.pipes[rank] for rank in self.silent]
-            # After the first failure, wait a moment for other ranks' failures: the first is often not the cause.
+            # After the first failure, wait for failures of other ranks: the first is often not the
+            # cause.
             left = max(0.0, end - time.monotonic())
             ready = wait(waiting, timeout=1.0 if self.failures else left)
             if not ready:
@@ -102,7 +104,7 @@ class _World:
         return [self.results[rank] for rank in range(len(self.pipes))]
 
     def _collect_stacks(self, folder: Path) -> None:
-        """Requests the stacks of silent ranks by a signal, and waits up to five seconds for them."""
+        """Requests the stacks of silent ranks by a signal, and waits for them for up to 5 s."""
         for rank in self.silent:
             os.kill(self.processes[rank].pid, _DUMP_STACKS)
         end = time.monotonic() + 5
@@ -131,7 +133,7 @@ class _World:
 
 
 def preload(*modules: str) -> None:
-    """Makes the parent of all ranks import more modules. Must be called before the first `run_ranks`.
+    """Imports more modules in the parent of all ranks. Call it before the first `run_ranks`.
 
     Args:
         modules: names of modules.
@@ -174,7 +176,7 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
 
 
 def note(text: str) -> None:
-    """Sends the current position of this rank to the process that started it, for the report if it hangs or dies.
+    """Records the position of this rank, for the report if it hangs or dies.
 
     Args:
         text: description of the position.
@@ -207,5 +209,5 @@ def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> 
 
 
 def _send(pipe: Connection, kind: str, value: Any) -> None:
-    """Sends a message by value. torch's pipes would share tensors by file descriptor, but this process exits soon."""
+    """Sends a message by value: shared tensors would be lost when this process exits."""
     pipe.send_bytes(pickle.dumps((kind, value)))

@@ -1,8 +1,8 @@
 """Trains a model in every topology, and compares each with one process.
 
-One process trains some steps as the reference, which must not depend on torch's global random numbers. Then every
-topology trains on forked gloo ranks, from the same weights on the same batches. Every rank compares its shards with
-the reference.
+One process trains some steps as the reference, which must not depend on torch's global random
+numbers. Then every topology trains on forked gloo ranks, from the same weights on the same batches.
+Every rank compares its shards with the reference.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `threed verify`: 0 if all are equal, 1 if there are differences, 2 without a comparison."""
+        """Exit code of `threed verify`: 0 if equal, 1 if different, 2 if not compared."""
         return 1 if self.differences else 0 if self.topologies else 2
 
     def add(self, topology: str, found: Iterable[About]) -> None:
@@ -180,16 +180,17 @@ def same_everywhere(
     build: Build, batch: BatchOf | None = None, topologies: Sequence[str] = DEFAULT, *, config: Config | None = None,
     tolerance: float | None = None, timeout: float = 120.0,
 ) -> Report:  # fmt: skip
-    """Trains a model in each topology on gloo ranks of this machine, and compares the results with one process.
+    """Trains a model in each topology on gloo ranks, and compares the results with one process.
 
-    Losses, gradient norms, weights, moments and persistent buffers are compared, element by element.
+    Losses, gradient norms, weights, moments and persistent buffers are compared, element by
+    element.
 
     Args:
-        build: function of a `ModelConfig` and a `Slicing` that returns the model, such as a model class. It may return
-            an `nn.Module`, which only data parallelism and ZeRO can train. Must be importable from a module, because
-            ranks are other processes.
-        batch: function of the `Config` and a step that returns the global batch, tensors by name with
-            `config.train.global_batch` rows. Must be importable. By default, random tokens.
+        build: function of a `ModelConfig` and a `Slicing` that returns the model, such as a model
+            class. It may return an `nn.Module`, which only data parallelism and ZeRO can train.
+            Must be importable from a module, because ranks are other processes.
+        batch: function of the `Config` and a step that returns the global batch, tensors by name
+            with `config.train.global_batch` rows. Must be importable. By default, random tokens.
         topologies: names of topologies; see `threed.testing.topologies`.
         config: configuration; by default small sizes, and `train.steps` steps in fp64.
         tolerance: largest difference; by default 1e-9 in fp64 and 1e-5 in fp32.
@@ -199,7 +200,8 @@ def same_everywhere(
         The report.
 
     Raises:
-        ValueError: if a topology's name is invalid, or `build` or `batch` cannot be passed to other processes.
+        ValueError: if a topology's name is invalid, or `build` or `batch` cannot be passed to other
+            processes.
         ConfigError: if the configuration cannot be compared.
 
     Example::
@@ -245,7 +247,7 @@ def _compare(
 
 
 def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: float) -> None:
-    """Adds a failed training to the report: as a refused topology, or as a difference if the model is faulty."""
+    """Adds a failed training to the report, as a refused topology or as a difference."""
     broken = diagnose.report_of(error)
     if broken is None:
         layer, what = diagnose.explain_lost_ranks(error, timeout)
@@ -283,7 +285,7 @@ def _check(build: Build, batch: BatchOf | None, config: Config) -> None:
 
 
 def random_tokens(config: Config, step: int) -> dict[str, Tensor]:
-    """Returns a global batch of random tokens, in which up to a fifth of the labels is ignored, unevenly over the rows.
+    """Returns a global batch of random tokens. Up to a fifth of the labels per row is ignored.
 
     Args:
         config: configuration with batch size, sequence length and vocabulary.
@@ -319,7 +321,8 @@ def _train(
         truth: data of the reference process; empty in that process.
 
     Returns:
-        The two results of `look`, the layers and the batches; and the watch with the values between layers.
+        The two results of `look`, the layers and the batches; and the watch with the values between
+        layers.
     """
     os.dup2(2, 1)  # keeps a model's prints out of the report on stdout
     phase, at, layers = "build", lambda: "", list[tuple[str, list[str]]]()
@@ -360,7 +363,8 @@ def _batch(
 ) -> dict[str, Tensor]:
     """Returns the global batch of a step.
 
-    Raises ValueError if it is invalid, or differs from a previous call (`before`: the reference's batches).
+    Raises ValueError if it is invalid, or differs from a previous call (`before`: the reference's
+    batches).
     """
     batch, rows, call = (
         task.batch(config, step),
@@ -390,8 +394,9 @@ def _shape(value: Any) -> list[int] | None:
 def _seed(seed: int) -> None:
     """Seeds the global random generators that a user's code may use.
 
-    Before the model is built, the seed is the same on all ranks, so that initial values are equal. Before training it
-    is a seed per rank, so that random numbers in a forward differ and are detected.
+    Before the model is built, the seed is the same on all ranks, so that initial values are equal.
+    Before training it is a seed per rank, so that random numbers in a forward differ and are
+    detected.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -401,7 +406,8 @@ def _seed(seed: int) -> None:
 def _layers(model: Any) -> Layers:
     """Returns the layers of a model, each with the global names of its parameters and buffers.
 
-    An `nn.Module` is one layer. For other objects the result is empty: the engine raises an error for them.
+    An `nn.Module` is one layer. For other objects the result is empty: the engine raises an error
+    for them.
     """
     if isinstance(model, nn.Module) and not hasattr(model, "slicing"):
         own = (*model.named_parameters(), *model.named_buffers())
@@ -425,7 +431,10 @@ def _load(file: str) -> dict[str, Any]:
 
 
 def _train_reference(task: _Task) -> Seen:
-    """Trains on one process and writes the results. Returns the differences to a training with other random numbers."""
+    """Trains on one process, and writes the results.
+
+    Trains again with other random numbers, and returns the differences.
+    """
     task = replace(task, config=plain(task.config))
     truth, watch = _train(task, {}, 0, lambda when, *held: vars(results_of(*held)), {})
     torch.save({**truth, "seen": watch.seen}, task.file)

@@ -11,7 +11,7 @@ from threed.schedules.from_file import load
 
 @dataclass(frozen=True)
 class Source:
-    """A callable object of a Python file. A call imports the file if this process has not imported it.
+    """A callable object of a Python file, which is imported at the first call in a process.
 
     Attributes:
         file: path of the file.

@@ -1,7 +1,9 @@
 """Names of topologies: words joined by '-', such as tp2-seq-pp2-dp2-zero3.
 
-tpN ppN dpN   tensor, pipeline and data ranks        seq        sequence parallelism over the tensor ranks
-zeroN         ZeRO stage (0 by default)              recompute  full recompute of every layer
+tpN ppN dpN   tensor, pipeline and data ranks
+seq           sequence parallelism over the tensor ranks
+zeroN         ZeRO stage (0 by default)
+recompute     full recompute of every layer
 offload       optimizer states, and at stage 3 parameters, are stored in host memory
 microN        micro-batches of N sequences
 """

@@ -1,4 +1,4 @@
-"""Records the values between a model's layers in one step: the output and the input gradient of each layer.
+"""Records the output and the input gradient of each layer of a model in one step.
 
     watch = Watch(engine)
     engine.step(batch)
@@ -27,12 +27,12 @@ Key = tuple[str, int, tuple[int, ...], int]
 
 
 class Watch:
-    """Records outputs and input gradients of this rank's layers until `stop`, and notes the running layer.
+    """Records outputs and input gradients of this rank's layers until `stop`.
 
     Args:
         engine: engine with the layers.
-        truth: values recorded on one process. An output whose shape is neither equal to the recorded one nor a shard
-            of it raises RuntimeError.
+        truth: values recorded on one process. An output whose shape is neither equal to the
+            recorded one nor a shard of it raises RuntimeError.
 
     Attributes:
         seen: recorded values.
@@ -78,7 +78,7 @@ class Watch:
         layer.register_forward_hook(after)
 
     def _note(self, what: str, number: int) -> None:
-        # synchronizes tensor ranks, so that ranks that call different collectives hang in the faulty layer
+        # synchronizes tensor ranks, so that mismatched collectives hang in the faulty layer
         if self._recording:
             collectives.all_gather(torch.zeros(1), self.tensor)
         self.at = self.names[number]
@@ -92,7 +92,7 @@ class Watch:
             raise RuntimeError(f"its output has shape {list(got.shape)}, {alone}")
 
     def _keys(self, kind: str, number: int, value: Any, micro: Any) -> Iterator[tuple[Key, Tensor]]:
-        """Yields the floating-point tensors in a value with their keys, while values are recorded."""
+        """Yields the floating-point tensors in a value with their keys; none after `stop`."""
         samples = getattr(micro, "samples", None)
         if self._recording and samples is not None:
             for index, tensor in enumerate(tree_leaves(value)):

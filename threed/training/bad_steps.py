@@ -1,8 +1,9 @@
-"""Reports skipped steps and differing replicas, recomputes skipped steps, and delays checkpoints after them.
+"""Reports and recomputes skipped steps, delays checkpoints after them, compares replicas.
 
-A skipped step leaves weights and moments unchanged. A checkpoint after it would only cause the removal of an older one,
-perhaps the last from which training can continue. So the checkpoint is delayed until a step is not skipped. At the end
-of a run it is written, but no older checkpoint is removed.
+A skipped step leaves weights and moments unchanged. A checkpoint after it would only cause the
+removal of an older one, perhaps the last from which training can continue. So the checkpoint is
+delayed until a step is not skipped. At the end of a run it is written, but no older checkpoint is
+removed.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class BadSteps(Callback):
         self.compare()
 
     def _report(self, metrics: StepMetrics) -> None:
-        """Reports the steps skipped since the last report, except while a dynamic loss scale is being adjusted."""
+        """Reports new skipped steps, except while a dynamic loss scale is being adjusted."""
         more, self._reported = metrics.skipped - self._reported, metrics.skipped
         if more and (metrics.bad_steps or not self.engine.optimizer.scaler.rule.dynamic):
             what = f"loss {metrics.loss:g}, gradient norm {metrics.grad_norm:g}"
@@ -62,7 +63,8 @@ class BadSteps(Callback):
         """Compares replicas if a comparison is due. Collective.
 
         Args:
-            saving: whether a checkpoint follows. Then replicas are compared if any step ran since the last comparison.
+            saving: whether a checkpoint follows. Then replicas are compared if any step ran since
+                the last comparison.
 
         Raises:
             ReplicaError: if replicas differ; on every rank.
@@ -73,7 +75,7 @@ class BadSteps(Callback):
             self._compared = step
 
     def delay_checkpoint(self) -> bool:
-        """Returns whether the checkpoint that is due is delayed because the last step was skipped. Collective."""
+        """Returns whether to delay the due checkpoint after a skipped step. Collective."""
         skipped, delayed = self.engine.bad_steps(), self.delays
         self.delays = skipped > 0
         every, step = self.run.config.checkpoint.every, self.engine.steps
@@ -85,6 +87,6 @@ class BadSteps(Callback):
         return self.delays
 
     def take_delayed(self) -> dict[str, list[int]]:
-        """Returns the steps with delayed checkpoints, as an entry of the next checkpoint, and clears the list."""
+        """Returns the steps with delayed checkpoints for the next checkpoint, and clears them."""
         steps, self._delayed = self._delayed, []
         return {"put_off": steps} if steps else {}

@@ -22,7 +22,8 @@ class Start:
     Attributes:
         step: number of completed optimizer steps.
         samples: number of sequences consumed by these steps.
-        tokens: number of tokens consumed by these steps; the sequence length may have been different.
+        tokens: number of tokens consumed by these steps; the sequence length may have been
+            different.
         saved: whether a checkpoint of this step exists on disk.
         extra: entries of the checkpoint other than the engine's state; see `elastic.resume`.
     """
@@ -85,19 +86,20 @@ class Run:
         self.supervision.heart.beat(self.engine.steps if step is None else step, phase)
 
     def hurries(self) -> bool:
-        """Returns whether the run must end soon, so that saves should finish quickly. Thread-safe."""
+        """Returns whether the run must end soon, so that saves must hurry. Thread-safe."""
         return bool(self.stop or self.supervision.asked())
 
     def is_logged(self, step: int) -> bool:
-        """Returns whether the metrics of a step are logged: every `log.every` steps, the first and the last."""
+        """Returns whether a step is logged: every `log.every` steps, the first and the last."""
         return step % self.config.log.every == 0 or step in (1, self.last)
 
 
 class Callback:
     """Base class of extensions of the training loop.
 
-    Every method is called on every rank, in the order of the list of callbacks, so it may call collectives. Whether it
-    calls a collective must not depend on a value that differs between ranks: otherwise the run hangs.
+    Every method is called on every rank, in the order of the list of callbacks, so it may call
+    collectives. Whether it calls a collective must not depend on a value that differs between
+    ranks: otherwise the run hangs.
 
     Example::
 
@@ -119,8 +121,9 @@ class Callback:
         Args:
             run: the run.
             metrics: metrics of the step; reading a value waits for the device.
-            row: metrics to log for the step, by name. Callbacks add to it. An empty row is not logged.
+            row: metrics to log for the step, by name. Callbacks add to it. An empty row is not
+                logged.
         """
 
     def end(self, run: Run) -> None:
-        """Called after the last step, before the final report. Not called if a step raised an exception."""
+        """Called after the last step, before the final report. Not called if a step raised."""

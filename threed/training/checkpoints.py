@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run, asynchronously if there is memory for a copy of the state.
 
-If an asynchronous save fails, the failure is reported once, and training continues. The end of the run saves the final
-state if it has not been saved.
+If an asynchronous save fails, the failure is reported once, and training continues. The end of the
+run saves the final state if it has not been saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from threed.training.callback import Callback, Run
 
 
 class Checkpoints(Callback):
-    """Saves every `checkpoint.every` steps to the run folder, and every `checkpoint.memory-every` steps to memory.
+    """Saves to the run folder and to memory, as `checkpoint.every` and `.memory-every` require.
 
     Attributes:
         last_saved: newest saved step, or -1.
@@ -49,7 +49,7 @@ class Checkpoints(Callback):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Returns a context that gives saves in progress some seconds to finish if the block raises."""
+        """Returns a context in which saves in progress may finish if the block raises."""
         with self.engine.saver.ending(self._is_gone), self.memory.ending():
             yield
 
@@ -71,7 +71,7 @@ class Checkpoints(Callback):
         due = self.bad_steps.delays or (every and step % every == 0)
         if due and not run.stop and not self.bad_steps.delay_checkpoint():
             self.save(asynchronous=step < run.last)
-            run.stop.now()  # a run that was asked to stop during the save would otherwise save twice
+            run.stop.now()  # prevents a second save if a stop was requested during this one
         if step < run.last and not run.stop:
             self.memory.save_if_due(step, self._extra)
         self._seconds = time.perf_counter() - began
@@ -137,7 +137,7 @@ class Checkpoints(Callback):
 
     @cached_property
     def _has_room(self) -> bool:
-        """Whether saves are asynchronous: the configuration allows it, and memory for a copy is free."""
+        """Whether saves are asynchronous: they are allowed, and memory for a copy is free."""
         asked = self.run.config.checkpoint.async_ is not False
         room = asked and self.engine.saver.has_room()
         if asked and not room:
@@ -146,13 +146,13 @@ class Checkpoints(Callback):
         return room
 
     def _make_room(self, step: int) -> None:
-        """Allocates the buffers of asynchronous saves, if any will follow, after the activations have been allocated."""
+        """Allocates the buffers of future asynchronous saves, once activations are allocated."""
         every = self.run.config.checkpoint.every
         if every and (step // every + 1) * every < self.run.last and self._has_room:
             self.engine.saver.make_room()
 
     def _report_failure(self) -> None:
-        """Reports a failure of the save in progress, on rank 0 before the save has ended on other ranks."""
+        """Reports a failure of the save in progress, perhaps before it ends on other ranks."""
         save = self._save
         if save is not None and save.done and save.problem is not None:
             self._report(save.path, f"{save.problem} (earlier checkpoints are intact)")

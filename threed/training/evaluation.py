@@ -5,8 +5,9 @@
     loss = evaluation.loss(stops)              collective; None if `stops` returned true
     evaluation.bits_per_byte(loss)
 
-An evaluation runs full global batches, so it works with any topology, micro-batch and schedule. In the last batch the
-labels of rows beyond the last window are ignored. The mean weights each batch by its number of windows.
+An evaluation runs full global batches, so it works with any topology, micro-batch and schedule. In
+the last batch the labels of rows beyond the last window are ignored. The mean weights each batch by
+its number of windows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ IGNORED = -100
 class Evaluation(Callback):
     """Evaluates every `train.eval-every` steps and after the last one.
 
-    The windows are the first `train.eval_samples` of the validation data, or all of them if there are fewer.
+    The windows are the first `train.eval_samples` of the validation data, or all of them if there
+    are fewer.
 
     Attributes:
         windows: number of windows per evaluation.
@@ -51,11 +53,11 @@ class Evaluation(Callback):
         return f"{there}, fewer than --train.eval-samples {self.asked}: val/loss is the mean over all of them"
 
     def loss(self, stops: Callable[[], bool]) -> float | None:
-        """Returns the mean token loss in nats, or None if the evaluation was interrupted. Collective.
+        """Returns the mean token loss in nats, or None if interrupted. Collective.
 
         Args:
-            stops: function called after each global batch. If it returns true, the evaluation ends. It must return
-                the same value on all ranks.
+            stops: function called after each global batch. If it returns true, the evaluation ends.
+                It must return the same value on all ranks.
         """
         sums: list[Tensor] = []
         for first in range(0, self.windows, self.batch):
@@ -68,7 +70,7 @@ class Evaluation(Callback):
         return float(torch.stack(sums).sum()) / self.windows
 
     def _rows(self, first: int) -> dict[str, Tensor]:
-        """Returns this data rank's rows of a global batch, from window `first`, without labels past the last window."""
+        """Returns this rank's rows from window `first`, without labels past the last window."""
         rows = self.data.valid.batch(first, self.share)
         rows["labels"][max(0, self.windows - first) :] = IGNORED
         return rows

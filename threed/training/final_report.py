@@ -1,4 +1,4 @@
-"""The final report of a run: figures, the Hugging Face export, a sample of text, and paths of all results."""
+"""The final report of a run: figures, Hugging Face export, sampled text, and paths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def finish(
     spans: Sequence[Any],
     command: Sequence[str],
 ) -> None:
-    """Samples text, draws the figures, exports the last checkpoint, and prints the paths. Collective.
+    """Samples text, draws figures, exports the last checkpoint, and prints paths. Collective.
 
     Args:
         run: the run.
@@ -134,7 +134,7 @@ def draw(
 
 
 def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) -> str:
-    """Returns an SVG with two timelines: the step as measured, and the plan with the measured mean times of actions."""
+    """Returns an SVG of a step as measured, and of its plan with the measured mean times."""
     planned, ranks = replay(plan, spans), f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
     ends = [end for row in spans for _, _, end in row]
     extent = max(ends) - min(start for row in spans for _, start, _ in row)

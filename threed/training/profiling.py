@@ -39,8 +39,8 @@ class Profile(Callback):
 class PeakMemory(Callback):
     """Measures the peak bytes of tensors in the second step of this process, or in its only step.
 
-    A CPU has no allocator statistics, so every operation is inspected. Operations in compiled kernels cannot be
-    inspected, so compiled blocks on a CPU are not measured.
+    A CPU has no allocator statistics, so every operation is inspected. Operations in compiled
+    kernels cannot be inspected, so compiled blocks on a CPU are not measured.
 
     Attributes:
         step: measured step, or 0.

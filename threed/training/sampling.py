@@ -18,8 +18,8 @@ def generate(
 ) -> list[int]:
     """Continues a prompt. Collective; returns the same tokens on every rank.
 
-    The context has the model's sequence length, padded on the right: causal attention does not see the padding, and
-    all forwards have the same shape. For longer texts the window slides.
+    The context has the model's sequence length, padded on the right: causal attention does not see
+    the padding, and all forwards have the same shape. For longer texts the window slides.
 
     Args:
         engine: engine with the model.
@@ -50,7 +50,7 @@ def generate(
 def _next(
     engine: LayeredEngine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator
 ) -> int:
-    """Samples the next token on the last stage and broadcasts it. Returns -1 if the logits are not finite."""
+    """Samples the next token on the last stage and broadcasts it; -1 if logits are not finite."""
     logits = engine.logits(tokens)
     chosen = torch.zeros(1, dtype=torch.int64, device=tokens.device)
     if logits is not None:
@@ -63,7 +63,7 @@ def _next(
 
 
 def _gather(engine: LayeredEngine, shard: Tensor) -> Tensor:
-    """Gathers the logits of the full vocabulary [v] from shards [v/t], whose sizes may differ by one."""
+    """Gathers logits [v] from vocabulary shards [v/t], whose sizes may differ by one."""
     axis, vocab = engine.topology.axis("tp"), engine.config.model.vocab or 0
     widths = [b - a for a, b in (collectives.split(vocab, axis.size, i) for i in range(axis.size))]
     padded = shard.new_zeros(max(widths))

@@ -28,7 +28,8 @@ class StepLog(Callback):
         save_seconds: function that returns the seconds spent on checkpoints since its last call.
 
     Attributes:
-        spans: actions of the last logged step with start and end in seconds, per stage of this rank's pipeline.
+        spans: actions of the last logged step with start and end in seconds, per stage of this
+            rank's pipeline.
     """
 
     def __init__(self, run: Run, save_seconds: Callable[[], float]) -> None:
@@ -58,7 +59,7 @@ class StepLog(Callback):
         logged = run.is_logged(metrics.step)
         loss = metrics.loss if logged else 0.0  # waits for the device
         self._traffic.add(run.engine.topology.traffic)
-        # A save counts in the time of the next step, because it begins after the row of its own step is written.
+        # A save counts in the time of the next step: it begins after the row of its step is written.
         saving = self._save_seconds()
         spent = time.perf_counter() - self._began + saving
         times = {"data_s": self._data_s, "ckpt_s": saving, **metrics.seconds}
@@ -82,7 +83,7 @@ class StepLog(Callback):
         }
 
     def _of_all_ranks(self, run: Run) -> dict[str, float]:
-        """Returns bytes sent and peak memory of all ranks. The exchange also shares requests to stop. Collective."""
+        """Exchanges bytes sent, peak memory and requests to stop. Returns metrics. Collective."""
         topology = run.engine.topology
         own = {
             "traffic": self._traffic.take(),
@@ -111,7 +112,7 @@ class StepLog(Callback):
         }
 
     def _all_spans(self, run: Run) -> list[Any]:
-        """Returns the recorded actions of every stage of this rank's pipeline, with times on one clock. Collective."""
+        """Returns the recorded actions of all stages of this pipeline, on one clock. Collective."""
         own = [(str(action), begin, end) for action, begin, end in run.engine.record(on=False)]
         rows = on_one_clock(own, run.engine.topology.axis("pp"))
         return [[(Action.parse(text), begin, end) for text, begin, end in row] for row in rows]
