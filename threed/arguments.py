@@ -102,7 +102,7 @@ def load(
     given = draft.split(argv)
     source = draft.read_file(given, presets)
     draft.put_flags(given)
-    draft.fit_warmup({PROGRAM, *([str(source)] if "preset" in given else [])})
+    draft.reset_long_warmup({PROGRAM, *([str(source)] if "preset" in given else [])})
     asked, config = draft.world_size(given), draft.validate()
     found = {} if draft.problems else begin(config)
     config = draft.begin(found, config)
@@ -229,7 +229,7 @@ class _Draft:
                     )
                 self.put(group, key, value, str(path))
 
-    def fit_warmup(self, suggested: set[str]) -> None:
+    def reset_long_warmup(self, suggested: set[str]) -> None:
         """Resets a warm-up from a source in `suggested` if it is not shorter than the run."""
         steps, warmup = str(self.value("train", "steps")), str(self.value("optim", "warmup"))
         from_them = self.sources.get(("optim", "warmup")) in suggested

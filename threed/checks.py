@@ -270,7 +270,8 @@ def _check_drive(config: Config) -> Iterator[str]:
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
     """Returns whether heads can be sharded over tp ranks.
 
-    Query heads must divide evenly over key/value heads and over ranks. Each rank has several
+    The number of query heads must be a multiple of the number of key/value heads and of tp. Of tp
+    and the number of key/value heads, one must be a multiple of the other: a rank has several
     key/value heads, or several ranks share one.
     """
     return heads % kv_heads == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
@@ -349,7 +350,7 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
 
 
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
-    """Yields problems if the plan has too many stages for the layers or the explicit partition."""
+    """Yields problems if the plan has more stages than layers, or not as many as the partition."""
     p, layers = config.parallel, config.model.layers
     if layers >= p.pp and layers + 2 < stages:  # _check_layers reports layers < pp
         given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"

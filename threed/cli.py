@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from threed import architectures, schedules
-from threed.launcher import ends_with_its_pipe
+from threed.launcher import exits_on_broken_pipe
 from threed.packages import MissingPackageError
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         _parser().print_help(sys.stderr)
         return 2
     try:
-        with ends_with_its_pipe():
+        with exits_on_broken_pipe():
             if argv[0] in ("train", "plan"):
                 return _train(*argv)
             if argv[0] == "verify":

@@ -34,7 +34,7 @@ from threed.disk import is_unwritable, why
 from threed.forecast import Forecast, checkpoint_bytes
 from threed.interop import pretrained
 from threed.interop.huggingface.folder import is_hf_folder
-from threed.launcher import LauncherError, end_by, ends_with_its_pipe, join, without_srun
+from threed.launcher import LauncherError, end_by_signal, exits_on_broken_pipe, join, without_srun
 from threed.loading import build_engine
 from threed.memory.io import SwapError
 from threed.metrics import BadStepsError
@@ -71,14 +71,14 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
         arch: architecture if neither a file nor a flag names one.
     """
     try:
-        with ends_with_its_pipe():
+        with exits_on_broken_pipe():
             return _run(argv, arch, prog)
     except KeyboardInterrupt as interrupt:
         # the launcher forwards the signal that the terminal has already sent to this process
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if _local_rank() == 0:
             print(f"threed: interrupted; {interrupt or 'the run had not started'}", flush=True)
-        end_by(signal.SIGINT)
+        end_by_signal(signal.SIGINT)
         raise
 
 

@@ -108,7 +108,7 @@ def die_with_parent() -> bool:
     return True
 
 
-def end_by(number: int) -> None:
+def end_by_signal(number: int) -> None:
     """Ends this process by a signal, with the default handler.
 
     Args:
@@ -119,7 +119,7 @@ def end_by(number: int) -> None:
 
 
 @contextlib.contextmanager
-def ends_with_its_pipe() -> Iterator[None]:
+def exits_on_broken_pipe() -> Iterator[None]:
     """Returns a context: if the reader of the output exits (`| head`), SIGPIPE ends this process."""
     try:
         try:
@@ -133,7 +133,7 @@ def ends_with_its_pipe() -> Iterator[None]:
             poll = select.poll()
             poll.register(sys.stdout, 0)
             if poll.poll(0):
-                end_by(signal.SIGPIPE)
+                end_by_signal(signal.SIGPIPE)
         raise
 
 
