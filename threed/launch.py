@@ -263,7 +263,7 @@ def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
     Args:
         config: the resolved configuration.
         world: number of ranks.
-        alone: whether there are no other ranks, so that layers may be timed.
+        alone: whether this is the only rank, so that layers may be timed.
 
     Raises:
         ConfigError: if the model cannot be partitioned. The launcher then ends the other ranks,

@@ -54,7 +54,7 @@ def load(
         The engine. `engine.steps` is the number of updates so far.
 
     Raises:
-        CheckpointError: if there is no checkpoint, it is damaged, or it has another model.
+        CheckpointError: if the checkpoint is missing, damaged, or of another model.
         ConfigError: if the configuration is invalid for the topology.
 
     Example::

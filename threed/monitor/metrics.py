@@ -61,7 +61,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         path: the file.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if the file does not exist.
         ValueError: if a line other than the last one is damaged.
     """
     lines = Path(path).read_bytes().split(b"\n")

@@ -35,7 +35,7 @@ def find(target: str) -> tuple[Source, Source | None]:
         The model, and `batch` of the same file or None.
 
     Raises:
-        ValueError: if there is no such file or object.
+        ValueError: if the file or the object does not exist.
     """
     file, colon, name = target.rpartition(":")
     if not colon or not file.endswith(".py"):
