@@ -17,18 +17,18 @@ from threed.schema import written
 PAGE = ROOT / "docs" / "reference.md"
 HEAD = """# All keys
 
-What a run can be told, with the value that a key has when nobody says anything. `threed train --help` prints the same.
-This page is made from `threed/config.py` by `python -m tests.keys`; a test fails when it is out of date.
+All keys of the configuration, with their defaults and meanings. `threed train --help` prints the same.
+This page is generated from `threed/config.py` by `python -m tests.keys`; a test fails if it is out of date.
 
 A key is `--group.key value` as a flag, and `key = value` under `[group]` in a TOML file (`--config FILE.toml`).
-The preset or the file is read first, then the flags; of a repeated flag the last one wins. In Python a hyphen is an
-underscore: `config.train.global_batch`.
+Flags override the preset or file; the last of repeated flags applies. In Python a hyphen is an underscore:
+`config.train.global_batch`.
 
-*Not yet* names values that are known, and refused by this version.
+*Not yet* marks keys of which this version implements only the listed values.
 """
 RESUMES = """## When a run resumes
 
-A resume compares every key with the checkpoint's. A difference is
+A resume compares every key with the value in the checkpoint. A difference is
 
 - **free**: it takes effect and is not reported;
 - **applied**: it takes effect, and a line such as `changed    train.global-batch was 16 and is 32: …` reports it. If
@@ -54,7 +54,7 @@ def missing(group: str, name: str) -> str:
     """What of a key is refused so far."""
     for refusal in REFUSALS:
         if (refusal.group, refusal.field) == (group, name):
-            return f". *Not yet: all but `{_plain(refusal.works)}`*"
+            return f". *Not yet: other values than `{_plain(refusal.works)}`*"
     return ""
 
 

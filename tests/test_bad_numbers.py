@@ -351,7 +351,7 @@ def test_a_checkpoint_waits_for_a_step_that_is_not_skipped(tmp_path: Path) -> No
     assert [row["train/skipped_steps"] for row in rows] == [0, 0, 0, 1, 2, 3, 3]
     assert rows[3]["train/lr"] == rows[4]["train/lr"] == rows[5]["train/lr"] == rows[6]["train/lr"]
     assert "step 4: 1 step skipped, 1 in a row so far (loss " in said
-    assert "no checkpoint of step 4: 1 step in a row skipped; put off" in said
+    assert "no checkpoint of step 4: 1 step in a row skipped; delayed" in said
     assert kept(tmp_path) == ["step-2", "step-7"]
 
 
@@ -415,7 +415,9 @@ def says_nothing(folder: Path) -> str:
 
 def test_a_model_with_a_nan_generates_a_line_that_says_so(tmp_path: Path) -> None:
     said = run_ranks(2, says_nothing, tmp_path)[0]
-    assert "the model writes:\nnothing: the model's logits are not finite (NaN or infinite)" in said
+    assert (
+        "the model writes:\nno sample: the model's logits are not finite (NaN or infinite)" in said
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ replicas
@@ -884,6 +886,6 @@ def test_what_makes_no_sense_is_refused() -> None:
         said = "\n".join(find_problems(late, 1))
         assert "weights change before a step could be computed again" in said
     lonely = with_(config, run={"check_replicas": 5})
-    assert "one rank: it holds no copy of another's" in "\n".join(find_problems(lonely, 1))
+    assert "one rank: there are no replicas" in "\n".join(find_problems(lonely, 1))
     with pytest.raises(ConfigError, match="must be above 1, such as 10, or 0 for none"):
         load(["--train.max-norm-spike", "0.5"])

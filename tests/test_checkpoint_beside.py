@@ -612,7 +612,7 @@ def test_kill_9_in_the_middle_of_a_save_beside_training_loses_nothing(
     moment: str, tmp_path: Path
 ) -> None:
     case = Case(dp=2, dtype="fp32", layers=2, bucket_mib=0.02, dropout=0.1)
-    with pytest.raises(AssertionError, match="died without a word, exit code -9"):
+    with pytest.raises(AssertionError, match="died without a traceback, exit code -9"):
         run_ranks(2, save_and_die, tmp_path, case, moment)
     for path in tmp_path.iterdir():
         assert path.suffix == ".tmp" or native.verify(path, native.read_manifest(path)) == []

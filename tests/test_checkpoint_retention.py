@@ -285,7 +285,7 @@ def verified_by_all(folder: Path) -> list[Any]:
 
 def test_what_was_there_before_counts_once_it_verifies(tmp_path: Path) -> None:
     said, after_one, later = run_ranks(2, verified_by_all, tmp_path)[0]
-    assert said.count("does not count") == 1
+    assert said.count("not counted") == 1
     assert "rank-00001.safetensors is damaged" in said
     # 7 was written, 6 loaded, 5 and 3 are good; 4 is damaged, does not count, and stays until it is old enough to go.
     assert after_one == ["step-7", "step-6", "step-5", "step-4", "step-3"]

@@ -152,7 +152,7 @@ def test_train_takes_the_flags_of_training_and_an_architecture(
     for tool in ("train", "plan"):  # the preset has another
         assert main([tool, "llama", "--preset", "tiny", *dry]) == 2
         said = capsys.readouterr().err
-        assert "trains llama, and the preset, file or folder says model.arch gpt: add" in said
+        assert "trains llama, and the preset, file or folder has model.arch gpt: add" in said
         assert "add --model.arch gpt, or --model.arch llama" in said
     assert main(["train", "llama", "--preset", "tiny", "--model.arch=llama", *dry]) == 0
     assert "model      llama," in capsys.readouterr().out
@@ -196,11 +196,11 @@ def test_a_file_or_a_dangling_link_in_place_of_a_folder_is_refused_at_the_start(
         else:
             place.symlink_to("nowhere")
         what = (
-            f"nothing can be saved in {run}"
+            f"checkpoints cannot be saved in {run}"
             if run.startswith("saves")
-            else f"the run folder {run} cannot be made"
+            else f"the run folder {run} cannot be created"
         )
-        kind = "a file" if run.endswith("file") else "a link that leads nowhere"
+        kind = "a file" if run.endswith("file") else "a broken link"
         said = f"{what}: {place} is {kind}; choose another with --run.dir"
         flags = ["--preset", "tiny", "--run.dir", run]
         assert main(["plan", *flags, "--world-size", "1"]) == 0
@@ -209,7 +209,7 @@ def test_a_file_or_a_dangling_link_in_place_of_a_folder_is_refused_at_the_start(
         assert said in capsys.readouterr().err
     assert launch.main(["--preset", "tiny", "--run.dir", "x" * 300], prog="pretrain/gpt.py") == 2
     assert (
-        "cannot be made: File name too long; choose another with --run.dir"
+        "cannot be created: File name too long; choose another with --run.dir"
         in capsys.readouterr().err
     )
 

@@ -23,7 +23,7 @@ def test_reading(tmp_path: Path) -> None:
     path.write_text(json.dumps(BASE), encoding="utf-8")
     assert read(path) == read(str(path)) == read(BASE) == BASE
     for text, want in (
-        ('{"a": 1, // no', "no JSON"), ("[1]", "holds list"), ('{"fp16": 1, "fp16": 2}', "fp16: given twice"),
+        ('{"a": 1, // no', "invalid JSON"), ("[1]", "holds list"), ('{"fp16": 1, "fp16": 2}', "fp16: given twice"),
     ):  # fmt: skip
         path.write_text(text, encoding="utf-8")
         with pytest.raises(ConfigError, match=want):

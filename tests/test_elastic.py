@@ -378,11 +378,11 @@ def test_keys_that_copies_do_not_go_with() -> None:
     for keys, said in (
         (
             {"run": {"replicate": "neighbour"}, "checkpoint": {"memory_every": 0}},
-            "there is nothing to copy",
+            "there are no copies in memory",
         ),
         (
             {"checkpoint": {"memory_every": 2}, "parallel": {"pp": 2, "schedule": "2bw"}},
-            "updates are a step late",
+            "updates are one step late",
         ),
     ):
         found = find_problems(Config.model_validate(keys), 2)
@@ -399,7 +399,7 @@ def test_keys_that_copies_do_not_go_with() -> None:
         ),
         ({"train": {"global_batch": 24}}, 1, ""),
         ({"train": {"global_batch": 48}}, 2, ""),
-        ({"parallel": {"tp": 2}}, 1, "may give 1 ranks, no multiple of tp 2 × pp 1"),
+        ({"parallel": {"tp": 2}}, 1, "may give 1 ranks, not a multiple of tp 2 × pp 1"),
         ({"parallel": {"dp": 2}, "train": {"global_batch": 24}}, 1, "leave --parallel.dp out"),
     ],
 )

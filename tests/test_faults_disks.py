@@ -140,7 +140,7 @@ CASES = [
        flags=BESIDE, rank_code=2),
     on(drive, "read-only-and-SIGTERM", "rank=1 step=6 at=forward do=break;rank=1 step=7 at=forward do=SIGTERM",
        rf"threed: could not begin \S+step-\d: {READ_ONLY}.*earlier checkpoints are intact", 1, [4], rank_code=2),
-    on(memory, "read-only-at-the-start", "", r"run folder runs/tiny cannot be made: \S+ is read-only", 1, [],
+    on(memory, "read-only-at-the-start", "", r"run folder runs/tiny cannot be created: \S+ is read-only", 1, [],
        before=refuse, rank_code=2, always=True),
 ]  # fmt: skip
 

@@ -83,7 +83,7 @@ def test_a_scaling_of_rotary_angles_is_a_flag_a_table_and_a_line_of_toml(tmp_pat
         ),
         (
             "--model.arch phi3 --model.head-dim 10 --model.partial-rotary-factor 0.5",
-            "--model.partial-rotary-factor 0.5 turns 5 numbers of a head",
+            "--model.partial-rotary-factor 0.5 turns 5 dimensions of a head",
         ),
     ],
 )

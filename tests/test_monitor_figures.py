@@ -138,7 +138,7 @@ def test_the_same_data_give_the_same_bytes(tmp_path: Path) -> None:
 
 def test_report_draws_what_the_run_folder_has(tmp_path: Path) -> None:
     _needs_matplotlib()
-    with pytest.raises(FileNotFoundError, match="no run folder"):
+    with pytest.raises(FileNotFoundError, match="not a run folder"):
         figures.report(tmp_path)
     with MetricsFile(tmp_path / "metrics.jsonl") as file:
         for row in _rows(20):

@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "digits": (b'{"a": 1' + b"0" * 5000 + b"}", "more than 40 digits"),
     "some digits": (b'{"a": 1' + b"0" * 50 + b"}", "more than 40 digits"),
     "twice": (b'{"a": {"b": 1, "b": 2}}', "b: given twice"),
-    "NaN": (b'{"a": NaN}', "NaN is no number"),
+    "NaN": (b'{"a": NaN}', "NaN is not a number"),
     "infinite": (b'{"a": 1e999}', "1e999 is too large"),
     "cut": (b'{"a": ', "Expecting value"),
     "a list": (b"[1]", "holds list"),
@@ -63,8 +63,8 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b" " * 100)
     for path, most, problem in [
-        (tmp_path / "pipe", 10, "is no plain file"),  # and nothing waits for its writer
-        (tmp_path, 10, "is no plain file"),
+        (tmp_path / "pipe", 10, "is not a regular file"),  # and nothing waits for its writer
+        (tmp_path, 10, "is not a regular file"),
         (tmp_path / "large", 99, "has 100 bytes; at most 99"),
         (tmp_path / "none", 10, "No such file"),
         (Path("a\0b"), 10, r"a\\x00b: cannot be read: embedded null byte"),
@@ -108,7 +108,7 @@ def test_toml_beyond_the_bounds_is_a_problem_of_the_configuration(
 )
 def test_a_line_of_text_beyond_the_bounds_is_named(line: Any, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"text": "a", "score": NaN}\n' + line)
-    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: no ") as error:
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2: invalid JSON ") as error:
         list(find_text(tmp_path / "x.jsonl").pieces())
     assert str(error.value).isprintable()
 

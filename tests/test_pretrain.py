@@ -284,9 +284,9 @@ def test_how_an_interrupted_run_goes_on(tmp_path: Path) -> None:
         config = Config.model_validate(
             {"run": {"dir": str(tmp_path)}, "checkpoint": {"resume": resume}}
         )
-        return launch._how_to_go_on(config, None)
+        return launch._resume_hint(config, None)
 
-    assert said("auto") == "nothing was saved yet"
+    assert said("auto") == "no checkpoint was saved yet"
     newest = tmp_path / "checkpoints" / "step-10"
     for path in (newest, newest.with_name("step-9"), newest.with_name("step-11.tmp")):
         path.mkdir(parents=True)

@@ -153,9 +153,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_the_start(
     (source / "config.json").write_text(json.dumps(about))
     assert launch.main(words, prog="pretrain/gpt.py", arch="gpt") == 2
     said = capsys.readouterr().err
-    assert (
-        "pretrain/gpt.py trains gpt, and the preset, file or folder says model.arch llama" in said
-    )
+    assert "pretrain/gpt.py trains gpt, and the preset, file or folder has model.arch llama" in said
     # it cannot be gpt
     assert said.rstrip().endswith(": add --model.arch llama, or use `threed train llama`")
 

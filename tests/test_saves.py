@@ -160,7 +160,7 @@ def without_room(folder: Path, data: Data) -> None:
                 checkpoint={"every": 2, "async_": how, "resume": "none"},
                 train={"stop_after": 6},
             )
-            what = "no memory for a copy of what is saved: training waits for each checkpoint"
+            what = "no memory for a copy of the state: training waits for each checkpoint"
             assert said.count(what) == 1
             assert checkpoints(folder) == ["step-6", "step-4"]
         said = run(

@@ -313,7 +313,8 @@ def test_a_csv_file_is_read_or_it_is_said_why_not(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.csv")
     (tmp_path / "zero.csv").symlink_to("/dev/zero")
     for name, message in (
-        ("gone", "No such file"), ("folder", "Is a directory"), ("bytes", "not text"), ("pipe", "it is not a regular file, but a"),
+        ("gone", "No such file"), ("folder", "Is a directory"), ("bytes", "not text"),
+        ("pipe", "it is not a regular file, but a"),
         ("zero", "it is not a regular file, but a pipe"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=rf"{name}\.csv: {message}"):

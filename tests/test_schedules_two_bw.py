@@ -114,7 +114,7 @@ def test_what_is_wrong_with_an_asynchronous_plan_is_said() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--zero.stage 2", "summed into those of the step before; use --zero.stage 0 or 1"),
+        ("--zero.stage 2", "gradients of the previous step; use --zero.stage 0 or 1"),
         ("--zero.offload-optimizer cpu", "on the device; use --zero.offload-optimizer none"),
         (
             "--zero.offload-optimizer cpu --zero.delayed-update true",

@@ -42,7 +42,7 @@ PLANTED = {
     "MissingSum": ("tp2", None, "collectives.reduce_from"),
     "MissingCopy": ("tp2", None, "collectives.copy_to"),
     "WrongSlice": ("tp2-seq", "blocks.1.position.weight", "its output differs"),
-    "TorchsDropout": ("tp2", None, "random numbers of torch's own"),
+    "TorchsDropout": ("tp2", None, "torch's global random numbers"),
     "InPlace": ("tp2", None, "change a copy"),
     "InPlaceUnseen": ("recompute", None, "changes its input in place"),
     "ShapeOfTheRank": ("tp2", "blocks.1.extra.weight", ""),
@@ -51,9 +51,9 @@ PLANTED = {
     "SlicingWithoutAxis": ("tp2", None, "replicated=slicing.replicated"),
     "SomeRanksOnly": ("tp2", None, "a collective that only some of them call"),
     "StateOfItsOwn": ("recompute", None, "its forward runs twice"),
-    "BufferOfTheRank": ("tp2", "blocks.1.level", "not on all tensor ranks alike"),
+    "BufferOfTheRank": ("tp2", "blocks.1.level", "differs between tensor ranks"),
     "EndsOnOneRank": ("tp2", None, "rank 1 ended with exit code 3"),
-    "NoNumber": ("tp2", None, "a loss that is no number"),
+    "NoNumber": ("tp2", None, "the loss of step 1 is NaN"),
 }
 
 
@@ -272,10 +272,10 @@ def test_what_cannot_be_compared_is_said(users: Path, capsys: pytest.CaptureFixt
     assert "TypeError: Other is not a model: pass an nn.Module, or layers with" in says(
         f"{users}:Other"
     )
-    assert "'tq2' is no word of one" in says(f"{users}:Mine", "--topologies", "tq2")
+    assert "'tq2' is not a word of a topology" in says(f"{users}:Mine", "--topologies", "tq2")
     assert "takes 16 ranks, more than 8" in says(f"{users}:Mine", "--topologies", "tp4-pp4")
     assert "--timeout -1: must be more than" in says(f"{users}:Mine", "--timeout", "-1")
-    assert "the topologies say them" in says(f"{users}:Mine", "--parallel.tp", "2")
+    assert "the topologies set them" in says(f"{users}:Mine", "--parallel.tp", "2")
     assert "did you mean --model.layers" in says(f"{users}:Mine", "--model.layer", "2")
     assert "has no 'Nobody'" in says("--train.steps", "3", "--timeout", "5", f"{users}:Nobody")
     for text, what in (
@@ -288,11 +288,11 @@ def test_what_cannot_be_compared_is_said(users: Path, capsys: pytest.CaptureFixt
 
 
 WRONG_BATCHES = {
-    "None": "gave NoneType: it gives tensors by name, of 8 rows",
-    "{'tokens': torch.zeros(3, 16).long()}": "gave tokens [3, 16]: it gives tensors",
-    "{'tokens': torch.zeros(8, 16).long(), 'labels': 1}": "gave tokens [8, 16], labels without rows",
-    "{'tokens': torch.zeros(8, 16)}": "gave tokens of torch.float32: ids are integers",
-    "{'tokens': torch.zeros(8, 16).long(), 'noise': torch.rand(8)}": "gave other values when it was called again",
+    "None": "returned NoneType: it must return tensors by name, with 8 rows",
+    "{'tokens': torch.zeros(3, 16).long()}": "returned tokens [3, 16]: it must return tensors",
+    "{'tokens': torch.zeros(8, 16).long(), 'labels': 1}": "returned tokens [8, 16], labels without rows",
+    "{'tokens': torch.zeros(8, 16)}": "returned tokens of torch.float32: ids are integers",
+    "{'tokens': torch.zeros(8, 16).long(), 'noise': torch.rand(8)}": "returned other values when it was called again",
     "{}['oops']": "KeyError: 'oops' (users.py, line ",
 }
 
@@ -320,7 +320,7 @@ def test_a_batch_that_depends_on_the_process_is_refused(
         "    ids = drawn.setdefault(step, torch.randint(0, 50, (8, 16)))\n    return {'tokens': ids, 'labels': ids}\n"
     )
     assert main(["verify", f"{users}:Plain", "--topologies", "dp2"]) == 2
-    want = "not compared   dp2: batch(config, 0) gave other values when it was called again, perhaps on another rank: seed"
+    want = "not compared   dp2: batch(config, 0) returned other values when it was called again, perhaps on another rank: seed"
     assert want in capsys.readouterr().out
 
 
@@ -348,7 +348,7 @@ def test_what_cannot_go_to_other_processes_is_said() -> None:
 
 def test_compiled_layers_are_not_compared() -> None:
     compiled = Config.model_validate({**DEFAULTS, "run": {"compile": True}})
-    with pytest.raises(ValueError, match="nobody sees into compiled ones"):
+    with pytest.raises(ValueError, match="compiled layers cannot be observed"):
         same_everywhere(Odd, None, ["pp2"], config=compiled)
 
 
@@ -430,7 +430,7 @@ def test_one_wrong_number_is_found_on_the_rank_that_holds_it(tmp_path: Path) -> 
     # two copies
     assert ["exp_avg of blocks.1.mlp.down.bias" in found[2] for found in ranks].count(True) == 2
     assert "loss: " in ranks[2][3]
-    assert "cut of another.weight []: no rank holds it" in ranks[0][3]
+    assert "shards of another.weight []: no rank holds it" in ranks[0][3]
 
 
 def hang(rank: int) -> None:
@@ -456,7 +456,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_did_last() -> None:
 def test_ranks_that_wait_for_each_other_are_named_by_the_one_that_is_least_far() -> None:
     world = _World(pipes=[None, None])  # type: ignore[list-item]
     world.notes = {0: "call 12, the forward of blocks.2", 1: "call 9, the forward of blocks.1"}
-    layer, what = diagnose.silence(RanksFailed(world), 30)
+    layer, what = diagnose.explain_lost_ranks(RanksFailed(world), 30)
     assert layer == "blocks.1"
     assert "the ranks still wait for each other after 30 seconds" in what
     assert "rank 0 in call 12, the forward of blocks.2" in what

@@ -463,7 +463,7 @@ def test_schedules_with_several_chunks_are_refused_by_name(schedule: str) -> Non
         Engine(Net(), Topology(), config)
     (problem,) = found.value.problems
     assert problem.startswith(f"--parallel.schedule {schedule} with a wrapped module: ")
-    assert ("cannot be cut into 2 chunks; use a schedule with one chunk a rank" in problem) == (
+    assert ("cannot be split into 2 chunks; use a schedule with one chunk per rank" in problem) == (
         schedule != "2bw"
     )
 

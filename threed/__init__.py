@@ -1,12 +1,12 @@
-"""Train transformer language models on many devices: pipeline x tensor x ZeRO data parallelism, in any combination.
+"""Trains transformers on many devices, with pipeline, tensor and ZeRO parallelism combined.
 
     import threed
     topo   = threed.Topology(pp=2, tp=2)
     engine = threed.Engine(model, topo, config)
     metrics = engine.step(batch)
-    engine = threed.load("runs/tiny")             # of a run, a checkpoint or a Hugging Face folder
+    engine = threed.load("runs/tiny")             # a run, a checkpoint or a Hugging Face folder
 
-Names load on first use, so that `threed.schedules` and `threed.config` come without torch.
+Names are imported on first use, so that `threed.schedules` and `threed.config` do not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULE_OF = {
     "Config": "threed.config",
     "Engine": "threed.engine",
     "Slicing": "threed.layers",
@@ -25,7 +25,7 @@ _HOMES = {
     "initialize": "threed.interop.deepspeed.initialize",
     "load": "threed.loading",
 }
-_ROOMS = (
+_SUBMODULES = (
     "checkpoint",
     "config",
     "data",
@@ -37,13 +37,13 @@ _ROOMS = (
     "schedules",
     "testing",
 )
-__all__ = [*_HOMES, *_ROOMS]
+__all__ = [*_MODULE_OF, *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _ROOMS:
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    if name in _SUBMODULES:
         return importlib.import_module(f"threed.{name}")
     raise AttributeError(f"module 'threed' has no attribute {name!r}")
 

@@ -1,10 +1,11 @@
-"""The command line and TOML files: read into a `Config`, explained by `--help`, written back.
+"""Reads the command line and TOML files into a `Config`, and writes `--help` and TOML.
 
-    config, options = load(sys.argv[1:])                    # single keys are checked
-    config, options = load(sys.argv[1:], world_size=8)      # and their combinations, by `threed.checks`
+    config, options = load(sys.argv[1:])                    # checks each key
+    config, options = load(sys.argv[1:], world_size=8)      # also checks combinations, by `threed.checks`
 
-Later layers override earlier ones: the program's defaults, the preset or TOML file, the flags. argparse splits the
-tokens, a `_Draft` keeps every value with its source, and pydantic validates all of them at once.
+Later sources override earlier ones: the program's defaults, the preset or TOML file, the flags.
+argparse splits the tokens, a `_Draft` keeps every value with its source, and pydantic validates all
+values at once.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ GROUPS: Mapping[str, type[BaseModel]] = {
 DEFAULTS = Config()
 PRESETS = Path(__file__).with_name("presets")
 PROGRAM, FLAG = "the program's defaults", ""  # sources of values, besides files
-_OWN = ("seq", "dropout", "tokenizer")  # keys of a run, also if it begins from a folder
+_OWN = ("seq", "dropout", "tokenizer")  # a Hugging Face folder does not override these keys
 Groups = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks of the program rather than of the run.
+    """Options of the program that are not part of the configuration.
 
     Attributes:
-        flags: the keys that flags give, as `group.field`.
-        pretrained: whether the model is that of a folder to begin from.
+        dry_run: whether to check and report only.
+        world_size: number of ranks that `--world-size` gives.
+        help: whether `--help` was given.
+        flags: keys that were given as flags, as `group.field`.
+        pretrained: whether the model comes from the folder that the run starts from.
     """
 
     dry_run: bool = False
@@ -67,36 +71,38 @@ def load(
     machines: tuple[int, int] | None = None,
     more: Callable[[Config], Iterable[str]] = lambda config: (),
 ) -> tuple[Config, Options]:
-    """Reads the command line, and checks the configuration for a number of ranks.
+    """Reads the command line and checks the configuration for a number of ranks.
 
     Args:
-        defaults: the program's own values, {group: {key: value}}.
-        presets: the folder of the named TOML files, by default the package's.
-        begin: returns the values of the folder that a configuration begins from, with a model, or
-            nothing. They override a preset or file, except `seq`, `dropout` and `tokenizer`. A flag
-            that gives another model is a problem. May raise ConfigError.
-        world_size: the number of ranks without `--world-size`. By default combinations of keys are
-            not checked.
-        local_world: the number of ranks on this machine.
-        machines: the least and the most machines of a job whose number of machines may change.
-        more: returns further problems of a configuration with valid values.
+        argv: command line without the program's name.
+        defaults: the program's defaults, {group: {key: value}}.
+        presets: folder of the named TOML files; the package's by default.
+        begin: function that returns the values of the folder that a run starts from, or {} without
+            such a folder. They override the preset or file, except `seq`, `dropout` and
+            `tokenizer`. A flag that contradicts the folder's model is a problem. May raise
+            ConfigError.
+        world_size: number of ranks, unless `--world-size` is given. If None, combinations of keys
+            are not checked.
+        local_world: number of ranks on this machine.
+        machines: minimum and maximum number of machines of an elastic job.
+        more: function that returns further problems of a configuration with valid values.
 
     Returns:
-        The configuration, and the options of the program. With `--help` only the defaults are read.
+        The configuration and the program's options. With `--help`, only the defaults are read.
 
     Raises:
-        ConfigError: with every problem of keys and of their combinations.
+        ConfigError: if there are problems; it lists all of them.
     """
     draft = _Draft()
     for group, keys in (defaults or {}).items():
         for key, value in keys.items():
-            draft.say(group, key, value, PROGRAM)
+            draft.put(group, key, value, PROGRAM)
     if "--help" in argv or "-h" in argv:
         return draft.validate(), Options(help=True)
     given = draft.split(argv)
     source = draft.read_file(given, presets)
-    draft.say_flags(given)
-    draft.fit_warmup({PROGRAM, *([str(source)] if "preset" in given else [])})
+    draft.put_flags(given)
+    draft.reset_long_warmup({PROGRAM, *([str(source)] if "preset" in given else [])})
     asked, config = draft.world_size(given), draft.validate()
     found = {} if draft.problems else begin(config)
     config = draft.begin(found, config)
@@ -116,14 +122,15 @@ def load(
 
 @dataclass
 class _Draft:
-    """A configuration in the making.
+    """Collects values from all sources before they are validated.
 
     Attributes:
-        values: by group and field.
-        sources: of the values, by (group, field).
-        problems: found so far.
-        suspects: flags that are wrong, or that a misspelt one may mean: combinations with them are not reported.
-        complete: whether all layers could be read.
+        values: values by group and field.
+        sources: source of each value, by (group, field).
+        problems: problems found so far.
+        suspects: invalid flags, and flags that a misspelt one may mean. Problems of combinations
+            that name one of them are not reported, because they may only be consequences.
+        complete: whether all sources could be read.
     """
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -132,18 +139,18 @@ class _Draft:
     suspects: set[str] = field(default_factory=set)
     complete: bool = True
 
-    def say(self, group: str, key: str, value: Any, source: str = FLAG) -> None:
-        """Sets a value, over those of earlier layers."""
+    def put(self, group: str, key: str, value: Any, source: str = FLAG) -> None:
+        """Sets a value, which overrides the value of an earlier source."""
         group, key = python_name(group), python_name(key)
         self.values.setdefault(group, {})[key] = value
         self.sources[group, key] = source
 
     def value(self, group: str, key: str) -> Any:
-        """Returns a value as it was given; None if it was not."""
+        """Returns a value as it was given, or None if it was not given."""
         return self.values.get(group, {}).get(key)
 
     def split(self, argv: list[str]) -> dict[str, Any]:
-        """Returns the values of known flags, and of options of the program, by `group.field` or name."""
+        """Parses flags. Returns values by `group.field`, and program options by name."""
         parser = argparse.ArgumentParser(
             add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
         )
@@ -166,17 +173,18 @@ class _Draft:
             before = "" if equals else token
         return given
 
-    def say_flags(self, given: Mapping[str, Any]) -> None:
-        """Sets the values of flags."""
+    def put_flags(self, given: Mapping[str, Any]) -> None:
+        """Sets the values that were given as flags."""
         for name, value in given.items():
             group, dot, key = name.partition(".")
             if dot:
-                self.say(group, key, value)
+                self.put(group, key, value)
         if {"run.name", "run.dir"} & given.keys() == {"run.name"}:
-            self.values["run"].pop("dir", None)  # a resolved file's folder is that of its own name
+            # a resolved config.toml has the folder of its old name
+            self.values["run"].pop("dir", None)
 
     def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:
-        """Sets the values of the preset or TOML file, and returns its path."""
+        """Sets the values of the preset or TOML file. Returns its path, or None."""
         preset, path = given.get("preset"), given.get("config")
         names = ", ".join(_preset_names(presets)) or "none"
         source = presets / f"{preset}.toml" if path is None else Path(path)
@@ -193,7 +201,7 @@ class _Draft:
         elif preset or path:
             self._read_toml(source)
             if self.value("run", "name") is None:
-                self.say("run", "name", source.stem, str(source))
+                self.put("run", "name", source.stem, str(source))
             return source
         self.complete = not (preset or path)
         return None
@@ -208,27 +216,28 @@ class _Draft:
         for group, keys in tables.items():
             if not isinstance(keys, dict):
                 self.problems.append(
-                    f"{path}: {group} stands outside any group; put it under one, such as [train]"
+                    f"{path}: {group} is outside any group; put it under one, such as [train]"
                 )
                 continue
             for key, value in keys.items():
-                alike = sorted(other for other in keys if python_name(other) == python_name(key))
-                if key != alike[0]:
+                spellings = sorted(
+                    other for other in keys if python_name(other) == python_name(key)
+                )
+                if key != spellings[0]:
                     self.problems.append(
-                        f"{path}: {group} has both {alike[0]} and {key}, which are one key; remove one"
+                        f"{path}: {group} has both {spellings[0]} and {key}, which are one key; remove one"
                     )
-                self.say(group, key, value, str(path))
+                self.put(group, key, value, str(path))
 
-    def fit_warmup(self, suggested: set[str]) -> None:
-        """Resets a warm-up that is not shorter than the run to its default, if it comes from one of the `suggested`
-        sources."""
+    def reset_long_warmup(self, suggested: set[str]) -> None:
+        """Resets a warm-up from a source in `suggested` if it is not shorter than the run."""
         steps, warmup = str(self.value("train", "steps")), str(self.value("optim", "warmup"))
         from_them = self.sources.get(("optim", "warmup")) in suggested
         if from_them and steps.isdecimal() and warmup.isdecimal() and int(warmup) >= int(steps):
-            self.say("optim", "warmup", "none")
+            self.put("optim", "warmup", "none")
 
     def world_size(self, given: Mapping[str, Any]) -> int | None:
-        """Returns the value of `--world-size`."""
+        """Returns the value of `--world-size`, or None if it is missing or invalid."""
         text = given.get("world_size")
         if text is None or (text.isdecimal() and int(text) > 0):
             return text and int(text)
@@ -236,7 +245,7 @@ class _Draft:
         return None
 
     def validate(self) -> Config:
-        """Describes all values that are not valid, and returns the configuration of the valid ones."""
+        """Records a problem per invalid value. Returns the configuration of the valid values."""
         try:
             return Config.model_validate(self.values)
         except ValidationError as error:
@@ -248,7 +257,12 @@ class _Draft:
         return Config.model_validate({group: keys for group, keys in self.values.items() if keys})
 
     def begin(self, found: Groups, config: Config) -> Config:
-        """Returns the configuration with the values of a folder to begin from."""
+        """Returns the configuration with the values of the folder that the run starts from.
+
+        Args:
+            found: values of the folder, {group: {key: value}}.
+            config: the configuration from all other sources.
+        """
         groups = {}
         for group, keys in found.items():
             now, values = getattr(config, group), dict(keys)
@@ -256,7 +270,7 @@ class _Draft:
                 source, own = self.sources.get((group, key), PROGRAM), getattr(now, key)
                 if source == FLAG and own not in (None, value) and key not in _OWN:
                     differs = f"has {key} = {value}, this run has {own}"
-                    fix = "leave the flag out, the folder says what its model is"
+                    fix = "leave the flag out, the folder defines its model"
                     self.problems.append(
                         f"the model of {config.checkpoint.resume} {differs}: {fix}"
                     )
@@ -266,13 +280,13 @@ class _Draft:
         return config.model_copy(update=groups)
 
     def is_consequence(self, problem: str) -> bool:
-        """Returns whether a problem names a flag that is wrong itself; of `parallel` also by its key (`tp 2 × pp 2`)."""
+        """Returns whether a problem names an invalid flag, for `parallel` also as `tp 2 × pp 2`."""
         words = problem.replace(":", " ").replace(",", " ").split()
         names = [(flag, flag.removeprefix("--parallel.")) for flag in self.suspects]
         return any(flag in words or key in words for flag, key in names)
 
     def _describe(self, detail: ErrorDetails) -> None:
-        """Adds one of pydantic's errors to the problems, in the words of the command line."""
+        """Records a pydantic error as a problem that names the flag and the source."""
         group, *rest = (str(part) for part in detail["loc"])
         if detail["type"] == "extra_forbidden":
             for place, source in self.sources.items():
@@ -286,7 +300,7 @@ class _Draft:
         self.problems.append(f"{flag} {given}{where}: {reason(detail)}")
 
     def _describe_missing(self, given: dict[str, Any], named: list[str], rest: list[str]) -> None:
-        """Takes flags without a value out of `given`, and values that argparse took for flags out of `rest`."""
+        """Reports flags without a value. Removes them from `given`, and misread values from `rest`."""
         following = dict(itertools.pairwise([*named, ""]))
         for name in [name for name, value in given.items() if isinstance(value, _Missing)]:
             flag, form = f"--{key_name(name)}", given.pop(name)
@@ -307,12 +321,12 @@ class _Draft:
 
 
 class _Missing(str):
-    """The value of a flag that was given without one: the form of its values."""
+    """Value of a flag that was given without one: the placeholder from `--help`, such as `N`."""
 
 
 def _hyphenated(token: str) -> str:
     name, equals, value = token.partition("=")
-    # argparse takes a token with a space in its name for a value
+    # argparse treats a token with a space in its name as a value
     return token if " " in name else f"{key_name(name)}{equals}{value}"
 
 
@@ -323,11 +337,13 @@ def _add_flags(
     nargs: str | None = None,
     program: bool = False,
 ) -> None:
-    """Adds all flags with their meaning and their values in `config`.
+    """Adds all flags to a parser, with their descriptions and their values in `config` as defaults.
 
     Args:
+        parser: the parser to extend.
+        config: defaults to show.
         nargs: "?" to accept flags without a value.
-        program: leave out what custom programs do not have: presets and dry runs.
+        program: whether to omit presets and dry runs, which custom programs do not have.
     """
 
     def add(place: Any, flag: str, form: str, text: str, **more: Any) -> None:
@@ -336,14 +352,14 @@ def _add_flags(
 
     options = parser.add_argument_group("options")
     bare: Any = {"action": "store_true"} if nargs is None else {"nargs": "?", "const": ""}
-    options.add_argument("--help", help="print this text, and end", **bare)
+    options.add_argument("--help", help="print this text and exit", **bare)
     text = "start from a TOML file, such as the config.toml of a run"
     add(options, "--config", "FILE.toml", text)
     if not program:
         names = ", ".join(_preset_names(PRESETS))
         add(options, "--preset", "NAME", f"start from a preset: {names}")
         add(options, "--world-size", "N", "ranks to assume in a dry run")
-        text = "check everything, print rank map, bytes and bubble, and end"
+        text = "check the configuration, print rank map, bytes and bubble, and exit"
         options.add_argument("--dry-run", help=text, **bare)
     for name, group in GROUPS.items():
         section = parser.add_argument_group(name, group.__doc__)
@@ -353,14 +369,14 @@ def _add_flags(
 
 
 def format_problems(problems: list[str]) -> str:
-    """Returns the report to print: the number of problems, then each with its fix."""
+    """Returns the report to print: the number of problems, then one line per problem."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     head = f"threed: {count} in the configuration; nothing was started"
     return "\n  - ".join([head, *problems])
 
 
 def to_toml(config: Config) -> str:
-    """Returns all keys as TOML; `load` reads it back to an equal Config."""
+    """Returns all keys as TOML, which `load` reads back into an equal Config."""
     lines: list[str] = []
     for group, values in config:
         lines += [f"[{key_name(group)}]"]
@@ -372,11 +388,13 @@ def to_toml(config: Config) -> str:
 def help_text(
     config: Config, prog: str, *, width: int | None = None, about: str | None = None
 ) -> str:
-    """Returns the text of `--help`: every key with its meaning, and its value in `config` as the default, in groups.
+    """Returns the text of `--help`: every key by group, with its description and default.
 
     Args:
-        width: in columns.
-        about: the description of a custom program, which has no presets and no dry run.
+        config: the configuration with the defaults to show.
+        prog: program name in the usage line.
+        width: width in columns; by default the width of the terminal, at most 110.
+        about: description of a custom program, which has no presets and no dry run.
     """
     width = width or min(110, shutil.get_terminal_size().columns)
     start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
@@ -406,7 +424,7 @@ def _in(source: str) -> str:
 
 
 def _close_flags(name: str) -> list[str]:
-    """Flags that `name` may have meant: the same key in another group, or one that is spelt much alike."""
+    """Returns flags that `name` may mean: the same key in another group, or a similar spelling."""
     keys = {
         f"{group}.{key_name(key)}": key_name(key)
         for group, model in GROUPS.items()
@@ -418,19 +436,19 @@ def _close_flags(name: str) -> list[str]:
     close = close or difflib.get_close_matches(
         name, [*keys, "preset", "config", "world-size", "dry-run", "help"], 1, 0.75
     )
-    alike = difflib.get_close_matches(key, keys.values(), 1, 0.7)
-    close = close or [flag for flag, short in keys.items() if short in alike]
+    similar = difflib.get_close_matches(key, keys.values(), 1, 0.7)
+    close = close or [flag for flag, short in keys.items() if short in similar]
     return [f"--{flag}" for flag in close[:3]]
 
 
 def _toml_value(value: Any) -> str:
-    """Returns a value in TOML, of which None is the word `none`; other values but DEL have JSON's form."""
+    """Returns a value as TOML, which is valid JSON except for DEL. None becomes "none"."""
     text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
     return text.replace("\x7f", "\\u007f")
 
 
 def takes(info: FieldInfo | None) -> str:
-    """What stands for a field's value in the help: `N`, `true|false`, `fp32|bf16|…`."""
+    """Returns the placeholder of a field's value in the help: `N`, `true|false`, `fp32|bf16|…`."""
     found = [*(info.metadata if info else []), *_parts(info.annotation if info else None)]
     marks = [part.text for part in found if isinstance(part, Takes)]
     return marks[0] if marks else "|".join(part for part in found if isinstance(part, str))

@@ -1,9 +1,10 @@
-"""Combinations of keys that cannot work, found before anything starts: each problem a line that names its fix.
+"""Finds invalid combinations of keys before a run starts. A problem is one line with its fix.
 
-    problems = find_problems(config, world_size=8)      # [] where all is well
+    problems = find_problems(config, world_size=8)      # [] if the configuration is valid
 
-`REFUSALS` are features that are not there yet, `REQUIREMENTS` pairs of keys of which one requires a value of the other;
-the functions below check sizes. Ranges of single keys stand with the keys in `threed.config`.
+`REFUSALS` lists features that are not implemented yet, `REQUIREMENTS` pairs of keys of which one
+requires certain values of the other. The functions check sizes. `threed.config` declares the ranges
+of single keys.
 """
 
 from __future__ import annotations
@@ -28,13 +29,20 @@ from threed.config import (
 from threed.resolution import derive_dp, schedule_problem
 from threed.schema import written
 
-MOST_MICROBATCHES = 100_000  # of a step; to build a plan takes time and memory for each
-LAYER_MAJOR = ("1f1b", "gpipe")  # on one stage the same: no bubble, whatever comes first
+MOST_MICROBATCHES = 100_000  # per step; time and memory to build a plan grow with them
+LAYER_MAJOR = ("1f1b", "gpipe")  # equivalent on one stage: no bubble in any order
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A key of which only some values work so far."""
+    """A key of which this version implements only some values.
+
+    Attributes:
+        group: group of the key.
+        field: field name of the key.
+        works: implemented values.
+        feature: name of the missing feature, for the message.
+    """
 
     group: str
     field: str
@@ -42,7 +50,7 @@ class Refusal:
     feature: str
 
     def find(self, config: Config) -> str | None:
-        """Returns the problem if `config` asks for the feature."""
+        """Returns the problem if `config` uses the missing feature, else None."""
         key = f"{self.group}.{key_name(self.field)}"
         value = _value(config, key)
         if value in self.works:
@@ -53,13 +61,13 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A key whose values, except some, require another key to have certain values.
+    """A key that requires certain values of another key.
 
-    Args:
-        key: as `group.key`.
-        free: the values that require nothing; the first one is the fix.
-        other: the key that is required.
-        works: its values that work.
+    Attributes:
+        key: the key, as `group.key`.
+        free: values of `key` without a requirement; the message suggests the first one.
+        other: the other key, as `group.key`.
+        works: values of `other` that meet the requirement.
         why: the reason, for the message.
     """
 
@@ -70,7 +78,7 @@ class Requirement:
     why: str
 
     def find(self, config: Config) -> str | None:
-        """Returns the problem if `config` does not meet the requirement."""
+        """Returns the problem if `config` does not meet the requirement, else None."""
         value, found = _value(config, self.key), _value(config, self.other)
         if value in self.free or found in self.works:
             return None
@@ -87,13 +95,13 @@ def _value(config: Config, key: str) -> Any:
 
 
 _ONE, _TWO = range(1, sys.maxsize), range(2, sys.maxsize)
-_COPIES = "updates are a step late, and copies would wait for them"
-_KEEPS = "it is about the inputs that recompute of whole layers keeps"
+_COPIES = "updates are one step late, and checkpoints in memory would wait for them"
+_KEEPS = "it applies to the inputs that full recompute saves"
 _CHANGE = "weights change before a step could be computed again"
-_DEVICE = "it keeps copies of what is on the device"
-_AT_THE_END = "only the end is saved then, where nothing goes on"
+_DEVICE = "it keeps copies of the states on the device"
+_AT_THE_END = "then only the final state is saved"
 _DRIVE = "it updates layers whose state is on a drive, layer by layer"
-_BOUNDS = "it bounds the cut by measured times over several pipeline ranks"
+_BOUNDS = "it limits the measured partition over several pipeline ranks"
 REQUIREMENTS = (
     Requirement("parallel.memory-limit-gib", (None,), "parallel.partition", ("measured",), _BOUNDS),
     Requirement("parallel.memory-limit-gib", (None,), "parallel.pp", _TWO, _BOUNDS),
@@ -104,11 +112,11 @@ REQUIREMENTS = (
     ),
     Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-optimizer", ("none",), _DEVICE),
     Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-params", ("none",), _DEVICE),
-    Requirement("zero.shard-size", ("all",), "zero.stage", (1, 2, 3), "nothing is sliced"),
-    Requirement("zero.offload-optimizer", ("none",), "zero.stage", (1, 2, 3), "it moves what ZeRO slices"),
-    Requirement("zero.offload-params", ("none",), "zero.stage", (3,), "parameters are whole there"),
-    Requirement("zero.tile", (1,), "zero.stage", (3,), "tiles are gathered one at a time, and nothing is gathered"),
-    Requirement("zero.compress-weights", ("none",), "zero.stage", (3,), "parameters are in full there"),
+    Requirement("zero.shard-size", ("all",), "zero.stage", (1, 2, 3), "stage 0 shards nothing"),
+    Requirement("zero.offload-optimizer", ("none",), "zero.stage", (1, 2, 3), "it moves the states that ZeRO shards"),
+    Requirement("zero.offload-params", ("none",), "zero.stage", (3,), "lower stages do not shard parameters"),
+    Requirement("zero.tile", (1,), "zero.stage", (3,), "lower stages gather no parameters"),
+    Requirement("zero.compress-weights", ("none",), "zero.stage", (3,), "lower stages gather no parameters"),
     Requirement(
         "zero.delayed-update", (False,), "zero.offload-optimizer", ("cpu",), "it works on states in host memory"
     ),
@@ -117,25 +125,25 @@ REQUIREMENTS = (
     Requirement("zero.early-update", ("auto", False), "zero.offload-params", ("nvme",), _DRIVE),
     Requirement(
         "zero.order", ("micro", "auto"), "zero.stage", (2, 3),
-        "parameters stay whole, and gradients are reduced once a step anyway",
+        "lower stages keep full parameters, and reduce gradients once per step anyway",
     ),
     Requirement(
         "zero.order", ("micro", "auto"), "parallel.pp", (1,),
         "a stage would have to wait for all micro-batches before its first layer",
     ),
     Requirement(
-        "zero.order", ("micro", "auto"), "parallel.schedule", LAYER_MAJOR, "the order of micro-batches is its own"
+        "zero.order", ("micro", "auto"), "parallel.schedule", LAYER_MAJOR, "other schedules fix the order of micro-batches"
     ),
     Requirement("recompute.every", (1,), "recompute.mode", ("full", "selective"), "nothing is computed again"),
     Requirement(
-        "recompute.ops", (RecomputeConfig().ops,), "recompute.mode", ("selective",), "other modes choose no operations"
+        "recompute.ops", (RecomputeConfig().ops,), "recompute.mode", ("selective",), "other modes do not select operations"
     ),
     Requirement("recompute.partition", (False,), "recompute.mode", ("full",), _KEEPS),
     Requirement("recompute.offload", ("none",), "recompute.mode", ("full",), _KEEPS),
     Requirement("recompute.arena", (False,), "recompute.mode", ("full",), _KEEPS),
-    Requirement("recompute.partition", (False,), "parallel.tp", _TWO, "there is no other rank to slice over"),
+    Requirement("recompute.partition", (False,), "parallel.tp", _TWO, "it needs several tensor-parallel ranks"),
     Requirement(
-        "recompute.arena", (False,), "recompute.offload", ("none", "cpu"), "a drive has buffers of constant size"
+        "recompute.arena", (False,), "recompute.offload", ("none", "cpu"), "a drive already uses buffers of constant size"
     ),
     Requirement("precision.loss-scale", ("dynamic",), "precision.dtype", ("fp16",), "only fp16 needs its loss scaled"),
     Requirement("checkpoint.async", ("auto", False), "checkpoint.every", _ONE, _AT_THE_END),
@@ -144,12 +152,12 @@ REQUIREMENTS = (
     Requirement("checkpoint.memory-every", (None, 0), "zero.delayed-update", (False,), _COPIES),
     Requirement("run.replicate", ("none",), "zero.delayed-update", (False,), _COPIES),
 )  # fmt: skip
-_LATE = "its update waits for nobody already"
+_LATE = "its update already overlaps with the next step"
 _BOTH = "both versions of the weights are on the device"
 ASYNCHRONOUS = (
     Requirement(
         "parallel.schedule", (), "zero.stage", (0, 1),
-        "slices of gradients would be summed into those of the step before",
+        "sharded gradients would be added to the gradients of the previous step",
     ),
     Requirement("parallel.schedule", (), "zero.offload-optimizer", ("none",), _BOTH),
     Requirement("parallel.schedule", (), "zero.offload-params", ("none",), _BOTH),
@@ -163,7 +171,7 @@ ASYNCHRONOUS = (
     Requirement("parallel.schedule", (), "checkpoint.memory-every", (None, 0), _COPIES),
     Requirement("parallel.schedule", (), "run.replicate", ("none",), _COPIES),
 )  # fmt: skip
-"""Requirements of a schedule whose steps overlap, with an update one step late."""
+"""Requirements of an asynchronous schedule (2BW): steps overlap, and updates are one step late."""
 
 
 REFUSALS = (
@@ -171,13 +179,18 @@ REFUSALS = (
     Refusal("parallel", "ep", (1,), "expert parallelism"),
     Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
 )
-"""Features that are not there yet. Who builds one deletes its line."""
+"""Features that are not implemented yet. Delete a line when its feature is implemented."""
 
 
 def find_refusals(
     config: Config, groups: tuple[str, ...] = ("parallel", "zero", "recompute")
 ) -> list[str]:
-    """Returns what an engine refuses: features that are not there yet, and requirements of keys of these `groups`."""
+    """Returns the problems for which an engine refuses a configuration.
+
+    Args:
+        config: the configuration.
+        groups: groups whose keys' requirements are checked. Missing features are always checked.
+    """
     required = [row for row in REQUIREMENTS if row.key.partition(".")[0] in groups]
     required += ASYNCHRONOUS if schedules.is_asynchronous(config.parallel.schedule) else ()
     rows: tuple[Refusal | Requirement, ...] = (*REFUSALS, *required)
@@ -191,12 +204,13 @@ def find_problems(
     local_world: int | None = None,
     machines: tuple[int, int] | None = None,
 ) -> list[str]:
-    """Returns all problems of a configuration, as loaded, in a world of ranks.
+    """Returns all problems of an unresolved configuration, one line each.
 
     Args:
-        world_size: the number of ranks.
-        local_world: the number of ranks on this machine.
-        machines: the least and the most machines of a job whose number of machines may change.
+        config: the configuration as loaded.
+        world_size: number of ranks.
+        local_world: number of ranks on this machine.
+        machines: minimum and maximum number of machines of an elastic job.
     """
     problems = find_refusals(config, tuple(Config.model_fields))
     dp = None
@@ -218,13 +232,13 @@ def find_problems(
 
 
 def _divisors(number: int) -> list[int]:
-    # of any that is meant, all
+    # complete for numbers up to 10**12; the bound limits the time for absurd ones
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def _listed(numbers: Iterable[object]) -> str:
-    """At most twelve of them, "1, 2 or 3"."""
+    """Joins at most twelve items: "1, 2 or 3"."""
     words = [str(number) for number in numbers]
     if len(words) > 12:
         words = [*words[:11], words[-1]]
@@ -232,7 +246,7 @@ def _listed(numbers: Iterable[object]) -> str:
 
 
 def _around(number: int, step: int) -> str:
-    """The multiples of `step` nearest to `number`."""
+    """Returns the multiples of `step` nearest to `number`, as text."""
     below = number // step * step
     return _listed(sorted({below or step, below + step}))
 
@@ -248,13 +262,18 @@ def _check_drive(config: Config) -> Iterator[str]:
     keys = ("zero.offload-optimizer", "zero.offload-params", "recompute.offload")
     to_nvme = [f"--{key} nvme" for key in keys if _value(config, key) == "nvme"]
     if to_nvme and config.zero.nvme_path is None:
-        yield f"{', '.join(to_nvme)}: say where with --zero.nvme-path FOLDER, on a fast local drive"
+        yield f"{', '.join(to_nvme)}: set --zero.nvme-path FOLDER, on a fast local drive"
     if config.zero.nvme_path is not None and not to_nvme:
         yield "--zero.nvme-path without anything offloaded to it: use --zero.offload-optimizer nvme, or leave it out"
 
 
 def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
-    """Whether attention can be cut over tp ranks: whole groups of heads, and key/value heads shared by whole ranks."""
+    """Returns whether heads can be sharded over tp ranks.
+
+    The number of query heads must be a multiple of the number of key/value heads and of tp. Of tp
+    and the number of key/value heads, one must be a multiple of the other: a rank has several
+    key/value heads, or several ranks share one.
+    """
     return heads % kv_heads == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
@@ -286,7 +305,13 @@ def _check_layers(config: Config) -> Iterator[str]:
 def find_partition_problems(
     p: ParallelConfig, layers: int, stages: int | None = None
 ) -> Iterator[str]:
-    """Yields why an explicit partition does not fit so many layers, and the stages of a plan if they are known."""
+    """Yields the problems of an explicit partition.
+
+    Args:
+        p: the configuration of the pipeline.
+        layers: number of layers, embedding and head included.
+        stages: number of stages of the plan, if known.
+    """
     if not isinstance(p.partition, tuple):
         return
     given, total = f"--parallel.partition {written(p.partition)}", sum(p.partition)
@@ -298,20 +323,22 @@ def find_partition_problems(
 
 
 def named_stages(p: ParallelConfig, stages: int) -> str:
-    """Returns the flags that so many stages follow from."""
+    """Returns the flags that determine the number of stages, for a message."""
     chunks = f" × {stages // p.pp} chunks of --parallel.schedule {p.schedule}"
     return f"--parallel.pp {p.pp}{chunks if stages != p.pp else ''}"
 
 
 def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
-    """Whether the schedule has a plan for the stages and micro-batches of this run, and the model layers for it."""
+    """Yields problems of the schedule with this number of stages, micro-batches and layers."""
     name, p, train = config.parallel.schedule, config.parallel, config.train
     rows = train.micro_batch * (dp or 1)
-    # a batch that cannot be divided is another problem
+    # _check_batch reports a batch that cannot be divided
     known = dp is not None and train.global_batch % rows == 0
     count = train.global_batch // rows if known else 2 * p.pp
     if count > MOST_MICROBATCHES:
-        given = f"--train.global-batch {train.global_batch} makes {count} micro-batches a data rank"
+        given = (
+            f"--train.global-batch {train.global_batch} makes {count} micro-batches per data rank"
+        )
         yield f"{given}: a plan has at most {MOST_MICROBATCHES}; use a larger --train.micro-batch"
         return
     try:
@@ -323,9 +350,9 @@ def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
 
 
 def _check_stages(config: Config, stages: int) -> Iterator[str]:
-    """Whether the layers are enough for the stages of a plan, and an explicit partition has a number for each."""
+    """Yields problems if the plan has more stages than layers, or not as many as the partition."""
     p, layers = config.parallel, config.model.layers
-    if layers >= p.pp and layers + 2 < stages:  # fewer are refused already
+    if layers >= p.pp and layers + 2 < stages:  # _check_layers reports layers < pp
         given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"
         fix = f"use --model.layers {stages - 2} or more, or another schedule"
         yield f"{given} of {named_stages(p, stages)}: {fix}"
@@ -340,7 +367,7 @@ def _check_sequence(config: Config) -> Iterator[str]:
 
 
 def find_unused(optim: OptimConfig, flags: Collection[str]) -> Iterator[str]:
-    """Yields flags of the command line that the optimizers do not use; a file may have such keys."""
+    """Yields problems of flags that the optimizers do not use. A file may have such keys."""
     defaults = OptimConfig.model_fields
     names = {optim.name, *(group.name for group in optim.groups)}
     for key, users in (("momentum", {"sgd"}), ("betas", {"adamw", "lion"}), ("eps", {"adamw"})):
@@ -364,13 +391,13 @@ def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
 def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
     p, every = config.parallel, config.run.check_replicas
     if every and dp == p.tp == p.pp == 1:
-        yield f"--run.check-replicas {every} on one rank: it holds no copy of another's; leave it out"
+        yield f"--run.check-replicas {every} on one rank: there are no replicas; leave it out"
 
 
 def _check_run(config: Config) -> Iterator[str]:
     if config.run.replicate == "neighbour" and config.checkpoint.memory_every == 0:
         given = "--run.replicate neighbour with --checkpoint.memory-every 0"
-        yield f"{given}: there is nothing to copy; use --checkpoint.memory-every 1, or --run.replicate none"
+        yield f"{given}: there are no copies in memory; use --checkpoint.memory-every 1, or --run.replicate none"
     optim, steps, stop = config.optim, config.train.steps, config.train.stop_after
     if stop is not None and stop > steps:
         yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
@@ -382,7 +409,7 @@ def _check_run(config: Config) -> Iterator[str]:
 
 
 def find_model_problems(model: ModelConfig) -> Iterator[str]:
-    """Yields keys of a model that its architecture does not have, and sizes that do not fit; resolved or not."""
+    """Yields problems of a model, resolved or not: unsupported keys and inconsistent sizes."""
     yield from _check_pairs(model)
     yield from _check_keys(model)
     yield from _check_positions(model)
@@ -397,12 +424,12 @@ def _check_pairs(model: ModelConfig) -> Iterator[str]:
     if share == 1.0:
         yield f"heads of size {turned}: rotary positions turn pairs; use --model.head-dim {turned + 1}"
     else:
-        given = f"--model.partial-rotary-factor {share:g} turns {turned} numbers of a head"
+        given = f"--model.partial-rotary-factor {share:g} turns {turned} dimensions of a head"
         yield f"{given}: rotary positions turn pairs; use another --model.partial-rotary-factor"
 
 
 def _check_keys(model: ModelConfig) -> Iterator[str]:
-    """Yields keys that were given and that the architecture does not have."""
+    """Yields problems of keys that were given but do not exist in the architecture."""
     record, records = model.record, architectures.REGISTERED.values()
     for key in sorted(frozenset[str]().union(*(other.takes for other in records)) - record.takes):
         value, own = getattr(model, key), record.resolved(dict(model) | {key: None}).get(key)
@@ -427,11 +454,16 @@ def _check_positions(model: ModelConfig) -> Iterator[str]:
 def _check_export(config: Config) -> Iterator[str]:
     model, export = config.model, config.checkpoint.export_hf
     for limit in model.layout.limits(dict(model)) if export else ():
-        yield f"{limit}: the Hugging Face layout cannot express that; drop it, or use --checkpoint.export-hf false"
+        yield f"{limit}: the Hugging Face layout cannot express that; leave it out, or use --checkpoint.export-hf false"
 
 
 def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
-    """Yields a problem if the model has fewer tokens than the tokenizer."""
+    """Yields a problem if the model's vocabulary is smaller than the tokenizer's.
+
+    Args:
+        config: the configuration.
+        tokenizer_vocab: size of the tokenizer's vocabulary.
+    """
     vocab = config.model.vocab
     if vocab is not None and vocab < tokenizer_vocab:
         tokens = f"the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer})"
@@ -440,27 +472,30 @@ def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
 
 
 def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
-    """Yields the problems of a job that may have from the least to the most `machines`, of so many ranks each.
+    """Yields the problems of an elastic job at all sizes, since a lost machine changes the size.
 
-    All sizes are checked when it starts: else it would end when the first machine is lost.
+    Args:
+        config: the configuration.
+        machines: minimum and maximum number of machines.
+        ranks: ranks per machine.
     """
     p, train = config.parallel, config.train
-    others, asked = p.tp * p.pp * p.cp, f"--nnodes {machines[0]}:{machines[1]}"
+    model_ranks, flag = p.tp * p.pp * p.cp, f"--nnodes {machines[0]}:{machines[1]}"
     sizes = [n * ranks for n in range(machines[0], machines[1] + 1)]
-    if p.dp is not None and len({p.dp * others, *sizes}) > 1:
-        yield f"{asked} with --parallel.dp {p.dp}: the data ranks follow from the machines; leave --parallel.dp out"
+    if p.dp is not None and len({p.dp * model_ranks, *sizes}) > 1:
+        yield f"{flag} with --parallel.dp {p.dp}: the data ranks follow from the machines; leave --parallel.dp out"
         return
-    if uncut := [size for size in sizes if size % others]:
+    if invalid := [size for size in sizes if size % model_ranks]:
         factors = f"tp {p.tp} × pp {p.pp}"
-        yield f"{asked} may give {uncut[0]} ranks, no multiple of {factors}: let each machine have a multiple"
+        yield f"{flag} may give {invalid[0]} ranks, not a multiple of {factors}: start a multiple of it on each machine"
         return
-    ranks_of = [size // others for size in sizes]
+    ranks_of = [size // model_ranks for size in sizes]
     fits = [dp for dp in ranks_of if train.global_batch % (train.micro_batch * dp) == 0]
     if bad := sorted(set(ranks_of) - set(fits)):
-        whole = train.micro_batch * math.lcm(*ranks_of)
-        rows = -(-train.global_batch // whole) * whole
+        product = train.micro_batch * math.lcm(*ranks_of)
+        rows = -(-train.global_batch // product) * product
         given = (
             f"--train.global-batch {train.global_batch} with micro-batches of {train.micro_batch}"
         )
         works = f"works for dp {', '.join(map(str, fits)) or 'none'}"
-        yield f"{asked} may give dp {bad[0]}, and {given} {works}: use --train.global-batch {rows}, or fewer machines"
+        yield f"{flag} may give dp {bad[0]}, and {given} {works}: use --train.global-batch {rows}, or fewer machines"

@@ -1,13 +1,13 @@
-"""The console script `threed` (the same as `python -m threed`): training, and the tools beside it.
+"""The console script `threed` (the same as `python -m threed`): training and its tools.
 
 threed train gpt --preset tiny                                 on one process; on more: torchrun … -m threed train gpt
 threed schedule 1f1b --stages 4 --microbatches 8 [--svg FILE] [--csv FILE] [--json]     1f1b, FILE.py:NAME or FILE.csv
-threed plan --world-size 8 --preset small --parallel.tp 2      what a run would take; flags as for training
+threed plan --world-size 8 --preset small --parallel.tp 2      forecasts memory and time; takes the flags of training
 threed tokenize SRC DST [--tokenizer bytes]                    text -> Megatron .bin/.idx
 threed convert SRC DST [--dtype bf16]                          native checkpoint -> Hugging Face folder, and back
 threed inspect [CHECKPOINT]                                    versions, devices; or a checkpoint or HF folder, verified
-threed report RUN                                              draws a run's figures again
-threed verify FILE.py:NAME [--topologies tp2,pp2] [--json]     is a model of one's own the same in every topology?
+threed report RUN                                              redraws the figures of a run
+threed verify FILE.py:NAME [--topologies tp2,pp2] [--json]     compares a custom model in every topology with one process
 """
 
 from __future__ import annotations
@@ -25,18 +25,22 @@ from pathlib import Path
 from typing import Any
 
 from threed import architectures, schedules
-from threed.launcher import ends_with_its_pipe
+from threed.launcher import exits_on_broken_pipe
 from threed.packages import MissingPackageError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a tool; the exit code: 0, or 2 with one clear line for what was wrong."""
+    """Runs a tool. Returns the exit code: 0, or 2 after an error message on stderr.
+
+    Args:
+        argv: command line without the program's name; by default the arguments of this process.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         _parser().print_help(sys.stderr)
         return 2
     try:
-        with ends_with_its_pipe():
+        with exits_on_broken_pipe():
             if argv[0] in ("train", "plan"):
                 return _train(*argv)
             if argv[0] == "verify":
@@ -50,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _joined(words: list[str]) -> list[str]:
-    """Returns words with flags of training as `--flag=value`: argparse does not know that they take a value."""
+    """Joins training flags to `--flag=value`, since this parser does not define them."""
     own, joined = ("--topologies", "--timeout", "--json", "--help", "--dry-run"), list[str]()
     for word in words:
         flag = joined[-1] if joined else ""
@@ -63,21 +67,25 @@ def _joined(words: list[str]) -> list[str]:
 
 def _add_schedule_flags(add: Callable[..., Any]) -> None:
     add("name", help=f"{', '.join(schedules.available())}, or FILE.py:FUNCTION, or FILE.csv")
-    add("--stages", type=int, help="pipeline ranks; of FILE.csv as many as it has rows")
-    add("--microbatches", type=int, help="micro-batches of a step; of FILE.csv its own")
-    add("--chunks", type=int, help="model chunks on a rank")
+    add("--stages", type=int, help="pipeline ranks; default for FILE.csv: number of rows")
+    add(
+        "--microbatches",
+        type=int,
+        help="micro-batches per step; default for FILE.csv: as in the file",
+    )
+    add("--chunks", type=int, help="model chunks per rank")
     for name in ("forward", "backward-input", "backward-weight"):
-        add(f"--{name}", type=float, default=1.0, help="its time for one micro-batch (default 1)")
+        add(f"--{name}", type=float, default=1.0, help="time per micro-batch (default 1)")
     add("--send", type=float, default=0.0, help="latency of a message (default 0)")
-    text = "time of a forward run together with a backward (default the sum)"
+    text = "time of a forward overlapped with a backward (default: the sum of their times)"
     add("--overlapped", type=float, help=text)
     add("--svg", type=Path, help="draw the timeline into this file")
-    add("--csv", type=Path, help="write the plan as torch.distributed.pipelining reads it")
+    add("--csv", type=Path, help="write the plan in the format of torch.distributed.pipelining")
     add("--json", action="store_true", help="print JSON")
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = "Training, and the tools beside it."
+    text = "Train transformer models with pipeline, tensor and ZeRO parallelism, and use the tools of training."
     parser = argparse.ArgumentParser(prog="threed", description=text)
     tools = parser.add_subparsers(required=True, metavar="TOOL")
 
@@ -88,12 +96,14 @@ def _parser() -> argparse.ArgumentParser:
 
     named = "|".join(architectures.NAMES)
     tool("train", f"[{named}] --preset tiny …: trains; `threed train --help` lists every key")
-    tool("plan", "what a run would take; takes the flags of training and --world-size N")
+    tool(
+        "plan", "forecasts memory and time of a run; takes the flags of training and --world-size N"
+    )
 
-    text = "plays a pipeline schedule out, and draws it"
+    text = "simulates a pipeline schedule, and draws its timeline"
     _add_schedule_flags(tool("schedule", text, _schedule))
 
-    text = "turns text (.txt, .jsonl, a folder of them) into Megatron .bin/.idx"
+    text = "converts text (.txt, .jsonl, a folder of them) to Megatron .bin/.idx"
     add = tool("tokenize", text, _tokenize)
     add("src")
     add("dst", help="prefix of the .bin and .idx to write")
@@ -101,43 +111,45 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", default="bytes", help=text)
     text = "begin documents with the bos token (default auto: if the tokenizer itself adds it to texts)"
     add("--bos", choices=["auto", "true", "false"], default="auto", help=text)
-    text = "encode the spelling of a special token as ordinary text (default), or parse it as the token"
+    text = (
+        "encode a special token that is spelt out in a text as ordinary text (default), or parse it"
+    )
     add("--special-tokens", choices=["text", "parse"], default="text", help=text)
 
-    text = "turns a native checkpoint into a Hugging Face folder, and back, and DeepSpeed's and Megatron's into it"
+    text = "converts between native checkpoints and Hugging Face folders, and from DeepSpeed and Megatron"
     add = tool("convert", text, _convert)
     add("src", type=Path)
     add("dst", type=Path)
-    text = "what DST is to be; default: the other one than SRC is"
+    text = "format of DST; default: hf if SRC is native, else native"
     add("--to", choices=["native", "hf"], help=text)
-    text = "bytes, a folder, a tokenizer.json, or none; default: the folder's, or the run's"
+    text = "bytes, a folder, a tokenizer.json, or none; default: the tokenizer of the folder or run"
     add("--tokenizer", help=text)
     add("--dtype", choices=["fp32", "bf16", "fp16"], help="format of the weights")
-    text = "read checkpoints of DeepSpeed and Megatron, which are pickles, without running what they name"
+    text = "read checkpoints of DeepSpeed and Megatron, which are pickles, without executing their code"
     add("--allow-pickle", action="store_true", help=text)
     text = "config.json of DeepSpeed's model; default: the one in SRC or above it"
     add("--config", type=Path, help=text)
 
-    text = "shows versions and devices, or what is in a checkpoint, all hashes verified"
+    text = "shows versions and devices, or the contents of a checkpoint after verifying all hashes"
     add = tool("inspect", text, _inspect)
     add("checkpoint", type=Path, nargs="?")
-    text = "folder whose drive is timed (default %(default)s)"
+    text = "folder on the drive to time (default %(default)s)"
     add("--drive", default=tempfile.gettempdir(), help=text)
 
-    tool("report", "draws a run's figures again from its folder", _report)("folder", type=Path)
+    tool("report", "redraws the figures of a run from its folder", _report)("folder", type=Path)
 
     text = "trains a model in every topology and compares with one process: exit code 0 same, 1 differs, 2 not compared"
     add = tool("verify", f"{text}; takes flags of training too")
-    add("model", metavar="FILE.py:NAME", help="a class called with a ModelConfig and a Slicing")
+    add("model", metavar="FILE.py:NAME", help="class or function of a ModelConfig and a Slicing")
     text = "such as tp2,tp2-seq,dp2-zero3: words tpN ppN dpN microN seq zeroN recompute offload"
     add("--topologies", help=text)
-    add("--timeout", type=float, default=120, help="seconds for one topology (default 120)")
+    add("--timeout", type=float, default=120, help="seconds per topology (default 120)")
     add("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _train(tool: str, *words: str) -> int:
-    """Trains, or plans a run: an architecture or none, then the flags of training."""
+    """Trains or plans a run. Arguments: an optional architecture, then the flags of training."""
     from threed import launch
 
     arch = words[0] if words and not words[0].startswith("-") else None
@@ -195,7 +207,7 @@ def _plan(a: argparse.Namespace, costs: schedules.Costs) -> schedules.Plan:
         stages = plan.stages if stages is None else stages
         microbatches = plan.microbatches if microbatches is None else microbatches
     if stages is None or microbatches is None:
-        raise ValueError(f"{a.name}: how many? give --stages and --microbatches")
+        raise ValueError(f"{a.name}: give --stages and --microbatches")
     times = costs if schedules.plans_by_times(a.name) else None
     return schedules.build(a.name, stages, microbatches, a.chunks, times)
 
@@ -215,15 +227,15 @@ def _tokenize(a: argparse.Namespace) -> None:
 def _convert(a: argparse.Namespace) -> None:
     from threed.interop.convert import convert, kind_of
 
-    others = {"allow_pickle": a.allow_pickle, "config": a.config}
+    options = {"allow_pickle": a.allow_pickle, "config": a.config}
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
-        made = convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to, **others)
+        made = convert(a.src, a.dst, tokenizer=a.tokenizer, dtype=a.dtype, to=a.to, **options)
     for note in notes:
         print(f"threed convert: {note.message}", file=sys.stderr)
     print(made)
     if (kind_of(Path(a.src), a.allow_pickle), kind_of(made)) == ("hf", "native"):
-        print("weights alone: a run begins from them at step 0, with moments of zero")
+        print("only weights: a run starts from them at step 0, with optimizer states of zero")
 
 
 def _inspect(a: argparse.Namespace) -> None:
@@ -256,14 +268,14 @@ def _machine_facts(drive: str) -> str:
 
 
 def _drive_facts(folder: str, nbytes: int = 2**28) -> str:
-    """How fast offload to a folder would be: some direct writes, and reads of the same."""
+    """Times writes to a folder and a read. Returns the rates of offload to it, as text."""
     from threed.memory.io import Disk, SwapError
     from threed.memory.pool import host_buffer
 
     try:
         disk, buffer, rates = Disk(folder, "inspect"), host_buffer(nbytes), []
         place = disk.reserve(nbytes)
-        # the first write is of blocks that were never written
+        # the first write allocates the blocks, so its rate is not reported
         for transfer in (disk.write, disk.write, disk.read):
             began = time.perf_counter()
             transfer(place, buffer).wait()
@@ -302,7 +314,7 @@ def _checkpoint_facts(path: Path) -> str:
 
 
 def _folder_facts(path: Path) -> str:
-    """What is in a Hugging Face folder, which has no hashes."""
+    """Returns a description of a Hugging Face folder, which has no hashes to verify."""
     from threed.checkpoint.files import CheckpointError
     from threed.interop.huggingface.folder import HFFolder
 
@@ -314,7 +326,7 @@ def _folder_facts(path: Path) -> str:
     dtypes = {str(folder.tensor("weight", name).dtype).removeprefix("torch.") for name in names}
     formats = ", ".join(sorted(dtypes))
     lines = [
-        f"{path}: a Hugging Face folder whose tensors are those of its configuration; it has no hashes",
+        f"{path}: a Hugging Face folder; its tensors match its configuration; it has no hashes",
         f"model {folder.model.arch}, {count:,} parameters, {formats}",
         *(f"{name:<44} {list(folder.shapes[name])}" for name in names),
     ]

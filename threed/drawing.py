@@ -1,4 +1,4 @@
-"""Draws an engine's blueprint, once all ranks agree about the model: cut into stages, and laid out for this rank."""
+"""Builds an engine's blueprint: the partition into stages, and the layout of parameters."""
 
 from __future__ import annotations
 
@@ -18,19 +18,27 @@ from threed.topology import Topology
 
 
 def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blueprint]:
-    """Returns the configuration with the order of layers decided, and the blueprint of this rank. Collective.
+    """Builds the blueprint of this rank. Collective.
+
+    Args:
+        model: the model, or a wrapped module.
+        topology: topology of all ranks.
+        config: the resolved configuration.
+
+    Returns:
+        The configuration with `zero.order` decided, and the blueprint.
 
     Raises:
-        ModelError: the model is not right in this topology.
-        ValueError: it has no parameter to train.
-        ConfigError: a wrapped module in several chunks.
+        ModelError: if the model is incorrect in this topology.
+        ValueError: if the model has no trainable parameters.
+        ConfigError: if a wrapped module is to run in several chunks.
     """
     wrapped, chunks = isinstance(model, Wrapped), config.parallel.chunks or 1
     if wrapped and chunks > 1:
         given = f"--parallel.schedule {config.parallel.schedule} with a wrapped module"
-        fix = "use a schedule with one chunk a rank, such as 1f1b or gpipe, or build it from threed.layers"
+        fix = "use a schedule with one chunk per rank, such as 1f1b or gpipe, or build it from threed.layers"
         raise ConfigError(
-            [f"{given}: the module is one layer, which cannot be cut into {chunks} chunks; {fix}"]
+            [f"{given}: the module is one layer, which cannot be split into {chunks} chunks; {fix}"]
         )
     layers = model.layers()
     if not wrapped:
@@ -48,7 +56,11 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
 def _costs(
     model: Model, layers: list[nn.Module], topology: Topology, config: Config
 ) -> Sequence[float]:
-    """What stages are balanced by: FLOPs of all tensor ranks, so that each of them cuts alike. Collective."""
+    """Returns the cost of each layer, by which stages are balanced. Collective.
+
+    Unless the model states its costs, they are 3 × the FLOPs of the forward, summed over the tensor
+    ranks so that all tensor ranks compute the same partition.
+    """
     own = options_of(model).costs
     if own is not None:
         return list(own(config.train.micro_batch))

@@ -1,12 +1,13 @@
-"""Reads what torchrun, srun or mpirun tells its processes, sets torchrun's variables, and ends with its launcher or reader.
+"""Sets torchrun's variables under srun or mpirun, and ends a process with its launcher.
 
-    ranks = join()           # first thing in every rank: the ranks of the job; none outlives its launcher
-    adopt()                  # sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+    ranks = join()           # call first in every rank; ends this process with its launcher
+    adopt()                  # sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...
     world = world_size()     # the same, and returns the number of ranks
 
-If torchrun or the user has set RANK or WORLD_SIZE, nothing is changed. So torchrun can run in each task of a Slurm
-step, and `WORLD_SIZE=1` starts independent processes in such a step. A shell of sbatch or salloc is not a step of
-several tasks: a process that is started there without srun is a world of one, and torchrun works.
+If torchrun or the user has set RANK or WORLD_SIZE, no variable is changed. So torchrun can run in
+each task of a Slurm step, and `WORLD_SIZE=1` starts independent processes in such a step. A shell
+of sbatch or salloc is not a step of several tasks: a process that is started there without srun is
+a world of one rank, and torchrun works.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class LauncherError(ValueError):
-    """Raised if a launcher's variables do not suffice for its processes to connect."""
+    """Raised if a launcher's variables are not sufficient to connect its processes."""
 
 
 @dataclass(frozen=True)
 class Launcher:
     """The environment variables of a launcher.
 
-    Args:
-        command: its name in messages.
-        variables: its names of WORLD_SIZE, RANK, LOCAL_WORLD_SIZE and LOCAL_RANK.
-        exports: the option that exports a variable, with {} for the variable.
-        job: variables that differ between runs.
+    Attributes:
+        command: name of the launcher in messages.
+        variables: the launcher's names for WORLD_SIZE, RANK, LOCAL_WORLD_SIZE and LOCAL_RANK.
+        exports: option that exports a variable, with {} for the variable.
+        job: names of variables that differ between runs.
     """
 
     command: str
@@ -69,9 +70,9 @@ class Ranks:
     """The ranks of a job.
 
     Attributes:
-        world: the number of ranks.
-        local_world: the number of ranks on this machine; None if the launcher does not set it.
-        machines: the least and the most machines of a job whose number of machines may change.
+        world: number of ranks.
+        local_world: number of ranks on this machine; None if the launcher does not set it.
+        machines: minimum and maximum number of machines of an elastic job, else None.
     """
 
     world: int
@@ -80,21 +81,21 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """Returns the ranks that a launcher has started (see `adopt`); this process ends with it."""
+    """Returns the ranks of the job (see `adopt`). Ends this process when its launcher dies."""
     die_with_parent()
     world, local = world_size(), os.environ.get("LOCAL_WORLD_SIZE")
     return Ranks(world, None if local is None else int(local), machines_asked())
 
 
 def die_with_parent() -> bool:
-    """Asks the kernel to kill this process when its parent dies; returns False off Linux.
+    """Asks the kernel to kill this process when its parent dies. Returns False if not on Linux.
 
     The signal is SIGKILL: a rank without a launcher usually waits in a collective, in C++, where no
-    Python handler runs. Checkpoints appear by one rename, so the last complete one remains.
+    Python handler runs. A checkpoint is published by one rename, so the last complete one remains.
 
     If the parent died before the request, its pid has changed, and this process ends at once. The
-    parent is the *thread* that forked, so launchers must fork from a thread that lives on (prctl(2),
-    PR_SET_PDEATHSIG).
+    parent is the *thread* that forked, so launchers must fork from a thread that outlives the rank
+    (prctl(2), PR_SET_PDEATHSIG).
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -107,15 +108,19 @@ def die_with_parent() -> bool:
     return True
 
 
-def end_by(number: int) -> None:
-    """Ends this process by a signal, as if it had no handler."""
+def end_by_signal(number: int) -> None:
+    """Ends this process by a signal, with the default handler.
+
+    Args:
+        number: signal number.
+    """
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager
-def ends_with_its_pipe() -> Iterator[None]:
-    """Ends this process by SIGPIPE, as other tools do, if the reader of its output has ended (`| head`)."""
+def exits_on_broken_pipe() -> Iterator[None]:
+    """Returns a context: if the reader of the output exits (`| head`), SIGPIPE ends this process."""
     try:
         try:
             yield
@@ -123,12 +128,12 @@ def ends_with_its_pipe() -> Iterator[None]:
             _flush()
             raise
         _flush()
-    except BrokenPipeError:  # perhaps of another pipe
+    except BrokenPipeError:  # may be about another pipe
         if sys.stdout is not None:
             poll = select.poll()
             poll.register(sys.stdout, 0)
             if poll.poll(0):
-                end_by(signal.SIGPIPE)
+                end_by_signal(signal.SIGPIPE)
         raise
 
 
@@ -138,10 +143,13 @@ def _flush() -> None:
 
 
 def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets torchrun's variables from those of srun or mpirun, if they have started several processes.
+    """Sets torchrun's variables if srun or mpirun has started several processes.
+
+    Args:
+        environment: environment variables, which are changed in place.
 
     Raises:
-        LauncherError: the processes cannot find each other; the message has the command to use.
+        LauncherError: if the processes cannot find each other. The message has the command to use.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         _check(environment)
@@ -172,7 +180,7 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def _check(environment: Variables) -> None:
-    """Raises LauncherError if torchrun's variables contradict each other, or one of them is missing."""
+    """Raises LauncherError if torchrun's variables are inconsistent or incomplete."""
     size = _whole(environment, "WORLD_SIZE") if "WORLD_SIZE" in environment else 1
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT") if size > 1 else ()
     if missing := [name for name in needed if not environment.get(name)]:
@@ -204,9 +212,9 @@ def world_size() -> int:
 
 
 def machines_asked() -> tuple[int, int] | None:
-    """Returns the least and the most machines of torchrun's `--nnodes MIN:MAX`, or of PET_NNODES.
+    """Returns the minimum and maximum of torchrun's `--nnodes MIN:MAX` or of PET_NNODES.
 
-    None if that is one number, or unknown.
+    Returns None if the number is fixed or unknown.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -220,10 +228,11 @@ def machines_asked() -> tuple[int, int] | None:
 
 
 def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
-    """Returns the launcher of this process, and the values of torchrun's variables, as far as its variables have them.
+    """Returns the launcher of this process, and the values that it sets, by torchrun's names.
 
-    MPI's variables are used before Slurm's: in a Slurm job mpirun starts daemons with srun, and Slurm's variables then
-    describe the daemons. A Slurm step with PMI has PMI_RANK and PMI_SIZE, but not MPI's local variables.
+    MPI's variables have priority over Slurm's: in a Slurm job mpirun starts daemons with srun, and
+    Slurm's variables then describe the daemons. A Slurm step with PMI has PMI_RANK and PMI_SIZE,
+    but not MPI's local variables.
     """
     mpi = [(launcher, dict(_numbers(environment, launcher.variables))) for launcher in MPI]
     mpi = [(launcher, numbers) for launcher, numbers in mpi if "WORLD_SIZE" in numbers]
@@ -234,7 +243,7 @@ def _find(environment: Variables) -> tuple[Launcher | None, dict[str, int]]:
 
 
 def _numbers(environment: Variables, variables: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Yields the values of these variables by torchrun's names. Torchrun's local variables are accepted as well."""
+    """Yields the values of a launcher's or torchrun's variables, by torchrun's names."""
     for name, variable in zip(NAMES, variables, strict=True):
         if found := next((one for one in (variable, name) if one in environment), ""):
             yield name, _whole(environment, found)
@@ -247,7 +256,7 @@ def _whole(environment: Variables, variable: str, what: str = "a number of proce
 
 
 def without_srun(environment: Variables = os.environ) -> str:
-    """Returns a note if this is a single process in a Slurm job of several tasks, as in a shell of sbatch; else ""."""
+    """Returns a note if this process is alone in a Slurm job of several tasks, else ""."""
     tasks = environment.get("SLURM_NTASKS", "1")
     if tasks == "1" or "SLURM_STEP_NUM_TASKS" in environment or "WORLD_SIZE" in environment:
         return ""
@@ -255,8 +264,10 @@ def without_srun(environment: Variables = os.environ) -> str:
 
 
 def _slurm_numbers(environment: Variables) -> dict[str, int]:
-    """Returns the values of a Slurm step; empty in a shell of sbatch, where SLURM_NTASKS is the request of the job and
-    SLURM_PROCID is 0."""
+    """Returns the values of a Slurm step, by torchrun's names. Empty in a shell of sbatch.
+
+    There SLURM_NTASKS is the request of the job, and SLURM_PROCID is 0.
+    """
     names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "", "SLURM_LOCALID")
     found = dict(_numbers(environment, names))
     if "WORLD_SIZE" not in found:
@@ -270,8 +281,11 @@ def _slurm_numbers(environment: Variables) -> dict[str, int]:
 
 
 def _tasks_here(environment: Variables, size: int) -> int | None:
-    """Returns the number of tasks on this machine: entry SLURM_NODEID of a list such as 2(x3),1. Without the list: all
-    tasks on one machine. None if the variables do not show it."""
+    """Returns the number of tasks on this machine, or None if it is unknown.
+
+    It is entry SLURM_NODEID of a list such as 2(x3),1. Without the list, it is known only for one
+    machine.
+    """
     text = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if text is None:
         return size if _nodes(environment) in (None, 1) else None
@@ -294,7 +308,7 @@ def _nodes(environment: Variables) -> int | None:
 
 
 def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> str | None:
-    """Returns the machine of rank 0: the first of Slurm's list, such as node[01-03,07],other; None if it is unknown."""
+    """Returns the machine of rank 0, or None. Slurm lists it first, as in node[01-03,07],other."""
     if one_machine:
         return "127.0.0.1"
     nodes = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -305,6 +319,6 @@ def _address(launcher: Launcher, environment: Variables, one_machine: bool) -> s
 
 
 def _port(launcher: Launcher, environment: Variables) -> int:
-    """Returns a port that is the same on all ranks of a run, from 10000 to 29999, below the ephemeral ports."""
+    """Returns a port in [10000, 29999], below the ephemeral ports, equal on all ranks of a run."""
     job = ".".join(environment.get(name, "") for name in launcher.job)
     return 10000 + zlib.crc32(job.encode()) % 20000

@@ -25,7 +25,7 @@ from threed.resolution import resolve
 from threed.topology import Topology
 
 Build = Callable[[ModelConfig, Slicing], models.Model]
-# Configuration groups that define the training; the others define where and how it runs.
+# Groups of keys that define the training. The other groups define where and how it runs.
 TRAINED = ("model", "precision", "train", "optim", "data")
 
 
@@ -36,23 +36,26 @@ def load(
     build: Build = models.build,
     **changes: Mapping[str, Any],
 ) -> LayeredEngine:
-    """Builds an engine with the model and state of a run, a checkpoint or a Hugging Face folder. Collective.
+    """Loads an engine from a run, a checkpoint or a Hugging Face folder. Collective.
 
-    The configuration's groups `model`, `precision`, `train`, `optim` and `data` are those that were saved; all others
-    have their defaults. A Hugging Face folder has weights only: moments begin at zero.
+    The groups `model`, `precision`, `train`, `optim` and `data` of the configuration come from the
+    checkpoint; all other groups have their defaults. A Hugging Face folder has only weights:
+    optimizer states start at zero.
 
     Args:
-        path: a run folder, whose newest checkpoint is loaded, a checkpoint, or a Hugging Face folder.
-        topology: of this world; by default all ranks are data ranks.
-        build: makes the model of its configuration; for checkpoints of custom models.
-        changes: keys of the configuration by group, such as `zero={"stage": 3}`.
+        path: a run folder (its newest checkpoint is loaded), a checkpoint, or a Hugging Face
+            folder.
+        topology: topology of all ranks; by default all of them are data ranks.
+        build: function that builds the model from its configuration; for checkpoints of custom
+            models.
+        changes: changed keys of the configuration by group, such as `zero={"stage": 3}`.
 
     Returns:
-        The engine. `engine.steps` is the number of updates that were made.
+        The engine. `engine.steps` is the number of updates so far.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or its model is another one.
-        ConfigError: the configuration does not fit the topology.
+        CheckpointError: if the checkpoint is missing, damaged, or of another model.
+        ConfigError: if the configuration is invalid for the topology.
 
     Example::
 
@@ -77,27 +80,33 @@ def load(
 
 
 def build_engine(config: Config, topology: Topology, build: Build = models.build) -> LayeredEngine:
-    """Returns a new engine of a resolved configuration. Collective."""
+    """Builds a model and its engine from a resolved configuration. Collective.
+
+    Args:
+        config: the resolved configuration.
+        topology: topology of all ranks.
+        build: function that builds the model from its configuration.
+    """
     sequence = bool(config.parallel.sequence)
     slicing = Slicing(topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
     return LayeredEngine(build(config.model, slicing), topology, config)
 
 
 def _source(path: Path) -> Path:
-    """Returns the folder to load: of a run folder its newest checkpoint."""
+    """Returns the folder to load; for a run folder, its newest checkpoint."""
     if (path / MANIFEST).is_file() or is_hf_folder(path):
         return path
     newest = next(candidates(path, "auto"), None)
     if newest is None:
         raise CheckpointError(
-            f"{path}: no run, checkpoint or Hugging Face folder is there (no checkpoints/step-N, no {MANIFEST}, no"
+            f"{path}: there is no run, checkpoint or Hugging Face folder (no checkpoints/step-N, no {MANIFEST}, no"
             " config.json)"
         )
     return newest
 
 
 def _saved(source: Path) -> dict[str, Any]:
-    """Returns the saved configuration groups that define the training."""
+    """Returns the groups of the saved configuration that define the training."""
     if is_hf_folder(source):
         model = HFFolder(source).model
         return {"model": {**dict(model), "seq": default_seq(model)}}

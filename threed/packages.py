@@ -1,4 +1,4 @@
-"""The error for a package that is not installed: its name, its purpose, and the command that installs it."""
+"""Imports optional packages, with an error that includes the command to install them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from types import ModuleType
 
 
 class MissingPackageError(ModuleNotFoundError):
-    """Raised for a required package that is not installed, or too old."""
+    """Raised if a required package is not installed or too old."""
 
 
 def needed(package: str, purpose: str) -> ModuleType:
     """Imports an optional package.
 
     Args:
-        package: its name, for import and for pip.
-        purpose: the feature that needs the package; the subject of the error message.
+        package: name of the package, for import and for pip.
+        purpose: feature that needs the package; the subject of the error message.
 
     Raises:
-        MissingPackageError: the package is not installed.
+        MissingPackageError: if the package cannot be imported.
     """
     try:
         return importlib.import_module(package)
@@ -27,9 +27,15 @@ def needed(package: str, purpose: str) -> ModuleType:
 
 
 def missing(package: str, purpose: str, error: ImportError) -> MissingPackageError:
-    """Returns the error to raise instead of an ImportError; `package` may have a version, such as "pydantic>=2.7"."""
+    """Returns the error to raise instead of an ImportError.
+
+    Args:
+        package: name of the package, optionally with a version, such as "pydantic>=2.7".
+        purpose: feature that needs the package; the subject of the message.
+        error: the original error.
+    """
     name = package.partition(">")[0]
-    # a shell would take ">" for a redirection
+    # quoted, because a shell reads ">" as a redirection
     shown = package if package == name else f"'{package}'"
     what = f"{purpose} needs the package {name}, which cannot be imported here ({error})"
     return MissingPackageError(f"{what}: pip install {shown}", name=name)

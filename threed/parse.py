@@ -1,11 +1,12 @@
-"""JSON and TOML from outside, read within bounds, or refused in one line.
+"""Reads untrusted JSON and TOML with limits, and raises one-line errors.
 
-    table = read_json(path)                 # an object; ParseError names the file and what is wrong with it
-    value = parse_json(line, "a.jsonl, line 3", finite=False)       # from bytes or text
+    table = read_json(path)                 # an object; ParseError names the file and the reason
+    value = parse_json(line, "a.jsonl, line 3", finite=False)       # from bytes or str
     tables = read_toml(path)
 
-Bounded are the size of a file, the depth and the digits of a number. A key that is there twice is refused, for readers
-differ in which of the two counts; so are NaN and infinities, which JSON does not have, and text that is not UTF-8.
+File size, nesting depth and digits per number are limited. Duplicate keys are an error, because
+parsers differ in which of the two they use. NaN and infinities, which are not JSON, and invalid
+UTF-8 are errors, too.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 2**26  # of a file
+MOST_BYTES = 2**26  # per file
 MOST_TOML = 2**17
 MOST_DEPTH = 64
-MOST_DIGITS = 40  # of a whole number: published files have 1e30, written out, for "no limit"
+MOST_DIGITS = 40  # per integer: published files have 1e30, written out, for "no limit"
 _PART = r"""(?:"[^"\n]*"|'[^'\n]*'|[^\s"'=,.]+)"""
 _DEEP_KEY = re.compile(rf"""(?<![^\s"'=,.])(?:{_PART}[ \t]*\.[ \t]*){{{MOST_DEPTH + 1}}}""")
 
 
 class ParseError(ValueError):
-    """What is wrong with a text, as one line that names it; reason: without the name."""
+    """Raised for text that cannot be read or parsed. The message is one line.
+
+    Attributes:
+        reason: the message without the name of the file or place.
+    """
 
     def __init__(self, place: object, reason: str) -> None:
         super().__init__(f"{plain(place, 4000)}: {reason}")
@@ -37,13 +42,26 @@ class ParseError(ValueError):
 
 
 def plain(text: object, most: int = 500) -> str:
-    """Returns text as one line that is safe to print: cut at `most` characters, and escaped if it is not printable."""
-    some = str(text)[:most]
-    return some if some.isprintable() else some.encode("unicode_escape").decode()
+    """Returns text as one line that is safe to print.
+
+    Args:
+        text: text from an untrusted source; unprintable text is escaped.
+        most: maximum number of characters; longer text is truncated.
+    """
+    start = str(text)[:most]
+    return start if start.isprintable() else start.encode("unicode_escape").decode()
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
-    """Returns the object in a JSON file."""
+    """Returns the object in a JSON file.
+
+    Args:
+        path: the file.
+        most: maximum size of the file in bytes.
+
+    Raises:
+        ParseError: if the file is not readable, too large, or not a JSON object.
+    """
     value = parse_json(read_file(path, most), str(path))
     if not isinstance(value, dict):
         raise ParseError(path, f"holds {type(value).__name__}, not an object of keys")
@@ -51,19 +69,36 @@ def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def read_toml(path: Path, most: int = MOST_TOML) -> dict[str, Any]:
-    """Returns the tables of a TOML file."""
+    """Returns the tables of a TOML file.
+
+    Args:
+        path: the file.
+        most: maximum size of the file in bytes.
+
+    Raises:
+        ParseError: if the file is not readable, too large, or not TOML.
+    """
     return _parse(_toml, read_file(path, most), str(path), "TOML")
 
 
 def _toml(text: str) -> dict[str, Any]:
-    """As tomllib, which needs quadratic time for a key with many parts."""
+    """Parses TOML, but refuses keys with many parts, for which tomllib takes quadratic time."""
     if _DEEP_KEY.search(text):
         raise RecursionError
     return tomllib.loads(text)
 
 
 def parse_json(data: bytes | str, place: str, *, finite: bool = True) -> Any:
-    """Returns the value that JSON says. place: what to call it in messages. finite: refuse NaN and infinities, too."""
+    """Returns the value of a JSON text.
+
+    Args:
+        data: the text; bytes must be UTF-8.
+        place: name of the text in error messages.
+        finite: whether NaN and infinities are errors.
+
+    Raises:
+        ParseError: if the text is not valid JSON, or exceeds a limit.
+    """
     hooks: dict[str, Any] = (
         {"parse_constant": _no_constant, "parse_float": _finite} if finite else {}
     )
@@ -76,17 +111,25 @@ def parse_json(data: bytes | str, place: str, *, finite: bool = True) -> Any:
 
 
 def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Returns the bytes of a plain file of at most so many; to open a pipe would wait for a writer."""
+    """Returns the bytes of a regular file. Refuses pipes, which could block.
+
+    Args:
+        path: the file.
+        most: maximum size of the file in bytes.
+
+    Raises:
+        ParseError: if the file is not readable, not a regular file, or too large.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:  # ValueError: a name with NUL
+    except (OSError, ValueError) as error:  # ValueError: NUL in the name
         raise ParseError(
             path, f"cannot be read: {getattr(error, 'strerror', None) or error}"
         ) from None
     try:
         about = os.fstat(handle)
         if not stat.S_ISREG(about.st_mode):
-            raise ParseError(path, "is no plain file")
+            raise ParseError(path, "is not a regular file")
         if about.st_size > most:
             raise ParseError(path, f"has {about.st_size:,} bytes; at most {most:,} are read")
         with open(handle, "rb", closefd=False) as file:
@@ -103,13 +146,13 @@ def _parse(parse: Callable[[str], Any], data: bytes | str, place: str, language:
         _check(value)
         return value
     except (RecursionError, MemoryError):
-        raise ParseError(place, f"no {language} (nested too deeply)") from None
-    except ValueError as error:  # of UTF-8, of JSON, of TOML, and of what is checked here
-        raise ParseError(place, f"no {language} ({plain(error)})") from None
+        raise ParseError(place, f"invalid {language} (nested too deeply)") from None
+    except ValueError as error:  # invalid UTF-8, JSON or TOML, or a limit
+        raise ParseError(place, f"invalid {language} ({plain(error)})") from None
 
 
 def _check(value: Any) -> None:
-    """Raises ValueError for what is nested more deeply than anything that is meant, or a number that is too long."""
+    """Raises RecursionError if a value is too deep, ValueError if an integer is too long."""
     level = [value]
     for _ in range(MOST_DEPTH):
         inner: list[Any] = []
@@ -149,4 +192,4 @@ def _finite(text: str) -> float:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")

@@ -1,4 +1,4 @@
-"""Reads the command line of a custom training program.
+"""Configuration of a custom training program from its command line.
 
 config = program_config(sys.argv[1:], prog="mine.py", about=__doc__, defaults=DEFAULTS, world_size=8)
 """
@@ -22,19 +22,20 @@ def program_config(
     defaults: Mapping[str, Mapping[str, Any]],
     world_size: int,
 ) -> Config:
-    """Returns the checked configuration of a custom program. Such a program has no presets and no dry run.
+    """Returns the checked configuration of a custom program, which has no presets and no dry run.
 
-    With `--help` the function prints `about` and every key with its default on local rank 0, and exits with code 0.
+    With `--help`, local rank 0 prints `about` and every key with its default, and all ranks exit
+    with code 0.
 
     Args:
-        argv: the command line without the program's name.
-        prog: the program's name in the help.
-        about: what the program does, for the help.
-        defaults: the program's own values, {group: {key: value}}.
+        argv: command line without the program's name.
+        prog: name of the program in the help.
+        about: description of the program for the help.
+        defaults: the program's defaults, {group: {key: value}}.
         world_size: number of ranks.
 
     Raises:
-        ConfigError: with every problem of the command line at once.
+        ConfigError: if the command line has problems; it lists all of them.
     """
     config, options = load(argv, defaults=defaults, presets=Path(), world_size=world_size)
     if options.help:

@@ -1,4 +1,4 @@
-"""The provenance of a run for dashboards: code, machines, versions and size of the model."""
+"""Provenance of a run, for dashboards: code, machines, versions and model size."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from threed.topology import Topology
 
 
 def provenance(topology: Topology, parameters: int) -> dict[str, Any]:
-    """Returns facts about a run that are not in its configuration, as plain JSON values.
+    """Returns facts about a run that are not in its configuration, as JSON values.
 
     Args:
-        topology: of the run.
-        parameters: the number of elements of all parameters.
+        topology: topology of the run.
+        parameters: total number of elements of all parameters.
     """
     versions = {
         "threed": version(),
@@ -37,7 +37,7 @@ def provenance(topology: Topology, parameters: int) -> dict[str, Any]:
 
 
 def version(package: str = "threed") -> str:
-    """Returns the installed version of a package, or "not installed", as of a checkout that is only on the path."""
+    """Returns a package's version, or "not installed" (also for a source checkout on the path)."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -45,7 +45,7 @@ def version(package: str = "threed") -> str:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Returns the commit that is checked out in a folder; None outside a repository or without git."""
+    """Returns the commit checked out in a folder, or None without a repository or git."""
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -55,7 +55,7 @@ def git_commit(folder: Path) -> str | None:
 
 
 def tags(config: Config, topology: Topology) -> list[str]:
-    """Returns words to filter runs by: architecture, axes of the grid, ZeRO stage, format, schedule of a pipeline."""
+    """Returns tags to filter runs by: architecture, axes, ZeRO stage, dtype, schedule."""
     axes = [f"{axis}{size}" for axis, size in topology.sizes.items() if size > 1]
     schedule = [Path(config.parallel.schedule).name] if topology.pp > 1 else []
     return [config.model.arch, *axes, f"zero{config.zero.stage}", config.precision.dtype, *schedule]

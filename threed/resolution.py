@@ -1,6 +1,6 @@
-"""Fills in what a configuration leaves open: what follows from other keys, the vocabulary and the number of ranks.
+"""Fills in the values of a configuration that follow from keys, vocabulary and world size.
 
-config = resolve(config, vocab=260, world_size=8)          # everything that is derived, filled in
+config = resolve(config, vocab=260, world_size=8)
 """
 
 from __future__ import annotations
@@ -13,51 +13,65 @@ from threed.schema import BaseModel
 
 
 def derive_dp(config: Config, world_size: int) -> int:
-    """Data-parallel ranks of this world. Raises ConfigError where tp x pp x cp x dp is not the world size."""
+    """Returns the number of data-parallel ranks.
+
+    Args:
+        config: the configuration.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: if tp x pp x cp x dp is not the world size.
+    """
     parallel = config.parallel
-    others = parallel.tp * parallel.pp * parallel.cp
-    dp = parallel.dp or max(1, world_size // others)
-    if others * dp == world_size:
+    model_ranks = parallel.tp * parallel.pp * parallel.cp
+    dp = parallel.dp or max(1, world_size // model_ranks)
+    if model_ranks * dp == world_size:
         return dp
     factors = f"tp {parallel.tp} × pp {parallel.pp}" + (
         f" × cp {parallel.cp}" if parallel.cp > 1 else ""
     )
     if parallel.dp is None:
-        sizes = " or ".join(str(n) for n in sorted({others * dp, others * (dp + 1)}))
+        sizes = " or ".join(str(n) for n in sorted({model_ranks * dp, model_ranks * (dp + 1)}))
         raise ConfigError(
             [
-                f"world size {world_size} is not a multiple of {factors} = {others}: start {sizes} ranks"
+                f"world size {world_size} is not a multiple of {factors} = {model_ranks}: start {sizes} ranks"
             ]
         )
-    problem = f"world size {world_size} ≠ {factors} × dp {dp} = {others * dp}"
-    if world_size % others == 0:
+    problem = f"world size {world_size} ≠ {factors} × dp {dp} = {model_ranks * dp}"
+    if world_size % model_ranks == 0:
         raise ConfigError(
-            [f"{problem}: use --parallel.dp {world_size // others}, or start {others * dp} ranks"]
+            [
+                f"{problem}: use --parallel.dp {world_size // model_ranks}, or start {model_ranks * dp} ranks"
+            ]
         )
-    raise ConfigError([f"{problem}: start {others * dp} ranks, or {others} with --parallel.dp 1"])
+    raise ConfigError(
+        [f"{problem}: start {model_ranks * dp} ranks, or {model_ranks} with --parallel.dp 1"]
+    )
 
 
 def count_microbatches(config: Config, dp: int) -> int:
-    """Micro-batches that a data rank runs in a step, of whole ones."""
+    """Returns the number of micro-batches per data rank and step, rounded down, at least 1."""
     return max(1, config.train.global_batch // (config.train.micro_batch * dp))
 
 
 def default_warmup(steps: int) -> int:
-    """Returns the default warm-up of a run of `steps` steps."""
+    """Returns the default number of warm-up steps for a run of `steps` steps."""
     return min(20, steps // 2)
 
 
 def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
-    """Returns the configuration with every derived value; dp stays open without a world size.
+    """Returns the configuration with all derived values filled in.
 
-    None remains where it is a value: `train.stop_after`, `data.path`, `zero.nvme_path`, `log.profile_steps`. The path
-    of a schedule's file becomes absolute.
+    Keys for which None is a setting stay None: `train.stop_after`, `data.path`, `zero.nvme_path`,
+    `log.profile_steps`. The path of a schedule file becomes absolute.
 
     Args:
-        vocab: the number of tokens of the data.
+        config: the checked configuration.
+        vocab: vocabulary size of the data, used if the model has none.
+        world_size: number of ranks. If None, `parallel.dp` is not filled in.
 
     Raises:
-        ConfigError: the schedule's file is wrong.
+        ConfigError: if the schedule file is invalid, or the world size does not match.
     """
     name, dtype = config.run.name or config.model.arch, config.precision.dtype
     widest: DType = "fp64" if dtype == "fp64" else "fp32"
@@ -92,7 +106,13 @@ def _resolve_parallel(config: Config, world_size: int | None) -> BaseModel:
 
 
 def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -> str:
-    """Returns what a schedule refuses, with the flags that change it."""
+    """Returns the problem line of a schedule's error, with the flags that fix it.
+
+    Args:
+        error: error of the schedule.
+        config: the configuration.
+        dp: number of data ranks, if known.
+    """
     if not isinstance(error, schedules.SizesError):
         return f"--parallel.schedule {str(error).removeprefix('schedule ')}"
     p, needs = config.parallel, error.needs
@@ -103,14 +123,14 @@ def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -
     fixes = []
     if needs.get("stages", p.pp) != p.pp:
         fixes.append(f"--parallel.pp {needs['stages']}")
-        dp = None  # it is another one then
+        dp = None  # another pp changes dp
     if "microbatches" in needs:
         fixes.append(_batch_of(config, needs["microbatches"], dp))
     return f"{given}; use {' and '.join(fixes)}, or another --parallel.schedule"
 
 
 def _batch_of(config: Config, microbatches: int, dp: int | None) -> str:
-    """Returns the flags for so many micro-batches."""
+    """Returns the flags that result in a number of micro-batches."""
     train = config.train
     if dp is None:
         return f"--train.global-batch {microbatches} × --train.micro-batch × dp"
@@ -120,7 +140,12 @@ def _batch_of(config: Config, microbatches: int, dp: int | None) -> str:
 
 
 def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
-    """Returns a model with the values that its keys have by default; the vocabulary stays open without one."""
+    """Returns a model configuration with the architecture's defaults filled in.
+
+    Args:
+        model: configuration of the model.
+        vocab: vocabulary size, used if the model has none. If None, it is not filled in.
+    """
     derived = model.record.resolved(dict(model))
     if model.vocab is None and vocab is not None:
         derived["vocab"] = vocab
@@ -128,9 +153,13 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
 
 
 def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
-    """Returns a saved model in the terms of another, which may have the same layers and weights.
+    """Returns a saved model configuration in the form of `model`, to compare the two.
 
-    A Qwen3 without windows becomes a Llama with `qk_norm`, if `model` is one.
+    A Qwen3 without windows becomes a Llama with `qk_norm` if `model` is a Llama with `qk_norm`.
+
+    Args:
+        saved: model configuration of a checkpoint.
+        model: model configuration to compare with.
     """
     windows = saved.window is not None or saved.layer_pattern is not None
     same = (saved.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)

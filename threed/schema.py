@@ -1,6 +1,6 @@
-"""The names that threed uses of pydantic, pydantic's errors in plain words, and settings that are written as one text.
+"""Names from pydantic, readable validation errors, and settings written as a single string.
 
-No other module imports pydantic, so there is one error if it is missing.
+Only this module imports pydantic, so that a missing package has a single error message.
 """
 
 from __future__ import annotations
@@ -29,27 +29,32 @@ except ImportError as error:
 
 
 def python_name(key: str) -> str:
-    """Returns the field of a key: `bucket-mib` is `bucket_mib`, `async` is `async_`."""
+    """Returns the field name of a key: `bucket_mib` for `bucket-mib`, `async_` for `async`."""
     name = key.replace("-", "_")
     return name + "_" if keyword.iskeyword(name) else name
 
 
 def key_name(field: str) -> str:
-    """Returns the key of a field, as users write it; the inverse of `python_name`."""
+    """Returns the key of a field name, as users write it. Inverse of `python_name`."""
     return field.rstrip("_").replace("_", "-")
 
 
 def number(value: object) -> object:
-    """Raises ValueError for a boolean, which Python would read as 0 or 1."""
+    """Returns a value. Raises ValueError for a boolean, which pydantic would accept as 0 or 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number")
     return value
 
 
 def written(value: Any, separator: str = ",") -> str:
-    """Returns a value as a command line has it. separator: of the items of a list."""
+    """Returns a value as a user writes it on the command line.
+
+    Args:
+        value: the value of a field.
+        separator: separator between the items of a tuple.
+    """
     if isinstance(value, tuple):
-        groups = any(isinstance(item, Settings) for item in value)  # with commas of their own
+        groups = any(isinstance(item, Settings) for item in value)  # their text contains commas
         return ("; " if groups else separator).join(map(written, value)) or "none"
     if isinstance(value, bool):
         return str(value).lower()
@@ -59,13 +64,13 @@ def written(value: Any, separator: str = ",") -> str:
 
 
 def did_you_mean(word: str, *names: str) -> str:
-    """Returns a hint at the name that is most like `word`, to append to a message; "" if none is."""
+    """Returns " (did you mean NAME?)" with the name closest to `word`, or "" if none is close."""
     close = difflib.get_close_matches(word, names, 1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def reason(detail: ErrorDetails) -> str:
-    """Returns what is wrong with a value, in plain words, from one of pydantic's errors."""
+    """Returns a plain-English message for a pydantic error, such as "must be a number"."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         expected = context["expected"].replace("'", "")
@@ -84,12 +89,13 @@ def reason(detail: ErrorDetails) -> str:
 
 
 class Settings(BaseModel):
-    """Settings that users write as one text, `head: key=value, key=value`, or as a table; `str` returns the text.
+    """Base class of settings written as a string, `head: key=value, key=value`, or a TOML table.
 
-    The head is the first field, and has no colon. The word `none` means None.
+    The head is the first field. It must not contain a colon. The word `none` means None. `str()`
+    returns the string form.
 
     Attributes:
-        form: the text that users write, for messages.
+        form: the syntax of the string, for messages.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -132,7 +138,9 @@ def _split(text: str, first: str, form: str) -> dict[str, Any]:
     for setting in settings.split(","):
         key, equals, value = (part.strip() for part in setting.partition("="))
         if not equals or key == first:
-            raise ValueError(f"{setting.strip()!r} of {text.strip()!r} is no setting; write {form}")
+            raise ValueError(
+                f"{setting.strip()!r} of {text.strip()!r} is not a setting; write {form}"
+            )
         if key in table:
             raise ValueError(f"{text.strip()!r} has {key} twice; keep one")
         table[key] = value

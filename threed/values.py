@@ -1,4 +1,4 @@
-"""The types of configuration values: how each is read, its range, and what `--help` shows in its place."""
+"""The types of configuration values: parsing, range, and placeholder in `--help`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from threed.schema import (
 
 @dataclass(frozen=True)
 class Takes:
-    """Rides on a field's type: what `--help` shows in place of the value."""
+    """Annotation of a field's type: the placeholder of the value in `--help`, such as `N`."""
 
     text: str
 
@@ -34,7 +34,7 @@ OptimizerName = Literal["adamw", "sgd", "lion"]
 
 
 def _pattern(text: str) -> str:
-    if not text.strip() or set(text) & set(":;"):  # with these most likely two groups in one
+    if not text.strip() or set(text) & set(":;"):  # most likely two groups in one string
         separate = "separate groups by ; in a flag, in TOML they are items of a list"
         raise ValueError(f"is not a pattern of parameter names: {separate}")
     return text.strip()
@@ -44,15 +44,15 @@ _Rate = Annotated[float, Field(ge=0), BeforeValidator(number)]
 
 
 class ParamGroup(Settings):
-    """The options of the parameters whose names match a pattern of `fnmatch`; None: as in `optim`.
+    """Optimizer options of the parameters with matching names. None means the value in `optim`.
 
-    The first group that matches a name has the parameter. In a flag groups are separated by `;`.
+    The first group that matches a parameter applies. In a flag, groups are separated by `;`.
 
     Attributes:
-        match: the pattern.
-        name: the optimizer that updates them, with the constants of `optim`.
-        lr: the peak learning rate; warmup and schedule are those of `optim`.
-        weight_decay: also for norms and biases that match.
+        match: `fnmatch` pattern of parameter names.
+        name: optimizer of these parameters, with the hyperparameters in `optim`.
+        lr: peak learning rate; the warm-up and schedule of `optim` apply.
+        weight_decay: weight decay, which also applies to matching norms and biases.
     """
 
     form: ClassVar[str] = '"pattern: name=sgd, lr=X, weight-decay=X"'
@@ -64,7 +64,7 @@ class ParamGroup(Settings):
 
 
 def _groups(value: Any) -> Any:
-    """Returns the groups of one flag as a list of texts; `none` is no group at all. Other values pass unchanged."""
+    """Splits the string of a flag into groups; `none` means no groups. Passes other values."""
     if value == "none":
         return []
     return [text for text in value.split(";") if text.strip()] if isinstance(value, str) else value
@@ -85,7 +85,7 @@ def _boolean(value: object) -> object:
 
 
 def _must_be(form: str, separator: str = ",") -> WrapValidator:
-    """Validates a value as it is, or the items of a text; the message for all other values is `must be FORM`."""
+    """Returns a validator of a value or a string of items, with the error `must be FORM`."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         candidates = [tuple(value) if isinstance(value, list) else value]
@@ -110,7 +110,7 @@ def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
 
 
 def _schedule(value: object) -> object:
-    """Accepts a known name or the form of a file's name; the file itself is read when a run is checked."""
+    """Accepts the name of a schedule, or of a schedule file without reading the file."""
     names = (*get_args(schedules.ScheduleName), *schedules.available())
     if isinstance(value, str) and (value in names or schedules.names_file(value)):
         return value
@@ -130,7 +130,7 @@ def _architecture(value: object) -> object:
 def _optimizer(value: object) -> object:
     if value == "muon":
         raise ValueError(
-            "muon orthogonalises whole matrices, and slices over ranks cut through them; use adamw, sgd or lion"
+            "muon orthogonalises full matrices, but ZeRO and tensor parallelism shard them; use adamw, sgd or lion"
         )
     return value
 
@@ -151,7 +151,7 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def _duration(value: object) -> object:
-    """Returns seconds, from 3h, 1h30m, 90m, 45s, 1:30:00, or a number of seconds."""
+    """Converts 3h, 1h30m, 90m, 45s or 1:30:00 to seconds. Returns other values unchanged."""
     text = re.sub(r"^(\d{1,9}):([0-5]\d):([0-5]\d)$", r"\1h\2m\3s", str(value).strip())
     if re.fullmatch(r"(\d{1,12}(\.\d{1,12})?[dhms])+", text):
         parts = re.findall(r"([\d.]+)([dhms])", text)
@@ -162,7 +162,7 @@ def _duration(value: object) -> object:
 Count = Annotated[int, Field(ge=1), BeforeValidator(number), Takes("N")]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(number), Takes("N")]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(number), Takes("X")]
-# of which bytes are finite
+# MiB or GiB; the bound keeps the number of bytes finite
 MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(number), Takes("X")]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(number), Takes("X")]
 Spike = Annotated[NonNegative, AfterValidator(_zero_or_above_one)]
@@ -178,7 +178,7 @@ AutoSwitch = Annotated[
 ]
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("TEXT")]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("PATH")]
-# of this machine: ~ is the user's home
+# path on this machine: ~ is expanded to the user's home
 LocalPath = Annotated[PathText, AfterValidator(os.path.expanduser)]
 Partition = Annotated[
     Literal["balanced", "uniform", "measured"] | tuple[Count, ...],

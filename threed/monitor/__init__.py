@@ -1,14 +1,15 @@
-"""Monitor: all output of a run to its users, through one object on every rank that writes on rank 0 only.
+"""Output of a run on rank 0: metrics.jsonl, wandb, progress and notes.
 
     with Monitor(run_dir, total_steps=200, start_step=0, main=rank == 0, wandb="auto", config=config) as monitor:
         monitor.log(step, {"train/loss": 2.31, "train/lr": 1e-3})      # metrics.jsonl, wandb and the progress line
         monitor.note("checkpoint saved: runs/demo/checkpoints/step-40")
     figures.report(run_dir)
 
-On other ranks the same calls do nothing. The package also has, for every rank: `Throughput`
-(perf/ metrics), `process` (die with the launcher, peak memory) and, for rank 0, `figures` (loss.svg, memory.svg).
-Values are plain Python numbers: nothing here imports torch, the engine or the model. A failure to write or to send is
-reported once and never stops a run; rows that a full disk does not take are kept, and written when it does.
+On other ranks the calls have no effect. The package also has `Throughput` (perf/ metrics),
+`process` (process states, peak memory) and `figures` (loss.svg, memory.svg; rank 0). Values are
+plain Python numbers: the package does not import torch, the engine or the model. A failure to write
+or send is reported once and never stops a run. Rows that cannot be written, for example because the
+disk is full, are kept and written later.
 """
 
 from __future__ import annotations
@@ -27,15 +28,24 @@ from threed.monitor.wandb_log import WandbRun
 
 __all__ = ["MetricsFile", "Monitor", "Progress", "Throughput", "Traffic", "WandbRun"]
 
-MOST_KEPT = 100_000  # rows that wait for a disk
+MOST_KEPT = 100_000  # rows kept while the file cannot be written
 
 
 class Monitor:
-    """metrics.jsonl, wandb and progress of one run; with `drop_later` the metrics after `start_step` are dropped first.
+    """Writes metrics.jsonl, wandb and progress of one run.
 
-    `wandb` is auto, off, offline or online; `name` defaults to the folder's name; `run_id` is the wandb run to go on
-    with, from the checkpoint; `tags` are words to filter wandb's runs by. `start_step` is the number of steps already
-    done: 0 for a new run, which therefore clears an old metrics.jsonl.
+    Args:
+        run_dir: run folder.
+        total_steps: number of steps of the run.
+        start_step: number of completed steps; 0 for a new run.
+        main: whether this rank writes.
+        wandb: auto, off, offline or online.
+        project: wandb project.
+        name: name of the run; by default the folder's name.
+        config: configuration of the run, for wandb.
+        run_id: wandb run to continue, from the checkpoint.
+        drop_later: whether to delete rows after `start_step` from an existing metrics.jsonl.
+        tags: tags to filter wandb runs by.
     """
 
     def __init__(
@@ -68,25 +78,34 @@ class Monitor:
 
     @property
     def run_id(self) -> str | None:
-        """The wandb run id to keep in checkpoints; None if there was never one."""
+        """The wandb run id to store in checkpoints, or None."""
         return self._wandb.run_id
 
     def advance(self, step: int) -> None:
-        """Moves the progress bar; for the steps between two logged ones."""
+        """Moves the progress bar to a step that is not logged."""
         self._progress.advance(step)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Records one step's metrics, with keys such as `train/loss`; values are plain numbers."""
+        """Logs the metrics of a step.
+
+        Args:
+            step: number of the step.
+            metrics: plain numbers by name, such as `train/loss`.
+        """
         self._append({"step": step, **metrics})
         self._wandb.log(step, metrics)
         self._progress.log(step, metrics)
 
     def note(self, text: str) -> None:
-        """Prints a line for people, above the bar."""
+        """Prints a message above the progress bar."""
         self._progress.note(text)
 
     def close(self, failed: bool = False) -> None:
-        """Uploads figures, if drawn by now, end the wandb run, close the file and the bar; closing twice is allowed."""
+        """Uploads figures, ends the wandb run, and closes the file and the bar. Idempotent.
+
+        Args:
+            failed: whether to mark the wandb run as failed.
+        """
         self._wandb.close(figures=self._dir / "figures", failed=failed)
         if self._file is not None:
             self._write()
@@ -100,20 +119,23 @@ class Monitor:
 
     def _append(self, row: Mapping[str, Any]) -> None:
         if self._file is not None:
-            encode(row)  # TypeError for what JSON cannot hold, which must not wait with the others
+            encode(row)  # raises TypeError now rather than in a later attempt to write
             self._unwritten.append(dict(row))
             self._write()
 
     def sync(self) -> None:
-        """Has the rows on the disk before a checkpoint is, in any thread: a run that resumes from one has those before
-        it. A disk that fails will fail the checkpoint."""
+        """Flushes the rows to disk. Thread-safe.
+
+        It is called before a checkpoint is published, so that a run that resumes from the
+        checkpoint has all rows before it. Disk errors are ignored, because the checkpoint reports
+        them.
+        """
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.sync()
 
     def _write(self) -> None:
-        """Writes the rows that wait, the newest among them; says it when that begins to fail, and when it works
-        again."""
+        """Writes all pending rows. Prints a note when writing fails, and when it works again."""
         if self._file is None or not self._unwritten:
             return
         count = len(self._unwritten)

@@ -1,14 +1,15 @@
-"""The figures of a run: loss.svg (loss over steps) and memory.svg (bytes per rank, predicted beside measured).
+"""Draws the figures of a run: loss.svg (loss over steps) and memory.svg (bytes per rank).
 
     save_figure_data(run_dir, uniform_entropy=5.55, unigram_entropy=3.26, memory=ranks)     # once, by rank 0
-    report(run_dir)                                                                         # draws what it has data for
+    report(run_dir)                                                                         # draws all figures with data
 
-`report` reads nothing but metrics.jsonl and figures/data.json, so pictures can be drawn again long after the run. The
-two figure functions also stand alone; the ending of `out` picks the format (.svg, .png, .pdf). They need matplotlib:
-without it they say so, return False, and training does not notice. The same data give the same SVG, byte for byte.
+`report` reads only metrics.jsonl and figures/data.json, so figures can be redrawn long after the
+run. `loss_figure` and `memory_figure` can also be called directly; the suffix of `out` selects the
+format (.svg, .png, .pdf). They need matplotlib: without it they print a note and return False.
+Equal data give equal SVG files, byte for byte.
 
-`memory` is a list with one record a rank, in bytes:
-    {"rank": 1, "label": "pp0 dp0 tp1", "measured": the peak of live tensors in a step, "step": which one,
+`memory` is a list with one record per rank, in bytes:
+    {"rank": 1, "label": "pp0 dp0 tp1", "measured": peak of live tensors in a step, "step": number of that step,
      "predicted": {"parameters", "gradients", "optimizer", "activations", "buffers"}}
 """
 
@@ -36,8 +37,8 @@ _YELLOW = "#E69F00"
 _GREY = "#777777"
 _PART_COLOURS = dict(zip(PARTS, (_BLUE, _SKY, _GREEN, _YELLOW, _ORANGE), strict=True))
 _STYLE: dict[Any, Any] = {
-    "svg.hashsalt": "threed",  # element ids from the content, not from a random number
-    "svg.fonttype": "none",  # text stays text: small files that can be searched
+    "svg.hashsalt": "threed",  # deterministic element ids
+    "svg.fonttype": "none",  # text as text: smaller, searchable files
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -56,10 +57,17 @@ def loss_figure(
     unigram_entropy: float | None = None,
     note: Note = print,
 ) -> bool:
-    """Draws training and validation loss over steps (nats per token), with the entropies to beat as horizontal lines.
+    """Draws training and validation loss over steps, with entropies as baselines.
 
-    `rows` are those of metrics.jsonl. Returns whether the picture was drawn: False without matplotlib or without any
-    finite loss.
+    Args:
+        rows: rows of metrics.jsonl.
+        out: file to write.
+        uniform_entropy: loss of a uniform distribution over the vocabulary, in nats per token.
+        unigram_entropy: loss of the distribution of single tokens, in nats per token.
+        note: function that prints a message.
+
+    Returns:
+        Whether the figure was drawn: False without matplotlib or without a finite loss.
     """
     train, val = _series(rows, "train/loss"), _series(rows, "val/loss")
     losses = [loss for _, loss in train + val if math.isfinite(loss)]
@@ -92,7 +100,7 @@ def _series(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
 
 
 def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
-    """Draws horizontal lines, each with its name and value written on it at the right."""
+    """Draws horizontal lines, each labelled with its name and value at the right."""
     for text, value in lines:
         axes.axhline(value, color=_GREY, linewidth=1, linestyle="--")
         at_right = {
@@ -107,10 +115,18 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
 
 
 def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> bool:
-    """Draws, per rank, the predicted bytes stacked by category, beside the measured peak of live tensors in a step.
+    """Draws predicted bytes, stacked by category, and measured bytes of each rank.
 
-    Both are of tensors: Python, torch and the communication libraries are in neither. Offloaded bytes are named
-    below the axis. Returns whether the picture was drawn.
+    Both count tensors only, without the memory of Python, torch and the communication libraries. A
+    text below the axis states the offloaded bytes.
+
+    Args:
+        ranks: a record per rank; see the module.
+        out: file to write.
+        note: function that prints a message.
+
+    Returns:
+        Whether the figure was drawn.
     """
     if not ranks:
         note("memory figure: no ranks were recorded")
@@ -160,10 +176,10 @@ def _stacks(axes: Any, ranks: Sequence[Row], unit: float) -> None:
 
 
 def _rank_ticks(axes: Any, ranks: Sequence[Row]) -> None:
-    every = math.ceil(len(ranks) / 32)  # more names than that cannot be read side by side
+    every = math.ceil(len(ranks) / 32)  # at most 32 labels are legible
     shown = range(0, len(ranks), every)
     labels = [ranks[i].get("label", "") for i in shown]
-    if 6 < len(ranks) <= 16:  # narrow: one axis a line
+    if 6 < len(ranks) <= 16:  # narrow columns: one axis per line
         labels = [label.replace(" ", "\n") for label in labels]
     names = [f"rank {ranks[i]['rank']}\n{label}" for i, label in zip(shown, labels, strict=True)]
     axes.set_xticks(list(shown), names, fontsize=8, rotation=90 if len(ranks) > 16 else 0)
@@ -182,7 +198,7 @@ def _unit(largest: float) -> tuple[float, str]:
 def _figure(
     draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note
 ) -> bool:
-    """Draws on one pair of axes and saves; without pyplot, so no window system and no global state is touched."""
+    """Draws and saves a figure with one pair of axes, without pyplot and its global state."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -201,10 +217,15 @@ def _figure(
 
 
 def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
-    """Saves what figures need beyond metrics.jsonl to <run_dir>/figures/data.json; replaces names already there.
+    """Saves data for figures that are not in metrics.jsonl to <run_dir>/figures/data.json.
 
-    Names read by `report`: uniform_entropy, unigram_entropy (nats per token), memory (see above). Values must be plain
-    JSON.
+    Args:
+        run_dir: run folder.
+        data: JSON values by name, which replace saved values of the same name. `report` reads
+            uniform_entropy, unigram_entropy (nats per token) and memory (see the module).
+
+    Returns:
+        The path of the file.
     """
     path = Path(run_dir) / "figures" / "data.json"
     text = json.dumps(load_figure_data(run_dir) | data, indent=1, allow_nan=False)
@@ -214,20 +235,29 @@ def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
 
 
 def load_figure_data(run_dir: str | Path) -> dict[str, Any]:
-    """Returns what save_figure_data saved, or an empty dict."""
+    """Returns the data saved by `save_figure_data`, or an empty dict."""
     path = Path(run_dir) / "figures" / "data.json"
     return read_json(path) if path.exists() else {}
 
 
 def report(run_dir: str | Path, note: Note = print) -> list[Path]:
-    """Draws the figures of a run folder again from its files; returns the paths of those drawn.
+    """Draws the figures of a run from the files in its folder.
 
-    Raises FileNotFoundError if `run_dir` holds no metrics.jsonl, and ValueError if that file is damaged.
+    Args:
+        run_dir: run folder.
+        note: function that prints a message.
+
+    Returns:
+        The paths of the drawn figures.
+
+    Raises:
+        FileNotFoundError: if the folder has no metrics.jsonl.
+        ValueError: if metrics.jsonl is damaged.
     """
     folder = Path(run_dir)
     source = folder / "metrics.jsonl"
     if not source.exists():
-        raise FileNotFoundError(f"{folder} is no run folder: it has no metrics.jsonl")
+        raise FileNotFoundError(f"{folder} is not a run folder: it has no metrics.jsonl")
     rows, data = metrics.read(source), load_figure_data(folder)
     loss, memory = folder / "figures" / "loss.svg", folder / "figures" / "memory.svg"
     drawn = []

@@ -1,12 +1,12 @@
-"""Throughput: from tokens and seconds to the `perf/` metrics.
+"""Computes the `perf/` metrics from tokens and seconds, and the bytes sent per step.
 
     meter = Throughput(flops_per_token=6 * parameters, world_size=8, device_name="NVIDIA H200", dtype="bf16")
     meter.add(tokens=524_288, step_s=0.83, data_s=0.01)        # every step
     metrics |= meter.take()                                    # every logged step: averages since the last take
 
-`flops_per_token` is the model's own work, forward and backward (about 6 per parameter, plus attention), without what
-recompute adds: MFU in the sense of PaLM (Chowdhery et al. 2022, appendix B). MFU is given only where the peak of the
-device is known, so never on a CPU, and only for the data type the peak belongs to.
+`flops_per_token` counts the model's forward and backward (about 6 per parameter, plus attention)
+without recompute, so MFU is as defined in PaLM (Chowdhery et al. 2022, appendix B). MFU is reported
+only if the device's peak is known for the dtype, so never on a CPU.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-# Dense bf16 tensor-core peak in TFLOP/s, by the name that `device.name` gives; the first match counts. From the
-# makers' data sheets. NVIDIA's mostly state the figure "with sparsity": that is twice the dense one.
+# Dense bf16 tensor-core peak in TFLOP/s, by a pattern of the name from `device.name`; the first
+# match applies. Source: the vendors' data sheets. NVIDIA mostly states the figure "with sparsity",
+# which is twice the dense peak.
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bGB200\b", 2500.0),  # GB200 NVL72 data sheet: 360 PFLOP/s sparse for 72 GPUs
     (r"\bB200\b", 2250.0),  # HGX B200 data sheet: 36 PFLOP/s sparse for 8 GPUs
@@ -38,10 +39,14 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
-    """Returns the dense peak of a device in TFLOP/s for `dtype` (bf16 and fp16 share it); None if unknown.
+    """Returns the dense peak of a device in TFLOP/s, or None if it is unknown.
 
-    A MIG slice has a share of its GPU's peak that the name does not state: unknown. So is fp32, which may or may not
-    use TF32.
+    It is unknown for MIG slices, whose names do not state their share of the GPU, and for fp32,
+    which may or may not use TF32.
+
+    Args:
+        device_name: name from `device.name`.
+        dtype: bf16 or fp16, which have the same peak; all others are unknown.
     """
     if not device_name or dtype not in ("bf16", "fp16") or "MIG" in device_name:
         return None
@@ -51,7 +56,15 @@ def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
 def perf(
     tokens: int, seconds: float, flops_per_token: float, world_size: int, peak: float | None = None
 ) -> dict[str, float]:
-    """Returns the perf/ rates of `tokens` over all devices in `seconds`; peak: one device's TFLOP/s."""
+    """Returns the perf/ rates.
+
+    Args:
+        tokens: tokens processed by all devices.
+        seconds: time for these tokens.
+        flops_per_token: FLOPs of the model's forward and backward per token.
+        world_size: number of devices.
+        peak: peak of one device in TFLOP/s, for MFU.
+    """
     rate = tokens / seconds
     tflops = rate * flops_per_token / world_size / 1e12
     rates = {
@@ -63,7 +76,14 @@ def perf(
 
 
 class Throughput:
-    """Adds up steps and gives their average rates and times, then starts anew."""
+    """Accumulates steps. `take` returns their mean rates and times, and resets.
+
+    Args:
+        flops_per_token: FLOPs of the model's forward and backward per token.
+        world_size: number of devices.
+        device_name: name of the device, for MFU.
+        dtype: dtype of the matrix products, for MFU.
+    """
 
     def __init__(
         self,
@@ -78,11 +98,17 @@ class Throughput:
         self._sums: Counter[str] = Counter()
 
     def add(self, tokens: int, step_s: float, **phases: float) -> None:
-        """Counts one step of `tokens` over all devices; `phases` are seconds within it, by names such as data_s."""
+        """Adds a step.
+
+        Args:
+            tokens: tokens of all devices.
+            step_s: duration of the step in seconds.
+            phases: seconds of parts of the step, by names such as data_s.
+        """
         self._sums.update({"tokens": tokens, "steps": 1, "step_s": step_s, **phases})
 
     def take(self) -> dict[str, float]:
-        """Returns the perf/ metrics since the last take, times as means per step; empty if there was no step."""
+        """Returns the mean perf/ metrics since the last call. Empty if there was no step."""
         sums: dict[str, float] = dict(self._sums)
         self._sums.clear()
         if not sums.get("step_s"):
@@ -93,19 +119,23 @@ class Throughput:
 
 
 class Traffic:
-    """Accumulates the bytes that this rank sends in steps; `take` returns the mean per step and resets."""
+    """Accumulates the bytes that this rank sends. `take` returns the mean per step, and resets."""
 
     def __init__(self) -> None:
         self._sent: Counter[str] = Counter()
         self._steps = 0
 
     def add(self, sent: Mapping[str, int]) -> None:
-        """Counts one step; `sent`: bytes per axis."""
+        """Adds a step.
+
+        Args:
+            sent: bytes sent in the step, by axis.
+        """
         self._sent.update(sent)
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """Returns the mean bytes of a step per axis since the last take; empty if there was no step."""
+        """Returns the mean bytes per step and axis since the last call. Empty without a step."""
         means = {axis: sent / self._steps for axis, sent in self._sent.items()}
         self._sent.clear()
         self._steps = 0

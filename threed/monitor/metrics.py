@@ -1,19 +1,19 @@
-"""metrics.jsonl: the record of a run, one JSON object a line, written by rank 0.
+"""Reads and writes metrics.jsonl: one JSON object per line, written by rank 0.
 
     with MetricsFile("runs/demo/metrics.jsonl") as file:
-        file.truncate_after(400)                       # on resume: forget the steps that will be done again
+        file.truncate_after(400)                       # on resume: delete rows of steps that will be repeated
         file.append({"step": 401, "train/loss": 2.31})
     rows = read("runs/demo/metrics.jsonl")
 
-JSON has no NaN and no infinity, and a file with a bare `NaN` in it is refused by most parsers. A float that is not
-finite is therefore written as null, and its name and value are kept beside it:
+JSON has no NaN and no infinity, and most parsers refuse a bare `NaN`. So a non-finite float is
+written as null, and its name and value ("nan", "inf" or "-inf") are stored under "non_finite":
 
     {"step": 7, "train/loss": null, "non_finite": {"train/loss": "nan"}}
 
-`read` puts the float back, so what was logged is what is read. The values are "nan", "inf" and "-inf".
+`read` restores the float.
 
-Phases: open (repair a torn end) · append (one write a line, undone if it fails) · truncate (new file, fsync, rename) ·
-read.
+Opening a file repairs an incomplete last line. `append` undoes a write that fails. `truncate_after`
+replaces the file atomically (new file, fsync, rename).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NON_FINITE = "non_finite"
 
 
 def encode(row: Mapping[str, object]) -> str:
-    """Returns one row as a line of valid JSON, without line end; raises TypeError for a value JSON cannot hold."""
+    """Returns a row as a line of JSON, without a line break. Raises TypeError if it cannot."""
     bad = {
         key: str(value)
         for key, value in row.items()
@@ -46,7 +46,7 @@ def encode(row: Mapping[str, object]) -> str:
 
 
 def decode(line: str | bytes) -> dict[str, Any]:
-    """Returns the row of one line, with its non-finite floats; raises ValueError if it is not a JSON object."""
+    """Returns the row of a line, non-finite floats included. Raises ValueError if invalid."""
     row = parse_json(line, "a row")
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {type(row).__name__}")
@@ -55,9 +55,14 @@ def decode(line: str | bytes) -> dict[str, Any]:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """Returns all rows of a metrics file, in order; a last line torn by a crash is left out.
+    """Returns all rows of a metrics file, in order, without a last line that a crash has truncated.
 
-    Raises FileNotFoundError, and ValueError naming the line for damage anywhere but in the last line.
+    Args:
+        path: the file.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        ValueError: if a line other than the last one is damaged.
     """
     lines = Path(path).read_bytes().split(b"\n")
     rows: list[dict[str, Any]] = []
@@ -69,21 +74,21 @@ def read(path: str | Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number < len(lines):
                 raise ValueError(
-                    f"{path}, line {number} is damaged ({error}); delete that line to go on"
+                    f"{path}, line {number} is damaged ({error}); delete that line to continue"
                 ) from error
     return rows
 
 
 class MetricsFile:
-    """An append-only metrics.jsonl; every row is in the file, whole, when `append` returns."""
+    """An append-only metrics.jsonl. When `append` returns, its rows are completely written."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = _open_mended(self.path)
+        self._fd = _open_repaired(self.path)
 
     def append(self, *rows: Mapping[str, object]) -> None:
-        """Adds rows; raises OSError (such as a full disk) after taking back what was written of them."""
+        """Appends rows. If writing fails, removes partial rows and raises OSError."""
         rest = memoryview("".join(encode(row) + "\n" for row in rows).encode())
         end = os.fstat(self._fd).st_size
         try:
@@ -94,12 +99,19 @@ class MetricsFile:
             raise
 
     def sync(self) -> None:
-        """Has the rows on the disk, whatever happens to the machine. OSError where it cannot."""
+        """Flushes the rows to the disk with fsync. Raises OSError if that fails."""
         os.fsync(self._fd)
         sync(self.path.parent)
 
     def truncate_after(self, step: int) -> int:
-        """Drops the rows of later steps, and lines that cannot be read; atomic; returns how many lines went."""
+        """Deletes rows of later steps and unreadable lines, atomically.
+
+        Args:
+            step: last step to keep.
+
+        Returns:
+            The number of deleted lines.
+        """
         lines = [line for line in self.path.read_bytes().split(b"\n") if line]
         kept = [line for line in lines if _belongs(line, step)]
         if len(kept) < len(lines):
@@ -110,10 +122,10 @@ class MetricsFile:
         with building(self.path) as (scratch,):
             scratch.write_bytes(content)
         os.close(self._fd)
-        self._fd = _open_mended(self.path)
+        self._fd = _open_repaired(self.path)
 
     def close(self) -> None:
-        """Closes the file; closing twice is allowed."""
+        """Closes the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -131,15 +143,15 @@ def _belongs(line: bytes, step: int) -> bool:
     return False
 
 
-def _open_mended(path: Path) -> int:
-    """Returns a descriptor for appending to `path`, after making sure that the next row starts on a line of its own."""
+def _open_repaired(path: Path) -> int:
+    """Opens a file for appending after repairing an incomplete last line. Returns a descriptor."""
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     content = path.read_bytes()
     tail = content[content.rfind(b"\n") + 1 :]
     if not tail:
         return fd
     try:
-        # no JSON object is the beginning of another: if it parses, only the line end is missing
+        # a prefix of an object does not parse: if the tail parses, only the line break is missing
         decode(tail)
         os.write(fd, b"\n")
     except ValueError:

@@ -1,6 +1,7 @@
-"""What the operating system knows about processes: state, parent, time of start, peak memory.
+"""Facts about processes from the operating system: state, parent, start time, peak memory.
 
-Linux has it in /proc. Off Linux each function returns a documented fallback; none raises.
+They are read from /proc. On other systems than Linux, each function returns a documented fallback
+and does not raise.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from pathlib import Path
 
 
 def since_launch() -> float:
-    """Returns how many seconds ago torchrun started this job, else this process: a restart by torchrun is not a new
-    launch. Off Linux it is since this was first asked. The clock is one that nobody sets: it counts from boot."""
+    """Returns the seconds since torchrun, or else this process, was started.
+
+    A restart of the ranks by torchrun does not reset it. On other systems than Linux it counts from
+    the first call. The clock counts from boot, so changes of the system time have no effect.
+    """
     return _uptime() - _launched()
 
 
 @functools.cache
 def _launched() -> float:
-    """Returns when that was, in seconds since boot."""
+    """Returns the time of the launch, in seconds since boot."""
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     start = started(pid)
     return int(start) / os.sysconf("SC_CLK_TCK") if start.isdecimal() else _uptime()
@@ -41,7 +45,10 @@ def peak_rss_bytes() -> int:
 
 
 def process_space() -> str:
-    """Names what a pid and its start belong to: this boot of this machine, and a container's namespaces."""
+    """Returns an id of the boot and namespaces in which pids and start times are unique.
+
+    On other systems than Linux it is the name of the machine.
+    """
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))])
@@ -49,18 +56,21 @@ def process_space() -> str:
 
 
 def state(pid: int) -> str:
-    """Returns the state of a process of this machine: "running", "stopped" or "ended" (also a zombie)."""
+    """Returns the state of a local process: "running", "stopped" or "ended" (also a zombie)."""
     letter = _stat(pid)[0]
     return "ended" if letter in "ZX" else "stopped" if letter in "Tt" else "running"
 
 
 def parent(pid: int) -> int:
-    """Returns the parent of a process, -1 if it is unknown."""
+    """Returns the pid of a process's parent, or -1 if it is unknown."""
     return int(_stat(pid)[1])
 
 
 def started(pid: int) -> str:
-    """Returns when a process started, in ticks since boot; nothing if it has ended."""
+    """Returns when a process started, in ticks since boot, or "" if it has ended.
+
+    On other systems than Linux it is "alive" for a running process.
+    """
     fields = _stat(pid)
     return "" if fields[0] in "ZX" else fields[19]
 
@@ -68,7 +78,7 @@ def started(pid: int) -> str:
 def _stat(pid: int) -> list[str]:
     """Returns the fields of /proc/PID/stat after the name of the program (proc(5)).
 
-    Off Linux only the state is known: R if there is such a process, else X.
+    On other systems than Linux only the state is known: R if there is such a process, else X.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

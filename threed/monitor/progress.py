@@ -1,4 +1,4 @@
-"""Progress on rank 0: a tqdm bar on a terminal, one plain line per logged step anywhere else.
+"""Shows progress on rank 0: a tqdm bar on a terminal, otherwise one line per logged step.
 
     progress = Progress(total=200, start=0, enabled=rank == 0)
     progress.advance(step)                    # optional: moves the bar between logged steps
@@ -6,7 +6,7 @@
     progress.note("checkpoint saved")         # above the bar
     progress.close()
 
-Plain lines are also what a terminal gets when tqdm is not installed.
+Without tqdm, a terminal gets lines, too.
 """
 
 from __future__ import annotations
@@ -37,13 +37,20 @@ _FIELDS: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 def describe(metrics: Mapping[str, Any]) -> str:
-    """Returns the main metrics, in a fixed order, as `loss 2.3145 | lr 9.8e-04 | ...`; other keys are left out."""
+    """Formats the main metrics in a fixed order, as `loss 2.3145 | lr 9.8e-04 | ...`."""
     parts = [show(metrics[key]) for key, show in _FIELDS if metrics.get(key) is not None]
     return " | ".join(part for part in parts if part)
 
 
 class Progress:
-    """Progress of steps `start`..`total`, shown on `stream` (default: standard output) if `enabled`."""
+    """Shows the progress of a run.
+
+    Args:
+        total: number of steps of the run.
+        start: number of completed steps.
+        enabled: whether this rank shows progress.
+        stream: output stream; by default standard output.
+    """
 
     def __init__(self, total: int, start: int, enabled: bool, stream: TextIO | None = None) -> None:
         self._total = total
@@ -54,12 +61,12 @@ class Progress:
         )
 
     def advance(self, step: int) -> None:
-        """Moves the bar to `step`; prints nothing where there is no bar."""
+        """Moves the bar to `step`, if there is a bar."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows the metrics of `step`: beside the bar, or as a line."""
+        """Shows the metrics of `step` next to the bar, or as a line."""
         if self._bar is not None:
             self._bar.set_postfix_str(describe(metrics), refresh=False)
             self.advance(step)
@@ -67,14 +74,14 @@ class Progress:
             self._print(f"step {step:>5}/{self._total} | {describe(metrics)}")
 
     def note(self, text: str) -> None:
-        """Prints `text` on lines of its own, above the bar if there is one."""
+        """Prints `text`, above the bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         elif self._enabled:
             self._print(text)
 
     def close(self) -> None:
-        """Leaves the bar as it stands; closing twice is allowed."""
+        """Closes the bar, which stays visible. Idempotent."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -84,7 +91,7 @@ class Progress:
 
 
 def _can_show_bar(stream: TextIO) -> bool:
-    """Returns whether `stream` is a terminal with a width; in some containers it is 0, and tqdm draws nothing."""
+    """Returns whether `stream` is a terminal of known width (in some containers it is 0)."""
     return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
 
 

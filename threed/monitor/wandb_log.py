@@ -1,23 +1,23 @@
-"""Weights & Biases on rank 0: the same numbers as metrics.jsonl, on a dashboard; never a reason for training to stop.
+"""Logs the metrics to Weights & Biases on rank 0. Errors of wandb never stop training.
 
     run = WandbRun("auto", project="threed", name="demo", directory="runs/demo", config=config, run_id=None)
     run.log(step, {"train/loss": 2.31})
-    checkpoint["wandb_run_id"] = run.run_id            # give it back as run_id= on resume
+    checkpoint["wandb_run_id"] = run.run_id            # pass it as run_id= on resume
     run.close(figures="runs/demo/figures")
 
-Modes: `off` · `offline` (files under <directory>/wandb, uploaded later with `wandb sync`) · `online` · `auto`: what the
-environment variable WANDB_MODE says, else online if wandb's own lookup finds an API key, else offline.
+Modes: `off`, `offline` (files under <directory>/wandb, uploaded later with `wandb sync`), `online`,
+and `auto`: the environment variable WANDB_MODE if it is set, else online if wandb finds an API key,
+else offline.
 
-- wandb is imported only here and only when wanted. A missing package, a missing key or any failure later costs one
-  message; from then on this object does nothing. metrics.jsonl stays the record.
-- `step` is logged as a metric of its own and made the x axis: wandb drops rows whose own step counter goes backwards,
-  which is what happens when a resumed run repeats steps (wandb/wandb issue 4482).
-- A run's name ends in its id, so runs of one preset have different names, and share a group. A resumed run keeps its id
-  and name.
-- No secret is sent: the environment is never read into the config, and config values under names such as `api_key`,
-  `token`, `secret` or `password` are replaced.
-
-Phases: choose a mode · init with `resume="allow"` · log · upload figures · finish.
+- Only this module imports wandb, and only if the mode is not `off`. After a missing package, a
+  missing key or any later failure, one message is printed and logging to wandb stops. metrics.jsonl
+  still has all metrics.
+- `step` is logged as a metric and used as the x axis. wandb drops rows whose internal step counter
+  decreases, as in a resumed run that repeats steps (wandb/wandb issue 4482).
+- A run's name ends in its id, so runs of one preset have different names. They share a group. A
+  resumed run keeps its id and name.
+- Secrets are not sent: the environment is not part of the config, and config values with names such
+  as `api_key`, `token`, `secret` or `password` are redacted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,18 @@ _SECRET_WORDS = {"key", "apikey", "token", "secret", "password", "credentials"}
 
 
 class WandbRun:
-    """One wandb run, or nothing with the same methods. Raises nothing."""
+    """A wandb run. The methods have no effect if wandb is off or has failed, and never raise.
+
+    Args:
+        mode: off, offline, online or auto.
+        project: wandb project.
+        name: name of the run, without the id.
+        directory: folder in which wandb writes its files.
+        config: configuration of the run; secrets are redacted.
+        run_id: run to continue; None for a new one.
+        note: function that prints a message.
+        tags: tags to filter runs by.
+    """
 
     def __init__(
         self,
@@ -48,7 +59,9 @@ class WandbRun:
         note: Callable[[str], None] = print,
         tags: Sequence[str] = (),
     ) -> None:
-        self.run_id = run_id  # kept even when wandb is off, so that the run id survives a session without wandb
+        self.run_id = (
+            run_id  # kept even if wandb is off, so that a later session can continue the run
+        )
         self._note = note
         self._run: Any = None
         self._step = 0
@@ -61,13 +74,18 @@ class WandbRun:
             self._try("start", lambda: self._start(mode, settings))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Sends one row, with `step` as a metric of its own."""
+        """Logs a row of metrics, with `step` as a metric."""
         self._step = step
         if self._run is not None:
             self._try("log", lambda: self._run.log({"step": step, **metrics}))
 
     def close(self, figures: str | Path | None = None, failed: bool = False) -> None:
-        """Uploads the SVG files of the folder `figures`, if any, and end the run; closing twice is allowed."""
+        """Uploads figures and ends the run. Idempotent.
+
+        Args:
+            figures: folder with SVG files to upload.
+            failed: whether to mark the run as failed.
+        """
         if self._run is None:
             return
         if figures is not None:
@@ -82,8 +100,8 @@ class WandbRun:
         if chosen == "disabled":
             return
         Path(settings["dir"]).mkdir(parents=True, exist_ok=True)
-        # silent: rank 0's terminal belongs to the progress bar, and _greeting says what matters. The other ranks wait
-        # while wandb looks for its server, so not for the default 90 s.
+        # silent: wandb's output would break the progress bar, and _greeting prints the URL. The
+        # timeout is shorter than the default of 90 s, because other ranks wait while wandb connects.
         options = wandb.Settings(silent=True, init_timeout=30)
         self._run = wandb.init(mode=chosen, resume="allow", settings=options, **settings)
         self._run.define_metric("*", step_metric="step")
@@ -100,7 +118,7 @@ class WandbRun:
             self._run.log({"step": self._step, **pages})
 
     def _try(self, what: str, action: Callable[[], None]) -> None:
-        """Runs `action`; whatever goes wrong in wandb ends wandb, not training."""
+        """Runs `action`. If it raises, stops logging to wandb; training continues."""
         try:
             action()
         except Exception as error:
@@ -112,7 +130,13 @@ class WandbRun:
 
 
 def redact(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a nested config; replaces secrets, found by whole words of their names, by `<redacted>`."""
+    """Returns a copy of a nested config in which secrets are replaced by `<redacted>`.
+
+    A value is a secret if a full word of its name is one of `_SECRET_WORDS`.
+
+    Args:
+        config: the configuration.
+    """
 
     def clean(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -130,7 +154,7 @@ def _import() -> ModuleType:
         raise RuntimeError(
             "the package is not installed: pip install wandb, or set --log.wandb off"
         ) from error
-    # A run folder called wandb/ in the working directory imports as an empty namespace package.
+    # A folder wandb/ in the working directory is imported as an empty namespace package.
     if not hasattr(wandb, "init"):
         raise RuntimeError(
             "the package is not installed (`import wandb` found only a folder): pip install wandb"
@@ -139,7 +163,7 @@ def _import() -> ModuleType:
 
 
 def _choose(mode: str, wandb: ModuleType) -> str:
-    """Returns the mode handed to wandb.init: online, offline or disabled."""
+    """Returns the mode for wandb.init: online, offline or disabled."""
     if mode == "offline":
         return mode
     if mode == "auto":
@@ -147,7 +171,7 @@ def _choose(mode: str, wandb: ModuleType) -> str:
         if wanted in ("online", "offline", "disabled"):
             return wanted
         return "online" if _has_key(wandb) else "offline"
-    if not _has_key(wandb):  # wandb itself would stop and ask, with all other ranks waiting
+    if not _has_key(wandb):  # wandb would prompt for a key while all other ranks wait
         raise RuntimeError(
             "no API key: set WANDB_API_KEY, run `wandb login`, or use --log.wandb offline"
         )
@@ -155,10 +179,10 @@ def _choose(mode: str, wandb: ModuleType) -> str:
 
 
 def _has_key(wandb: ModuleType) -> bool:
-    """Returns whether wandb's own lookup finds an API key; never prompts."""
+    """Returns whether wandb finds an API key. Never prompts."""
     try:
         return bool(wandb.login(prompt=False, verify=False))
-    except TypeError:  # wandb before `prompt` came to login(): the older public way
+    except TypeError:  # older versions of wandb: login() has no `prompt`
         return bool(wandb.api.api_key)
 
 

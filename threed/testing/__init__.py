@@ -1,11 +1,12 @@
-"""Is a model the same in every topology? And real ranks to test it on.
+"""Compares a model's training in every topology with one process; runs functions on ranks.
 
     report = same_everywhere(MyModel)                     # in every topology of a default set
     report = same_everywhere(MyModel, my_batches, ["tp2", "pp2-dp2-zero3"], config=config)
     assert report.same, report
     results = run_ranks(4, work, arg)                     # work(arg) on 4 gloo ranks of this machine
 
-`threed verify FILE.py:NAME` is the same from the command line; docs/verify.md explains both.
+`threed verify FILE.py:NAME` runs `same_everywhere` from the command line; docs/verify.md explains
+both.
 """
 
 from threed.testing.compare import Results, differences, results_of

@@ -1,9 +1,10 @@
-"""What a few steps gave, and where it differs from what the same steps gave on one process, element by element.
+"""Compares the results of training steps with those steps on one process, element by element.
 
     truth = results_of(engine, metrics)                       # on one process
     found = differences(engine, metrics, truth, tolerance)    # on every rank of another topology
 
-Every rank compares the boxes that it holds itself: nothing is collected, and a copy that drifts is seen on its rank.
+Every rank compares its own shards without gathering, so a replica that diverges is found on its
+rank.
 """
 
 from __future__ import annotations
@@ -23,13 +24,21 @@ from threed.zero.records import PREVIOUS, WEIGHT, Record, read, records
 from threed.zero.setup import state_names
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start and size
-KEPT = 2**16  # elements of a tensor that differs which a finding brings along
+KEPT = 2**16  # maximum number of elements of `Finding.values`
 
 
 @dataclass
 class Results:
-    """What a few steps gave: losses, gradient norms, every weight, moment and persistent buffer by global name (on rank
-    0). Under 2bw and delayed updates the moments include the parameters of the update before."""
+    """Results of some training steps, with full tensors on rank 0 only.
+
+    Attributes:
+        losses: loss per step.
+        norms: gradient norm per step.
+        weights: weights by global name.
+        moments: optimizer states by part and global name. With 2BW and delayed updates, one part
+            has the parameters before the last update.
+        buffers: persistent buffers by global name.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -39,16 +48,22 @@ class Results:
 
     @property
     def parts(self) -> dict[str, dict[str, Tensor]]:
-        """Weights and moments, by part."""
+        """Weights and moments by part and global name."""
         return {WEIGHT: self.weights, **self.moments}
 
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """Something that differs. kind: loss, norm, cut (who holds what), buffer, or a part of the state: weight ...
+    """A difference from the results of one process.
 
-    parameter: its global name, and the box of it. largest: the largest difference. values: this rank's, if not too
-    many.
+    Attributes:
+        kind: loss, norm, shards (ownership of elements), buffer, or the part of the state, such as
+            weight.
+        what: description of the difference.
+        largest: largest absolute difference of an element, or NaN.
+        parameter: global name of the parameter or buffer, or "".
+        box: start and size of this rank's shard in the full parameter.
+        values: values on this rank, if there are at most `KEPT`.
     """
 
     kind: str
@@ -65,7 +80,12 @@ class Finding:
 
 
 def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
-    """What an engine holds after these steps; ends the last one (`Engine.finish`). Collective."""
+    """Finishes the last step, and collects the results of all ranks. Collective.
+
+    Args:
+        engine: engine after the steps.
+        metrics: metrics of all steps.
+    """
     engine.finish()
     parts = [*state_names(engine.config.optim), *([PREVIOUS] if engine.optimizer.earlier else [])]
     moments = {part: native.collect(engine.optimizer, engine.topology, part) for part in parts}
@@ -78,11 +98,19 @@ def results_of(engine: Engine, metrics: Sequence[StepMetrics]) -> Results:
 def differences(
     engine: Engine, metrics: Sequence[StepMetrics], truth: Results, tolerance: float
 ) -> list[Finding]:
-    """Where this rank's part of the results differs from the truth; ends the last step (`Engine.finish`). Collective.
+    """Finishes the last step, and returns the differences of this rank's results. Collective.
 
-    Losses and norms may differ by `tolerance` relative to the truth's, the rest by so much absolutely. Buffers are
-    compared if the truth has some: their values may depend on how a batch is divided; so are the parameters of the
-    update before. Raises ValueError where the optimizers keep other moments.
+    Buffers are compared only if `truth` has buffers, because their values may depend on how a batch
+    is divided. The parameters before the last update are also compared only if `truth` has them.
+
+    Args:
+        engine: engine after the steps.
+        metrics: metrics of all steps.
+        truth: results of one process.
+        tolerance: largest difference; relative for losses and norms, absolute for all others.
+
+    Raises:
+        ValueError: if the optimizers have different states.
     """
     engine.finish()
     losses = scalars("loss", [m.loss for m in metrics], truth.losses, tolerance)
@@ -90,7 +118,7 @@ def differences(
     names = state_names(engine.config.optim)
     if set(truth.moments) - {PREVIOUS} != set(names):
         raise ValueError(f"{list(names)} cannot be compared with {list(truth.moments)}")
-    found = [*losses, *norms, *bad_cuts(engine, truth.weights)]
+    found = [*losses, *norms, *ownership_problems(engine, truth.weights)]
     found += unequal(engine, truth.parts, tolerance)
     return [*found, *unequal_buffers(engine, truth.buffers, tolerance)]
 
@@ -98,25 +126,25 @@ def differences(
 def scalars(
     kind: str, got: Sequence[float], want: Sequence[float], tolerance: float
 ) -> Iterator[Finding]:
-    """The steps in which a number differs."""
-    for step, (mine, right) in enumerate(zip(got, want, strict=True), start=1):
-        if not abs(mine - right) <= tolerance * abs(right):
-            what = f"{mine:.12g} in step {step}, {right:.12g} on one process"
-            yield Finding(kind, what, abs(mine - right))
+    """Yields the steps in which a scalar differs by more than a relative tolerance."""
+    for step, (value, right) in enumerate(zip(got, want, strict=True), start=1):
+        if not abs(value - right) <= tolerance * abs(right):
+            what = f"{value:.12g} in step {step}, {right:.12g} on one process"
+            yield Finding(kind, what, abs(value - right))
 
 
 def unequal(
     engine: Engine, truth: Mapping[str, Mapping[str, Tensor]], tolerance: float
 ) -> Iterator[Finding]:
-    """The boxes of weights and moments that this rank holds and that differ; `truth`: by part and global name."""
+    """Yields this rank's shards of weights and moments that differ from `truth`."""
     for record, values in read(engine.optimizer, records(engine.optimizer)):
         if record.part == PREVIOUS and PREVIOUS not in truth:
             continue
-        whole = truth.get(record.part, {}).get(record.piece.name)
-        if whole is None or tuple(whole.shape) != record.piece.shape:
+        full = truth.get(record.part, {}).get(record.piece.name)
+        if full is None or tuple(full.shape) != record.piece.shape:
             yield _finding(record, values, "one process has no such tensor of this shape", math.nan)
             continue
-        gap = farthest(values, whole[slices(record.piece.start, record.piece.size)])
+        gap = max_difference(values, full[slices(record.piece.start, record.piece.size)])
         if not gap <= tolerance:
             yield _finding(record, values, "differs", gap)
 
@@ -124,7 +152,7 @@ def unequal(
 def unequal_buffers(
     engine: Engine, truth: Mapping[str, Tensor], tolerance: float
 ) -> Iterator[Finding]:
-    """This rank's persistent buffers that differ."""
+    """Yields this rank's persistent buffers that differ."""
     for name, place in engine.buffers.persistent().items() if truth else ():
         got, want = place.value, truth.get(name)
         if got is None or want is None or got.shape != want.shape:
@@ -133,19 +161,19 @@ def unequal_buffers(
                 yield Finding("buffer", what, parameter=name)
             continue
         values = got.detach().cpu().clone()
-        same = agree(values, want)  # masks are infinite
-        gap = farthest(values.masked_fill(same, 0), want.masked_fill(same, 0))
+        same = agree(values, want)  # excludes equal infinities, as in masks
+        gap = max_difference(values.masked_fill(same, 0), want.masked_fill(same, 0))
         if not gap <= tolerance:
             yield Finding("buffer", "differs", gap, name, values=values)
 
 
 def agree(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors of one shape are the same, NaN too."""
+    """Returns a mask of the elements in which two tensors are equal. NaN equals NaN."""
     return (a == b) | (a.isnan() & b.isnan())
 
 
-def farthest(got: Tensor, want: Tensor) -> float:
-    """The largest difference of two tensors of one shape."""
+def max_difference(got: Tensor, want: Tensor) -> float:
+    """Returns the largest absolute difference of two tensors of equal shape."""
     got = got.cpu()
     if want.dtype is torch.bool:
         return float((got ^ want).any())
@@ -158,22 +186,24 @@ def _finding(record: Record, values: Tensor, what: str, gap: float) -> Finding:
     return Finding(record.part, what, gap, record.piece.name, box, kept)
 
 
-def bad_cuts(engine: Engine, weights: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """On rank 0: tensors of which elements are nobody's, or more than one rank's. Collective."""
-    everyone, mine = engine.topology.axis("world"), records(engine.optimizer, (WEIGHT,))
-    boxes = [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in mine if r.owned]
-    held: dict[str, Tensor] = {}
+def ownership_problems(engine: Engine, weights: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Yields, on rank 0, weights with elements that no rank or several ranks own. Collective."""
+    everyone, own = engine.topology.axis("world"), records(engine.optimizer, (WEIGHT,))
+    boxes = [[r.piece.name, r.piece.shape, r.piece.start, r.piece.size] for r in own if r.owned]
+    owners: dict[str, Tensor] = {}  # number of owners per element
     every = [box for some in collectives.exchange(boxes, everyone) for box in some]
     if everyone.index > 0:
         return
     for name, shape, start, size in every:
-        held.setdefault(name, torch.zeros(shape, dtype=torch.int16))[slices(start, size)] += 1
-    for name in weights.keys() | held.keys():
-        count = held.get(name)
+        owners.setdefault(name, torch.zeros(shape, dtype=torch.int16))[slices(start, size)] += 1
+    for name in weights.keys() | owners.keys():
+        count = owners.get(name)
         if count is None:
-            yield Finding("cut", "no rank holds it", parameter=name)
+            yield Finding("shards", "no rank holds it", parameter=name)
         elif (most := int(count.max())) > 1:
-            what = f"{most} ranks hold the same elements, and not as copies"
-            yield Finding("cut", what, parameter=name)
+            what = f"{most} ranks hold the same elements, but not as replicas"
+            yield Finding("shards", what, parameter=name)
         elif missing := int((count == 0).sum()):
-            yield Finding("cut", f"{missing} of its elements are no rank's", parameter=name)
+            yield Finding(
+                "shards", f"{missing} of its elements are held by no rank", parameter=name
+            )

@@ -1,9 +1,9 @@
 """Explains differences: the first layer and parameter that differ, and a likely cause.
 
-Values between layers show where a difference begins: in the forward at the first layer whose output
-differs, in the backward at the last layer whose input gradient differs. Whether results differ at
-all is decided by losses, norms, weights and moments only: layers may pass on anything, such as part
-of a sum that the next layer completes.
+A difference begins in the forward at the first layer whose output differs, and in the backward at
+the last layer whose input gradient differs. Only losses, norms, weights and moments decide whether
+the results differ: values between layers may legitimately differ, such as a partial sum that the
+next layer reduces.
 """
 
 from __future__ import annotations
@@ -19,47 +19,57 @@ import torch
 from torch import Tensor
 
 from threed.sharding import slices
-from threed.testing.compare import KEPT, Finding, Results, farthest
+from threed.testing.compare import KEPT, Finding, Results, max_difference
 from threed.testing.ranks import RanksFailed
 from threed.testing.watch import INPUT_GRADIENT, OUTPUT, Key
 from threed.topology import Axis
 from threed.zero.records import WEIGHT
 
-MOST = 8  # parameters that are listed
+MOST = 8  # maximum number of listed parameters
 Layers = Sequence[tuple[str, list[str]]]  # per layer: its name, and the names of its parameters
 # layer, parameter, text, largest difference or NaN
 About = tuple[str | None, str | None, str, float]
-Between = Mapping[Key, Mapping[int, Finding]]  # differences between layers, by place and rank
+Between = Mapping[Key, Mapping[int, Finding]]  # differences between layers, by boundary and rank
 
-_MISSING = "is a part of a sum on every tensor rank, and the sum is missing: "
-_SEQUENCES = "where sequences are cut"
-_NO_SUM = f"{_MISSING}end what is cut by collectives.reduce_from (or scatter_to, {_SEQUENCES})"
-_NO_COPY = f"{_MISSING}begin what is cut by collectives.copy_to (or gather_from, {_SEQUENCES})"
+_MISSING = "is a partial sum on every tensor rank, because an all-reduce is missing: "
+_SEQUENCES = "with sequence parallelism"
+_NO_SUM = (
+    f"{_MISSING}end the sharded part with collectives.reduce_from (or scatter_to, {_SEQUENCES})"
+)
+_NO_COPY = (
+    f"{_MISSING}begin the sharded part with collectives.copy_to (or gather_from, {_SEQUENCES})"
+)
 _MARK = f"partial=slicing.partial ({_SEQUENCES}), or partial='tp' if each rank sees a part"
 _PARTIAL = f"{_MISSING}give its record {_MARK}"
 _TOO_MANY = (
-    ": it is summed over ranks that each have all of it (a partial mark, or a sum, too many)"
+    ": it is summed over ranks that each have the full value (an extra partial mark or all-reduce)"
 )
-_NOT_ALIKE = ", and not on all tensor ranks alike: it is made from what each rank has a part of"
-_CUT = (
-    ": mark copies replicated=slicing.replicated, cut others by the Slicing's tp axis, and let start and size of the"
-    " pieces make up the whole"
+_RANK_DEPENDENT = ", and differs between tensor ranks: it is computed from sharded values"
+_OWNERSHIP = (
+    ": mark replicas with replicated=slicing.replicated, shard others over the Slicing's tp axis, and make the pieces'"
+    " start and size cover the full tensor"
 )
 _TWICE = (
-    "differs: its forward runs twice, and changes its input in place, or something that it reads"
+    "differs: its forward runs twice, and changes its input in place, or some state that it reads"
 )
-_SLICE = "differs from that of one process: a wrong slice, or a sum that is missing or one too many"
-_MISMATCH = "ranks send each other messages of other sizes than are awaited"
+_SHARD = "differs from one process: a wrong shard, or a missing or extra all-reduce"
+_MISMATCH = "ranks send messages of other sizes than their peers expect"
 _NOT_ALL = ": a collective that only some of them call, or a shape that depends on the rank"
 _RANDOM = (
-    "two trainings of one process differ: it reads random numbers of torch's own, or something that one training leaves"
-    " to the next; dropout is layers.Dropout, the same mask in every topology"
+    "two trainings of one process differ: it uses torch's global random numbers, or state that the first training leaves"
+    " behind; use layers.Dropout, which has the same mask in every topology"
 )
 
 
 @dataclass
 class Seen:
-    """The differences that a rank found: after the first step, between layers in it, and at the end."""
+    """The differences that a rank found.
+
+    Attributes:
+        first: differences after the first step.
+        between: differences between layers in the first step, by boundary.
+        last: differences after the last step.
+    """
 
     first: list[Finding] = field(default_factory=list)
     between: list[tuple[Key, Finding]] = field(default_factory=list)
@@ -69,15 +79,24 @@ class Seen:
 def boundaries(
     seen: Mapping[Key, Tensor], truth: Mapping[Key, Tensor], tensor: Axis, tolerance: float
 ) -> Iterator[tuple[Key, Finding]]:
-    """Yields this rank's differences between layers, relative to the largest value."""
+    """Yields this rank's differences between layers in the first step.
+
+    Args:
+        seen: values on this rank, by boundary.
+        truth: values of one process, by boundary.
+        tensor: tensor axis, over which values may be split along the sequence.
+        tolerance: largest difference relative to the largest value.
+    """
     for key, got in seen.items():
         want = truth.get(key)
         if want is None:
             continue
         if want.dim() and want.shape != got.shape and want.shape[0] == got.shape[0] * tensor.size:
-            want = want.narrow(0, tensor.index * got.shape[0], got.shape[0])  # of the sequence
+            want = want.narrow(
+                0, tensor.index * got.shape[0], got.shape[0]
+            )  # this rank's part of the sequence
         if want.shape == got.shape:
-            gap = farthest(got, want)
+            gap = max_difference(got, want)
             if not gap <= tolerance * largest(want) + 1e-15:  # also NaN
                 values = got if got.numel() <= KEPT else None
                 yield key, Finding(key[0], "differs", gap, values=values)
@@ -88,43 +107,47 @@ def largest(values: Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-class Judge:
-    """Explains the differences of one topology.
+class Explainer:
+    """Explains the differences in one topology.
 
     Args:
-        truth: the results of one process.
+        truth: results of one process.
         tensor: number of tensor ranks.
-        said: the words of the topology.
+        words: words of the topology's name.
     """
 
-    def __init__(self, truth: Mapping[str, Any], tensor: int, said: Iterable[str]) -> None:
-        self.truth, self.tensor, self.recompute = truth, tensor, "recompute" in set(said)
+    def __init__(self, truth: Mapping[str, Any], tensor: int, words: Iterable[str]) -> None:
+        self.truth, self.tensor, self.recompute = truth, tensor, "recompute" in set(words)
         self.layers: Layers = truth["layers"]
-        self._layer_of: dict[str, int] = {}  # the first that has a name
+        self._layer_of: dict[str, int] = {}  # first layer that has the name
         for number, (_, names) in enumerate(self.layers):
             for name in names:
                 self._layer_of.setdefault(name, number)
 
     def explain(self, ranks: Sequence[Seen]) -> Iterator[About]:
-        """Yields the differences, likely origins first."""
+        """Yields the differences, likely origins first.
+
+        Args:
+            ranks: differences that each rank found.
+        """
         early = any(seen.first for seen in ranks)
         of_ranks = [seen.first if early else seen.last for seen in ranks]
         every = [(rank, f) for rank, found in enumerate(of_ranks) for f in found]
-        cuts, buffers = _by_parameter(every, "cut"), _by_parameter(every, "buffer")
-        for name in sorted(cuts, key=lambda name: self._layer_of.get(name, -1))[:MOST]:
-            yield self._of(name, f"{cuts[name][0].what}{_CUT}", math.nan)
-        found = [(rank, f) for rank, f in every if f.kind not in ("cut", "buffer")]
+        shards, buffers = _by_parameter(every, "shards"), _by_parameter(every, "buffer")
+        for name in sorted(shards, key=lambda name: self._layer_of.get(name, -1))[:MOST]:
+            yield self._of(name, f"{shards[name][0].what}{_OWNERSHIP}", math.nan)
+        found = [(rank, f) for rank, f in every if f.kind not in ("shards", "buffer")]
         losses = [f for _, f in found if f.kind == "loss"]
         if losses and early:
             yield self._forward(ranks, losses[0], [f.parameter for _, f in every])
         elif any(f.parameter for _, f in found):
             yield from self._backward(ranks if early else (), found, early)
-        elif found and not cuts:
+        elif found and not shards:
             yield None, None, f"the {found[0][1]}; weights agree", found[0][1].largest
         for name, copies in [*buffers.items()][:MOST]:
             values = [f.values for f in copies if f.values is not None]
-            alike = all(torch.equal(values[0], other) for other in values)
-            what = "" if alike and len(values) % self.tensor == 0 else _NOT_ALIKE
+            equal = all(torch.equal(values[0], other) for other in values)
+            what = "" if equal and len(values) % self.tensor == 0 else _RANK_DEPENDENT
             size = max(f.largest for f in copies)
             yield self._of(name, f"its buffer {copies[0].what}{what}", size)
 
@@ -146,7 +169,7 @@ class Judge:
     def _backward(
         self, ranks: Sequence[Seen], found: Sequence[tuple[int, Finding]], early: bool
     ) -> Iterator[About]:
-        """Yields the parameters behind the layer where the backward first differs; then that layer."""
+        """Yields parameters after the layer where the backward first differs, then that layer."""
         between = _between(ranks, INPUT_GRADIENT)
         number = max((key[1] for key in between), default=-1)
         gradient = next((part for part in self.truth["first"]["moments"] if part != WEIGHT), "")
@@ -155,11 +178,11 @@ class Judge:
         names = list(dict.fromkeys(f.parameter for _, f in chosen))
         names.sort(key=lambda name: -self._layer_of.get(name, 0))
         for name in [name for name in names if self._layer_of.get(name, 0) > number][:MOST]:
-            mine = [(rank, f) for rank, f in chosen if f.parameter == name]
-            kind = mine[0][1].kind
+            of_name = [(rank, f) for rank, f in chosen if f.parameter == name]
+            kind = of_name[0][1].kind
             kind = f"its {'gradient' if kind == gradient else kind}"
-            what = f"{'' if early else 'after the first step '}{kind} {self._cause_of(mine)}"
-            yield self._of(name, what, max(f.largest for _, f in mine))
+            what = f"{'' if early else 'after the first step '}{kind} {self._cause_of(of_name)}"
+            yield self._of(name, what, max(f.largest for _, f in of_name))
         if number >= 0:
             what, residual = "the gradient of its input", (INPUT_GRADIENT, number + 1)
             yield self._boundary(between, number, names, what, _NO_COPY, residual)
@@ -171,8 +194,12 @@ class Judge:
         """Explains a difference at a boundary of layer `number`.
 
         Args:
-            partial: the text if the tensor ranks have parts of a sum.
-            residual: the boundary that a residual branch adds to it on every rank.
+            between: differences at boundaries, by rank.
+            number: number of the layer.
+            parameters: names of parameters that differ.
+            what: name of the value at the boundary.
+            partial: explanation if the tensor ranks have partial sums.
+            residual: boundary that a residual branch adds to this one on every rank.
         """
         key, of_ranks = next((key, ranks) for key, ranks in between.items() if key[1] == number)
         name = self.layers[number][0] if number < len(self.layers) else None
@@ -187,16 +214,16 @@ class Judge:
     ) -> str:
         want = self.truth["seen"][key]
         values = [f.values for f in of_ranks.values() if f.values is not None]
-        whole = [v for v in values if v.shape == want.shape]
-        if self.tensor > 1 and len(whole) == self.tensor:
-            total = torch.stack(whole).sum(0)
+        full = [v for v in values if v.shape == want.shape]
+        if self.tensor > 1 and len(full) == self.tensor:
+            total = torch.stack(full).sum(0)
             branch = self.truth["seen"].get((*residual, *key[2:]), torch.zeros_like(want))
             if _near(total, want) or _near(total - (self.tensor - 1) * branch, want):
                 return partial
-        return _TWICE if self.recompute else _SLICE if self.tensor > 1 else "differs"
+        return _TWICE if self.recompute else _SHARD if self.tensor > 1 else "differs"
 
     def _cause_of(self, found: Sequence[tuple[int, Finding]]) -> str:
-        """Returns what the values of the ranks show about a parameter that differs."""
+        """Returns the likely cause of a parameter's difference, from its values on all ranks."""
         first = found[0][1]
         if first.values is None:
             return first.what
@@ -224,7 +251,7 @@ def _by_parameter(found: Sequence[tuple[int, Finding]], kind: str) -> dict[str, 
 
 
 def _between(ranks: Sequence[Seen], kind: str) -> dict[Key, dict[int, Finding]]:
-    """Returns the differences between layers, by place and rank."""
+    """Returns the differences between layers of one kind, by boundary and rank."""
     found: dict[Key, dict[int, Finding]] = {}
     for rank, seen in enumerate(ranks):
         for key, finding in seen.between:
@@ -234,18 +261,20 @@ def _between(ranks: Sequence[Seen], kind: str) -> dict[Key, dict[int, Finding]]:
 
 
 def _near(got: Tensor, want: Tensor) -> bool:
-    return farthest(got, want) <= 1e-6 * max(largest(want), 1e-300)
+    return max_difference(got, want) <= 1e-6 * max(largest(want), 1e-300)
 
 
 # --------------------------------------------------------------------------- trainings that failed
 
 
 def named(text: str, layers: Layers) -> tuple[str | None, str | None]:
-    """Returns the layer and the parameter that a text mentions first."""
+    """Returns the first layer and the first parameter that a text mentions, or None."""
     layer_of = {name: layer for layer, own in layers for name in own}
     layer = _first_named(text, [layer for layer, _ in layers])
     parameter = _first_named(text, layer_of)
-    if layer is not None and parameter is None:  # perhaps by its path in the layer
+    if (
+        layer is not None and parameter is None
+    ):  # the text may have the parameter's path in the layer
         paths = {name.removeprefix(f"{layer}."): name for name in dict(layers)[layer]}
         parameter = paths.get(_first_named(text, paths) or "")
     return layer or layer_of.get(parameter or ""), parameter
@@ -257,9 +286,12 @@ def _first_named(text: str, names: Iterable[str]) -> str | None:
 
 
 def report_of(error: RanksFailed) -> dict[str, Any] | None:
-    """Returns the report of the rank that failed first, or the same report about an earlier layer.
+    """Returns the report of the rank that failed first, or an equal report about an earlier layer.
 
-    None if all reports are only about other ranks that are gone or send unexpected messages.
+    Returns None if all reports are consequences: lost peers, or unexpected messages from them.
+
+    Args:
+        error: error of `run_ranks`.
     """
     gone = re.compile(r"gloo|[Cc]onnection (closed|reset)")
     reports = [r for r in error.reports.values() if r and not gone.search(r["text"])]
@@ -270,9 +302,17 @@ def report_of(error: RanksFailed) -> dict[str, Any] | None:
     return min(same, key=lambda r: places.get(r["layer"], len(places)))
 
 
-def silence(error: RanksFailed, timeout: float) -> tuple[str | None, str]:
-    """Returns the layer that the slowest of the ranks that died or hang was running, and what happened."""
-    # gloo aborts a process if messages do not match; a process that ends otherwise does so by itself
+def explain_lost_ranks(error: RanksFailed, timeout: float) -> tuple[str | None, str]:
+    """Explains ranks that died or hang.
+
+    Args:
+        error: error of `run_ranks`.
+        timeout: timeout in seconds.
+
+    Returns:
+        The layer that the slowest of these ranks was running, if known, and an explanation.
+    """
+    # gloo aborts a process (SIGABRT) if messages do not match; the model causes other exit codes
     ended = {rank: code for rank, code in error.died.items() if code not in (-signal.SIGABRT, None)}
     if ended:
         what = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in ended.items())
@@ -288,7 +328,12 @@ def silence(error: RanksFailed, timeout: float) -> tuple[str | None, str]:
 
 
 def repeated(found: Seen, layers: Layers) -> Iterator[About]:
-    """Yields the difference of two trainings of one process that had different random numbers."""
+    """Yields the difference of two trainings of one process with different random numbers.
+
+    Args:
+        found: differences between the two.
+        layers: names of the layers and their parameters.
+    """
     if not (found.first or found.last):
         return
     outputs = sorted((key[1], f.largest) for key, f in found.between if key[0] == OUTPUT)

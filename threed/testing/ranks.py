@@ -1,9 +1,10 @@
-"""Real ranks on this machine: gloo processes forked from a warm parent that has torch imported.
+"""Runs functions on ranks of this machine: gloo processes forked after importing torch.
 
-    results = run_ranks(4, work, arg)      # work(arg) on 4 ranks; what each returned, in rank order
+    results = run_ranks(4, work, arg)      # work(arg) on 4 ranks; results in rank order
 
-A world costs tenths of a second. `work` must be a module-level function (or an object of a module-level class): its
-arguments and results travel by pickle. A program that calls this needs its `if __name__ == "__main__":`.
+Starting the ranks takes some tenths of a second. `work` must be a module-level function or an
+object of a module-level class, because it, its arguments and its result are pickled. A program that
+calls this needs `if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from threed import collectives
 from threed.topology import Axis, start_from_file
 
 _context = multiprocessing.get_context("forkserver")
-# Beside torch, what every rank would import for itself at a second of work: backward with a gradient given needs sympy.
-# What torch imports at the first operation on the meta device is imported once, and not by every rank.
+# Imported once in the parent, because every rank would spend about a second on them. torch imports
+# sympy in a backward with a given gradient, and further modules at the first operation on the meta
+# device.
 _preloaded = [
     "threed.engine",
     "torch.fx.experimental.symbolic_shapes",
@@ -41,15 +43,19 @@ _context.set_forkserver_preload(_preloaded)
 _pipe: Connection | None = None  # to the process that started this rank
 
 
-_SAY_STACKS = signal.SIGUSR2
+_DUMP_STACKS = signal.SIGUSR2
 
 
 class RanksFailed(AssertionError):
-    """Ranks that failed, died or hung: the text has every traceback.
+    """Raised if ranks failed, died or hung. The message has every traceback.
 
-    failures: rank -> traceback, first come first. silent: ranks that were still running. notes: rank -> the last of its
-    `note`s. reports: rank -> the `report` that its exception carried, if it did. died: rank -> exit code (negative: the
-    signal) of those that ended without a word. stacks: rank -> where the threads of a silent one are.
+    Attributes:
+        failures: traceback by rank, in the order of arrival.
+        silent: ranks that were still running.
+        notes: last `note` by rank.
+        reports: attribute `report` of the exception by rank, or None.
+        died: exit code by rank (negative: signal) of ranks that exited without a result.
+        stacks: stacks of all threads by rank, for silent ranks.
     """
 
     def __init__(self, world: _World) -> None:
@@ -65,7 +71,7 @@ class RanksFailed(AssertionError):
 
 @dataclass(eq=False)
 class _World:
-    """The ranks of one call, and what they sent."""
+    """The ranks of one call of `run_ranks`, and the messages that they have sent."""
 
     pipes: list[Connection] = field(default_factory=list)
     processes: list[Any] = field(default_factory=list)
@@ -84,11 +90,12 @@ class _World:
         end = time.monotonic() + timeout
         while len(self.results) < len(self.pipes):
             waiting = [self.pipes[rank] for rank in self.silent]
-            # After the first failure the others get a moment to report theirs: the first is often not the cause.
+            # After the first failure, wait for failures of other ranks: the first is often not the
+            # cause.
             left = max(0.0, end - time.monotonic())
             ready = wait(waiting, timeout=1.0 if self.failures else left)
             if not ready:
-                self._ask_for_stacks(folder)
+                self._collect_stacks(folder)
                 break
             for pipe in ready:
                 self._take(self.pipes.index(pipe))  # type: ignore[arg-type]
@@ -96,10 +103,10 @@ class _World:
             raise RanksFailed(self)
         return [self.results[rank] for rank in range(len(self.pipes))]
 
-    def _ask_for_stacks(self, folder: Path) -> None:
-        """Where the threads of silent ranks are, of those that say so within five seconds."""
+    def _collect_stacks(self, folder: Path) -> None:
+        """Requests the stacks of silent ranks by a signal, and waits for them for up to 5 s."""
         for rank in self.silent:
-            os.kill(self.processes[rank].pid, _SAY_STACKS)
+            os.kill(self.processes[rank].pid, _DUMP_STACKS)
         end = time.monotonic() + 5
         while time.monotonic() < end and not all(self.stacks.get(rank) for rank in self.silent):
             time.sleep(0.1)
@@ -116,7 +123,7 @@ class _World:
             self.processes[rank].join(1)
             self.died[rank] = self.processes[rank].exitcode
             kind = "failure"
-            value = (f"the process died without a word, exit code {self.died[rank]}", None)
+            value = (f"the process died without a traceback, exit code {self.died[rank]}", None)
         if kind == "note":
             self.notes[rank] = value
             return
@@ -126,27 +133,41 @@ class _World:
 
 
 def preload(*modules: str) -> None:
-    """Has the warm parent import more modules; to be called before the first world."""
+    """Imports more modules in the parent of all ranks. Call it before the first `run_ranks`.
+
+    Args:
+        modules: names of modules.
+    """
     _preloaded.extend(modules)
     _context.set_forkserver_preload(_preloaded)
 
 
 def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float = 600) -> list[Any]:
-    """Runs `work(*args)` on `world` gloo ranks, one thread each; what each returned, in rank order.
+    """Runs `work(*args)` on gloo ranks of this machine, with one thread per rank.
 
-    Raises RanksFailed with every traceback when one fails or dies, or when they are not done after `timeout` seconds.
+    Args:
+        world: number of ranks.
+        work: function to run; must be importable.
+        args: arguments, which are pickled.
+        timeout: limit in seconds.
+
+    Returns:
+        The results, in rank order.
+
+    Raises:
+        RanksFailed: if a rank raises or dies, or ranks are still running after the timeout.
     """
     task = pickle.dumps((work, args))
     with tempfile.TemporaryDirectory() as folder:
         state = _World()
         try:
             for rank in range(world):
-                mine, theirs = _context.Pipe(duplex=False)
-                target = (theirs, rank, world, folder, task)
+                receiver, sender = _context.Pipe(duplex=False)
+                target = (sender, rank, world, folder, task)
                 state.processes.append(_context.Process(target=_rank, args=target, daemon=True))
                 state.processes[-1].start()
-                theirs.close()
-                state.pipes.append(mine)
+                sender.close()
+                state.pipes.append(receiver)
             return state.collect(timeout, Path(folder))
         finally:
             for process in state.processes:
@@ -155,7 +176,11 @@ def run_ranks(world: int, work: Callable[..., Any], *args: Any, timeout: float =
 
 
 def note(text: str) -> None:
-    """Tells the process that started this rank where it is: what is known of a rank that then hangs or dies."""
+    """Records the position of this rank, for the report if it hangs or dies.
+
+    Args:
+        text: description of the position.
+    """
     if _pipe is not None:
         _send(_pipe, "note", text)
 
@@ -167,11 +192,11 @@ def _stacks(folder: Path, rank: int) -> Path:
 def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> None:
     global _pipe
     _pipe = pipe
-    said = _stacks(Path(folder), rank).open("w")
-    faulthandler.register(_SAY_STACKS, said, all_threads=True)
+    stacks = _stacks(Path(folder), rank).open("w")
+    faulthandler.register(_DUMP_STACKS, stacks, all_threads=True)
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""}
     torch.set_num_threads(1)
-    gc.freeze()  # a collection would read, and so copy, all that is shared with the parent: 0.2 s
+    gc.freeze()  # a collection would touch, and so copy, all pages shared with the parent: 0.2 s
     try:
         start_from_file(f"{folder}/store", rank, world)
         work, args = pickle.loads(task)
@@ -180,9 +205,9 @@ def _rank(pipe: Connection, rank: int, world: int, folder: str, task: bytes) -> 
     except BaseException as error:
         _send(pipe, "failure", (traceback.format_exc(), getattr(error, "report", None)))
     pipe.close()
-    os._exit(0)  # nothing to tear down: gloo's threads may abort a process that exits the long way
+    os._exit(0)  # gloo's threads may abort a process during a regular exit
 
 
 def _send(pipe: Connection, kind: str, value: Any) -> None:
-    """By value: torch teaches multiprocessing to share tensors by file descriptor, and this process is about to end."""
+    """Sends a message by value: shared tensors would be lost when this process exits."""
     pipe.send_bytes(pickle.dumps((kind, value)))

@@ -1,7 +1,8 @@
-"""Is a model the same in every topology? `same_everywhere(build, batch)` trains it in each, and says.
+"""Trains a model in every topology, and compares each with one process.
 
-One process trains a few steps: the truth, which must not depend on torch's random numbers. Then every topology trains
-on forked gloo ranks, from the same weights on the same batches, and every rank compares what it holds.
+One process trains some steps as the reference, which must not depend on torch's global random
+numbers. Then every topology trains on forked gloo ranks, from the same weights on the same batches.
+Every rank compares its shards with the reference.
 """
 
 from __future__ import annotations
@@ -46,16 +47,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {"layers": 4, "hidden": 32, "heads": 4, "seq": 16, "vocab": VOCAB},
     "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "grad_clip": 0.0},
     "optim": {"lr": 3e-3, "warmup": 0},
-    "zero": {"resident": 0},  # slice everything: models as small as these would stay whole
+    "zero": {"resident": 0},  # shard all parameters, although they are small
     "precision": {"dtype": "fp64"},
 }
-# fp64: the order of sums is all that may differ. fp32: the same, relative to 1e-7 of rounding and a few Adam steps.
+# Only the order of sums differs. In fp32 some Adam steps amplify rounding errors of 1e-7.
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-5}
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A topology that this model does not fit, by its own word."""
+    """A topology that cannot run this model.
+
+    Attributes:
+        topology: name of the topology.
+        why: error of the model or the configuration.
+    """
 
     topology: str
     why: str
@@ -63,7 +69,15 @@ class Refused:
 
 @dataclass(frozen=True)
 class Difference:
-    """What is not the same in a topology, and the likely cause; layer and parameter where they are known."""
+    """A difference in a topology.
+
+    Attributes:
+        topology: name of the topology.
+        layer: layer in which the difference begins, if known.
+        parameter: global name of a parameter that differs, if known.
+        what: description, with the likely cause.
+        largest: largest absolute difference, if known.
+    """
 
     topology: str
     layer: str | None
@@ -74,7 +88,13 @@ class Difference:
 
 @dataclass
 class Report:
-    """What was compared, what could not be, and what differs."""
+    """The result of `same_everywhere`. `str()` returns a text for users.
+
+    Attributes:
+        topologies: names of the compared topologies.
+        refused: topologies that cannot run the model.
+        differences: all differences found.
+    """
 
     topologies: list[str] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
@@ -82,22 +102,27 @@ class Report:
 
     @property
     def same(self) -> bool:
-        """Whether some topology was compared, and none differs."""
+        """Whether at least one topology was compared, and all compared topologies are equal."""
         return bool(self.topologies) and not self.differences
 
     @property
     def exit_code(self) -> int:
-        """0: same. 1: something differs. 2: nothing could be compared."""
+        """Exit code of `threed verify`: 0 if equal, 1 if different, 2 if not compared."""
         return 1 if self.differences else 0 if self.topologies else 2
 
     def add(self, topology: str, found: Iterable[About]) -> None:
-        """Adds what differs in a topology."""
+        """Adds differences of a topology.
+
+        Args:
+            topology: name of the topology.
+            found: layer, parameter, description and size of each difference.
+        """
         for layer, parameter, what, size in found:
             largest = size if math.isfinite(size) else None
             self.differences.append(Difference(topology, layer, parameter, what, largest))
 
     def json(self) -> str:
-        """The report as JSON."""
+        """Returns the report as JSON."""
         return json.dumps({"same": self.same, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:
@@ -115,7 +140,7 @@ class Report:
 
 
 class _Broken(Exception):
-    """A training that ended early; `report` goes to the parent."""
+    """Raised on a rank whose training failed. `run_ranks` sends `report` to the parent."""
 
     def __init__(self, phase: str, layer: str, error: Exception, layers: Layers) -> None:
         super().__init__(f"{phase} {layer}: {error}")
@@ -127,7 +152,7 @@ class _Broken(Exception):
 
 
 def _place(error: Exception) -> str:
-    """Where in a user's file an error arose."""
+    """Returns the line of the user's code in which an error arose, as text, or ""."""
     own = Path(__file__).parents[1]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
@@ -138,7 +163,7 @@ def _place(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class _Task:
-    """What every rank is given."""
+    """The arguments of the training on every rank."""
 
     build: Build
     batch: BatchOf
@@ -155,19 +180,36 @@ def same_everywhere(
     build: Build, batch: BatchOf | None = None, topologies: Sequence[str] = DEFAULT, *, config: Config | None = None,
     tolerance: float | None = None, timeout: float = 120.0,
 ) -> Report:  # fmt: skip
-    """Trains a model in each topology on forked gloo ranks, and compares losses, gradient norms, weights and moments,
-    elementwise, with one process.
+    """Trains a model in each topology on gloo ranks, and compares the results with one process.
 
-    build(config, slicing): gives the model of a `threed.config.ModelConfig` and a `Slicing`, such as a model class; or
-    an `nn.Module`, which data parallelism and ZeRO alone can train. batch(config, step): the global batch of a step,
-    tensors of `config.train.global_batch` rows; by default random tokens, of whose labels some are not counted,
-    unevenly. Both must be importable: of a module's top level, for ranks are other processes. topologies: words, see
-    `threed.testing.topologies`. config: small sizes, `train.steps` steps in fp64, by default. tolerance: 1e-9 in fp64,
-    where the order of sums is all that differs; 1e-5 in fp32. timeout: seconds for one topology.
+    Losses, gradient norms, weights, moments and persistent buffers are compared, element by
+    element.
 
-    Raises ValueError for topologies that are none, and for what cannot be passed to ranks.
+    Args:
+        build: function of a `ModelConfig` and a `Slicing` that returns the model, such as a model
+            class. It may return an `nn.Module`, which only data parallelism and ZeRO can train.
+            Must be importable from a module, because ranks are other processes.
+        batch: function of the `Config` and a step that returns the global batch, tensors by name
+            with `config.train.global_batch` rows. Must be importable. By default, random tokens.
+        topologies: names of topologies; see `threed.testing.topologies`.
+        config: configuration; by default small sizes, and `train.steps` steps in fp64.
+        tolerance: largest difference; by default 1e-9 in fp64 and 1e-5 in fp32.
+        timeout: limit per topology, in seconds.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: if a topology's name is invalid, or `build` or `batch` cannot be passed to other
+            processes.
+        ConfigError: if the configuration cannot be compared.
+
+    Example::
+
+        report = same_everywhere(MyModel)
+        assert report.same, report
     """
-    said = {name: words(name) for name in topologies}
+    parsed = {name: words(name) for name in topologies}
     config = config or Config.model_validate(DEFAULTS)
     _check(build, batch, config)
     report = Report()
@@ -175,40 +217,40 @@ def same_everywhere(
         tolerance = tolerance or TOLERANCES[config.precision.dtype]
         task = _Task(build, batch or random_tokens, config, folder, tolerance)
         try:
-            (found,) = run_ranks(1, _find_truth, task, timeout=timeout)
+            (found,) = run_ranks(1, _train_reference, task, timeout=timeout)
         except RanksFailed as error:
             _explain_failure(report, ALONE, error, timeout)
             return report
         truth = _load(task.file)
         report.add(ALONE, diagnose.repeated(found, truth["layers"]))
-        for name in said if not report.differences else ():
-            _compare(report, name, said[name], task, truth, timeout)
+        for name in parsed if not report.differences else ():
+            _compare(report, name, parsed[name], task, truth, timeout)
     return report
 
 
 def _compare(
     report: Report,
     name: str,
-    said: dict[str, int],
+    parsed: dict[str, int],
     task: _Task,
     truth: Mapping[str, Any],
     timeout: float,
 ) -> None:
-    """Trains in one topology, and adds what there is to say to the report."""
+    """Trains in one topology, and adds the differences to the report."""
     try:
-        ranks = run_ranks(ranks_of(said), _train_and_compare, task, said, timeout=timeout)
+        ranks = run_ranks(ranks_of(parsed), _train_and_compare, task, parsed, timeout=timeout)
     except RanksFailed as error:
         _explain_failure(report, name, error, timeout)
         return
     report.topologies.append(name)
-    report.add(name, diagnose.Judge(truth, said.get("tp", 1), said).explain(ranks))
+    report.add(name, diagnose.Explainer(truth, parsed.get("tp", 1), parsed).explain(ranks))
 
 
 def _explain_failure(report: Report, name: str, error: RanksFailed, timeout: float) -> None:
-    """A training that ended early: a topology that this model does not fit, or a fault of the model."""
+    """Adds a failed training to the report, as a refused topology or as a difference."""
     broken = diagnose.report_of(error)
     if broken is None:
-        layer, what = diagnose.silence(error, timeout)
+        layer, what = diagnose.explain_lost_ranks(error, timeout)
         report.add(name, [(layer, None, what, math.nan)])
         return
     lines, layers = broken["message"].splitlines() or [broken["text"]], broken["layers"]
@@ -229,21 +271,26 @@ def _check(build: Build, batch: BatchOf | None, config: Config) -> None:
     p = config.parallel
     if (p.tp, p.pp, p.cp, p.ep) != (1, 1, 1, 1) or p.dp or p.sequence:
         given = "--parallel.tp, pp, dp and sequence"
-        raise ConfigError([f"{given}: the topologies say them; use --topologies tp2,pp2"])
+        raise ConfigError([f"{given}: the topologies set them; use --topologies tp2,pp2"])
     if (dtype := config.precision.dtype) not in TOLERANCES:
-        raise ConfigError([f"--precision.dtype {dtype}: rounding hides what differs; use fp64"])
+        raise ConfigError([f"--precision.dtype {dtype}: rounding hides differences; use fp64"])
     if config.run.compile:
-        why = "layers are compared as they run, and nobody sees into compiled ones"
+        why = "the comparison observes each layer, and compiled layers cannot be observed"
         raise ConfigError([f"--run.compile true: {why}"])
     try:
         pickle.dumps((build, batch))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         fix = f"define them at a module's top level ({error})"
-        raise ValueError(f"build and batch go to other processes: {fix}") from None
+        raise ValueError(f"build and batch are sent to other processes: {fix}") from None
 
 
 def random_tokens(config: Config, step: int) -> dict[str, Tensor]:
-    """A global batch of random tokens; up to a fifth of the labels is not counted, unevenly over the rows."""
+    """Returns a global batch of random tokens. Up to a fifth of the labels per row is ignored.
+
+    Args:
+        config: configuration with batch size, sequence length and vocabulary.
+        step: number of the step, which seeds the tokens.
+    """
     rows, seq = config.train.global_batch, config.model.seq
     draw = torch.Generator().manual_seed(1000 * rows + step)
     ids = torch.randint(0, config.model.vocab or VOCAB, (rows, seq + 1), generator=draw)
@@ -252,7 +299,7 @@ def random_tokens(config: Config, step: int) -> dict[str, Tensor]:
 
 
 def share(batch: Mapping[str, Tensor], topology: Topology) -> dict[str, Tensor]:
-    """This data rank's rows of a global batch."""
+    """Returns this data rank's rows of a global batch."""
     parts, own = topology.dp, topology.axis("dp").index
     return {key: value.chunk(parts)[own] for key, value in batch.items()}
 
@@ -261,15 +308,26 @@ def share(batch: Mapping[str, Tensor], topology: Topology) -> dict[str, Tensor]:
 
 
 def _train(
-    task: _Task, said: dict[str, int], seed: int, look: Callable[[str, Engine, list[StepMetrics]], Any],
+    task: _Task, parsed: dict[str, int], seed: int, look: Callable[[str, Engine, list[StepMetrics]], Any],
     truth: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Watch]:  # fmt: skip
-    """Trains in this world: what `look` says after the "first" and the "last" step, the layers and the batches; and
-    what passed between layers. truth: what one process wrote, if it did."""
-    os.dup2(2, 1)  # what a model prints is not the report
+    """Trains on the ranks of this world.
+
+    Args:
+        task: arguments of the training.
+        parsed: words of the topology.
+        seed: seed of torch's global random numbers.
+        look: function whose result is kept after the "first" and the "last" step.
+        truth: data of the reference process; empty in that process.
+
+    Returns:
+        The two results of `look`, the layers and the batches; and the watch with the values between
+        layers.
+    """
+    os.dup2(2, 1)  # keeps a model's prints out of the report on stdout
     phase, at, layers = "build", lambda: "", list[tuple[str, list[str]]]()
     try:
-        config = resolve(configured(task.config, said), VOCAB, ranks_of(said))
+        config = resolve(configured(task.config, parsed), VOCAB, ranks_of(parsed))
         topology = Topology(pp=config.parallel.pp, tp=config.parallel.tp)
         slicing = Slicing(
             topology.axis("tp"), bool(config.parallel.sequence), config.train.seed, config.zero.tile
@@ -286,13 +344,15 @@ def _train(
         phase = "step"
         metrics = [engine.step(share(batches[0], topology))]
         if math.isnan(metrics[0].loss):
-            raise DataError("step 1 gave a loss that is no number (NaN)")
-        first = look("first", engine, metrics)  # which ends the step: all its backwards are watched
+            raise DataError("the loss of step 1 is NaN")
+        first = look(
+            "first", engine, metrics
+        )  # finishes the step, so that all its backwards are watched
         watch.stop()
         metrics += [engine.step(share(batch, topology)) for batch in batches[1:]]
         last = look("last", engine, metrics)
         return {"first": first, "last": last, "layers": layers, "batches": batches}, watch
-    except DataError as error:  # told after the step: the layer where it began
+    except DataError as error:  # raised after the step, so find the layer in which it began
         raise _Broken(phase, watch.first_not_finite(), error, layers) from error
     except Exception as error:
         raise _Broken(phase, at(), error, layers) from error
@@ -301,7 +361,11 @@ def _train(
 def _batch(
     task: _Task, config: Config, step: int, before: Sequence[Mapping[str, Tensor]] | None
 ) -> dict[str, Tensor]:
-    """The global batch of a step. Raises ValueError for what is none, and where it was another `before`."""
+    """Returns the global batch of a step.
+
+    Raises ValueError if it is invalid, or differs from a previous call (`before`: the reference's
+    batches).
+    """
     batch, rows, call = (
         task.batch(config, step),
         config.train.global_batch,
@@ -310,16 +374,16 @@ def _batch(
     items = batch.items() if isinstance(batch, Mapping) else ()
     gave = {key: _shape(value) for key, value in items}
     if not gave or any(shape is None or shape[:1] != [rows] for shape in gave.values()):
-        said = ", ".join(f"{key} {shape or 'without rows'}" for key, shape in gave.items())
-        fix = f"it gives tensors by name, of {rows} rows (--train.global-batch)"
-        raise ValueError(f"{call} gave {said or type(batch).__name__}: {fix}")
+        shapes = ", ".join(f"{key} {shape or 'without rows'}" for key, shape in gave.items())
+        fix = f"it must return tensors by name, with {rows} rows (--train.global-batch)"
+        raise ValueError(f"{call} returned {shapes or type(batch).__name__}: {fix}")
     if "tokens" in batch and batch["tokens"].is_floating_point():
-        raise ValueError(f"{call} gave tokens of {batch['tokens'].dtype}: ids are integers")
+        raise ValueError(f"{call} returned tokens of {batch['tokens'].dtype}: ids are integers")
     old = before[step] if before else task.batch(config, step)
     same = (v.shape == old[key].shape and agree(v, old[key]).all() for key, v in batch.items())
     if old.keys() != batch.keys() or not all(same):
         again = "when it was called again, perhaps on another rank"
-        raise ValueError(f"{call} gave other values {again}: seed what it draws by the step")
+        raise ValueError(f"{call} returned other values {again}: seed random numbers by the step")
     return dict(batch)
 
 
@@ -328,16 +392,23 @@ def _shape(value: Any) -> list[int] | None:
 
 
 def _seed(seed: int) -> None:
-    """Seeds the generators that a user's code may draw from: a module's initial values are the same, what it draws in
-    its forward is not."""
+    """Seeds the global random generators that a user's code may use.
+
+    Before the model is built, the seed is the same on all ranks, so that initial values are equal.
+    Before training it is a seed per rank, so that random numbers in a forward differ and are
+    detected.
+    """
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def _layers(model: Any) -> Layers:
-    """The layers of a model, and the global names in each; a module is one layer, named by the engine. None of what is
-    no model, which the engine says."""
+    """Returns the layers of a model, each with the global names of its parameters and buffers.
+
+    An `nn.Module` is one layer. For other objects the result is empty: the engine raises an error
+    for them.
+    """
     if isinstance(model, nn.Module) and not hasattr(model, "slicing"):
         own = (*model.named_parameters(), *model.named_buffers())
         return [("module", [name for name, _ in own])]
@@ -354,30 +425,33 @@ def _layers(model: Any) -> Layers:
 
 
 def _load(file: str) -> dict[str, Any]:
-    """What `_find_truth` wrote. This package wrote it a moment ago: it may be any pickle."""
+    """Loads the file of `_train_reference`. The file is trusted, so any pickle is allowed."""
     truth: dict[str, Any] = torch.load(file, mmap=True, weights_only=False)
     return truth
 
 
-def _find_truth(task: _Task) -> Seen:
-    """On one process: writes what training gives, and finds where one with other random numbers differs."""
+def _train_reference(task: _Task) -> Seen:
+    """Trains on one process, and writes the results.
+
+    Trains again with other random numbers, and returns the differences.
+    """
     task = replace(task, config=plain(task.config))
     truth, watch = _train(task, {}, 0, lambda when, *held: vars(results_of(*held)), {})
     torch.save({**truth, "seen": watch.seen}, task.file)
     return _train_and_compare(task, {})
 
 
-def _train_and_compare(task: _Task, said: dict[str, int]) -> Seen:
-    """On every rank: trains, and says what differs from the truth."""
+def _train_and_compare(task: _Task, parsed: dict[str, int]) -> Seen:
+    """Trains on all ranks of a topology. Returns the differences of this rank to the reference."""
     truth, usual = _load(task.file), task.config.train.micro_batch
-    # what buffers gather depends on that
-    cut = said.get("dp", 1) > 1 or said.get("micro", usual) != usual
+    # statistics in buffers, such as running means, depend on the division of the batch
+    divided = parsed.get("dp", 1) > 1 or parsed.get("micro", usual) != usual
 
     def look(when: str, engine: Engine, metrics: list[StepMetrics]) -> list[Finding]:
         want = Results(**truth[when])
-        want = replace(want, buffers={}) if cut else want
+        want = replace(want, buffers={}) if divided else want
         return differences(engine, metrics, want, task.tolerance)
 
-    found, watch = _train(task, said, 1 + int(os.environ["RANK"]), look, truth)
+    found, watch = _train(task, parsed, 1 + int(os.environ["RANK"]), look, truth)
     between = diagnose.boundaries(watch.seen, truth["seen"], watch.tensor, task.tolerance)
     return Seen(found["first"], list(between) if found["first"] else [], found["last"])

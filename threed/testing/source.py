@@ -1,4 +1,4 @@
-"""What a user's file calls by name, imported by path in every process: `threed verify FILE.py:NAME`."""
+"""Finds a model in a user's file by name, for `threed verify FILE.py:NAME`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from threed.schedules.from_file import load
 
 @dataclass(frozen=True)
 class Source:
-    """The object `name` of a Python file; a call of it imports the file, if this process has not yet."""
+    """A callable object of a Python file, which is imported at the first call in a process.
+
+    Attributes:
+        file: path of the file.
+        name: name of the object in it.
+    """
 
     file: str
     name: str
@@ -21,7 +26,17 @@ class Source:
 
 
 def find(target: str) -> tuple[Source, Source | None]:
-    """The model that FILE.py:NAME is, and the file's own `batch`, if it has one. ValueError for what is not there."""
+    """Finds a model and the function `batch` in a file.
+
+    Args:
+        target: FILE.py:NAME.
+
+    Returns:
+        The model, and `batch` of the same file or None.
+
+    Raises:
+        ValueError: if the file or the object does not exist.
+    """
     file, colon, name = target.rpartition(":")
     if not colon or not file.endswith(".py"):
         what = "NAME a model class called with a ModelConfig and a Slicing"

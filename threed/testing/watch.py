@@ -1,10 +1,10 @@
-"""What passes between a model's layers in one step: the output of each, and the gradient of its input.
+"""Records the output and the input gradient of each layer of a model in one step.
 
     watch = Watch(engine)
     engine.step(batch)
-    watch.seen        # (kind, number of the layer, samples, which tensor) -> values
+    watch.seen        # (kind, number of the layer, samples, index of the tensor) -> values
 
-Boundaries say where a difference begins; whether there is one, losses and parameters say.
+These values locate a difference. Whether results differ is decided by losses and parameters.
 """
 
 from __future__ import annotations
@@ -27,9 +27,16 @@ Key = tuple[str, int, tuple[int, ...], int]
 
 
 class Watch:
-    """Sees this rank's layers run, until `stop`; also notes for the parent which one runs.
+    """Records outputs and input gradients of this rank's layers until `stop`.
 
-    truth: what another watch saw; an output whose shape is not that, nor a part of it, is an error at once.
+    Args:
+        engine: engine with the layers.
+        truth: values recorded on one process. An output whose shape is neither equal to the
+            recorded one nor a shard of it raises RuntimeError.
+
+    Attributes:
+        seen: recorded values.
+        at: name of the running layer.
     """
 
     def __init__(self, engine: Engine, truth: Mapping[Key, Tensor]) -> None:
@@ -37,18 +44,18 @@ class Watch:
         self.names = [label(layer, number) for number, layer in enumerate(engine.blueprint.layers)]
         self.seen: dict[Key, Tensor] = {}
         self.tensor = engine.topology.axis("tp")
-        self.at = ""  # the layer that runs
+        self.at = ""
         self._recording = True
         self._serial = itertools.count(1)
         for number in engine.blueprint.held:
             self._follow(number, engine.blueprint.layers[number])
 
     def stop(self) -> None:
-        """Keeps no more values."""
+        """Stops recording."""
         self._recording = False
 
     def first_not_finite(self) -> str:
-        """The first layer of this rank whose output was no number, "" if none was."""
+        """Returns the name of this rank's first layer with a non-finite output, or ""."""
         outputs = [(key[1], values) for key, values in self.seen.items() if key[0] == OUTPUT]
         wrong = [number for number, values in outputs if not values.isfinite().all()]
         return self.names[min(wrong)] if wrong else ""
@@ -71,7 +78,7 @@ class Watch:
         layer.register_forward_hook(after)
 
     def _note(self, what: str, number: int) -> None:
-        # tensor ranks that do not call the same collectives do not get beyond the layer
+        # synchronizes tensor ranks, so that mismatched collectives hang in the faulty layer
         if self._recording:
             collectives.all_gather(torch.zeros(1), self.tensor)
         self.at = self.names[number]
@@ -79,13 +86,13 @@ class Watch:
 
     def _check_shape(self, got: Tensor, want: Tensor) -> None:
         parts, sizes = self.tensor.size, zip(got.shape, want.shape, strict=False)
-        cut = [own == whole or abs(own * parts - whole) < parts for own, whole in sizes]
-        if got.dim() != want.dim() or not all(cut):
+        fits = [own == full or abs(own * parts - full) < parts for own, full in sizes]
+        if got.dim() != want.dim() or not all(fits):
             alone = f"on one process {list(want.shape)}"
             raise RuntimeError(f"its output has shape {list(got.shape)}, {alone}")
 
     def _keys(self, kind: str, number: int, value: Any, micro: Any) -> Iterator[tuple[Key, Tensor]]:
-        """The tensors in a value, and what each is kept by; none while nothing is kept."""
+        """Yields the floating-point tensors in a value with their keys; none after `stop`."""
         samples = getattr(micro, "samples", None)
         if self._recording and samples is not None:
             for index, tensor in enumerate(tree_leaves(value)):
@@ -94,12 +101,12 @@ class Watch:
 
     def _recorder(self, key: Key) -> Any:
         def keep(values: Tensor) -> None:
-            # recompute runs a layer again
+            # keeps the first values: recompute runs a layer again
             self.seen.setdefault(key, values.detach().to("cpu", copy=True))
 
         return keep
 
 
 def label(layer: nn.Module, number: int) -> str:
-    """A layer as reports name it."""
+    """Returns the name of a layer in reports."""
     return contract(layer).name or f"layer {number} ({type(layer).__name__})"

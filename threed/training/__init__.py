@@ -1,4 +1,4 @@
-"""What surrounds an optimizer step in a run: callbacks for logging, evaluation, checkpoints and profiles."""
+"""Callbacks of the training loop: logging, evaluation, checkpoints, profiles and skipped steps."""
 
 from threed.training.callback import Callback, Run, Start
 

@@ -1,8 +1,9 @@
-"""Steps with non-finite numbers, and replicas that differ: reports them, recomputes them, delays checkpoints.
+"""Reports and recomputes skipped steps, delays checkpoints after them, compares replicas.
 
-A skipped step leaves weights and moments unchanged. A checkpoint after one would only push out an older checkpoint,
-perhaps the last from which training can continue. So it is delayed until a step is not skipped; at the end of a run it
-is written, and pushes out none.
+A skipped step leaves weights and moments unchanged. A checkpoint after it would only cause the
+removal of an older one, perhaps the last from which training can continue. So the checkpoint is
+delayed until a step is not skipped. At the end of a run it is written, but no older checkpoint is
+removed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class BadSteps(Callback):
     """Reports skipped steps, and compares replicas every `run.check-replicas` steps.
 
     Attributes:
-        delays: whether a checkpoint that was due has been delayed.
+        delays: whether a checkpoint is due but delayed.
     """
 
     def __init__(self, run: Run) -> None:
@@ -36,11 +37,11 @@ class BadSteps(Callback):
         if run.config.run.check_replicas:
             copies, alone = (n / MIB for n in replicas.compared(self.engine.optimizer))
             run.note(
-                f"replicas   of {copies + alone:.1f} MiB on rank 0, {copies:.1f} have copies to be compared with"
+                f"replicas   of {copies + alone:.1f} MiB on rank 0, {copies:.1f} are replicated and compared"
             )
 
     def step(self, batch: Batch) -> StepMetrics:
-        """Runs an optimizer step; with `run.recheck-bad-steps` a skipped step is computed twice."""
+        """Runs an optimizer step. With `run.recheck-bad-steps`, recomputes it if it is skipped."""
         return self.engine.step(batch) if self._recheck is None else self._recheck.step(batch)
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
@@ -49,7 +50,7 @@ class BadSteps(Callback):
         self.compare()
 
     def _report(self, metrics: StepMetrics) -> None:
-        """Reports the steps skipped since the last report; not those of a dynamic loss scale that is being found."""
+        """Reports new skipped steps, except while a dynamic loss scale is being adjusted."""
         more, self._reported = metrics.skipped - self._reported, metrics.skipped
         if more and (metrics.bad_steps or not self.engine.optimizer.scaler.rule.dynamic):
             what = f"loss {metrics.loss:g}, gradient norm {metrics.grad_norm:g}"
@@ -59,13 +60,14 @@ class BadSteps(Callback):
             )
 
     def compare(self, saving: bool = False) -> None:
-        """Compares replicas if that is due. Collective.
+        """Compares replicas if a comparison is due. Collective.
 
         Args:
-            saving: a checkpoint follows, so compare if any step was made since the last comparison.
+            saving: whether a checkpoint follows. Then replicas are compared if any step ran since
+                the last comparison.
 
         Raises:
-            ReplicaError: on every rank, if replicas differ.
+            ReplicaError: if replicas differ; on every rank.
         """
         every, step = self.run.config.run.check_replicas, self.engine.steps
         if every and step > self._compared and (saving or step % every == 0):
@@ -73,7 +75,7 @@ class BadSteps(Callback):
             self._compared = step
 
     def delay_checkpoint(self) -> bool:
-        """Returns whether a checkpoint that is due is delayed, because the last steps were skipped. Collective."""
+        """Returns whether to delay the due checkpoint after a skipped step. Collective."""
         skipped, delayed = self.engine.bad_steps(), self.delays
         self.delays = skipped > 0
         every, step = self.run.config.checkpoint.every, self.engine.steps
@@ -81,10 +83,10 @@ class BadSteps(Callback):
             self._delayed.append(step)
         if self.delays and not delayed:
             steps = f"{skipped} step{'s' * (skipped > 1)}"
-            self.run.note(f"no checkpoint of step {step}: {steps} in a row skipped; put off")
+            self.run.note(f"no checkpoint of step {step}: {steps} in a row skipped; delayed")
         return self.delays
 
     def take_delayed(self) -> dict[str, list[int]]:
-        """Returns the steps whose checkpoints were delayed, as an entry of the next checkpoint."""
+        """Returns the steps with delayed checkpoints for the next checkpoint, and clears them."""
         steps, self._delayed = self._delayed, []
         return {"put_off": steps} if steps else {}

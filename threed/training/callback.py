@@ -17,14 +17,15 @@ from threed.reliability.supervision import Supervision
 
 @dataclass(frozen=True)
 class Start:
-    """The state that this process begins with: new, or loaded from a checkpoint.
+    """The state in which this process starts training: new, or loaded from a checkpoint.
 
     Attributes:
-        step: optimizer steps done.
-        samples: sequences consumed by them.
-        tokens: tokens consumed by them; sequences may have had another length.
-        saved: whether a checkpoint of this step exists on the disk.
-        extra: what the checkpoint contains besides the state of the engine; see `elastic.resume`.
+        step: number of completed optimizer steps.
+        samples: number of sequences consumed by these steps.
+        tokens: number of tokens consumed by these steps; the sequence length may have been
+            different.
+        saved: whether a checkpoint of this step exists on disk.
+        extra: entries of the checkpoint other than the engine's state; see `elastic.resume`.
     """
 
     step: int
@@ -36,14 +37,18 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """A run on this rank, as callbacks see it.
+    """The objects of a run on this rank, for callbacks.
 
     Attributes:
-        folder: the run folder.
-        forecast: of memory and time; None except on rank 0.
-        monitor: writes metrics and notes, on rank 0.
-        stop: whether the run has been asked to end before its last step.
-        last: the last step of this process.
+        engine: the engine with model and optimizer.
+        data: training and validation data.
+        folder: run folder.
+        forecast: forecast of memory and time; None except on rank 0.
+        monitor: output of metrics and notes on rank 0.
+        supervision: watchdog and signals of this rank.
+        stop: request to end the run before its last step.
+        start: state in which this process started training.
+        last: number of the last step of this process.
     """
 
     engine: LayeredEngine
@@ -72,23 +77,29 @@ class Run:
         self.monitor.note(text)
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """Records progress for the watchdog, which ends a run that makes none."""
+        """Records progress for the watchdog, which ends the run if a rank makes no progress.
+
+        Args:
+            phase: name of the current phase.
+            step: current step; by default the number of completed steps.
+        """
         self.supervision.heart.beat(self.engine.steps if step is None else step, phase)
 
     def hurries(self) -> bool:
-        """Returns whether the run is to end soon, and its saves with it. For any thread."""
+        """Returns whether the run must end soon, so that saves must hurry. Thread-safe."""
         return bool(self.stop or self.supervision.asked())
 
     def is_logged(self, step: int) -> bool:
-        """Returns whether the metrics of a step are logged."""
+        """Returns whether a step is logged: every `log.every` steps, the first and the last."""
         return step % self.config.log.every == 0 or step in (1, self.last)
 
 
 class Callback:
-    """Extends the training loop.
+    """Base class of extensions of the training loop.
 
-    Every method is called on every rank, in the order of the list of callbacks, so it may call collectives. It must not
-    decide by a value that differs between ranks whether it calls one.
+    Every method is called on every rank, in the order of the list of callbacks, so it may call
+    collectives. Whether it calls a collective must not depend on a value that differs between
+    ranks: otherwise the run hangs.
 
     Example::
 
@@ -102,15 +113,17 @@ class Callback:
         """Called before the first step, after a checkpoint has been loaded."""
 
     def before_step(self, run: Run, step: int) -> None:
-        """Called when the batch of a step is there; steps are counted from 1."""
+        """Called after the batch of a step has been fetched. Steps are counted from 1."""
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         """Called after the update.
 
         Args:
-            metrics: of the step; reading a value waits for the device.
-            row: metrics to log for the step by name; callbacks add to it. A row that stays empty is not logged.
+            run: the run.
+            metrics: metrics of the step; reading a value waits for the device.
+            row: metrics to log for the step, by name. Callbacks add to it. An empty row is not
+                logged.
         """
 
     def end(self, run: Run) -> None:
-        """Called after the last step, before the final report; not if a step raised an exception."""
+        """Called after the last step, before the final report. Not called if a step raised."""

@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run, asynchronously if there is memory for a copy of the state.
 
-A save that fails while training continues is reported once, in the next step, at the next save or at the end; training
-goes on, and the end of the run saves what has not been saved.
+If an asynchronous save fails, the failure is reported once, and training continues. The end of the
+run saves the final state if it has not been saved.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from threed.training.callback import Callback, Run
 
 
 class Checkpoints(Callback):
-    """Saves every `checkpoint.every` steps to the run folder, and every `checkpoint.memory-every` steps to memory.
+    """Saves to the run folder and to memory, as `checkpoint.every` and `.memory-every` require.
 
     Attributes:
-        last_saved: the newest saved step, -1 if there is none.
+        last_saved: newest saved step, or -1.
     """
 
     def __init__(
@@ -49,17 +49,17 @@ class Checkpoints(Callback):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """If the block raises, saves in progress get some seconds to end."""
+        """Returns a context in which saves in progress may finish if the block raises."""
         with self.engine.saver.ending(self._is_gone), self.memory.ending():
             yield
 
     def _is_gone(self, rank: int) -> bool:
-        """Returns whether the process of a rank on this machine has ended."""
+        """Returns whether the process of a rank on this machine has exited."""
         beat = heartbeat.read(self.run.supervision.heart.folder, rank)
         return beat is not None and heartbeat.process_state(beat) == "ended"
 
     def take_seconds(self) -> float:
-        """Returns the seconds that saves took in the last step."""
+        """Returns the seconds that saves took since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -71,7 +71,7 @@ class Checkpoints(Callback):
         due = self.bad_steps.delays or (every and step % every == 0)
         if due and not run.stop and not self.bad_steps.delay_checkpoint():
             self.save(asynchronous=step < run.last)
-            run.stop.now()  # else a run that was asked to stop meanwhile would save twice
+            run.stop.now()  # prevents a second save if a stop was requested during this one
         if step < run.last and not run.stop:
             self.memory.save_if_due(step, self._extra)
         self._seconds = time.perf_counter() - began
@@ -84,10 +84,10 @@ class Checkpoints(Callback):
         """Saves the current step. Collective.
 
         Args:
-            asynchronous: the files may be written while training goes on.
+            asynchronous: whether to write the files while training continues, if memory allows.
 
         Raises:
-            CheckpointError: on every rank, if the last step of the run cannot be saved.
+            CheckpointError: if the last step of the run cannot be saved; on every rank.
         """
         run, step = self.run, self.engine.steps
         self.bad_steps.compare(saving=True)
@@ -128,7 +128,7 @@ class Checkpoints(Callback):
         return self.run.folder / "checkpoints" / f"step-{step}"
 
     def _extra(self) -> Mapping[str, Any]:
-        """Returns what a checkpoint contains for the next run and for exports."""
+        """Returns the entries of a checkpoint for the next run and for exports."""
         run, text = self.run, self.run.data.tokenizer
         tokenizer = {"tokenizer": text.files, "fingerprint": text.fingerprint, "eot": text.eot}
         origin = {"data_sha256": run.data.sha256, "hf": run.start.extra.get("hf")}
@@ -137,22 +137,22 @@ class Checkpoints(Callback):
 
     @cached_property
     def _has_room(self) -> bool:
-        """Whether saves are asynchronous: they are asked for, and there is memory for a copy."""
+        """Whether saves are asynchronous: they are allowed, and memory for a copy is free."""
         asked = self.run.config.checkpoint.async_ is not False
         room = asked and self.engine.saver.has_room()
         if asked and not room:
-            what = "no memory for a copy of what is saved"
+            what = "no memory for a copy of the state"
             self.run.note(f"{what}: training waits for each checkpoint")
         return room
 
     def _make_room(self, step: int) -> None:
-        """Allocates the memory for copies once activations are allocated, if asynchronous saves are to come."""
+        """Allocates the buffers of future asynchronous saves, once activations are allocated."""
         every = self.run.config.checkpoint.every
         if every and (step // every + 1) * every < self.run.last and self._has_room:
             self.engine.saver.make_room()
 
     def _report_failure(self) -> None:
-        """Reports a failure of the save in progress; rank 0 sees it before the save has ended on the others."""
+        """Reports a failure of the save in progress, perhaps before it ends on other ranks."""
         save = self._save
         if save is not None and save.done and save.problem is not None:
             self._report(save.path, f"{save.problem} (earlier checkpoints are intact)")
@@ -163,8 +163,8 @@ class Checkpoints(Callback):
             self.run.note(f"no checkpoint of step {path.name[5:]}: {error}; training goes on")
 
     def _count(self, path: Path) -> None:
-        """Counts a checkpoint as saved, and removes the oldest beyond `checkpoint.keep`."""
+        """Records a checkpoint as saved, and removes checkpoints beyond `checkpoint.keep`."""
         self.last_saved = int(path.name[5:])
         self.retention.trust(path)
         for problem in self.retention.prune() if not self.engine.bad_steps() else ():
-            self.run.note(f"a checkpoint that does not count: {problem}")
+            self.run.note(f"invalid checkpoint, not counted: {problem}")

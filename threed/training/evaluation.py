@@ -1,12 +1,13 @@
-"""Computes the mean token loss over the first validation windows, each of them once.
+"""Computes the mean token loss over the first validation windows, without repetition.
 
     evaluation = Evaluation(engine, data)
     evaluation.notice                          a note for the user; empty if there are enough windows
     loss = evaluation.loss(stops)              collective; None if `stops` returned true
     evaluation.bits_per_byte(loss)
 
-Every evaluation runs full global batches, for any topology, micro-batch and schedule. In the last batch the labels of
-rows beyond the last window are ignored, and the mean weights batches by their numbers of windows.
+An evaluation runs full global batches, so it works with any topology, micro-batch and schedule. In
+the last batch the labels of rows beyond the last window are ignored. The mean weights each batch by
+its number of windows.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ IGNORED = -100
 class Evaluation(Callback):
     """Evaluates every `train.eval-every` steps and after the last one.
 
-    The windows are the first `train.eval_samples` of the validation data, or all of them if there are fewer.
+    The windows are the first `train.eval_samples` of the validation data, or all of them if there
+    are fewer.
 
     Attributes:
-        windows: the number of windows that are evaluated.
+        windows: number of windows per evaluation.
     """
 
     def __init__(self, engine: Engine, data: Data) -> None:
@@ -44,36 +46,37 @@ class Evaluation(Callback):
 
     @property
     def notice(self) -> str:
-        """A note for the user; empty if there are at least `train.eval_samples` windows."""
+        """A note for the user if there are fewer than `train.eval_samples` windows, else ""."""
         if self.windows == self.asked:
             return ""
         there = f"there are {self.windows} windows of {self.data.valid.seq} tokens"
-        return f"{there}, fewer than --train.eval-samples {self.asked}: val/loss is over each of them once"
+        return f"{there}, fewer than --train.eval-samples {self.asked}: val/loss is the mean over all of them"
 
     def loss(self, stops: Callable[[], bool]) -> float | None:
-        """Returns the mean token loss in nats, or None if the evaluation was ended. Collective.
+        """Returns the mean token loss in nats, or None if interrupted. Collective.
 
         Args:
-            stops: called after each global batch; ends the evaluation if it returns true, which it must do on all
-                ranks.
+            stops: function called after each global batch. If it returns true, the evaluation ends.
+                It must return the same value on all ranks.
         """
         sums: list[Tensor] = []
         for first in range(0, self.windows, self.batch):
-            here = min(self.batch, self.windows - first)  # windows have equally many labels
+            here = min(
+                self.batch, self.windows - first
+            )  # all windows have the same number of labels
             sums.append(self.engine.evaluate(self._rows(first + self.index * self.share)) * here)
             if stops():
                 return None
         return float(torch.stack(sums).sum()) / self.windows
 
     def _rows(self, first: int) -> dict[str, Tensor]:
-        """Returns this data rank's rows of a global batch, from window `first`; labels beyond the last window are
-        ignored."""
+        """Returns this rank's rows from window `first`, without labels past the last window."""
         rows = self.data.valid.batch(first, self.share)
         rows["labels"][max(0, self.windows - first) :] = IGNORED
         return rows
 
     def bits_per_byte(self, loss: float) -> float:
-        """Converts a loss in nats per token to bits per byte of the text of the same windows."""
+        """Converts a loss in nats per token to bits per byte of the windows' text."""
         return loss / math.log(2) / self._bytes_per_label if self._bytes_per_label else math.nan
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The end of a run: figures, the Hugging Face export, a sample of text, and where everything is."""
+"""The final report of a run: figures, Hugging Face export, sampled text, and paths."""
 
 from __future__ import annotations
 
@@ -34,18 +34,21 @@ def finish(
     spans: Sequence[Any],
     command: Sequence[str],
 ) -> None:
-    """Samples text, draws the figures, exports the last checkpoint, and prints the paths. Collective.
+    """Samples text, draws figures, exports the last checkpoint, and prints paths. Collective.
 
     Args:
-        spans: per stage, the actions of the last logged step.
-        command: the words of the command line, for the hint how to resume.
+        run: the run.
+        checkpoints: callback that has saved the last checkpoint.
+        peak: callback that has measured the peak memory.
+        spans: actions of the last logged step, per stage.
+        command: arguments of the command line, for the hint how to resume.
     """
     engine, config = run.engine, run.config
     run.beat("end")
     peaks = collectives.exchange(peak.nbytes, engine.topology.axis("world"))
     count = config.train.sample_tokens
     text = sample_text(engine, run.data, count) if count and not run.stop.now() else ""
-    run.supervision.watchdog.stop()  # from here on the other ranks wait for rank 0
+    run.supervision.watchdog.stop()  # the other ranks now wait for rank 0
     if run.forecast is None:
         return
     rows = [
@@ -68,19 +71,34 @@ def finish(
 
 
 def sample_text(engine: LayeredEngine, data: Data, count: int) -> str:
-    """Returns a prompt and the `count` tokens with which the model continues it, or why it does not. Collective."""
+    """Returns a prompt and its continuation by the model, or the reason why it failed. Collective.
+
+    Args:
+        engine: engine with the model.
+        data: data with the tokenizer.
+        count: number of tokens to generate.
+    """
     try:
         prompt = [*data.tokenizer.bos_ids, *data.tokenizer.encode(PROMPT)] or [data.tokenizer.eot]
         return data.tokenizer.decode(generate(engine, prompt, count))
     except (NotFiniteError, EncodeError) as error:
-        return f"nothing: {error}"
+        return f"no sample: {error}"
 
 
 def export(
     checkpoint: Path, folder: Path, tokenizer: Tokenizer, note: Callable[[str], None]
 ) -> list[tuple[str, Path]]:
-    """Writes a Hugging Face folder and returns its entry for the report. If a package is missing, calls `note` with a
-    message and returns no entry."""
+    """Writes a Hugging Face folder.
+
+    Args:
+        checkpoint: checkpoint to export.
+        folder: folder to write.
+        tokenizer: tokenizer to include.
+        note: function that prints a message if a package is missing.
+
+    Returns:
+        The entry of the folder in the report; empty if a package is missing.
+    """
     try:
         return [("export", export_hf(checkpoint, folder, tokenizer))]
     except MissingPackageError as error:
@@ -91,12 +109,15 @@ def export(
 def draw(
     run: Run, forecast: Forecast, spans: Sequence[Sequence[Any]], memory: list[dict[str, Any]]
 ) -> list[Path]:
-    """Draws loss.svg, memory.svg and pipeline.svg into the run's figures, and returns those that were drawn.
+    """Draws loss.svg, memory.svg and pipeline.svg, and returns the paths of the drawn figures.
 
-    An error of the disk is only reported: the run has its checkpoint.
+    A disk error is only reported, because the run already has its checkpoint.
 
     Args:
-        memory: predicted and measured bytes of every rank in a step.
+        run: the run.
+        forecast: forecast of the run.
+        spans: actions of the last logged step, per stage.
+        memory: predicted and measured bytes per rank.
     """
     data, folder = run.data, run.folder
     entropies = {"uniform_entropy": data.uniform_entropy, "unigram_entropy": data.unigram_entropy}
@@ -113,14 +134,14 @@ def draw(
 
 
 def _pipeline(forecast: Forecast, plan: Plan, spans: Sequence[Sequence[Any]]) -> str:
-    """A step as it ran; below it as the plan has it, with the same times of actions and without any of messages."""
+    """Returns an SVG of a step as measured, and of its plan with the measured mean times."""
     planned, ranks = replay(plan, spans), f"{len(spans)} pipeline rank{'s' * (len(spans) > 1)}"
     ends = [end for row in spans for _, _, end in row]
     extent = max(ends) - min(start for row in spans for _, start, _ in row)
     name, count = Path(forecast.config.parallel.schedule).name, forecast.microbatches
     ran = f"ranks idle {fmean(idle_shares(spans)):.1%}, predicted {forecast.idle:.1%}; {count} micro-batches"
     due = f"ranks idle {fmean(idle_shares(planned)):.1%}: each action takes the mean of its kind, messages take no time"
-    return stack([  # the legend stands with the messages
+    return stack([  # the first timeline has the legend
         svg(spans, f"One step of {name} on {ranks}, as it ran", ran, unit="s", ways=plan.ways),
         svg(planned, "As planned, with these times", due, legend=False, unit="s", extent=extent),
     ])  # fmt: skip

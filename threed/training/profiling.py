@@ -37,13 +37,14 @@ class Profile(Callback):
 
 
 class PeakMemory(Callback):
-    """Measures the peak bytes of tensors in the second step of this process, or in its only one.
+    """Measures the peak bytes of tensors in the second step of this process, or in its only step.
 
-    A CPU has no allocator statistics, so every operation is inspected; those of compiled kernels cannot be.
+    A CPU has no allocator statistics, so every operation is inspected. Operations in compiled
+    kernels cannot be inspected, so compiled blocks on a CPU are not measured.
 
     Attributes:
-        step: the measured step; 0 if none was.
-        nbytes: the peak in it, in bytes.
+        step: measured step, or 0.
+        nbytes: peak of the step, in bytes.
     """
 
     def __init__(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Text from a model in training: one token at a time through the same pipeline, by forward-only plans."""
+"""Generates text with a model in training: one token per forward, through the training pipeline."""
 
 from __future__ import annotations
 
@@ -10,16 +10,29 @@ from threed.engine import LayeredEngine
 
 
 class NotFiniteError(RuntimeError):
-    """A model whose next token cannot be drawn; the same on every rank."""
+    """Raised on every rank if the logits are not finite, so that no token can be sampled."""
 
 
 def generate(
     engine: LayeredEngine, prompt: list[int], count: int, temperature: float = 0.8, seed: int = 0
 ) -> list[int]:
-    """`prompt` (at least one token id) continued by `count` tokens. Collective; the same on every rank.
+    """Continues a prompt. Collective; returns the same tokens on every rank.
 
-    The context is the model's sequence length, filled up on the right: causal attention does not see the filling, and
-    every forward has one shape. Past that length the window slides. NotFiniteError where the logits are not finite.
+    The context has the model's sequence length, padded on the right: causal attention does not see
+    the padding, and all forwards have the same shape. For longer texts the window slides.
+
+    Args:
+        engine: engine with the model.
+        prompt: token ids, at least one.
+        count: number of tokens to generate.
+        temperature: divisor of the logits.
+        seed: seed of the sampling.
+
+    Returns:
+        Token ids of the prompt and the continuation.
+
+    Raises:
+        NotFiniteError: if the logits are not finite.
     """
     length, device = engine.config.model.seq, engine.topology.device
     draw = torch.Generator().manual_seed(seed)
@@ -37,11 +50,11 @@ def generate(
 def _next(
     engine: LayeredEngine, tokens: Tensor, position: int, temperature: float, draw: torch.Generator
 ) -> int:
-    """The next token: drawn where the model ends, told to the others; -1 where none can be drawn."""
+    """Samples the next token on the last stage and broadcasts it; -1 if logits are not finite."""
     logits = engine.logits(tokens)
     chosen = torch.zeros(1, dtype=torch.int64, device=tokens.device)
     if logits is not None:
-        scores = _whole(engine, logits[0, position]).cpu().double() / temperature
+        scores = _gather(engine, logits[0, position]).cpu().double() / temperature
         shares = torch.softmax(scores, 0)
         finite = bool(shares.isfinite().all())
         chosen += int(torch.multinomial(shares, 1, generator=draw)) if finite else -1
@@ -49,8 +62,8 @@ def _next(
     return int(collectives.broadcast(chosen, pp, last))
 
 
-def _whole(engine: LayeredEngine, shard: Tensor) -> Tensor:
-    """Logits of the whole vocabulary [v] from this rank's [v/t]; shards may differ by one, so they travel padded."""
+def _gather(engine: LayeredEngine, shard: Tensor) -> Tensor:
+    """Gathers logits [v] from vocabulary shards [v/t], whose sizes may differ by one."""
     axis, vocab = engine.topology.axis("tp"), engine.config.model.vocab or 0
     widths = [b - a for a, b in (collectives.split(vocab, axis.size, i) for i in range(axis.size))]
     padded = shard.new_zeros(max(widths))

@@ -24,10 +24,12 @@ class StepLog(Callback):
     """Adds the metrics of training to the rows of logged steps.
 
     Args:
-        save_seconds: returns the seconds since the last step that were spent on checkpoints.
+        run: the run.
+        save_seconds: function that returns the seconds spent on checkpoints since its last call.
 
     Attributes:
-        spans: per stage of this rank's pipeline, the actions of the last logged step with begin and end in seconds.
+        spans: actions of the last logged step with start and end in seconds, per stage of this
+            rank's pipeline.
     """
 
     def __init__(self, run: Run, save_seconds: Callable[[], float]) -> None:
@@ -51,13 +53,13 @@ class StepLog(Callback):
         self._data_s = time.perf_counter() - self._began
         if run.is_logged(step):
             run.engine.record()
-        run.engine.topology.traffic.clear()  # of evaluations and saves
+        run.engine.topology.traffic.clear()  # exclude evaluations and saves
 
     def after_step(self, run: Run, metrics: StepMetrics, row: dict[str, float]) -> None:
         logged = run.is_logged(metrics.step)
         loss = metrics.loss if logged else 0.0  # waits for the device
         self._traffic.add(run.engine.topology.traffic)
-        # A save counts in the time of the next step: it begins after the row of its own step is written.
+        # A save counts in the time of the next step: it begins after the row of its step is written.
         saving = self._save_seconds()
         spent = time.perf_counter() - self._began + saving
         times = {"data_s": self._data_s, "ckpt_s": saving, **metrics.seconds}
@@ -66,7 +68,7 @@ class StepLog(Callback):
             row.update({"train/loss": loss, **self._metrics(run, metrics)})
 
     def _metrics(self, run: Run, metrics: StepMetrics) -> dict[str, float]:
-        """Returns the metrics of a logged step but its loss. Collective."""
+        """Returns all metrics of a logged step except the loss. Collective."""
         self.spans = self._all_spans(run)
         return {
             "train/lr": metrics.lr,
@@ -81,7 +83,7 @@ class StepLog(Callback):
         }
 
     def _of_all_ranks(self, run: Run) -> dict[str, float]:
-        """Returns bytes sent and peak memory, after one exchange that also tells who was asked to stop. Collective."""
+        """Exchanges bytes sent, peak memory and requests to stop. Returns metrics. Collective."""
         topology = run.engine.topology
         own = {
             "traffic": self._traffic.take(),
@@ -110,7 +112,7 @@ class StepLog(Callback):
         }
 
     def _all_spans(self, run: Run) -> list[Any]:
-        """Returns the actions of every stage of this rank's pipeline, on this rank's clock. Collective."""
+        """Returns the recorded actions of all stages of this pipeline, on one clock. Collective."""
         own = [(str(action), begin, end) for action, begin, end in run.engine.record(on=False)]
         rows = on_one_clock(own, run.engine.topology.axis("pp"))
         return [[(Action.parse(text), begin, end) for text, begin, end in row] for row in rows]
