@@ -24,9 +24,9 @@ LIBSTDCXX = {29: 34, 30: 35, 33: 39}
 
 
 def _builder(root: Path) -> ModuleType:
-    """threed/native/build.py, without importing threed (which needs torch)."""
+    """threed/core/native/build.py, without importing threed (which needs torch)."""
     spec = importlib.util.spec_from_file_location(
-        "threed_native_build", root / "threed" / "native" / "build.py"
+        "threed_native_build", root / "threed" / "core" / "native" / "build.py"
     )
     assert spec is not None
     assert spec.loader is not None
@@ -37,7 +37,7 @@ def _builder(root: Path) -> ModuleType:
 
 
 class NativeLibraries(BuildHookInterface):
-    """Adds csrc and threed/native/lib/*.so to the wheel, whose tag then names the platform."""
+    """Adds csrc and threed/core/native/lib/*.so to the wheel, whose tag then names the platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compiles each library that has sources; `version` is "editable" for an editable installation."""
@@ -45,7 +45,7 @@ class NativeLibraries(BuildHookInterface):
         self.folder = tempfile.TemporaryDirectory(prefix="threed-build-")
         if not editable:
             # Where the library does not load, or there was no compiler, one is compiled at first use.
-            build_data["force_include"]["csrc"] = "threed/native/csrc"
+            build_data["force_include"]["csrc"] = "threed/core/native/csrc"
         for library in build.LIBRARIES.values():
             try:
                 to_cache = editable or build.is_cached(library)
@@ -56,7 +56,7 @@ class NativeLibraries(BuildHookInterface):
                 continue
             self.app.display_info(f"threed: native {library.name} library {path}")
             if not editable:
-                _include(path, f"threed/native/lib/{library.name}.so", build_data)
+                _include(path, f"threed/core/native/lib/{library.name}.so", build_data)
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Removes what `initialize` compiled: it is in the wheel now."""

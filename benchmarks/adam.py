@@ -35,7 +35,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks import host  # noqa: E402
-from threed import native  # noqa: E402
+from threed.core import native  # noqa: E402
 from threed.memory.pool import host_buffer  # noqa: E402
 from threed.ops.adam import Adam  # noqa: E402
 from threed.ops.update import StepScalars  # noqa: E402

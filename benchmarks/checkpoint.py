@@ -47,11 +47,11 @@ if str(ROOT) not in sys.path:
 from benchmarks import host  # noqa: E402
 from threed import models  # noqa: E402
 from threed.config import Config  # noqa: E402
-from threed.device import processor  # noqa: E402
+from threed.config.resolution import resolve  # noqa: E402
+from threed.core.device import processor  # noqa: E402
+from threed.distributed.topology import Topology  # noqa: E402
 from threed.engine import Engine  # noqa: E402
 from threed.layers import Slicing  # noqa: E402
-from threed.resolution import resolve  # noqa: E402
-from threed.topology import Topology  # noqa: E402
 from threed.zero.records import read, records  # noqa: E402
 
 VOCAB = 256

@@ -26,10 +26,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from threed.config import ModelConfig
+from threed.config.resolution import resolve_model
 from threed.interop.convert import convert
 from threed.interop.huggingface.export import write_folder
 from threed.interop.huggingface.layouts import config_of, entries, native_shapes
-from threed.resolution import resolve_model
 
 STEPS = (
     ("theirs", "native", "native", None),

@@ -29,12 +29,12 @@ from benchmarks.pipelines import PIPELINES  # noqa: E402
 from benchmarks.reference import GPTConfig  # noqa: E402
 from benchmarks.suites import MODES, SCHEDULES, Offload  # noqa: E402
 from benchmarks.trainer import complete, make_trainer, renamed  # noqa: E402
-from threed import collectives  # noqa: E402
+from threed.distributed import collectives  # noqa: E402
+from threed.distributed.topology import Topology  # noqa: E402
 from threed.engine import Engine as Trainer  # noqa: E402
 from threed.memory.tiers import Drive  # noqa: E402
 from threed.pipeline.executor import Span  # noqa: E402
 from threed.schedules import Action, replay, span_and_bubble  # noqa: E402
-from threed.topology import Topology  # noqa: E402
 
 
 class Engine(Protocol):

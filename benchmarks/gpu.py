@@ -356,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("no CUDA device (a rehearsal: --device cpu --small)")
             return 0
         # a missing package is named once here, not by every stage
-        from threed import schema as schema
+        from threed.config import schema as schema
 
         return conduct(args)
     except (UsageError, ImportError) as error:

@@ -33,8 +33,8 @@ from benchmarks import reference
 from benchmarks.engines import make_trainer
 from benchmarks.peers import optimizers
 from benchmarks.reference import GPTConfig
+from threed.distributed.topology import Topology
 from threed.ops import matmul
-from threed.topology import Topology
 
 Step = Callable[[], Any]
 RANKS = 8

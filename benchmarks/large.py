@@ -68,12 +68,12 @@ def child(args: argparse.Namespace) -> None:
 
     from threed import models
     from threed.config import Config
+    from threed.config.resolution import resolve
     from threed.data import open_data
+    from threed.distributed.topology import Topology
     from threed.engine import Engine
-    from threed.forecast import Forecast
     from threed.layers import Slicing
-    from threed.resolution import resolve
-    from threed.topology import Topology
+    from threed.planner.forecast import Forecast
 
     torch.set_num_threads(args.threads)
     place = (

@@ -25,16 +25,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 # first: what it says is there must not depend on what is registered here
-from threed import checks as checks
 from threed import models, schedules
-from threed.collectives import barrier
 from threed.config import Config
+from threed.config import checks as checks
+from threed.config.resolution import resolve
+from threed.distributed.collectives import barrier
+from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.layers import Slicing
-from threed.resolution import resolve
 from threed.schedules import Action, Costs, Kind, Plan
 from threed.testing import run_ranks
-from threed.topology import Topology
 
 NAME, VOCAB, SEQ, ROWS = "filled", 61, 16, 2
 

@@ -33,12 +33,12 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.worker import block, bootstrap, gather, median_ms, meet_when_quiet  # noqa: E402
 from threed.config import Config  # noqa: E402
-from threed.device import processor  # noqa: E402
+from threed.config.resolution import resolve  # noqa: E402
+from threed.core.device import processor  # noqa: E402
+from threed.distributed.topology import Topology  # noqa: E402
 from threed.engine import Engine as Trainer  # noqa: E402
 from threed.layers import MicroBatch, Slicing  # noqa: E402
 from threed.models import Decoder  # noqa: E402
-from threed.resolution import resolve  # noqa: E402
-from threed.topology import Topology  # noqa: E402
 
 CUTS = ("uniform", "balanced", "measured")
 COLUMNS = (

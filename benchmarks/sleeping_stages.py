@@ -31,13 +31,13 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from threed import schedules  # noqa: E402
+from threed.distributed.topology import Topology  # noqa: E402
 from threed.layers import MicroBatch  # noqa: E402
+from threed.models.cut import Cut  # noqa: E402
 from threed.pipeline.executor import Executor  # noqa: E402
 from threed.pipeline.transport import Links  # noqa: E402
-from threed.planner.cut import Cut  # noqa: E402
 from threed.schedules import Costs, Plan, lower, simulate  # noqa: E402
 from threed.testing.ranks import run_ranks  # noqa: E402
-from threed.topology import Topology  # noqa: E402
 
 TORCH = {
     "gpipe": (pipelining.ScheduleGPipe, 1, False),

@@ -30,13 +30,13 @@ if str(ROOT) not in sys.path:
 from benchmarks import host  # noqa: E402
 from threed import models  # noqa: E402
 from threed.config import Config  # noqa: E402
+from threed.config.resolution import resolve  # noqa: E402
+from threed.distributed.topology import Topology  # noqa: E402
 from threed.engine import Engine  # noqa: E402
 from threed.layers import Slicing  # noqa: E402
 from threed.memory.tiers import Drive  # noqa: E402
 from threed.ops.adam import Adam  # noqa: E402
 from threed.ops.update import StepScalars  # noqa: E402
-from threed.resolution import resolve  # noqa: E402
-from threed.topology import Topology  # noqa: E402
 from threed.zero.reductions import Gradient  # noqa: E402
 
 

@@ -54,13 +54,14 @@ def child(args: argparse.Namespace, flags: list[str]) -> None:
     """Trains a few steps with the flags of training; rank 0 prints a record."""
     import torch
 
-    from threed import arguments, models
+    from threed import models
+    from threed.config import arguments
+    from threed.config.resolution import resolve
+    from threed.core import process
+    from threed.distributed.topology import Topology
     from threed.engine import Engine
-    from threed.forecast import Forecast
     from threed.layers import Slicing
-    from threed.monitor import process
-    from threed.resolution import resolve
-    from threed.topology import Topology
+    from threed.planner.forecast import Forecast
 
     torch.set_num_threads(args.threads)
     config, _ = arguments.load(flags, presets=ROOT)

@@ -9,10 +9,10 @@ from torch import Tensor
 from benchmarks.reference import ADAM, GPTConfig
 from threed import models
 from threed.config import Config
+from threed.config.resolution import resolve
+from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.layers import Slicing
-from threed.resolution import resolve
-from threed.topology import Topology
 
 
 def make_trainer(config: GPTConfig, topology: Topology, settings: dict[str, Any]) -> Engine:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import threed
 from threed import layers
-from threed.collectives import split
 from threed.config import ModelConfig
-from threed.packages import needed
-from threed.sharding import Init, Piece, ShardSpec, parameter, vector
+from threed.core.packages import needed
+from threed.distributed.collectives import split
+from threed.distributed.sharding import Init, Piece, ShardSpec, parameter, vector
 
 rearrange = needed("einops", "this example").rearrange
 

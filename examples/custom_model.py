@@ -15,13 +15,14 @@ import sys
 from torch import Tensor, nn
 
 import threed
-from threed import launch, layers
-from threed.arguments import format_problems
+from threed import layers
+from threed.cli import launch
 from threed.config import Config, ConfigError, ModelConfig
+from threed.config.arguments import format_problems
+from threed.config.program import program_config
+from threed.config.resolution import resolve
 from threed.data import Data, open_data
-from threed.launcher import world_size
-from threed.program import program_config
-from threed.resolution import resolve
+from threed.distributed.launcher import world_size
 
 # What this program's keys are unless the command line says otherwise.
 DEFAULTS = {

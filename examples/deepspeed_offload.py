@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 import threed
+from threed.core.packages import needed
 from threed.data import open_data
-from threed.packages import needed
 
 transformers = needed("transformers", "this example")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import threed
 from threed import layers
 from threed.config import ModelConfig
-from threed.packages import needed
+from threed.core.packages import needed
 
 rearrange = needed("einops", "this example").rearrange
 

@@ -15,15 +15,15 @@ import sys
 import torch
 
 import threed
-from threed import launch
-from threed.arguments import format_problems
+from threed.cli import launch
 from threed.config import ConfigError, ModelConfig
+from threed.config.arguments import format_problems
+from threed.config.program import program_config
+from threed.config.resolution import resolve
+from threed.core.packages import needed
 from threed.data import open_data
-from threed.launcher import world_size
+from threed.distributed.launcher import world_size
 from threed.memory.io import SwapError
-from threed.packages import needed
-from threed.program import program_config
-from threed.resolution import resolve
 
 transformers = needed("transformers", "this example")
 

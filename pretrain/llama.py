@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from threed import launch
+from threed.cli import launch
 
 if __name__ == "__main__":
     sys.exit(launch.main(sys.argv[1:], arch="llama", prog="pretrain/llama.py"))

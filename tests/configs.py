@@ -17,12 +17,12 @@ from tests import looping
 from tests.harness import run_ranks
 from threed import models
 from threed.config import Config
+from threed.config.resolution import resolve
+from threed.distributed.topology import Topology
 from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing, embedding
-from threed.resolution import resolve
 from threed.testing import Results as Result
 from threed.testing import results_of as result_of
-from threed.topology import Topology
 
 VOCAB = 53  # no tensor-parallel size divides it
 SEQ = 16

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from threed.config import ModelConfig
-from threed.planner import gathering
+from threed.planner.gathering import gathering
 from threed.schedules.action import Action, Kind
 
 INDEX_BYTES = 8  # token ids are int64

@@ -25,11 +25,11 @@ from tests.configs import MODELS, SEQ, VOCAB, batch, share, topology_of
 from tests.harness import run_ranks
 from tests.users_models import MODELS as USERS
 from threed import models
-from threed.checks import find_problems
 from threed.config import Config
+from threed.config.checks import find_problems
+from threed.config.resolution import resolve
 from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
-from threed.resolution import resolve
 from threed.schedules import ScheduleName
 from threed.testing import RanksFailed, Results, differences, results_of
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.test_floors import ROOT
-from threed.arguments import GROUPS, takes
 from threed.checkpoint.resuming import CONTENTS, RULES
-from threed.checks import REFUSALS
-from threed.config import Config, key_name
-from threed.schema import written
+from threed.config.arguments import GROUPS, takes
+from threed.config.checks import REFUSALS
+from threed.config.groups import Config, key_name
+from threed.config.schema import written
 
 PAGE = ROOT / "docs" / "reference.md"
 HEAD = """# All keys
 
 All keys of the configuration, with their defaults and meanings. `threed train --help` prints the same.
-This page is generated from `threed/config.py` by `python -m tests.keys`; a test fails if it is out of date.
+This page is generated from `threed/config/groups.py` by `python -m tests.keys`; a test fails if it is out of date.
 
 A key is `--group.key value` as a flag, and `key = value` under `[group]` in a TOML file (`--config FILE.toml`).
 Flags override the preset or file; the last of repeated flags applies. In Python a hyphen is an underscore:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import threed.checks  # noqa: F401  first: what it says is there must not depend on the order of tests
+import threed.config.checks  # noqa: F401  first: what it says is there must not depend on the order of tests
 from threed import schedules
 from threed.schedules import Action, Kind, Plan
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from threed.config import ModelConfig
+from threed.config.resolution import resolve_model
 from threed.interop.huggingface.layouts import entries, native_shapes
-from threed.resolution import resolve_model
 
 LLAMA = {
     "num_layers": 4, "hidden_size": 24, "num_attention_heads": 6, "group_query_attention": True, "num_query_groups": 2,

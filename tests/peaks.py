@@ -10,10 +10,10 @@ import torch
 from tests.live import Peak
 from threed import models
 from threed.config import Config
+from threed.config.resolution import resolve
+from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.layers import Slicing
-from threed.resolution import resolve
-from threed.topology import Topology
 
 
 def config_of(world: int, **groups: dict[str, Any]) -> Config:

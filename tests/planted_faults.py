@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed import collectives, layers
+from threed import layers
 from threed.config import ModelConfig
+from threed.distributed import collectives
+from threed.distributed.sharding import Init, Piece, ShardSpec, parameter, vector
 from threed.layers import MicroBatch, Slicing
-from threed.sharding import Init, Piece, ShardSpec, parameter, vector
 
 
 class Block(nn.Module):

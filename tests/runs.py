@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.configs import engine_of
-from threed import collectives
 from threed.config import Config
+from threed.config.resolution import resolve
 from threed.data import Data, open_data
-from threed.resolution import resolve
+from threed.distributed import collectives
 from threed.trainer import Trainer
 from threed.training import final_report
 

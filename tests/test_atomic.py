@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from threed.atomic import building
+from threed.core.atomic import building
 
 
 def test_files_get_their_names_in_order_when_all_are_written(

@@ -15,11 +15,11 @@ from tests.harness import run_ranks
 from tests.test_bad_numbers import COVERING, bits
 from tests.test_step import data, same, with_
 from threed import layers
+from threed.distributed.topology import alone
 from threed.engine import Engine
 from threed.interop.deepspeed.initialize import initialize
 from threed.layers import Slicing
-from threed.metrics import DataError
-from threed.topology import alone
+from threed.zero.step_metrics import DataError
 
 VOCAB = 53
 Change = Callable[[dict[str, Tensor]], None]

@@ -21,20 +21,20 @@ from tests.runs import open_text, run
 from tests.test_optimistic import engine_that_draws
 from tests.test_step import POISONS, data, same, state, with_
 from tests.users_models import Alternating
-from threed import collectives
-from threed.arguments import load
 from threed.checkpoint.files import CheckpointError
-from threed.checks import find_problems
 from threed.config import ConfigError
+from threed.config.arguments import load
+from threed.config.checks import find_problems
+from threed.distributed import collectives
 from threed.engine import Engine
 from threed.layers import Slicing
-from threed.metrics import BadStepsError
 from threed.monitor import metrics as records
-from threed.precision import LossScale
+from threed.ops.precision import LossScale
 from threed.reliability.recheck import NondeterministicError, Recheck, culprits
 from threed.training import Run, final_report
 from threed.zero import replicas
 from threed.zero.asynchronous import Asynchronous
+from threed.zero.step_metrics import BadStepsError
 
 NAN = float("nan")
 

@@ -33,11 +33,11 @@ from tests.configs import topology_of
 from tests.harness import run_ranks
 from threed import models
 from threed.config import Config
+from threed.config.resolution import resolve
 from threed.engine import Engine
-from threed.forecast import Forecast
 from threed.layers import Slicing
-from threed.precision import dtype
-from threed.resolution import resolve
+from threed.ops.precision import dtype
+from threed.planner.forecast import Forecast
 from threed.zero.layout import Group
 
 

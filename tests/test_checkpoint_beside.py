@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from tests.checkpoints import train
 from tests.configs import Case, config_of, engine_of, topology_of
 from tests.harness import run_ranks
-from threed import collectives
 from threed.checkpoint import manifest, native, saving
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.saving import Save, Saver, save_bytes
 from threed.config import Config
+from threed.distributed import collectives
+from threed.distributed.sharding import Piece
 from threed.engine import Engine
-from threed.sharding import Piece
 from threed.zero.records import Record
 from threed.zero.snapshot import Room, Snapshot
 

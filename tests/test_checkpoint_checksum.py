@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from threed import native
 from threed.checkpoint import files
 from threed.checkpoint.files import (
     BLOCK,
@@ -21,6 +20,7 @@ from threed.checkpoint.files import (
     sums,
     tree_hash,
 )
+from threed.core import native
 
 needs_native = pytest.mark.skipif(native.library("cpu") is None, reason=native.status()["cpu"])
 

@@ -19,11 +19,11 @@ from safetensors import safe_open
 from tests.checkpoints import train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
-from threed import atomic
-from threed.atomic import publish
 from threed.checkpoint import files, native
 from threed.checkpoint.files import Hashes, checksum, stream_tensors, tree_hash
-from threed.sharding import Piece, intersect, split
+from threed.core import atomic
+from threed.core.atomic import publish
+from threed.distributed.sharding import Piece, intersect, split
 
 
 def test_files_of_tensors_are_safetensors(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tests.test_checkpoint_native import sealed
 from tests.test_checkpoint_state import Norms, engine_for, local, wrapped
 from tests.test_interop_hf import config_of as hf_config
 from threed.checkpoint.files import CheckpointError
-from threed.cli import main
+from threed.cli.commands import main
 from threed.engine import Engine
 from threed.zero.records import read, records
 

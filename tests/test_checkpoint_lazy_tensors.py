@@ -27,7 +27,7 @@ from threed.checkpoint.lazy_tensors import (
     read_slabs,
     rows,
 )
-from threed.sharding import slices
+from threed.distributed.sharding import slices
 
 Shape = tuple[int, ...]
 

@@ -22,12 +22,12 @@ from tests.harness import run_ranks
 from tests.runs import run
 from tests.test_checkpoint_native import DAMAGES, flip
 from tests.test_checkpoint_retention import in_one_rank, step
-from threed import collectives
 from threed.checkpoint import files, finite
 from threed.checkpoint.files import CheckpointError, TensorFile, stream_tensors
 from threed.checkpoint.lazy_tensors import MemoryTensor
 from threed.data import Data
-from threed.sharding import Piece
+from threed.distributed import collectives
+from threed.distributed.sharding import Piece
 
 
 def bytes_read() -> int:

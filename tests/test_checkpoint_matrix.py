@@ -24,9 +24,9 @@ from tests.users_models import MODELS as USERS
 from threed import models
 from threed.checkpoint import native, sections
 from threed.config import Config
+from threed.config.resolution import resolve
 from threed.engine import Engine
 from threed.layers import Slicing
-from threed.resolution import resolve
 from threed.zero.setup import state_names
 
 ROWS, STEPS = 8, 2

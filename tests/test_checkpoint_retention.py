@@ -13,13 +13,14 @@ import pytest
 from tests.configs import topology_of
 from tests.harness import run_ranks
 from tests.runs import configuration, open_text, run
-from threed import collectives, launch
 from threed.checkpoint import native, retention
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.retention import Retention, candidates
+from threed.cli import launch
 from threed.data import Data
+from threed.distributed import collectives
+from threed.distributed.topology import Topology
 from threed.monitor import metrics
-from threed.topology import Topology
 
 FIVES = {"checkpoint": {"every": 5, "keep": 6}}
 

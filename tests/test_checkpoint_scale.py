@@ -20,16 +20,16 @@ from tests.configs import Case, engine_of, topology_of
 from tests.configs import config_of as case_of
 from tests.harness import run_ranks
 from threed import models
-from threed.blueprint import Blueprint, Pipeline
 from threed.checkpoint import native, sections
 from threed.checkpoint.manifest import FORMAT, VERSION, check_structure, digest, file_of, joined
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.sections import Held, held
 from threed.config import Config
+from threed.config.resolution import resolve
+from threed.distributed.grid import Grid
+from threed.distributed.topology import Topology
 from threed.layers import Slicing
-from threed.planner.grid import Grid
-from threed.resolution import resolve
-from threed.topology import Topology
+from threed.planner.blueprint import Blueprint, Pipeline
 from threed.zero.records import Record
 from threed.zero.state import new_state
 

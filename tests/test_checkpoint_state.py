@@ -18,7 +18,7 @@ from tests.configs import Case, batch, config_of, share, topology_of
 from tests.harness import run_ranks
 from threed import layers
 from threed.checkpoint.files import CheckpointError
-from threed.cli import main
+from threed.cli.commands import main
 from threed.config import Config, ModelConfig
 from threed.engine import Engine
 from threed.layers import MicroBatch, Slicing
@@ -362,7 +362,7 @@ def as_ddp() -> list[str]:
         got = [engine.step(share(rows_of(step), topology)).loss for step in range(3)]
         buffers = dict(engine.module.named_buffers())
         mine = torch.tensor([losses, [evaluation] * 3], dtype=torch.float64)
-        want = threed.collectives.sum_of_scalars(mine, topology.axis("world")) / 2
+        want = threed.distributed.collectives.sum_of_scalars(mine, topology.axis("world")) / 2
         gaps = {
             name: float((buffers[name] - value).double().abs().max())
             for name, value in kept.items()

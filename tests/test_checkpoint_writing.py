@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.checkpoints import distance, state_of, train
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
-from threed import collectives
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.saving import Save
+from threed.distributed import collectives
 from threed.engine import Engine
 from threed.zero.records import read
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
-from threed import launch
-from threed.cli import main
+from threed.cli import launch
+from threed.cli.commands import main
 from threed.memory.io import SwapError
 
 

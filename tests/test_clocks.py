@@ -7,8 +7,8 @@ from unittest import mock
 
 from tests.configs import topology_of
 from tests.harness import run_ranks
-from threed import clocks
-from threed.clocks import Span, on_one_clock
+from threed.distributed import clocks
+from threed.distributed.clocks import Span, on_one_clock
 
 
 def spans_of(machines: int) -> list[list[Span]]:

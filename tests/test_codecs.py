@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
-from threed import collectives
-from threed.checks import find_problems
-from threed.collectives import EXACT, Cast, Codec, Pending
 from threed.config import Config
+from threed.config.checks import find_problems
+from threed.distributed import collectives
+from threed.distributed.collectives import EXACT, Cast, Codec, Pending
+from threed.distributed.topology import Axis, Topology
 from threed.ops.quantise import Int8Blocks
-from threed.topology import Axis, Topology
 
 INT8 = Int8Blocks()
 

@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.harness import run_ranks
 from tests.live import Peak
-from threed import collectives
-from threed.topology import Axis, Topology, alone
+from threed.distributed import collectives
+from threed.distributed.topology import Axis, Topology, alone
 
 WORLDS = [2, 3, 4]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]

@@ -28,10 +28,10 @@ from tests.configs import (
 )
 from tests.covering import Space, Values
 from threed.config import Config, ConfigError
+from threed.config.resolution import resolve
+from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.layers import Block, Dropout
-from threed.resolution import resolve
-from threed.topology import Topology
 
 pytest.importorskip("torch._library.opaque_object", reason="this torch has no opaque objects")
 SETTINGS: dict[str, list[object]] = {

@@ -14,15 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threed.arguments import (
-    GROUPS,
-    PRESETS,
-    format_problems,
-    help_text,
-    load,
-    to_toml,
-)
-from threed.checks import REFUSALS, check_vocab, find_problems
 from threed.config import (
     Config,
     ConfigError,
@@ -32,7 +23,16 @@ from threed.config import (
     key_name,
     python_name,
 )
-from threed.resolution import derive_dp, resolve
+from threed.config.arguments import (
+    GROUPS,
+    PRESETS,
+    format_problems,
+    help_text,
+    load,
+    to_toml,
+)
+from threed.config.checks import REFUSALS, check_vocab, find_problems
+from threed.config.resolution import derive_dp, resolve
 
 CONTRACT = {
     "parallel": "tp pp cp ep dp sequence schedule chunks partition",
@@ -201,7 +201,7 @@ def test_floor_zero_needs_no_torch() -> None:
 package = types.ModuleType("threed")  # in place of the real one, whose exports need torch
 package.__path__ = [{str(PRESETS.parent)!r}]
 sys.modules.update(threed=package, torch=None)
-import threed.config, threed.checks, threed.arguments"""
+import threed.config, threed.config.checks, threed.config.arguments"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

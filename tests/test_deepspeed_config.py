@@ -11,7 +11,7 @@ import torch
 from threed.config import ConfigError
 from threed.interop.deepspeed.config import keys
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
-from threed.precision import LossScale
+from threed.ops.precision import LossScale
 
 ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-3}}
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW}

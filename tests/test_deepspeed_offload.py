@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.test_deepspeed_config import config, notes, problem, problems
-from threed.checks import find_problems
 from threed.config import ZeroConfig
+from threed.config.checks import find_problems
 from threed.interop.deepspeed.config import keys
 from threed.interop.deepspeed.config.translate import ModelFacts, Translation, translate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from threed import device
+from threed.core import device
 
 CPU = torch.device("cpu")
 

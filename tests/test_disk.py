@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from threed.disk import is_unwritable, why
+from threed.core.disk import is_unwritable, why
 
 
 def error(number: int) -> OSError:

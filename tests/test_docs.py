@@ -22,9 +22,10 @@ import pytest
 from benchmarks import gpu
 from tests import hf_models, house, keys, mutants
 from tests.harness import run_ranks, run_script
-from threed import cli, schedules
-from threed.arguments import GROUPS, format_problems, load
-from threed.config import ConfigError, key_name
+from threed import schedules
+from threed.cli import commands
+from threed.config.arguments import GROUPS, format_problems, load
+from threed.config.groups import ConfigError, key_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -235,9 +236,9 @@ def check_tool(words: list[str], world: int = 1) -> None:
         arch = words.pop(1) if words[1] in ("gpt", "llama") else "gpt"
         load(words[1:], defaults={"model": {"arch": arch}}, world_size=world)
     elif words[0] == "verify":
-        load(cli._parser().parse_known_args(words)[1], world_size=1)
+        load(commands._parser().parse_known_args(words)[1], world_size=1)
     else:
-        cli._parser().parse_args(words)
+        commands._parser().parse_args(words)
 
 
 def test_make_train_runs_the_command_of_the_readme() -> None:
@@ -303,7 +304,9 @@ def run_beside_a_model(block: str, folder: str) -> None:
 def test_pictures_of_plans_are_what_the_tool_draws(name: str, tmp_path: Path) -> None:
     drawn = tmp_path / "plan.svg"
     assert (
-        cli.main(["schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(drawn)])
+        commands.main(
+            ["schedule", name, "--stages", "4", "--microbatches", "8", "--svg", str(drawn)]
+        )
         == 0
     )
     assert (ROOT / "docs" / "images" / f"{name}.svg").read_text() == drawn.read_text()

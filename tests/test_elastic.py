@@ -26,18 +26,18 @@ import torch.distributed as dist
 
 from tests.harness import free_port, run_ranks
 from tests.runs import open_text, run
-from threed import collectives, launcher
 from threed.checkpoint import node_memory, sections
 from threed.checkpoint.files import CheckpointError, RunFolderError
-from threed.checks import check_sizes, find_problems
 from threed.config import Config
+from threed.config.checks import check_sizes, find_problems
+from threed.config.resolution import resolve
+from threed.core.process import process_space
+from threed.distributed import collectives, launcher
+from threed.distributed.topology import Topology, _agree_on_prefix
 from threed.engine import Engine
-from threed.forecast import Forecast
 from threed.monitor import metrics
-from threed.monitor.process import process_space
+from threed.planner.forecast import Forecast
 from threed.reliability import elastic
-from threed.resolution import resolve
-from threed.topology import Topology, _agree_on_prefix
 from threed.trainer import Loop, Trainer
 from threed.training.checkpoints import Checkpoints
 

@@ -15,11 +15,11 @@ from tests.harness import run_ranks
 from tests.test_step import with_
 from tests.users_models import MODELS as USERS
 from threed.config import Config, ConfigError, ParamGroup
+from threed.distributed.topology import Topology
 from threed.engine import Engine, LayeredEngine, ModuleEngine
 from threed.layers import Slicing
-from threed.metrics import BadStepsError
 from threed.models import Wrapped
-from threed.topology import Topology
+from threed.zero.step_metrics import BadStepsError
 
 
 @pytest.mark.parametrize(

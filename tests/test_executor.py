@@ -26,7 +26,8 @@ from tests.harness import run_ranks
 from tests.test_equivalence import run_all
 from tests.test_step import same, state
 from threed import schedules
-from threed.collectives import Pending, done
+from threed.distributed.collectives import Pending, done
+from threed.distributed.topology import Topology
 from threed.engine import Engine, StepMetrics
 from threed.layers import MicroBatch
 from threed.pipeline.activation_checkpointing import ActivationStore, Recomputed
@@ -34,11 +35,10 @@ from threed.pipeline.boundary import Form
 from threed.pipeline.executor import Executor
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.transport import Links, Transport
-from threed.planner import gathering
+from threed.planner.gathering import gathering
 from threed.schedules import Action, Kind, Plan
 from threed.schedules.action import COMPUTE, RECEIVES
 from threed.testing import RanksFailed
-from threed.topology import Topology
 
 
 class Rendezvous:

@@ -18,60 +18,60 @@ ROOT = Path(__file__).resolve().parents[1]
 # Floor of a module: that of the longest name here which is the module's own or a parent's.
 FLOORS = {
     "threed.config": 0,
-    "threed.resolution": 0,
-    "threed.architectures": 0,
-    "threed.arguments": 0,
-    "threed.atomic": 0,
-    "threed.checks": 0,
-    "threed.disk": 0,
-    "threed.launcher": 0,
-    "threed.packages": 0,
-    "threed.parse": 0,
-    "threed.program": 0,
-    "threed.schema": 0,
-    "threed.values": 0,
-    "threed.native": 0,
+    "threed.config.resolution": 0,
+    "threed.config.architectures": 0,
+    "threed.config.arguments": 0,
+    "threed.core.atomic": 0,
+    "threed.config.checks": 0,
+    "threed.core.disk": 0,
+    "threed.distributed.launcher": 0,
+    "threed.core.packages": 0,
+    "threed.core.parse": 0,
+    "threed.config.program": 0,
+    "threed.config.schema": 0,
+    "threed.config.values": 0,
+    "threed.core.native": 0,
     "threed.schedules": 0,
     "threed.planner": 0,
-    "threed.device": 1,
-    "threed.topology": 1,
-    "threed.sharding": 1,
-    "threed.collectives": 1,
-    "threed.clocks": 1,
-    "threed.rng": 1,
+    "threed.core.device": 1,
+    "threed.distributed.topology": 1,
+    "threed.distributed.sharding": 1,
+    "threed.distributed.collectives": 1,
+    "threed.distributed.clocks": 1,
+    "threed.core.rng": 1,
     "threed.memory": 1,
     "threed.ops": 1,
     "threed.layers": 2,
     "threed.models": 3,
     "threed.pipeline": 4,
     "threed.zero": 4,
-    "threed.precision": 4,
-    "threed.buffers": 4,
-    "threed.blueprint": 5,
-    "threed.footprint": 5,
-    "threed.layer_times": 5,
+    "threed.ops.precision": 4,
+    "threed.models.buffers": 4,
+    "threed.planner.blueprint": 5,
+    "threed.planner.memory_estimate": 5,
+    "threed.planner.layer_times": 5,
     "threed.checkpoint": 5,
     "threed.data": 5,
     "threed.monitor": 5,
     "threed.training": 6,
-    "threed.batches": 6,
-    "threed.drawing": 6,
+    "threed.pipeline.batches": 6,
+    "threed.planner.build": 6,
     "threed.engine": 6,
-    "threed.metrics": 6,
-    "threed.forecast": 6,
+    "threed.zero.step_metrics": 6,
+    "threed.planner.forecast": 6,
     "threed.interop": 6,
     "threed.reliability": 6,
     "threed.testing": 6,
-    "threed.provenance": 6,
+    "threed.training.provenance": 6,
     "threed.trainer": 6,
-    "threed.launch": 6,
-    "threed.loading": 6,
-    "threed.cli": 6,
+    "threed.cli.launch": 6,
+    "threed.interop.loading": 6,
+    "threed.cli.commands": 6,
     "threed.__main__": 7,
     "pretrain": 8,
 }
 TOP = 7  # `threed` itself, which gathers the exports
-DISTRIBUTED = ("threed.topology", "threed.collectives")
+DISTRIBUTED = ("threed.distributed.topology", "threed.distributed.collectives")
 GROUND_LIBRARIES = {
     *sys.stdlib_module_names,
     "pydantic",
@@ -231,7 +231,7 @@ def test_nothing_below_imports_interop_but_for_the_engine() -> None:
 
 
 def test_one_module_names_cuda() -> None:
-    """The rest says `torch.accelerator`, or asks `threed.device`."""
+    """The rest says `torch.accelerator`, or asks `threed.core.device`."""
     naming = [
         path
         for path in (ROOT / "threed").rglob("*.py")
@@ -242,14 +242,14 @@ def test_one_module_names_cuda() -> None:
 
 PLANTED = {
     "upward import": (
-        "threed/config.py",
+        "threed/config/groups.py",
         "from threed.engine import Engine",
         "threed.config: imports upward",
     ),
     "upward, lazily": (
-        "threed/rng.py",
+        "threed/core/rng.py",
         "def f():\n    import threed.layers.norm",
-        "threed.rng: imports upward",
+        "threed.core.rng: imports upward",
     ),
     "upward, for types": (
         "threed/layers/norm.py",
@@ -267,9 +267,9 @@ PLANTED = {
         "threed.engine: imports upward",
     ),
     "upward, by name": (
-        "threed/rng.py",
+        "threed/core/rng.py",
         "import importlib\nimportlib.import_module('threed.engine')",
-        "threed.rng: imports upward",
+        "threed.core.rng: imports upward",
     ),
     "torch on the ground": (
         "threed/schedules/draw.py",
@@ -292,11 +292,11 @@ PLANTED = {
         "torch.distributed belongs",
     ),
     "no floor": ("threed/attic.py", "", "threed.attic: has no floor"),
-    "long file": ("threed/rng.py", "x = 1\n" * 601, "threed.rng: 601 lines"),
+    "long file": ("threed/core/rng.py", "x = 1\n" * 601, "threed.core.rng: 601 lines"),
     "long function": (
-        "threed/rng.py",
+        "threed/core/rng.py",
         "def f():\n" + "    x = 1\n" * 80,
-        "threed.rng: f has 81 lines",
+        "threed.core.rng: f has 81 lines",
     ),
 }
 

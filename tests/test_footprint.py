@@ -9,7 +9,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.peaks import config_of, measure_all
 from threed.config import Config
-from threed.forecast import Forecast
+from threed.planner.forecast import Forecast
 
 # world, and what is not the default; "m": micro-batches a data rank
 CASES: list[tuple[int, dict[str, Any]]] = [

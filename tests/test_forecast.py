@@ -25,14 +25,14 @@ from tests.users_layers import CHANNELS, PATCH
 from tests.users_models import MODELS as USERS_MODELS
 from tests.users_models import Vision
 from threed import models
-from threed.checks import find_refusals
 from threed.config import Config, ConfigError
+from threed.config.checks import find_refusals
+from threed.config.resolution import resolve
 from threed.engine import Engine
-from threed.forecast import EFFICIENCY, Forecast
 from threed.layers import Slicing
 from threed.models import Model
 from threed.pipeline.trace import TraceError
-from threed.resolution import resolve
+from threed.planner.forecast import EFFICIENCY, Forecast
 from threed.zero.state import holdings
 
 HELD = ("parameters", "gradients", "optimizer", "offloaded")

@@ -21,13 +21,13 @@ from tests.formulas import (
     train_flops_per_token,
     transformer_costs,
 )
+from threed.distributed.topology import Axis
 from threed.layers.attention import Attention
 from threed.layers.block import Block, Embedding
 from threed.layers.loss import LanguageModelHead
 from threed.layers.mlp import MLP, GatedMLP
 from threed.layers.norm import LayerNorm, RMSNorm
 from threed.layers.slicing import MicroBatch, Slicing
-from threed.topology import Axis
 
 GPT3 = Decoder(
     hidden=12288, heads=96, ffn=4 * 12288, vocab=51200, seq=2048, positions=2048, element_bytes=2

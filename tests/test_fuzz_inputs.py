@@ -31,10 +31,10 @@ from torch import Tensor
 
 from tests.test_checkpoint_fuzz import VALUES, change
 from tests.test_models_families import FAMILIES, theirs
-from threed import launch
-from threed.arguments import PRESETS, load, to_toml
-from threed.cli import main
+from threed.cli import launch
+from threed.cli.commands import main
 from threed.config import ConfigError
+from threed.config.arguments import PRESETS, load, to_toml
 from threed.data.megatron import open_tokens, tokenize_to_megatron
 from threed.data.tokenizer import ByteTokenizer
 from threed.interop.deepspeed.config.reader import read

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from tests.configs import engine_of, share, topology_of
 from tests.harness import run_ranks
 from threed.config import Config
+from threed.config.resolution import resolve
+from threed.distributed.sharding import spec_of
 from threed.engine import Engine
-from threed.resolution import resolve
-from threed.sharding import spec_of
 
 VOCAB, SEQ, ROWS, LR, FACTOR = 64, 8, 4, 0.5, 0.25
 Groups = dict[str, dict[str, Any]]

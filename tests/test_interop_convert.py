@@ -12,8 +12,8 @@ from tests.configs import engine_of
 from tests.harness import run_ranks
 from tests.test_checkpoint_native import sealed
 from tests.test_interop_hf import config_of, load_strictly
-from threed import cli
 from threed.checkpoint.files import CheckpointError
+from threed.cli import commands
 from threed.data.tokenizer import ByteTokenizer, load_tokenizer
 from threed.interop.convert import convert
 
@@ -106,10 +106,10 @@ def test_all_that_take_a_checkpoint_say_which_one_was_meant(
         (place / "step-4" / "manifest.json", "step-4"),
     ):
         hint = f"did you mean {place / meant}?"
-        assert cli.main(["inspect", str(path)]) == 2
+        assert commands.main(["inspect", str(path)]) == 2
         assert capsys.readouterr().err.rstrip().endswith(hint)
         resume = ["--checkpoint.resume", str(path), "--preset", "tiny", "--world-size", "1"]
-        assert cli.main(["plan", *resume]) == 0
+        assert commands.main(["plan", *resume]) == 0
         assert capsys.readouterr().out.rstrip().endswith(hint)
-    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert commands.main(["inspect", str(tmp_path)]) == 2
     assert capsys.readouterr().err.rstrip().endswith("is not a checkpoint: it has no manifest.json")

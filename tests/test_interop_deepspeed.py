@@ -19,16 +19,16 @@ from torch import Tensor
 from tests import deepspeed_checkpoints as written
 from tests.configs import engine_of
 from tests.harness import run_ranks
-from threed import cli
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import read_all
 from threed.checkpoint.reading import Reader
+from threed.cli import commands
 from threed.config import Config, ModelConfig
+from threed.config.resolution import resolve
 from threed.interop.convert import convert
 from threed.interop.huggingface.layouts import entries
-from threed.precision import LossScale
-from threed.resolution import resolve
+from threed.ops.precision import LossScale
 from threed.zero.update import Scaler
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -386,7 +386,7 @@ def test_pickles_are_read_only_where_somebody_says_so(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, config = str(folders / "llama-2-fp32"), str(tmp_path / "moved.json")
-    assert cli.main(["convert", source, str(tmp_path / "native")]) == 2
+    assert commands.main(["convert", source, str(tmp_path / "native")]) == 2
     assert (
         "a DeepSpeed checkpoint, which consists of pickles: --allow-pickle reads it"
         in capsys.readouterr().err
@@ -394,12 +394,15 @@ def test_pickles_are_read_only_where_somebody_says_so(
     shutil.move(folders / "llama-2-fp32" / "config.json", config)
     try:
         words = ["convert", f"{source}/global_step3", str(tmp_path / "native"), "--allow-pickle"]
-        assert cli.main(words) == 2
-        assert cli.main([*words, "--config", config, "--tokenizer", "bytes"]) == 0
+        assert commands.main(words) == 2
+        assert commands.main([*words, "--config", config, "--tokenizer", "bytes"]) == 0
     finally:
         shutil.move(config, folders / "llama-2-fp32" / "config.json")
     assert native.read_manifest(tmp_path / "native")["config"]["data"]["tokenizer"] == "bytes"
-    assert cli.main(["convert", source, str(tmp_path / "hf"), "--allow-pickle", "--to", "hf"]) == 2
+    assert (
+        commands.main(["convert", source, str(tmp_path / "hf"), "--allow-pickle", "--to", "hf"])
+        == 2
+    )
     assert "convert it to a native checkpoint first" in capsys.readouterr().err
 
 

@@ -25,10 +25,10 @@ from tests.configs import batch, engine_of, share
 from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
 from threed.config import Config, ModelConfig
+from threed.config.resolution import resolve
 from threed.data.tokenizer import ByteTokenizer
 from threed.interop.huggingface import layouts
 from threed.interop.huggingface.export import export_hf
-from threed.resolution import resolve
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

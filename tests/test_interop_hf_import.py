@@ -27,12 +27,13 @@ from tests.checkpoints import state_of
 from tests.configs import Case, engine_of
 from tests.harness import run_ranks
 from tests.test_models_families import FAMILIES, SEQ, TOKENS, VOCAB, theirs
-from threed.arguments import load
 from threed.checkpoint import lazy_tensors, native
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import LazyTensor
-from threed.cli import main
+from threed.cli.commands import main
 from threed.config import Config
+from threed.config.arguments import load
+from threed.config.resolution import resolve
 from threed.data.tokenizer import ByteTokenizer
 from threed.interop.convert import convert
 from threed.interop.huggingface import folder as hf_folder
@@ -40,7 +41,6 @@ from threed.interop.huggingface.export import export_hf
 from threed.interop.huggingface.folder import HFFolder
 from threed.interop.huggingface.weights import import_hf
 from threed.interop.pretrained import find
-from threed.resolution import resolve
 from threed.zero.records import WEIGHT
 
 # One of each family: scaled angles, heads of a size of their own, biases, windows, caps, packed projections, ties.

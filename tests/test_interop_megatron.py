@@ -21,11 +21,11 @@ from torch import Tensor
 from tests import megatron_checkpoints as written
 from tests.harness import run_ranks
 from tests.megatron_checkpoints import GPT, LLAMA
-from threed import cli
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import read_all
 from threed.checkpoint.reading import Reader
+from threed.cli import commands
 from threed.config import ModelConfig
 from threed.interop.convert import convert
 
@@ -108,12 +108,12 @@ def test_the_folder_or_that_of_an_iteration_is_read_with_allow_pickle_alone(
 ) -> None:
     copied(dists, tmp_path)
     words = ["convert", str(tmp_path / given), str(tmp_path / "native")]
-    assert cli.main(words) == 2
+    assert commands.main(words) == 2
     assert (
         "a Megatron-LM checkpoint, which consists of pickles: --allow-pickle"
         in capsys.readouterr().err
     )
-    assert cli.main([*words, "--allow-pickle"]) == 0
+    assert commands.main([*words, "--allow-pickle"]) == 0
     assert "states of Megatron-LM's optimizers are not supported" in capsys.readouterr().err
     check(tmp_path / "native", LLAMA, written.weights_of(written.model_of(LLAMA)))
 

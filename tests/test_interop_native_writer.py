@@ -14,15 +14,16 @@ from tests.checkpoints import train
 from tests.configs import Case, engine_of
 from tests.configs import config_of as case_of
 from tests.harness import run_ranks
-from threed import collectives, models
+from threed import models
 from threed.checkpoint import lazy_tensors
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import MemoryTensor, read_all
 from threed.checkpoint.manifest import read_manifest
 from threed.checkpoint.reading import Reader
-from threed.interop.native_writer import write_tensors
+from threed.distributed import collectives
+from threed.distributed.sharding import spec_of
+from threed.interop.huggingface.native_writer import write_tensors
 from threed.layers import Slicing
-from threed.sharding import spec_of
 
 
 class Given:

@@ -23,8 +23,8 @@ import torch
 from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import FileTensor, read_all, read_box
-from threed.interop import pickle_reader
-from threed.interop.pickle_reader import PickledObject, PickleReader, number
+from threed.interop.pickles import pickle_reader
+from threed.interop.pickles.pickle_reader import PickledObject, PickleReader, number
 
 
 class Call:

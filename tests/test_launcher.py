@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from threed.launcher import LauncherError, adopt, without_srun
+from threed.distributed.launcher import LauncherError, adopt, without_srun
 
 Variables = dict[str, str]
 ROOT = Path(__file__).parent.parent
@@ -210,7 +210,7 @@ def together(
 
 PROGRAM = """
 import torch, threed
-from threed import collectives
+from threed.distributed import collectives
 topology = threed.Topology()
 print(topology.rank, topology.world, collectives.exchange(topology.rank, topology.axis("world")), flush=True)
 collectives.barrier(topology.axis("world"))

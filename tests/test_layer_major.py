@@ -21,17 +21,17 @@ from tests.covering import Space, Values
 from tests.harness import run_ranks
 from tests.test_zero_offload import difference
 from tests.users_models import MODELS as USERS_MODELS
-from threed.checks import find_problems
 from threed.config import Config, ConfigError
+from threed.config.checks import find_problems
+from threed.config.resolution import resolve
+from threed.distributed.topology import Topology
 from threed.engine import Engine
-from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.memory.tiers import Drive
 from threed.pipeline.layer_major import LayerMajorExecutor, check
+from threed.planner.forecast import Forecast
 from threed.planner.order import choose
-from threed.resolution import resolve
 from threed.schedules import build
-from threed.topology import Topology
 
 SETTINGS: dict[str, list[object]] = {
     **test_equivalence.SETTINGS, "pp": [1], "dp": [1, 2], "tp": [1, 2], "zero": [2, 3], "schedule": ["1f1b"],

@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.harness import run_ranks
-from threed import collectives, layers, rng
-from threed.blueprint import blocks
+from threed import layers
+from threed.core import rng
+from threed.distributed import collectives
+from threed.distributed.sharding import Piece, ShardSpec, attach, parameter, spec_of, vector
+from threed.distributed.topology import Axis, Topology
 from threed.layers import MicroBatch, Slicing
 from threed.ops import attention as attention_ops
-from threed.sharding import Piece, ShardSpec, attach, parameter, spec_of, vector
-from threed.topology import Axis, Topology
+from threed.planner.blueprint import blocks
 from threed.zero import layout
 from threed.zero.layout import DataAxes, Policy
 from threed.zero.reducer import Reducer

@@ -16,11 +16,11 @@ from torch.nn.modules import module as torch_modules
 
 from tests.configs import Case, batch, config_of, engine_of, share
 from threed import models
+from threed.distributed.topology import Axis
 from threed.engine import Engine
 from threed.layers.block import Block
 from threed.layers.linear import Terms, gradients, linear
 from threed.layers.slicing import MicroBatch
-from threed.topology import Axis
 
 Change = Callable[[list[nn.Module]], None]
 

@@ -23,16 +23,17 @@ from tests.configs import Case, batch, config_of, share, topology_of
 from tests.harness import run_ranks
 from tests.test_layers import CASES, H, columns, inputs, local_weight
 from tests.test_layers import Case as LayerCase
-from threed import collectives, layers, models
-from threed.blueprint import blocks
+from threed import layers, models
+from threed.distributed import collectives
+from threed.distributed.sharding import attach, initial, matrix, spec_of
+from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
 from threed.interop.huggingface.layouts import state_dict_to_hf
 from threed.layers import ReplicatedLinear, Slicing
 from threed.layers.tiled import GRANULE, slice_rows, spans
 from threed.ops import matmul
 from threed.ops.matmul import Matmul
-from threed.sharding import attach, initial, matrix, spec_of
-from threed.topology import Axis, Topology
+from threed.planner.blueprint import blocks
 from threed.zero import layout
 
 NAMES = (

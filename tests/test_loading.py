@@ -14,9 +14,9 @@ from tests.runs import configuration, open_text
 from tests.users_models import MODELS as USERS
 from threed.checkpoint.files import CheckpointError
 from threed.config import ConfigError
+from threed.distributed.topology import Topology
 from threed.interop.convert import convert
 from threed.layers import Slicing
-from threed.topology import Topology
 from threed.trainer import Trainer
 
 SAVED = Case(dp=2, zero=1)

@@ -14,10 +14,10 @@ from tests.configs import Case, batch, config_of, share, topology_of
 from tests.harness import run_ranks
 from threed import layers
 from threed.config import ModelConfig
+from threed.distributed.sharding import Init, ModelError, Piece, ShardSpec, parameter
 from threed.engine import Engine
 from threed.layers import MicroBatch, Slicing
-from threed.metrics import DataError
-from threed.sharding import Init, ModelError, Piece, ShardSpec, parameter
+from threed.zero.step_metrics import DataError
 
 
 class Model:

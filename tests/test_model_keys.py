@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from threed.architectures.rope_scaling import RopeScaling
-from threed.arguments import load, to_toml
 from threed.checkpoint.resuming import model_differences
-from threed.checks import find_problems
 from threed.config import Config, ConfigError
-from threed.resolution import resolve
+from threed.config.architectures.rope_scaling import RopeScaling
+from threed.config.arguments import load, to_toml
+from threed.config.checks import find_problems
+from threed.config.resolution import resolve
 
 LLAMA3 = (
     "llama3: factor=8, low-freq-factor=1, high-freq-factor=4, original-max-position-embeddings=64"

@@ -27,8 +27,10 @@ from tests.configs import engine_of, share
 from tests.harness import run_ranks
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import MemoryTensor, read_box
-from threed.checks import find_problems
 from threed.config import Config, ModelConfig
+from threed.config.checks import find_problems
+from threed.config.resolution import resolve
+from threed.distributed.sharding import spec_of
 from threed.interop.huggingface.layouts import (
     config_of,
     entries,
@@ -39,9 +41,7 @@ from threed.interop.huggingface.layouts import (
 from threed.layers import Causal, MicroBatch, Slicing
 from threed.models import build
 from threed.ops import attention
-from threed.precision import DTYPES
-from threed.resolution import resolve
-from threed.sharding import spec_of
+from threed.ops.precision import DTYPES
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -108,7 +108,7 @@ def test_the_room_imports_nothing_heavy() -> None:
     program = """
 import sys, threed
 before = set(sys.modules)
-import threed.monitor, threed.monitor.figures, threed.monitor.process
+import threed.monitor, threed.monitor.figures, threed.core.process
 heavy = {"torch", "numpy", "wandb", "matplotlib", "tqdm"}
 print(sorted(heavy & (set(sys.modules) - before)))
 """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from threed.launcher import die_with_parent
-from threed.monitor.process import peak_rss_bytes
+from threed.core.process import peak_rss_bytes
+from threed.distributed.launcher import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 LINUX = pytest.mark.skipif(
@@ -23,7 +23,7 @@ PARENT = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", '''
 import os, time
-from threed.launcher import die_with_parent
+from threed.distributed.launcher import die_with_parent
 print(os.getpid(), die_with_parent(), flush=True)
 time.sleep(600)
 '''])

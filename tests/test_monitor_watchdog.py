@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from threed import collectives
+from threed.distributed import collectives
+from threed.distributed.topology import Topology
 from threed.reliability import heartbeat, watchdog
 from threed.reliability.heartbeat import Heartbeat
 from threed.reliability.watchdog import Watchdog, judge, where
-from threed.topology import Topology
 
 WAITS = "waits in all_reduce over tp, for run at layers/linear.py:94"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from threed.native import build
+from threed.core.native import build
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -51,7 +51,7 @@ def environment(house: Path, **changed: str) -> dict[str, str]:
 
 
 def run(house: Path, *arguments: str, **changed: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *(arguments or ("-m", "threed.native.build"))]
+    command = [sys.executable, *(arguments or ("-m", "threed.core.native.build"))]
     return subprocess.run(
         command, cwd=house, env=environment(house, **changed), capture_output=True, text=True
     )
@@ -124,7 +124,7 @@ def test_two_processes_at_once_compile_once(house: Path) -> None:
 def test_a_killed_builder_leaves_no_lock_and_no_rubbish(house: Path) -> None:
     settings = environment(house, CXX=slow_compiler(house, 240))
     builder = subprocess.Popen(
-        [sys.executable, "-m", "threed.native.build"],
+        [sys.executable, "-m", "threed.core.native.build"],
         cwd=house,
         env=settings,
         start_new_session=True,
@@ -143,7 +143,7 @@ def test_a_compiler_that_outlives_its_builder_harms_nobody(house: Path) -> None:
     """Only the builder is killed: its compiler goes on writing, to a file that no one else uses."""
     settings = environment(house, CXX=slow_compiler(house, 1))
     builder = subprocess.Popen(
-        [sys.executable, "-m", "threed.native.build"], cwd=house, env=settings
+        [sys.executable, "-m", "threed.core.native.build"], cwd=house, env=settings
     )
     wait_for_compilations(house, 1)
     builder.kill()
@@ -166,7 +166,7 @@ def test_a_source_that_does_not_compile_warns_once_and_falls_back(house: Path) -
     assert done.stdout == "None None\n"
     assert done.stderr.count("portable torch path") == 1
     assert re.search(r"one\.cpp:1:\d+: error: ", done.stderr)
-    assert run(house, "-m", "threed.native.build", "--check").returncode == 1
+    assert run(house, "-m", "threed.core.native.build", "--check").returncode == 1
     assert not libraries(house)
 
 
@@ -177,7 +177,7 @@ def test_without_a_compiler_it_says_so_and_does_without(house: Path) -> None:
     done = run(house, "-c", STATUS, PATH=str(house))
     assert done.stdout.startswith("none: no compiler")
     assert done.stderr == ""
-    done = run(house, "-m", "threed.native.build", "--check", PATH=str(house))
+    done = run(house, "-m", "threed.core.native.build", "--check", PATH=str(house))
     assert done.returncode == 1
     assert "none: no compiler" in done.stdout
     assert "missing-c++ not found" in run(house, CXX="missing-c++").stdout

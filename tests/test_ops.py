@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.harness import run_ranks
-from threed.collectives import split
+from threed.distributed.collectives import split
+from threed.distributed.topology import Axis, Topology, alone
 from threed.ops import adam, cross_entropy, matmul
-from threed.topology import Axis, Topology, alone
 
 # --------------------------------------------------------------------------------------------------- cross entropy
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import adam as benchmark
-from threed import native
+from threed.core import native
 from threed.ops import adam as op
 from threed.ops.adam import Adam
 from threed.ops.update import StepScalars

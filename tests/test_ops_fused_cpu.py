@@ -14,9 +14,9 @@ from torch import Tensor
 from tests.configs import Case, config_of, engine_of, share
 from tests.configs import batch as tokens_of
 from tests.harness import run_ranks
-from threed import native
+from threed.core import native
+from threed.distributed.topology import alone
 from threed.ops import cross_entropy, fused_cpu, matmul
-from threed.topology import alone
 
 pytestmark = pytest.mark.skipif(native.library("cpu") is None, reason="no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16]

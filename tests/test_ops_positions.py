@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.test_layers import local_weight
-from threed.architectures.rope_scaling import RopeScaling
+from threed.config.architectures.rope_scaling import RopeScaling
 from threed.layers import Dropout, MicroBatch, PositionEmbedding, Slicing, rotate
 from threed.ops import dropout, rotary
 from threed.ops.frequencies import Theta, frequencies

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.test_layers import local_weight
+from threed.distributed.topology import alone
 from threed.layers import Attention, Slicing
 from threed.ops import fused_cpu
 from threed.ops import short_attention as attention
-from threed.topology import alone
 
 SHAPES = [(128, 2, 3, 64), (100, 2, 3, 32), (1, 1, 1, 32), (33, 2, 2, 96)]
 

@@ -22,13 +22,12 @@ from tests.harness import run_ranks
 from tests.test_schedules_plans import random_plans
 from tests.test_step import data, poison_sink, state, with_
 from threed import models
-from threed.checks import find_problems
 from threed.config import Config
+from threed.config.checks import find_problems
 from threed.engine import Engine, StepMetrics
-from threed.forecast import Forecast
 from threed.layers import MicroBatch, Slicing
-from threed.metrics import DataError
-from threed.precision import LossScale
+from threed.ops.precision import LossScale
+from threed.planner.forecast import Forecast
 from threed.schedules import (
     Action,
     Costs,
@@ -41,6 +40,7 @@ from threed.schedules import (
 )
 from threed.zero import setup
 from threed.zero.optimistic import Optimistic
+from threed.zero.step_metrics import DataError
 
 STEPS, SAVED_AT = 6, 4
 NUMBERS = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped")

@@ -20,9 +20,9 @@ from torch import Tensor
 from tests.configs import share, topology_of
 from tests.harness import run_ranks
 from threed.config import Config
+from threed.config.resolution import resolve
 from threed.engine import Engine
 from threed.layers import Slicing
-from threed.resolution import resolve
 
 VOCAB, SEQ, ROWS, STEPS = 53, 12, 8, 3
 LR, EPS, DECAY, CLIP, BETAS = 3e-3, 1e-8, 0.1, 0.5, (0.9, 0.95)

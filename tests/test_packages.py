@@ -203,7 +203,12 @@ def test_without_optional_packages_runs_work_and_what_needs_one_names_it(tmp_pat
     found = run(
         tmp_path,
         OPTIONAL,
-        ("pytest", "threed.cli", "threed.interop.deepspeed.initialize", "threed.launch"),
+        (
+            "pytest",
+            "threed.cli.commands",
+            "threed.interop.deepspeed.initialize",
+            "threed.cli.launch",
+        ),
         TOOLS | words,
     )
     needs = {

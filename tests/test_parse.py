@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from threed.arguments import load
 from threed.config import ConfigError
+from threed.config.arguments import load
+from threed.core.parse import MOST_DEPTH, ParseError, parse_json, read_json, read_toml
 from threed.data.sources import find_text
 from threed.interop.deepspeed.config.reader import read
-from threed.parse import MOST_DEPTH, ParseError, parse_json, read_json, read_toml
 
 DEEP = b"[" * 100_000
 REFUSED: dict[str, tuple[bytes, str]] = {

@@ -24,11 +24,11 @@ from tests import looping
 from tests.configs import VOCAB, Case, batch, config_of, engine_of, share, topology_of
 from tests.harness import run_ranks
 from threed import models, schedules
-from threed.blueprint import step_plan
 from threed.config import Config
+from threed.config.resolution import resolve
+from threed.distributed.grid import Grid
+from threed.distributed.topology import Topology
 from threed.engine import Engine
-from threed.forecast import Forecast
-from threed.layer_times import division, layer_times, trace_layer_bytes
 from threed.layers import (
     Embedding,
     LanguageModelHead,
@@ -37,9 +37,7 @@ from threed.layers import (
     ReplicatedLinear,
     Slicing,
 )
-from threed.planner import balanced, uniform
-from threed.planner.grid import Grid
-from threed.planner.measured import (
+from threed.models.measured_partition import (
     Division,
     LayerBytes,
     LayerTimes,
@@ -47,8 +45,10 @@ from threed.planner.measured import (
     most_kept,
     stage_costs,
 )
-from threed.resolution import resolve
-from threed.topology import Topology
+from threed.models.partition import balanced, uniform
+from threed.planner.blueprint import step_plan
+from threed.planner.forecast import Forecast
+from threed.planner.layer_times import division, layer_times, trace_layer_bytes
 
 NAP = 0.002  # seconds of a quick block's forward; its backward sleeps twice as long
 SLOW_FIRST = (3, 1, 1, 1, 1, 1)

@@ -10,9 +10,9 @@ import pytest
 
 from tests.formulas import Decoder, transformer_costs
 from threed.config import Config
-from threed.forecast import Forecast
-from threed.planner import gathering
-from threed.resolution import resolve
+from threed.config.resolution import resolve
+from threed.planner.forecast import Forecast
+from threed.planner.gathering import gathering
 from threed.schedules import Action, build
 
 Units = list[dict[str, int]]

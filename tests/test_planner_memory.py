@@ -17,10 +17,10 @@ from tests.formulas import (
     transformer_costs,
 )
 from threed.config import Config
-from threed.forecast import Forecast, RankForecast
+from threed.config.resolution import resolve
+from threed.memory.sizes import optimizer_bytes, regime
 from threed.pipeline.trace import LayerCost, Pass
-from threed.planner import optimizer_bytes, regime
-from threed.resolution import resolve
+from threed.planner.forecast import Forecast, RankForecast
 from threed.schedules import build
 
 STATES = ("parameters", "gradients", "optimizer")

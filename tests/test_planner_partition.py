@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.formulas import Decoder, transformer_costs
-from threed.planner import balanced, explicit, uniform
+from threed.models.partition import balanced, explicit, uniform
 
 
 def brute_force(

@@ -14,7 +14,7 @@ from tests.configs import STEPS, Case, Result, config_of, engine_of, result_of
 from tests.harness import run_ranks
 from tests.test_step import POISONS, data, same, state, with_
 from threed.config import PrecisionConfig
-from threed.precision import LossScale
+from threed.ops.precision import LossScale
 from threed.zero.setup import loss_scale
 from threed.zero.update import Scaler
 

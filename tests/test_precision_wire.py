@@ -13,9 +13,9 @@ from tests.configs import SEQ, VOCAB, Case, config_of, engine_of, share, topolog
 from tests.harness import run_ranks
 from tests.test_step import with_
 from threed.config import Config
+from threed.distributed.sharding import Piece
 from threed.engine import Engine
-from threed.precision import DTYPES
-from threed.sharding import Piece
+from threed.ops.precision import DTYPES
 from threed.zero.reductions import Gradient
 
 ROWS, MICROBATCHES = 8, 2  # rows a rank

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from threed.monitor import process
+from threed.core import process
+from threed.distributed.topology import Topology, alone
 from threed.reliability import preemption
 from threed.reliability.preemption import FILE, Preempted, Stop
 from threed.reliability.signals import TERMINATED, Signals
-from threed.topology import Topology, alone
 
 
 def steps_until_stop(asked_at: dict[int, int], order: str) -> tuple[int, str, bool]:

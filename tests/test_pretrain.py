@@ -15,11 +15,11 @@ import torch
 
 from tests.harness import run_script
 from tests.test_monitor_wandb import config_of_run
-from threed import launch
 from threed.checkpoint import native
+from threed.cli import launch
 from threed.config import Config
 from threed.monitor import metrics
-from threed.provenance import git_commit
+from threed.training.provenance import git_commit
 
 ROOT = Path(__file__).parent.parent
 QUICK = [

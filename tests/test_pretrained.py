@@ -13,10 +13,10 @@ from tests.test_checkpoint_native import sealed
 from tests.test_models_families import FAMILIES, theirs
 from tests.test_pretrain import again, folder  # noqa: F401
 from tests.test_tokenizer_layouts import assert_same_folder
-from threed import launch
-from threed.arguments import load
 from threed.checkpoint import native
+from threed.cli import launch
 from threed.config import ConfigError
+from threed.config.arguments import load
 from threed.data import find_problems
 from threed.data.tokenizer import ByteTokenizer
 from threed.interop.convert import convert

@@ -18,13 +18,13 @@ from tests.harness import run_ranks
 from tests.test_executor import Vanishing
 from tests.test_step import same, state
 from threed.config import Config, ConfigError
+from threed.distributed.topology import Axis, Topology, alone
 from threed.engine import Engine
 from threed.layers import MLP, MicroBatch, Slicing
 from threed.layers.recompute import Recompute, RngState, Selective
 from threed.ops.matmul import Matmul
 from threed.pipeline.activation_checkpointing import ActivationStore, InArena, Recomputed, choose
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.topology import Axis, Topology, alone
 
 CPU = torch.device("cpu")
 

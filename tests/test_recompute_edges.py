@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from tests.harness import run_ranks
 from tests.test_executor import Vanishing
+from threed.distributed.topology import Topology, alone
 from threed.layers import ColumnLinear, MicroBatch, Slicing
 from threed.layers.embedding import VocabEmbedding
 from threed.layers.recompute import Recompute, Selective
 from threed.memory.io import Disk
 from threed.pipeline.activation_checkpointing import BUFFERS, ActivationStore, OnDrives, Recomputed
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.topology import Topology, alone
 
 CPU = torch.device("cpu")
 Work = Callable[[Recompute, Tensor, Tensor], Tensor]  # of what runs operations, x and a weight

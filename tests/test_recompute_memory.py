@@ -17,15 +17,15 @@ from tests.harness import run_ranks
 from tests.live import Live
 from tests.test_formulas import BASE, DTYPES, LLAMA, build_layers
 from threed.config import Config
+from threed.distributed.topology import Topology
 from threed.engine import Engine
-from threed.forecast import Forecast, RankForecast
 from threed.layers import MLP, Attention, Block, LayerNorm, MicroBatch, Slicing
 from threed.layers.recompute import Selective
 from threed.memory.io import Disk
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import ActivationStore, OnDrives, Recomputed
 from threed.pipeline.stage import AlwaysWhole, Stage
-from threed.topology import Topology
+from threed.planner.forecast import Forecast, RankForecast
 
 CPU = torch.device("cpu")
 BLOCKS = 3

@@ -15,13 +15,13 @@ from tests import keys
 from tests.configs import engine_of
 from tests.harness import run_ranks, run_script
 from tests.runs import SEQ, TINY, configuration, open_text, run
-from threed.arguments import GROUPS, takes
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.native import read_manifest
 from threed.checkpoint.resuming import compare
-from threed.config import Config, key_name, python_name
+from threed.config.arguments import GROUPS, takes
+from threed.config.groups import Config, key_name, python_name
+from threed.config.resolution import resolve
 from threed.data import Data, open_data
-from threed.resolution import resolve
 from threed.trainer import Trainer
 
 Groups = dict[str, dict[str, Any]]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.live import Peak
-from threed import native, rng
-from threed.sharding import Init, Piece, initial, split
+from threed.core import native, rng
+from threed.distributed.sharding import Init, Piece, initial, split
 
 # Random123 1.14.0 (Salmon et al., SC 2011), tests/kat_vectors, philox4x32-10: counter, key, result.
 VECTORS = [

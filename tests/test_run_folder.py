@@ -17,15 +17,15 @@ import pytest
 from tests.configs import topology_of
 from tests.harness import run_ranks
 from tests.runs import open_text, run
-from threed import collectives
 from threed.checkpoint.files import RunFolderError
 from threed.config import TrainConfig
-from threed.monitor import process
+from threed.core import process
+from threed.distributed import collectives
+from threed.distributed.topology import Topology, alone
 from threed.reliability import ownership
 from threed.reliability.ownership import Run, owned, probe
 from threed.reliability.ownership import _newest as newest
 from threed.reliability.ownership import _take as take
-from threed.topology import Topology, alone
 
 # ------------------------------------------------------------------------------------------------------------ probe
 

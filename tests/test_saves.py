@@ -19,7 +19,7 @@ from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.saving import Saver
 from threed.data import Data
 from threed.engine import Engine
-from threed.forecast import Forecast
+from threed.planner.forecast import Forecast
 from threed.reliability.preemption import Preempted
 from threed.reliability.supervision import Supervision
 from threed.zero import snapshot

@@ -18,11 +18,11 @@ from tests.harness import run_ranks
 from tests.live import Live
 from threed import models
 from threed.config import Config
+from threed.config.resolution import resolve
+from threed.distributed.topology import Topology
 from threed.engine import Engine
-from threed.forecast import Forecast
 from threed.layers import Slicing
-from threed.resolution import resolve
-from threed.topology import Topology
+from threed.planner.forecast import Forecast
 
 PP, TP = 4, 1
 WORLDS = (64, 16_384)

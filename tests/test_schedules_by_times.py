@@ -14,13 +14,14 @@ from torch import Tensor
 from tests.configs import Case, batch, share, topology_of
 from tests.harness import run_ranks
 from tests.test_partition_measured import Sleepers, config
-from threed import cli, schedules
+from threed import schedules
+from threed.cli import commands
 from threed.config import Config
 from threed.engine import Engine
-from threed.forecast import Forecast
 from threed.layers import Slicing
-from threed.planner import uniform
-from threed.planner.measured import Division, LayerBytes, LayerTimes, divide
+from threed.models.measured_partition import Division, LayerBytes, LayerTimes, divide
+from threed.models.partition import uniform
+from threed.planner.forecast import Forecast
 from threed.schedules import Costs, Kind, Plan, build, simulate
 from threed.schedules.action import COMPUTE
 
@@ -103,7 +104,7 @@ def test_only_schedules_that_plan_by_times_take_them(capsys: pytest.CaptureFixtu
         "0.4",
         "--json",
     ]
-    cli.main(
+    commands.main(
         ["schedule", "zb-auto", "--stages", "4", "--microbatches", "8", "--chunks", "2", *flags]
     )
     planned, equal = build("zb-auto", 4, 8, 2, costs), build("zb-auto", 4, 8, 2)

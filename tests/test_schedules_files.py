@@ -14,11 +14,11 @@ from tests.runs import configuration, open_text
 from tests.test_pretrain import QUICK, again
 from tests.test_pretrain import folder as folder  # a fixture
 from threed import schedules
-from threed.arguments import load
-from threed.cli import main
+from threed.cli.commands import main
 from threed.config import ConfigError, ParallelConfig
+from threed.config.arguments import load
+from threed.config.resolution import resolve
 from threed.monitor import metrics
-from threed.resolution import resolve
 from threed.schedules import (
     Plan,
     build,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from threed.checks import find_refusals
 from threed.config import Config
-from threed.resolution import resolve
+from threed.config.checks import find_refusals
+from threed.config.resolution import resolve
 from threed.schedules import Costs, build, interleaved, lower, own_chunks, simulate, validate
 from threed.schedules.one_forward_one_backward import rounds
 

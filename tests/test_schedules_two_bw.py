@@ -14,12 +14,12 @@ from tests.configs import VOCAB, Case, config_of, topology_of
 from tests.harness import run_ranks
 from tests.test_step import with_
 from threed import schedules
-from threed.arguments import load
-from threed.checks import find_problems
 from threed.config import ConfigError
+from threed.config.arguments import load
+from threed.config.checks import find_problems
+from threed.config.resolution import resolve
 from threed.engine import Engine
-from threed.forecast import Forecast
-from threed.resolution import resolve
+from threed.planner.forecast import Forecast
 from threed.schedules import Action, Costs, Plan, drain, first, lower, simulate, two_bw, validate
 
 # ------------------------------------------------------------------------------------------------------------ the plan

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from tests.tokenizer_layouts import LAYOUTS, strings
-from threed import cli
+from threed.cli import commands
 from threed.data import load_tokenizer, open_data, tokenize_to_megatron
 from threed.data.megatron import open_tokens, pair_of
 from threed.training.final_report import PROMPT, sample_text
@@ -288,7 +288,7 @@ def test_text_pairs_and_prompts_have_bos_alike(
             "--bos",
             bos,
         ]
-        assert cli.main(["tokenize", *words]) == 0
+        assert commands.main(["tokenize", *words]) == 0
         said = "begin without bos" if bos == "false" else "begin with [1] (bos)"
         assert f"documents {said} and end with 2" in capsys.readouterr().out
         assert open_tokens(tmp_path / bos).tolist() == document * 20

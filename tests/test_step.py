@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from threed.config import Config
+from threed.distributed.sharding import Piece
 from threed.engine import Engine, StepMetrics
 from threed.ops.matmul import Matmul
-from threed.precision import LossScale
-from threed.sharding import Piece
+from threed.ops.precision import LossScale
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.records import fill_in_place
 from threed.zero.reductions import Gradient, squares

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
+from threed.distributed.sharding import ShardSpec, matrix, parameter
+from threed.distributed.topology import Topology
 from threed.engine import Engine
-from threed.sharding import ShardSpec, matrix, parameter
-from threed.topology import Topology
 from threed.zero import layout
 from threed.zero.layout import DataAxes, Policy
 from threed.zero.records import records

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness import run_ranks
-from threed.planner.grid import AXES, Grid
-from threed.topology import Topology
+from threed.distributed.grid import AXES, Grid
+from threed.distributed.topology import Topology
 
 GRIDS_ON_PAPER = [
     Grid(*sizes) for sizes in itertools.product((1, 2, 3), (1, 2, 3), (1, 2), (1, 2, 4))

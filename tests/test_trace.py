@@ -25,16 +25,16 @@ from tests.users_layers import Latent, Running
 from tests.users_models import MODELS as USERS_MODELS
 from threed import models
 from threed.config import Config
-from threed.footprint import trace
+from threed.config.resolution import resolve
+from threed.distributed.grid import Grid
+from threed.distributed.topology import Topology
 from threed.layers import Block, MicroBatch, Slicing
+from threed.ops.precision import DTYPES
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.boundary import like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, stated_flops
-from threed.planner import Grid
-from threed.precision import DTYPES
-from threed.resolution import resolve
-from threed.topology import Topology
+from threed.planner.memory_estimate import trace
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},

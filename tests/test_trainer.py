@@ -17,11 +17,11 @@ from threed import models
 from threed.checkpoint import native
 from threed.data import Samples
 from threed.engine import Engine
-from threed.forecast import Forecast
 from threed.layers import Slicing
+from threed.models.cut import partition
 from threed.monitor import metrics
 from threed.pipeline.trace import stated_flops
-from threed.planner.cut import partition
+from threed.planner.forecast import Forecast
 
 GIB = 2**30
 FIRST = {"train": {"steps": 5, "global_batch": 4, "stop_after": 2, "eval_samples": 7}}

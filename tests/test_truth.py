@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests import reference_models
 from tests.configs import MODELS, SEQ, VOCAB, engine_of
 from threed.config import Config
-from threed.resolution import resolve
+from threed.config.resolution import resolve
 
 LAYERS, HIDDEN, STEPS, ROWS, MICRO = 3, 32, 4, 8, 2
 LR, CLIP, DECAY, BETAS, EPS, WARMUP = 3e-3, 1.0, 0.1, (0.9, 0.95), 1e-8, 2

@@ -18,8 +18,8 @@ from tests.configs import engine_of as engine_of_config
 from tests.harness import run_ranks
 from tests.test_schedules_training import Counter
 from tests.test_step import data, poison_sink, with_
+from threed.distributed.sharding import slices
 from threed.engine import Engine, StepMetrics
-from threed.sharding import slices
 from threed.zero.asynchronous import Asynchronous
 from threed.zero.records import WEIGHT, read, records
 from threed.zero.update import Update

@@ -20,11 +20,12 @@ from tests.users_layers import STD, WORD, whole
 from tests.users_models import Decoder, MiddleLosses
 from tests.users_torch import TorchModules
 from tests.users_truths import Batch
-from threed import collectives, layers
-from threed.collectives import split
+from threed import layers
+from threed.distributed import collectives
+from threed.distributed.collectives import split
+from threed.distributed.sharding import Init, Piece, ShardSpec, parameter, vector
 from threed.layers import MicroBatch, Slicing
-from threed.metrics import DataError
-from threed.sharding import Init, Piece, ShardSpec, parameter, vector
+from threed.zero.step_metrics import DataError
 
 # ------------------------------------------------------------------------------------------------------------- refused
 

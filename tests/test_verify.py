@@ -16,9 +16,11 @@ import torch
 from tests.configs import Case, Result, train, trained
 from tests.harness import run_ranks
 from tests.planted_faults import FAULTS, Model
-from threed import collectives, models
-from threed.cli import main
+from threed import models
+from threed.cli.commands import main
 from threed.config import Config, ConfigError
+from threed.distributed import collectives
+from threed.distributed.topology import Topology
 from threed.testing import (
     DEFAULTS,
     RanksFailed,
@@ -30,7 +32,6 @@ from threed.testing import (
 )
 from threed.testing.ranks import _World, note
 from threed.testing.topologies import DEFAULT, configured, ranks_of, words
-from threed.topology import Topology
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "custom_model.py"

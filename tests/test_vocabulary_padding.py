@@ -12,11 +12,11 @@ from tests.configs import Case, config_of, padded_to, topology_of, trained
 from tests.harness import run_ranks
 from threed import models
 from threed.config import Config
+from threed.config.resolution import resolve
+from threed.distributed.sharding import spec_of
+from threed.distributed.topology import Axis
 from threed.engine import Engine
 from threed.layers import Slicing, embedding
-from threed.resolution import resolve
-from threed.sharding import spec_of
-from threed.topology import Axis
 
 VOCABULARY = 50257
 

@@ -105,15 +105,15 @@ def test_the_wheel_has_what_a_user_needs_and_says_where_it_runs(wheel: Path) -> 
     files = zipfile.ZipFile(wheel)
     names = set(files.namelist())
     assert {
-        "threed/native/csrc/cpu/adam.cpp",
-        "threed/native/lib/cpu.so",
+        "threed/core/native/csrc/cpu/adam.cpp",
+        "threed/core/native/lib/cpu.so",
         "threed/py.typed",
     } <= names
     assert {
-        f"threed/presets/{path.name}" for path in (ROOT / "threed" / "presets").iterdir()
+        f"threed/config/presets/{path.name}" for path in (ROOT / "threed" / "presets").iterdir()
     } <= names
     assert re.search(r"-py3-none-(?!any)", wheel.name)
-    library = files.read("threed/native/lib/cpu.so")
+    library = files.read("threed/core/native/lib/cpu.so")
     glibc = [(int(a), int(b)) for a, b in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)]
     if promised := re.search(r"manylinux_(\d+)_(\d+)_", wheel.name):
         assert max(glibc) <= (int(promised[1]), int(promised[2]))
@@ -139,8 +139,8 @@ def test_without_a_compiler_the_wheel_has_the_sources_and_fits_any_platform(tmp_
     assert wheel.name.endswith("-py3-none-any.whl")
     assert "no compiler" in said
     names = zipfile.ZipFile(wheel).namelist()
-    assert "threed/native/csrc/cpu/adam.cpp" in names
-    assert "threed/native/lib/cpu.so" not in names
+    assert "threed/core/native/csrc/cpu/adam.cpp" in names
+    assert "threed/core/native/lib/cpu.so" not in names
 
 
 def test_an_installed_package_plans_and_trains_by_preset(python: str, folder: Path) -> None:
@@ -166,5 +166,7 @@ def test_an_installed_package_verifies_a_model_of_ones_own(python: str, folder: 
     verify = [python, "-m", "threed", "verify", "mine.py:ParallelModel", "--topologies", "tp2"]
     done = run(verify, folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    native = run([python, "-m", "threed.native.build", "--check"], folder)
-    assert "site-packages/threed/native/lib/cpu.so" in native.stdout, native.stdout + native.stderr
+    native = run([python, "-m", "threed.core.native.build", "--check"], folder)
+    assert "site-packages/threed/core/native/lib/cpu.so" in native.stdout, (
+        native.stdout + native.stderr
+    )

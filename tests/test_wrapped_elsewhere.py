@@ -36,7 +36,7 @@ from tests.test_wrapped_models import (
     same_weights,
     tokens,
 )
-from threed.topology import Topology
+from threed.distributed.topology import Topology
 
 pytestmark = pytest.mark.filterwarnings("ignore:buffers are each rank's own")
 

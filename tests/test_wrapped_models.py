@@ -19,9 +19,9 @@ import threed
 from tests.configs import topology_of
 from tests.harness import run_ranks
 from threed.config import Config, ConfigError
+from threed.distributed.sharding import storage_of
 from threed.engine import Engine
 from threed.models.wrapped import Wrapped
-from threed.sharding import storage_of
 
 ROWS, WIDTH, VOCAB, STEPS = 8, 6, 20, 4
 Result = tuple[list[float], dict[str, Tensor]]

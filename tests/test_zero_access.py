@@ -14,11 +14,11 @@ from tests.configs import Case, batch, config_of, share
 from tests.harness import run_ranks
 from threed import layers
 from threed.config import Config, ModelConfig
+from threed.config.resolution import resolve
+from threed.distributed.sharding import Init, Piece, ShardSpec, parameter
+from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.layers import MicroBatch, Slicing
-from threed.resolution import resolve
-from threed.sharding import Init, Piece, ShardSpec, parameter
-from threed.topology import Topology
 
 WIDTH = 32
 

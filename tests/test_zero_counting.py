@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from threed.distributed.sharding import ShardSpec, parameter, vector
+from threed.distributed.topology import Topology
 from threed.memory.tiers import StagedBuffer
-from threed.sharding import ShardSpec, parameter, vector
-from threed.topology import Topology
 from threed.zero import layout
 from threed.zero.counting import Contributions, LaunchQueue
 from threed.zero.early import Early

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from tests.configs import share
 from tests.harness import run_ranks
 from tests.test_own_models import VOCAB, Result, batch, compare, configuration
-from threed import collectives, layers
+from threed import layers
 from threed.config import Config, ModelConfig
+from threed.distributed import collectives
+from threed.distributed.sharding import Init, ModelError, Piece, ShardSpec, parameter
+from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
 from threed.layers import Slicing
-from threed.sharding import Init, ModelError, Piece, ShardSpec, parameter
-from threed.topology import Axis, Topology
 
 EXPERTS, WIDTH, STEPS = 4, 20, 3
 

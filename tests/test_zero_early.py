@@ -19,13 +19,13 @@ from tests.configs import Case, config_of, engine_of
 from tests.harness import run_ranks
 from tests.test_bad_numbers import poison_loss
 from tests.test_step import data, same, state, with_
-from threed.checks import find_problems
 from threed.config import Config
+from threed.config.checks import find_problems
 from threed.engine import Engine
-from threed.forecast import Forecast
 from threed.memory.io import SwapError
 from threed.memory.tiers import Drive
-from threed.precision import LossScale
+from threed.ops.precision import LossScale
+from threed.planner.forecast import Forecast
 from threed.zero.early import Early
 from threed.zero.layout import Bucket
 

@@ -21,10 +21,10 @@ from tests.configs import Case, batch, config_of, engine_of, share, topology_of
 from tests.harness import run_ranks
 from tests.test_equivalence import run_all
 from threed import models
+from threed.distributed.sharding import ShardSpec, matrix, parameter, vector
+from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
 from threed.layers import Slicing
-from threed.sharding import ShardSpec, matrix, parameter, vector
-from threed.topology import Axis, Topology
 from threed.zero import layout
 from threed.zero.counting import own_backward
 from threed.zero.layout import ALIGN, DataAxes, GroupOptions, Layout, Policy

@@ -13,9 +13,9 @@ from tests import hf_models
 from tests.harness import run_ranks
 from tests.live import Live
 from tests.test_zero_wrapped import ROWS, Case, engine_of
+from threed.distributed.topology import Topology
 from threed.models.counting import count_items, shifts_labels
 from threed.models.wrapped import loss_of
-from threed.topology import Topology
 
 MODELS = ["gpt2", "llama", "qwen3", "bert", "t5"]
 

@@ -13,8 +13,8 @@ from tests.harness import run_ranks
 from tests.live import Live
 from threed.config import Config
 from threed.engine import Engine
-from threed.forecast import Forecast
 from threed.memory.tiers import Drive
+from threed.planner.forecast import Forecast
 from threed.zero.reductions import BucketGradients
 
 AWAY = Case(

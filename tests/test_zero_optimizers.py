@@ -20,9 +20,9 @@ from threed import models
 from threed.checkpoint.files import CheckpointError
 from threed.config import Config, ConfigError, ParamGroup
 from threed.engine import Engine
-from threed.forecast import Forecast
 from threed.layers import Slicing
 from threed.models import Wrapped
+from threed.planner.forecast import Forecast
 from threed.zero import setup
 
 LR, DECAY = 1e-2, 0.1

@@ -14,9 +14,9 @@ from tests.configs import Case, batch, config_of, engine_of, share
 from tests.harness import run_ranks
 from tests.test_equivalence import run_all
 from tests.test_users_models import run_all as run_users
+from threed.distributed.sharding import slices
 from threed.engine import Engine
-from threed.forecast import Forecast
-from threed.sharding import slices
+from threed.planner.forecast import Forecast
 from threed.zero.records import records
 from threed.zero.state import holdings
 

@@ -20,7 +20,7 @@ from threed.checkpoint.manifest import read_manifest
 from threed.checkpoint.reading import Reader
 from threed.config import Config
 from threed.engine import Engine
-from threed.precision import LossScale
+from threed.ops.precision import LossScale
 
 BEFORE, AFTER = 2, 2  # steps before a checkpoint, and after it
 

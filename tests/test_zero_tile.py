@@ -55,8 +55,8 @@ def test_a_model_that_is_cut_otherwise_is_refused() -> None:
     config = config_of(Case(zero=3, layers=2))
     config = config.model_copy(update={"zero": config.zero.model_copy(update={"tile": 4})})
     module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    from threed.distributed.topology import Topology
     from threed.engine import Engine
-    from threed.topology import Topology
 
     with pytest.raises(ConfigError, match=r"--zero\.tile 4.*leave it out"):
         Engine(module, Topology(), config)

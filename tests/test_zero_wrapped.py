@@ -13,8 +13,8 @@ from tests import hf_models
 from tests.configs import topology_of
 from tests.harness import run_ranks
 from threed.config import Config
+from threed.distributed.topology import Topology
 from threed.engine import Engine
-from threed.topology import Topology
 
 ROWS = 8
 MODELS = ["gpt2", "llama", "qwen3", "bert", "t5"]

@@ -18,10 +18,10 @@ from tests.harness import run_ranks
 from tests.test_zero_wrapped import Case, engine_of
 from threed import models
 from threed.config import Config, ConfigError
+from threed.distributed.topology import Topology
 from threed.engine import Engine, LayeredEngine
 from threed.layers import Slicing
 from threed.models.wrapped import Wrapped
-from threed.topology import Topology
 
 WIDTH, ROWS = 12, 8
 

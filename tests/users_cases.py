@@ -15,9 +15,9 @@ from tests.users_layers import CHANNELS, CLASSES, PATCH
 from tests.users_models import MODELS, Decoder
 from tests.users_truths import Batch, Result
 from threed.config import Config
+from threed.config.resolution import resolve
 from threed.engine import Engine
 from threed.layers import Slicing
-from threed.resolution import resolve
 
 VOCAB, SEQ, HIDDEN, ROWS, STEPS = 53, 8, 24, 6, 2
 BF16 = ("residual-32",)  # compared with one process: there is no truth in fp64

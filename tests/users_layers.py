@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from threed import collectives, layers
-from threed.collectives import split
+from threed import layers
+from threed.distributed import collectives
+from threed.distributed.collectives import split
+from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter
 from threed.layers import MicroBatch, Slicing, rotate
-from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
 
 WORD = "embedding.word.weight"
 STD = 0.2  # large, so that attention is not all but uniform and every gradient is felt

@@ -2,7 +2,7 @@
 
 from torch._dynamo import list_backends
 
-from threed import native
+from threed.core import native
 
 # Each rank would ask the compiler for its version, and hash the sources, to find what was compiled.
 native.library("cpu")

@@ -21,9 +21,9 @@ _MODULE_OF = {
     "Engine": "threed.engine",
     "Slicing": "threed.layers",
     "StepMetrics": "threed.engine",
-    "Topology": "threed.topology",
+    "Topology": "threed.distributed.topology",
     "initialize": "threed.interop.deepspeed.initialize",
-    "load": "threed.loading",
+    "load": "threed.interop.loading",
 }
 _SUBMODULES = (
     "checkpoint",

@@ -2,7 +2,7 @@
 
 import sys
 
-from threed.cli import main
+from threed.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,31 +23,29 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from threed import buffers, collectives
-from threed.batches import Batch, Batches
 from threed.checkpoint import fit, native
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import never
 from threed.checkpoint.saving import Save, Saver
-from threed.checks import find_refusals
 from threed.config import Config, ConfigError
-from threed.drawing import draw
+from threed.config.checks import find_refusals
+from threed.config.resolution import resolve
+from threed.distributed import collectives
+from threed.distributed.sharding import initial
+from threed.distributed.topology import Topology
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.interop.huggingface.weights import load_hf
 from threed.layers import MicroBatch
 from threed.layers.linear import use_sinks
-from threed.metrics import Faults, Later, loss_of
-from threed.metrics import StepMetrics as StepMetrics
-from threed.models import Model, Wrapped, is_layered, options_of, wrap
+from threed.models import Model, Wrapped, buffers, is_layered, options_of, wrap
+from threed.ops.precision import LossScale
 from threed.pipeline import activation_checkpointing, compiling
+from threed.pipeline.batches import Batch, Batches
 from threed.pipeline.executor import Executor, Outdated, Span
 from threed.pipeline.layer_major import LayerMajorExecutor
 from threed.pipeline.overlap import Overlap
 from threed.pipeline.transport import Transport, links
-from threed.precision import LossScale
-from threed.resolution import resolve
-from threed.sharding import initial
-from threed.topology import Topology
+from threed.planner.build import draw
 from threed.zero import agreement, records, replicas, setup
 from threed.zero.access import Holder
 from threed.zero.asynchronous import Asynchronous
@@ -57,6 +55,8 @@ from threed.zero.hooks import ModuleGatherer
 from threed.zero.offload import OffloadedOptimizer
 from threed.zero.optimizer import Optimizer, Synchronous
 from threed.zero.reducer import Reducer
+from threed.zero.step_metrics import Faults, Later, loss_of
+from threed.zero.step_metrics import StepMetrics as StepMetrics
 
 
 class Engine:

@@ -15,17 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-from threed import collectives
-from threed.arguments import to_toml
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.resuming import compare
 from threed.checkpoint.retention import Retention, candidates, job_name
+from threed.config.arguments import to_toml
 from threed.data import Data, Prefetcher
+from threed.distributed import collectives
 from threed.engine import LayeredEngine, StepMetrics
-from threed.forecast import Forecast
 from threed.interop.huggingface.folder import is_hf_folder
 from threed.monitor import Monitor
-from threed.provenance import provenance, tags
+from threed.planner.forecast import Forecast
 from threed.reliability import preemption
 from threed.reliability.elastic import Memory, resume
 from threed.reliability.ownership import Owner, owned, probe
@@ -37,6 +36,7 @@ from threed.training.callback import Callback, Run, Start
 from threed.training.checkpoints import Checkpoints
 from threed.training.evaluation import Evaluation
 from threed.training.profiling import PeakMemory, Profile
+from threed.training.provenance import provenance, tags
 from threed.training.step_log import StepLog
 from threed.zero.setup import describe_rate
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_stages.stage import Stage, main
-from threed import native
-from threed.native import build
+from threed.core import native
+from threed.core.native import build
 
 # By driver some are named otherwise: each is asked for by itself.
 STATE = (

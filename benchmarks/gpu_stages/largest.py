@@ -24,9 +24,9 @@ from benchmarks.gpu_stages.record import NOT_MEASURED
 from benchmarks.gpu_stages.stage import Stage, main, parser
 from benchmarks.reference import GPTConfig
 from benchmarks.trainer import complete, make_trainer
-from threed.forecast import Forecast
-from threed.planner.grid import Grid
-from threed.topology import Topology
+from threed.distributed.grid import Grid
+from threed.distributed.topology import Topology
+from threed.planner.forecast import Forecast
 
 PLACES = ("none", "cpu", "nvme")
 BATCH, SHARE = 8, 0.92  # sequences of a step; of a place's free bytes, what the forecast may fill

@@ -25,7 +25,7 @@ from benchmarks import reference
 from benchmarks.gpu_stages.stage import ROOT, Stage, main
 from benchmarks.reference import GPTConfig
 from benchmarks.trainer import make_trainer, renamed
-from threed.topology import Topology
+from threed.distributed.topology import Topology
 
 MODEL, BATCH, STEPS = GPTConfig(4, 256, 8, 128, 1024), 8, 5
 TINY = GPTConfig(2, 64, 4, 64, 512)

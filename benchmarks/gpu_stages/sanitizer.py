@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_stages.stage import ROOT, Stage, main
-from threed.native import build
+from threed.core.native import build
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 NOT_AVAILABLE = "not available"

@@ -21,8 +21,8 @@ from benchmarks.gpu_stages.stage import Stage, main
 from benchmarks.gpu_stages.step import free, peak_of
 from benchmarks.reference import GPTConfig
 from benchmarks.trainer import make_trainer, renamed
+from threed.distributed.topology import Topology
 from threed.engine import Engine
-from threed.topology import Topology
 
 # name: shapes, sequences in a step, sequences in a micro-batch
 SIZES = {

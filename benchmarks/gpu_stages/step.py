@@ -29,8 +29,8 @@ from benchmarks.gpu_stages.timing import busy
 from benchmarks.reference import ADAM, GPTConfig
 from benchmarks.trainer import make_trainer, renamed
 from threed.config import ConfigError
+from threed.distributed.topology import Topology
 from threed.ops import activation, adam, cross_entropy, launch, norm, sums
-from threed.topology import Topology
 
 # Dense bf16 tensor-core peaks in TFLOP/s, from the vendor's data sheets.
 PEAK = {

@@ -1,5 +1,5 @@
 // Standard normals from Philox4x32-10 (Salmon et al., SC 2011) and Box-Muller, four per counter.
-// Uses the same fp64 operations as `_normal_blocks` in threed/rng.py. Rounding to fp32 hides
+// Uses the same fp64 operations as `_normal_blocks` in threed/core/rng.py. Rounding to fp32 hides
 // differences of the math libraries in the last bit.
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Dropout of bf16 rows with a counter-based mask (threed/rng.py), fused with bias and residual.
+// Dropout of bf16 rows with a counter-based mask (threed/core/rng.py), fused with bias and residual.
 //
 //   forward    out = residual + (x + bias) keep / (1 - p)     6 bytes per element, 4 without residual
 //   backward   dx = dout keep / (1 - p)                       4 bytes; the mask is computed again

@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., SC 2011). Produces the same bits as threed/rng.py and
+// Philox4x32-10 (Salmon et al., SC 2011). Produces the same bits as threed/core/rng.py and
 // csrc/cpu/philox.cpp.
 #pragma once
 

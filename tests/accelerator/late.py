@@ -38,10 +38,10 @@ from tests.accelerator import pretend
 from tests.accelerator.late_collectives import communicating
 from tests.accelerator.late_streams import Block, LateError, Stream, Streams, no_values, place
 from tests.accelerator.watching import COPIES, NAME, READS, tensors_in
-from threed import device as door
+from threed.core import device as door
+from threed.distributed.topology import Topology
 from threed.memory import pool
 from threed.ops import attention, rotary
-from threed.topology import Topology
 
 aten, prim = torch.ops.aten, torch.ops.prim
 _on_meta: Any = SimpleNamespace(in_kernel_invocation=False)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.accelerator.late_streams import Event, Streams
 from tests.accelerator.watching import tensors_in
-from threed import collectives
+from threed.distributed import collectives
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "broadcast", "barrier")
 OF_TWO = ("send", "recv", "isend", "irecv")

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.accelerator.pretend import pretending
 from threed.config import Config
-from threed.resolution import resolve
+from threed.config.resolution import resolve
 
 SHAPE = {"hidden": 1024, "heads": 16, "seq": 1024, "vocab": 32768}
 MODELS: dict[str, dict[str, Any]] = {

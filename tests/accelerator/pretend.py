@@ -36,20 +36,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.accelerator.watching import HOST_READ, NAME, AsOnCuda, Watching
-from threed import collectives, models, rng
-from threed import device as door
+from threed import models
 from threed.config import Config
+from threed.core import device as door
+from threed.core import rng
+from threed.distributed import collectives
+from threed.distributed.topology import Axis, Topology
 from threed.engine import Engine
 from threed.layers import Slicing
 from threed.memory import pool
-from threed.metrics import StepMetrics
 from threed.models import Model
 from threed.models import check as model_check
 from threed.ops import launch
+from threed.ops.precision import dtype
 from threed.pipeline.boundary import Form
-from threed.precision import dtype
-from threed.topology import Axis, Topology
 from threed.zero.offload import OffloadedOptimizer
+from threed.zero.step_metrics import StepMetrics
 
 
 def device() -> torch.device:

@@ -27,17 +27,17 @@ from tests.accelerator.late_streams import LateError
 from tests.configs import Case
 from tests.covering import Space, Values
 from tests.harness import run_ranks
-from threed import batches
-from threed import device as door
 from threed.config import Config
+from threed.core import device as door
 from threed.data.prefetch import Prefetcher
+from threed.distributed.topology import Topology
 from threed.engine import Engine
 from threed.memory import tiers
-from threed.metrics import DataError
 from threed.ops import adam, fused_cpu, matmul
+from threed.pipeline import batches
 from threed.testing import RanksFailed, Results, results_of
-from threed.topology import Topology
 from threed.zero.offload import OffloadedOptimizer
+from threed.zero.step_metrics import DataError
 
 
 @pytest.fixture(autouse=True)
@@ -237,8 +237,8 @@ GATHERER = "threed.zero.gather:Gatherer"
 STORE = "threed.pipeline.activation_checkpointing:ActivationStore"
 DEEP = {"layers": 6}  # else there are buffers enough
 FAULTS: list[tuple[Plant, Case]] = [
-    (Changed("threed.device", "beside", "stream.wait_stream(before)"), Case(**OFFLOADED)),
-    (Changed("threed.device", "beside", "stream.wait_stream(before)"), Case(recompute="cpu")),
+    (Changed("threed.core.device", "beside", "stream.wait_stream(before)"), Case(**OFFLOADED)),
+    (Changed("threed.core.device", "beside", "stream.wait_stream(before)"), Case(recompute="cpu")),
     (Changed(GATHERER, "_gather_from_host", "current_stream(window.device).wait_event(gathered)"), Case(**OFFLOADED)),
     (Changed(GATHERER, "_gather_from_host", "copied.synchronize()"), Case(**DRIVE)),
     (Changed("threed.memory.tiers", "start_copy", "copied.synchronize()"), Case(**OFFLOADED)),
@@ -268,7 +268,10 @@ FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
         Changed("threed.pipeline.executor:Executor", "_wait_for_oldest_send", "part.wait()"),
         Case(pp=2, microbatches=8),
     ),
-    (Changed("threed.device", "beside", "stream.wait_stream(before)"), Case(dp=2, **OFFLOADED)),
+    (
+        Changed("threed.core.device", "beside", "stream.wait_stream(before)"),
+        Case(dp=2, **OFFLOADED),
+    ),
     (
         Changed("threed.memory.tiers", "start_copy", "copied.synchronize()"),
         Case(dp=2, zero=2, offload_optimizer="cpu"),

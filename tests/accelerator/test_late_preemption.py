@@ -7,9 +7,9 @@ import torch
 
 from tests.accelerator.late import late, where
 from tests.harness import run_ranks
+from threed.distributed.topology import Topology
 from threed.reliability import preemption
 from threed.reliability.preemption import Stop
-from threed.topology import Topology
 
 
 def steps_until_stop(asked_in: int, seed: int | None, waits: bool = True) -> int:

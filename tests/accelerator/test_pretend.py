@@ -23,14 +23,14 @@ from tests.accelerator.pretend import Pretend, pretending, ranks_to_try
 from tests.accelerator.watching import BLOCKING, HOST_READ, MIXED, TO_COLLECTIVE, summary
 from tests.configs import Case, config_of
 from tests.covering import Space, Values
-from threed import collectives
 from threed.config import Config
-from threed.forecast import Forecast
+from threed.config.resolution import resolve
+from threed.distributed import collectives
+from threed.distributed.sharding import spec_of
 from threed.layers import Slicing
 from threed.models import Decoder
 from threed.ops import launch
-from threed.resolution import resolve
-from threed.sharding import spec_of
+from threed.planner.forecast import Forecast
 
 # ----------------------------------------------------------------------------------------------------- configurations
 
@@ -280,7 +280,7 @@ def test_host_memory_in_a_collective_is_found() -> None:
         device.step(engine)
         device.step(engine)
     assert [fault.kind for fault in device.faults] == [TO_COLLECTIVE]
-    assert "threed/collectives.py" in device.faults[0].place
+    assert "threed/distributed/collectives.py" in device.faults[0].place
 
 
 def test_a_step_without_a_planted_fault_has_none() -> None:

@@ -20,7 +20,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from threed.native.build import CUDA, Unavailable, cache, find_compiler, targets
+from threed.core.native.build import CUDA, Unavailable, cache, find_compiler, targets
 
 ARCHITECTURES = {f"sm_{a}": f"-gencode=arch=compute_{a},code=sm_{a}" for a in CUDA.architectures}
 FLAGS = tuple(

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from threed import device
+from threed.core import device
 from threed.ops import launch
 
 HERE = Path(__file__).resolve().parent

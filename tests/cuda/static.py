@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # as a script
 
 from tests.cuda import compiled, sass  # noqa: E402
-from threed.native.build import CUDA  # noqa: E402
+from threed.core.native.build import CUDA  # noqa: E402
 from threed.ops import norm  # noqa: E402
 
 TABLE = HERE / "static.toml"

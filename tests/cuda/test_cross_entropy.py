@@ -16,7 +16,7 @@ from tests.cuda.cases import (
     integers,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
-from threed.collectives import split
+from threed.distributed.collectives import split
 from threed.ops import cross_entropy
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]

@@ -1,4 +1,4 @@
-"""csrc/cuda/dropout.cu: the bits of threed/rng.py, with what it reads and writes."""
+"""csrc/cuda/dropout.cu: the bits of threed/core/rng.py, with what it reads and writes."""
 
 from __future__ import annotations
 

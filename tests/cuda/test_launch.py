@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tests.cuda.cases import assert_close_in_bf16, bf16
 from tests.cuda.emulator import COMPILER, SOURCES, build, emulated
-from threed import device as accelerator
-from threed import native
-from threed.native.build import CUDA, BuildError, find_compiler
+from threed.core import device as accelerator
+from threed.core import native
+from threed.core.native.build import CUDA, BuildError, find_compiler
+from threed.distributed.topology import alone
 from threed.ops import activation, cross_entropy, launch
-from threed.topology import alone
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 AVAILABLE, START = launch.available, launch.start  # which the emulator replaces

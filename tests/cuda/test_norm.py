@@ -17,10 +17,10 @@ from tests.cuda.cases import (
     normal,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
+from threed.distributed.topology import alone
 from threed.layers import LayerNorm, RMSNorm, Slicing
 from threed.layers.norm import sum_and_norm
 from threed.ops import norm
-from threed.topology import alone
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="needs g++"), devices]
 # every shape of the kernel, each with rows that fill it and rows that do not

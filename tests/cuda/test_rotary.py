@@ -15,7 +15,7 @@ from tests.cuda.cases import (
     in_every_order,
 )
 from tests.cuda.emulator import COMPILER, Machine, emulated
-from threed.architectures.rope_scaling import RopeScaling
+from threed.config.architectures.rope_scaling import RopeScaling
 from threed.ops import rotary
 from threed.ops.frequencies import frequencies, scale_of
 from threed.ops.positions import Positions

@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from threed import collectives
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.manifest import file_of, write_entry
 from threed.checkpoint.node_memory import COPIES, ELSEWHERE, Machines
@@ -34,7 +33,8 @@ from threed.checkpoint.saving import Save, forecast_states
 from threed.checkpoint.sections import Held, SavedFile, held
 from threed.checkpoint.sending import receive_file, receive_json, send_file, send_json
 from threed.config import Config
-from threed.topology import Link, Topology
+from threed.distributed import collectives
+from threed.distributed.topology import Link, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import states

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.buffers import Buffers, bytes_of, dtype_name
 from threed.checkpoint.fit import listed
-from threed.device import rng_states, set_rng_states
-from threed.topology import Topology
+from threed.core.device import rng_states, set_rng_states
+from threed.distributed.topology import Topology
+from threed.models.buffers import Buffers, bytes_of, dtype_name
 
 
 @dataclass

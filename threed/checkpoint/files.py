@@ -36,11 +36,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from threed.atomic import building_place
-from threed.disk import in_units as in_units
-from threed.disk import why
-from threed.native import function
-from threed.parse import plain as plain
+from threed.core.atomic import building_place
+from threed.core.disk import in_units as in_units
+from threed.core.disk import why
+from threed.core.native import function
+from threed.core.parse import plain as plain
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError, is_finite
 from threed.checkpoint.lazy_tensors import TensorSource, saved_part
-from threed.sharding import Piece
+from threed.distributed.sharding import Piece
 
 
 def narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

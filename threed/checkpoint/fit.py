@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from threed.buffers import Buffers
-from threed.sharding import Piece, slices
-from threed.topology import Topology
+from threed.distributed.sharding import Piece, slices
+from threed.distributed.topology import Topology
+from threed.models.buffers import Buffers
 from threed.zero import records
 from threed.zero.agreement import tensors_of_model
 from threed.zero.optimizer import Optimizer

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from threed.checkpoint.files import CheckpointError, fill, plain
-from threed.sharding import intersect, slices
+from threed.distributed.sharding import intersect, slices
 from threed.zero.state import PREVIOUS, WEIGHT
 
 Shape = tuple[int, ...]

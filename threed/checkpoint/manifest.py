@@ -24,10 +24,9 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from threed.atomic import building_place, publish, write_text
 from threed.checkpoint.files import CheckpointError, checksum, plain, tree_hash
 from threed.checkpoint.sections import digest as digest
-from threed.schema import (
+from threed.config.schema import (
     AfterValidator,
     BaseModel,
     ConfigDict,
@@ -35,6 +34,7 @@ from threed.schema import (
     ValidationError,
     model_validator,
 )
+from threed.core.atomic import building_place, publish, write_text
 
 FORMAT = "threed-checkpoint"
 VERSION = 3

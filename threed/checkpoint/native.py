@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from threed import collectives
 from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
@@ -32,10 +31,11 @@ from threed.checkpoint.manifest import read_manifest as read_manifest
 from threed.checkpoint.manifest import verify as verify
 from threed.checkpoint.reading import Reader
 from threed.checkpoint.resuming import model_differences, optimizer_differences
-from threed.collectives import attempt_together, raise_together
 from threed.config import Config
-from threed.sharding import slices
-from threed.topology import Axis, Topology
+from threed.distributed import collectives
+from threed.distributed.collectives import attempt_together, raise_together
+from threed.distributed.sharding import slices
+from threed.distributed.topology import Axis, Topology
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import (
     PREVIOUS,

@@ -30,13 +30,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from threed import collectives
-from threed.atomic import sync
 from threed.checkpoint.files import RunFolderError, in_units
 from threed.checkpoint.manifest import digest
-from threed.monitor.process import process_space, started
-from threed.parse import parse_json
-from threed.topology import Axis
+from threed.core.atomic import sync
+from threed.core.parse import parse_json
+from threed.core.process import process_space, started
+from threed.distributed import collectives
+from threed.distributed.topology import Axis
 
 FOLDER = "THREED_MEMORY"
 RECORD = "memory.json"

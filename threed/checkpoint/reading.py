@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.buffers import of_bytes
 from threed.checkpoint.files import DTYPES, CheckpointError, TensorFile
 from threed.checkpoint.lazy_tensors import Boxed, Shape, read_strided, saved_part
 from threed.checkpoint.manifest import file_of
 from threed.checkpoint.sections import Section
+from threed.models.buffers import of_bytes
 from threed.zero.records import Record
 
 MOST_OPEN = 64  # limit on files that are open at the same time

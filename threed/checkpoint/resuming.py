@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import torch
 
-from threed.arguments import GROUPS
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import parts_of
-from threed.config import Config, ModelConfig, OptimConfig, key_name, python_name
+from threed.config.arguments import GROUPS
+from threed.config.groups import Config, ModelConfig, OptimConfig, key_name, python_name
+from threed.config.resolution import resolve_model, spelt_as
+from threed.config.schema import written
 from threed.data import Data
-from threed.resolution import resolve_model, spelt_as
-from threed.schema import written
 from threed.zero.records import PREVIOUS, WEIGHT
 from threed.zero.setup import learning_rate, state_names
 

@@ -17,11 +17,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from threed import collectives
-from threed.atomic import sync
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError
-from threed.topology import Axis
+from threed.core.atomic import sync
+from threed.distributed import collectives
+from threed.distributed.topology import Axis
 
 
 def candidates(folder: Path, resume: str) -> Iterator[Path]:

@@ -36,17 +36,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from threed import collectives
-from threed.atomic import building_place
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, begin, never, plain
 from threed.checkpoint.manifest import FORMAT, MANIFEST, VERSION, file_of, finish, write_entry
 from threed.checkpoint.sections import Held, SavedFile, finite, held
 from threed.config import CheckpointConfig, Config
-from threed.device import is_accelerator
-from threed.disk import ELSEWHERE, why
+from threed.core.atomic import building_place
+from threed.core.device import is_accelerator
+from threed.core.disk import ELSEWHERE, why
+from threed.distributed import collectives
+from threed.distributed.topology import Axis, Topology
 from threed.memory.pool import free_bytes
-from threed.topology import Axis, Topology
 from threed.zero.layout import Layout
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import Record, read, states

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from threed.checkpoint.files import DTYPES, NAMES, NotFiniteError, is_finite, stream_tensors
-from threed.topology import Axis
+from threed.distributed.topology import Axis
 from threed.zero.layout import Group, Layout
 from threed.zero.records import Record
 from threed.zero.state import State

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import collectives
 from threed.checkpoint.files import overwriting
-from threed.topology import Link
+from threed.distributed import collectives
+from threed.distributed.topology import Link
 
 MESSAGE = 2**24  # bytes
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threed.atomic import cache_folder as cache_folder
-from threed.atomic import sync
-from threed.disk import FULL, in_units
+from threed.core.atomic import cache_folder as cache_folder
+from threed.core.atomic import sync
+from threed.core.disk import FULL, in_units
 
 ABANDONED_S = 86400.0
 

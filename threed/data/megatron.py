@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from threed.atomic import building
+from threed.core.atomic import building
 from threed.data.encode import encode
 from threed.data.sources import find_text
 from threed.data.tokenizer import Tokenizer, Tokens, token_dtype

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
-from threed.parse import ParseError, parse_json, plain
+from threed.core.parse import ParseError, parse_json, plain
 
 PIECE_BYTES = 1 << 20
 # white space and the UTF-8 byte-order mark

@@ -21,6 +21,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from threed.core.packages import needed
+from threed.core.parse import plain
 from threed.data.special_tokens import (
     beginning,
     bos_id,
@@ -31,8 +33,6 @@ from threed.data.special_tokens import (
 )
 from threed.data.tokenizer_files import CONFIG, JSON, SPECIALS_MAP, TokenizerFiles, find_files
 from threed.data.tokenizer_import import import_tokenizer
-from threed.packages import needed
-from threed.parse import plain
 
 Tokens = NDArray[np.integer[Any]]
 Bos = Literal["auto"] | bool

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threed.parse import read_json
+from threed.core.parse import read_json
 
 JSON = "tokenizer.json"
 CONFIG = "tokenizer_config.json"

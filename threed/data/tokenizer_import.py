@@ -13,8 +13,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from threed.core.parse import plain, read_file
 from threed.data.tokenizer_files import SENTENCEPIECE, TokenizerFiles
-from threed.parse import plain, read_file
 
 # Fraction of tokens that must have the id in the file. A configuration may rename placeholders.
 SAME_IDS = 0.9

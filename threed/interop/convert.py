@@ -22,9 +22,9 @@ from threed.interop.deepspeed.checkpoint import DeepSpeedCheckpoint, step_folder
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.export import export_hf, write_folder
 from threed.interop.huggingface.folder import CONFIG, HFFolder, has_weights, is_hf_folder
+from threed.interop.huggingface.native_writer import write_native
 from threed.interop.huggingface.weights import import_hf, record_of_folder
 from threed.interop.megatron.checkpoint import MegatronCheckpoint, is_dist, is_legacy
-from threed.interop.native_writer import write_native
 
 
 def convert(

@@ -18,9 +18,9 @@ from typing import Any
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.manifest import MANIFEST, read_manifest
 from threed.config import Config, ConfigError, ModelConfig
+from threed.config.resolution import spelt_as
 from threed.interop.convert import saved_files
 from threed.interop.huggingface.folder import HFFolder, is_hf_folder
-from threed.resolution import spelt_as
 
 SEQ = 256  # default sequence length, if the model has as many positions
 FIX = "give the model's tokenizer with --data.tokenizer FOLDER (or bytes, if the model was trained on bytes)"

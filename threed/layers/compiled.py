@@ -24,11 +24,11 @@ from torch._library.effects import EffectType
 from torch._library.opaque_object import get_opaque_type_name, register_opaque_type
 from torch._opaque_base import OpaqueBase
 
-from threed import collectives
+from threed.distributed import collectives
+from threed.distributed.sharding import spec_of
 from threed.layers import linear, tiled
 from threed.layers.dropout import Dropout
 from threed.layers.slicing import Slicing, has_gradient_hooks, sink_of
-from threed.sharding import spec_of
 
 RECOMPILES = 64  # graphs per function: kinds of blocks, with and without gradients, sizes
 

@@ -1,6 +1,6 @@
 """Dropout with a mask that depends only on (seed, step, global sample, layer name, element).
 
-See `threed.rng`.
+See `threed.core.rng`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from threed.collectives import split
+from threed.distributed.collectives import split
+from threed.distributed.sharding import Init, Piece, ShardSpec, matrix, parameter
 from threed.layers.slicing import Flag, Slicing, sink_of
-from threed.sharding import Init, Piece, ShardSpec, matrix, parameter
 
 PAD_FROM, PAD_TO = 1024, 128  # rows; padding could be more than a tenth of a smaller table
 

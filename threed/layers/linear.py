@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from threed import collectives
-from threed.collectives import split
+from threed.distributed import collectives
+from threed.distributed.collectives import split
+from threed.distributed.sharding import ShardSpec, matrix, parameter, vector
+from threed.distributed.topology import Axis, alone
 from threed.layers import tiled
 from threed.layers.slicing import (
     Slicing,
@@ -36,8 +38,6 @@ from threed.layers.slicing import (
 )
 from threed.ops import launch
 from threed.ops.matmul import NATIVE, Matmul
-from threed.sharding import ShardSpec, matrix, parameter, vector
-from threed.topology import Axis, alone
 
 LOCAL = alone()
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threed import collectives
-from threed.collectives import split
+from threed.distributed import collectives
+from threed.distributed.collectives import split
 from threed.layers.contract import PipelineLayer
 from threed.layers.embedding import vocab_table
 from threed.layers.linear import Terms, linear

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from threed.distributed.sharding import parameter, vector
 from threed.layers.slicing import Slicing, VectorGradient, for_autograd
 from threed.ops import launch, norm
-from threed.sharding import parameter, vector
 
 
 class _Fused(torch.autograd.Function):

@@ -45,11 +45,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from threed import collectives
-from threed.device import rng_states, set_rng_states
+from threed.core.device import rng_states, set_rng_states
+from threed.distributed import collectives
+from threed.distributed.sharding import storage_of
 from threed.layers.linear import Product
 from threed.ops import attention
-from threed.sharding import storage_of
 
 
 class RngState:

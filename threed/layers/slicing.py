@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from threed import collectives
+from threed.distributed import collectives
+from threed.distributed.sharding import Piece, ShardSpec
+from threed.distributed.topology import Axis, alone
 from threed.ops import launch, sums
 from threed.ops.matmul import NATIVE, Matmul
 from threed.ops.positions import Positions
-from threed.sharding import Piece, ShardSpec
-from threed.topology import Axis, alone
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,10 +25,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from threed.collectives import split
+from threed.distributed.collectives import split
+from threed.distributed.sharding import Piece, ShardSpec, parameter
 from threed.layers.slicing import tile_gatherer_of
 from threed.ops.matmul import Matmul
-from threed.sharding import Piece, ShardSpec, parameter
 
 GRANULE = 64  # rows: larger tiles are split at multiples of it, which matrix kernels prefer
 

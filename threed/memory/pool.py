@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from threed import device
+from threed.core import device
 
 HUGE = 2 * 2**20
 

@@ -24,9 +24,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from threed import device as gpu
-from threed.collectives import Pending, done
-from threed.device import beside, copy_stream, is_accelerator
+from threed.core import device as gpu
+from threed.core.device import beside, copy_stream, is_accelerator
+from threed.distributed.collectives import Pending, done
 from threed.memory.io import Disk, Transfer
 from threed.memory.pool import host_buffer
 

@@ -9,12 +9,12 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from threed import collectives
 from threed.config import ConfigError, ModelConfig
+from threed.distributed import collectives
+from threed.distributed.topology import Topology
 from threed.layers import Slicing
 from threed.models.decoder import Decoder as Decoder
 from threed.models.wrapped import Wrapped as Wrapped
-from threed.topology import Topology
 
 
 class Model(Protocol):

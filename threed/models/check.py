@@ -21,12 +21,12 @@ from typing import Any
 
 from torch import nn
 
-from threed import collectives
+from threed.distributed import collectives
+from threed.distributed.grid import same_place
+from threed.distributed.sharding import ModelError, ShardSpec, check_dense, intersect, is_managed
+from threed.distributed.topology import Topology
 from threed.layers.contract import title
 from threed.layers.slicing import Slicing
-from threed.planner.grid import same_place
-from threed.sharding import ModelError, ShardSpec, check_dense, intersect, is_managed
-from threed.topology import Topology
 
 MAX_LISTED = 8  # limit on problems in one message
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # start and size of a box

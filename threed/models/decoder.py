@@ -1,4 +1,4 @@
-"""A decoder of any architecture in `threed.architectures`; the architecture's record lists the
+"""A decoder of any architecture in `threed.config.architectures`; the architecture's record lists the
 parts of its blocks.
 
 model = Decoder(config.model, slicing)
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from threed.config import ModelConfig
+from threed.config.resolution import resolve_model
 from threed.layers import (
     MLP,
     Attention,
@@ -29,7 +30,6 @@ from threed.layers import (
     gelu,
 )
 from threed.ops.frequencies import Theta, frequencies
-from threed.resolution import resolve_model
 
 WORD = "embedding.word.weight"
 STD = 0.02

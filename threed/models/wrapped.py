@@ -22,12 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from threed import collectives
+from threed.distributed import collectives
+from threed.distributed.sharding import (
+    Piece,
+    ShardSpec,
+    attach,
+    check_dense,
+    few,
+    is_managed,
+    slices,
+)
+from threed.distributed.topology import Axis
 from threed.layers.contract import PipelineLayer
 from threed.layers.slicing import MicroBatch, Slicing
 from threed.models.counting import Inputs, Items
-from threed.sharding import Piece, ShardSpec, attach, check_dense, few, is_managed, slices
-from threed.topology import Axis
 
 
 def loss_of(output: Any) -> Tensor:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from threed.disk import why
+from threed.core.disk import why
 from threed.monitor.meter import Throughput, Traffic
 from threed.monitor.metrics import MetricsFile, encode
 from threed.monitor.progress import Progress

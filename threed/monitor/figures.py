@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from threed.atomic import building
-from threed.disk import in_units
+from threed.core.atomic import building
+from threed.core.disk import in_units
+from threed.core.parse import read_json
 from threed.monitor import metrics
-from threed.parse import read_json
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 

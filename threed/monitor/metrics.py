@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from threed.atomic import building, sync
-from threed.parse import parse_json
+from threed.core.atomic import building, sync
+from threed.core.parse import parse_json
 
 NON_FINITE = "non_finite"
 

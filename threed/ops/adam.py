@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import device, native
+from threed.core import device, native
 from threed.ops import launch
 from threed.ops.update import StepScalars, needs_reference
 

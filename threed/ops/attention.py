@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from threed.topology import default_device
+from threed.distributed.topology import default_device
 
 _ATEN = torch.ops.aten
 _FLASH = _ATEN._scaled_dot_product_flash_attention_for_cpu

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from threed import collectives, device
+from threed.core import device
+from threed.distributed import collectives
+from threed.distributed.topology import Axis
 from threed.ops import fused_cpu, launch
-from threed.topology import Axis
 
 
 def reference(logits: Tensor, targets: Tensor) -> Tensor:

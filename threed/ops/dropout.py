@@ -1,4 +1,4 @@
-"""Counter-based dropout (`threed.rng`), fused with bias and residual: csrc/cuda/dropout.cu.
+"""Counter-based dropout (`threed.core.rng`), fused with bias and residual: csrc/cuda/dropout.cu.
 
 out = residual + (x + bias) keep / (1 - p)
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import rng
+from threed.core import rng
 from threed.ops import launch
 from threed.ops.positions import Positions
 

@@ -3,7 +3,7 @@
     theta = frequencies(10000.0, size, scaling=scaling, positions=131072)
     inverse(theta, size, length, device)               # radians per position, fp32 [d/2]
 
-Scalings: `threed.architectures.rope_scaling`. The order of operations is as in `transformers`: in
+Scalings: `threed.config.architectures.rope_scaling`. The order of operations is as in `transformers`: in
 fp32 the last bit of a frequency is a hundredth of a radian at position 100,000.
 """
 
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from threed.architectures.rope_scaling import RopeScaling
-from threed.device import start_copy_in
+from threed.config.architectures.rope_scaling import RopeScaling
+from threed.core.device import start_copy_in
 
 
 class Frequencies(NamedTuple):

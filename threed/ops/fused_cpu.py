@@ -17,9 +17,9 @@ import os
 import torch
 from torch import Tensor
 
-from threed import native
+from threed.core import native
+from threed.distributed.topology import default_device
 from threed.ops import launch
-from threed.topology import default_device
 
 TILE_BLOCK = 32  # rows and columns of a block of tiles
 MIN_NUMEL = 1 << 15  # elements; torch's operations are faster for fewer

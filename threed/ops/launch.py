@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from threed import device, native
-from threed.topology import default_device
+from threed.core import device, native
+from threed.distributed.topology import default_device
 
 Argument = Tensor | int | float | None
 Function = TypeVar("Function", bound=Callable[..., Any])

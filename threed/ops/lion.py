@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed.device import is_accelerator
+from threed.core.device import is_accelerator
 from threed.ops.update import StepScalars, needs_reference
 
 # elements per chunk on a CPU, so that the direction stays in the cache and needs little memory

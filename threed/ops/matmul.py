@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from threed.distributed.topology import default_device
 from threed.ops import fused_cpu, launch
-from threed.topology import default_device
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed import device
+from threed.core import device
 from threed.ops import launch, sums
 
 LARGEST = 16384  # elements per row

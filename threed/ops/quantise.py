@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from threed import device
+from threed.core import device
 from threed.ops import launch
 
 BLOCK = 256

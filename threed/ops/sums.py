@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed import device
+from threed.core import device
 from threed.ops import launch
 
 ROWS_OF_A_BLOCK = 64  # minimum; with fewer rows the partial sums would be as large as the input

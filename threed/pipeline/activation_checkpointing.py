@@ -24,10 +24,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from threed import collectives
-from threed.collectives import Pending
 from threed.config import Config, ConfigError
-from threed.device import beside, copy_stream, current_stream, is_accelerator
+from threed.core.device import beside, copy_stream, current_stream, is_accelerator
+from threed.distributed import collectives
+from threed.distributed.collectives import Pending
+from threed.distributed.topology import Axis, Topology
 from threed.layers.contract import contract
 from threed.layers.recompute import Selective
 from threed.layers.slicing import Flag, Slicing
@@ -35,7 +36,6 @@ from threed.memory.arena import Arena
 from threed.memory.io import BLOCK, Disk
 from threed.memory.tiers import Drive, InMemory, OnDrive, StagedBuffer, Storage
 from threed.pipeline.replicated_inputs import ReplicatedInputs
-from threed.topology import Axis, Topology
 
 META = torch.device("meta")
 FETCH_AHEAD = 2  # inputs being read from the drive

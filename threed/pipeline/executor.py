@@ -32,8 +32,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from threed.collectives import Pending
-from threed.device import Clock, Moment, start_copy_in
+from threed.core.device import Clock, Moment, start_copy_in
+from threed.distributed.collectives import Pending
 from threed.layers.contract import title
 from threed.layers.slicing import MicroBatch
 from threed.pipeline.boundary import Form, signature, tensors

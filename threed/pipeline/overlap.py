@@ -17,9 +17,9 @@ from contextlib import contextmanager
 
 import torch
 
-from threed.device import beside as on_stream
-from threed.device import copy_stream, current_stream, is_accelerator
-from threed.topology import Axis
+from threed.core.device import beside as on_stream
+from threed.core.device import copy_stream, current_stream, is_accelerator
+from threed.distributed.topology import Axis
 
 
 class Overlap:

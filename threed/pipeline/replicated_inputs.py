@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from threed import collectives
+from threed.distributed import collectives
+from threed.distributed.topology import Axis
 from threed.layers.slicing import Flag
-from threed.topology import Axis
 
 SAMPLED = 256  # number of compared elements
 # Multiples of the golden ratio modulo 1 are spread evenly, and unrelated to the tensor's dimensions.

@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threed.device import Clock, Moment, rng_states, set_rng_states
+from threed.core.device import Clock, Moment, rng_states, set_rng_states
+from threed.distributed.sharding import attach, initial, spec_of
 from threed.layers.contract import contract
 from threed.layers.slicing import ForwardScope, MicroBatch
+from threed.models.measured_partition import LayerTimes
 from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, like, tensors
 from threed.pipeline.stage import AlwaysWhole, Stage
 from threed.pipeline.trace import BufferSink, attach_sink, cost_key, for_layer_alone, materialise
-from threed.planner.measured import LayerTimes
-from threed.sharding import attach, initial, spec_of
 
 ROUNDS, WARM, REPEATS = 3, 2, 5
 

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from threed import collectives
-from threed.collectives import Pending
+from threed.distributed import collectives
+from threed.distributed.collectives import Pending
+from threed.distributed.topology import Axis, Topology
 from threed.models import Model, options_of
-from threed.topology import Axis, Topology
 
 
 class Transport(Protocol):

@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from threed import collectives
 from threed.checkpoint import native, resuming
 from threed.checkpoint.copies import Copy, Neighbour, Plan
 from threed.checkpoint.files import CheckpointError, RunFolderError, in_units
@@ -39,13 +38,14 @@ from threed.checkpoint.node_memory import (
 )
 from threed.checkpoint.retention import Retention, after_restart, candidates
 from threed.checkpoint.union import Found, load_copy, look
-from threed.disk import why
+from threed.core.disk import why
+from threed.distributed import collectives
 from threed.engine import Engine
 from threed.interop.huggingface.folder import is_hf_folder
-from threed.metrics import BadStepsError
 from threed.zero.records import records
 from threed.zero.replicas import ReplicaError
 from threed.zero.snapshot import Room
+from threed.zero.step_metrics import BadStepsError
 
 T = TypeVar("T")
 PATIENCE_S = 10.0  # wait for copies in progress when a run fails

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from threed.monitor import process
-from threed.parse import parse_json
+from threed.core import process
+from threed.core.parse import parse_json
 
 RECORD_BYTES = 1024
 Beat = dict[str, Any]  # rank, step, phase, time, pid, host, place, state, note

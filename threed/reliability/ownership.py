@@ -27,13 +27,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from threed import collectives
-from threed.atomic import sync
 from threed.checkpoint.files import RunFolderError
-from threed.disk import why
-from threed.monitor import process
-from threed.parse import parse_json
-from threed.topology import Axis
+from threed.core import process
+from threed.core.atomic import sync
+from threed.core.disk import why
+from threed.core.parse import parse_json
+from threed.distributed import collectives
+from threed.distributed.topology import Axis
 
 RENEW_S = 1.0  # seconds between renewals of an owner's file
 GONE_S = 3.0  # seconds without renewal, if the owner's process on this machine has ended

@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from threed import collectives
-from threed.device import beside, copy_stream, is_accelerator, start_copy_in
-from threed.topology import Axis
+from threed.core.device import beside, copy_stream, is_accelerator, start_copy_in
+from threed.distributed import collectives
+from threed.distributed.topology import Axis
 
 PREEMPTED = 75
 FILE = "preempted.json"

@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import collectives
-from threed.batches import Batch
+from threed.distributed import collectives
 from threed.engine import Engine, StepMetrics
 from threed.layers import MicroBatch
+from threed.pipeline.batches import Batch
 from threed.zero.replicas import FACTOR, fingerprint
 
 Place = Mapping[str, int]  # a rank's coordinates

@@ -19,21 +19,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from threed import collectives
 from threed.checkpoint.files import CheckpointError, RunFolderError
 from threed.config import Config
-from threed.disk import is_unwritable
+from threed.core import process
+from threed.core.disk import is_unwritable
+from threed.distributed import collectives
+from threed.distributed.topology import Topology
 from threed.memory.io import SwapError
-from threed.metrics import BadStepsError
-from threed.monitor import process
 from threed.reliability import failure
 from threed.reliability.failure import LostContact
 from threed.reliability.heartbeat import Heartbeat, when, who
 from threed.reliability.preemption import Preempted
 from threed.reliability.signals import TERMINATED, Signals
 from threed.reliability.watchdog import Watchdog
-from threed.topology import Topology
 from threed.zero.replicas import ReplicaError
+from threed.zero.step_metrics import BadStepsError
 
 LISTEN_S = 2.0  # seconds between checks of the watchdog; signals are received at once
 # Errors that all ranks raise together, or whose message names the rank. The caller prints them.

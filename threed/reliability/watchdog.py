@@ -36,8 +36,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from threed import collectives
-from threed.monitor import process
+from threed.core import process
+from threed.distributed import collectives
 from threed.reliability import heartbeat
 from threed.reliability.failure import write_error_file
 from threed.reliability.heartbeat import (
@@ -52,7 +52,7 @@ from threed.reliability.heartbeat import (
 HUNG = 124  # the exit code of all ranks
 ANSWER_S = 3.0  # seconds for ranks to mark their heartbeats
 WAITS = "waits in"  # start of the note of a rank that is inside a collective
-COMMUNICATION = ("threed/collectives.py", "torch/distributed/")
+COMMUNICATION = ("threed/distributed/collectives.py", "torch/distributed/")
 
 
 class Watchdog:

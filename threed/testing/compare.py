@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from threed import collectives
 from threed.checkpoint import native
+from threed.distributed import collectives
+from threed.distributed.sharding import slices
 from threed.engine import Engine, StepMetrics
-from threed.sharding import slices
 from threed.zero.records import PREVIOUS, WEIGHT, Record, read, records
 from threed.zero.setup import state_names
 

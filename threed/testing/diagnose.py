@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed.sharding import slices
+from threed.distributed.sharding import slices
+from threed.distributed.topology import Axis
 from threed.testing.compare import KEPT, Finding, Results, max_difference
 from threed.testing.ranks import RanksFailed
 from threed.testing.watch import INPUT_GRADIENT, OUTPUT, Key
-from threed.topology import Axis
 from threed.zero.records import WEIGHT
 
 MOST = 8  # maximum number of listed parameters

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from threed import collectives
-from threed.topology import Axis, start_from_file
+from threed.distributed import collectives
+from threed.distributed.topology import Axis, start_from_file
 
 _context = multiprocessing.get_context("forkserver")
 # Imported once in the parent, because every rank would spend about a second on them. torch imports

@@ -23,21 +23,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from threed.buffers import find
 from threed.config import Config, ConfigError
+from threed.config.resolution import resolve
+from threed.distributed.sharding import ModelError
+from threed.distributed.topology import Topology
 from threed.engine import Engine, StepMetrics
 from threed.layers import Slicing
 from threed.layers.contract import contract
-from threed.metrics import DataError
-from threed.resolution import resolve
-from threed.sharding import ModelError
+from threed.models.buffers import find
 from threed.testing import diagnose
 from threed.testing.compare import Finding, Results, agree, differences, results_of
 from threed.testing.diagnose import About, Layers, Seen
 from threed.testing.ranks import RanksFailed, run_ranks
 from threed.testing.topologies import DEFAULT, configured, plain, ranks_of, words
 from threed.testing.watch import Watch, label
-from threed.topology import Topology
+from threed.zero.step_metrics import DataError
 
 Build = Callable[..., Any]
 BatchOf = Callable[[Config, int], Mapping[str, Tensor]]

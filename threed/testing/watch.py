@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from threed import collectives
+from threed.distributed import collectives
 from threed.engine import Engine
 from threed.layers.contract import contract
 from threed.testing.ranks import note

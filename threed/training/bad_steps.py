@@ -8,8 +8,8 @@ removed.
 
 from __future__ import annotations
 
-from threed.batches import Batch
 from threed.engine import StepMetrics
+from threed.pipeline.batches import Batch
 from threed.reliability.recheck import Recheck
 from threed.training.callback import Callback, Run
 from threed.zero import replicas

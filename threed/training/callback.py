@@ -9,8 +9,8 @@ from typing import Any
 from threed.config import Config
 from threed.data import Data
 from threed.engine import LayeredEngine, StepMetrics
-from threed.forecast import Forecast
 from threed.monitor import Monitor
+from threed.planner.forecast import Forecast
 from threed.reliability.preemption import Stop
 from threed.reliability.supervision import Supervision
 

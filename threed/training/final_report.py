@@ -8,16 +8,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from threed import collectives
 from threed.checkpoint.resuming import resuming_flags
+from threed.core.disk import why
+from threed.core.packages import MissingPackageError
 from threed.data import Data
 from threed.data.tokenizer import EncodeError, Tokenizer
-from threed.disk import why
+from threed.distributed import collectives
 from threed.engine import LayeredEngine
-from threed.forecast import Forecast
 from threed.interop.huggingface.export import export_hf
 from threed.monitor import figures
-from threed.packages import MissingPackageError
+from threed.planner.forecast import Forecast
 from threed.schedules import Plan, idle_shares, replay, stack, svg
 from threed.training.callback import Run
 from threed.training.checkpoints import Checkpoints

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from threed.engine import StepMetrics
-from threed.footprint import measuring
+from threed.planner.memory_estimate import measuring
 from threed.training.callback import Callback, Run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from threed import collectives
+from threed.distributed import collectives
 from threed.engine import LayeredEngine
 
 

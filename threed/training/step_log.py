@@ -8,12 +8,13 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from threed import collectives
-from threed.clocks import on_one_clock
-from threed.device import name as device_name
-from threed.device import peak_bytes
+from threed.core import process
+from threed.core.device import name as device_name
+from threed.core.device import peak_bytes
+from threed.distributed import collectives
+from threed.distributed.clocks import on_one_clock
 from threed.engine import StepMetrics
-from threed.monitor import Throughput, Traffic, process
+from threed.monitor import Throughput, Traffic
 from threed.schedules import Action, idle_shares
 from threed.training.callback import Callback, Run
 

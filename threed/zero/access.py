@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from threed.sharding import storage_of
+from threed.distributed.sharding import storage_of
 from threed.zero.layout import Group, Slot
 
 UNTRACED = (

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from threed import collectives
 from threed.config import Config
+from threed.distributed import collectives
+from threed.distributed.topology import Axis, Topology
 from threed.schedules import Plan
-from threed.topology import Axis, Topology
 from threed.zero.layout import Layout
 
 

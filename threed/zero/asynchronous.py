@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import collectives
+from threed.distributed import collectives
 from threed.layers import MicroBatch
 from threed.schedules import Plan, drain, first
 from threed.zero.optimizer import Optimizer, Run

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from threed import collectives
-from threed.collectives import EXACT, Codec, Pending
-from threed.device import beside, copy_stream, current_stream
+from threed.core.device import beside, copy_stream, current_stream
+from threed.distributed import collectives
+from threed.distributed.collectives import EXACT, Codec, Pending
+from threed.distributed.sharding import storage_of
+from threed.distributed.topology import Axis
 from threed.memory.tiers import InMemory, StagedBuffer
-from threed.sharding import storage_of
-from threed.topology import Axis
 from threed.zero.access import Access, Holder
 from threed.zero.layout import Bucket, Group, Layout, Slot
 from threed.zero.modes import hide_from_checkpointing, without_transforms

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from threed.collectives import EXACT, Codec
+from threed.distributed.collectives import EXACT, Codec
+from threed.distributed.sharding import storage_of
 from threed.models.wrapped import Wrapped
-from threed.sharding import storage_of
 from threed.zero.access import UNTRACED, Holder
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Group, Layout, Slot

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from threed import collectives
+from threed.distributed import collectives
 from threed.memory.tiers import StagedBuffer
 from threed.zero.agreement import check_gathers
 from threed.zero.gather import Gatherer

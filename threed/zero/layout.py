@@ -31,13 +31,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from threed.distributed.sharding import Piece, ShardSpec, attach, spec_of, split
+from threed.distributed.topology import Axis, Topology, alone
 from threed.layers.contract import contract
 from threed.memory.tiers import Drive, InMemory, Storage, Tier, memory_tier
+from threed.models.cut import Tie
 from threed.ops.adam import Adam
 from threed.ops.update import Rule
-from threed.planner.cut import Tie
-from threed.sharding import Piece, ShardSpec, attach, spec_of, split
-from threed.topology import Axis, Topology, alone
 
 CPU = torch.device("cpu")
 ALIGN = 32  # elements; parameters start at multiples, which are 64 bytes or more

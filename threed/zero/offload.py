@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from threed.collectives import done
-from threed.device import is_accelerator, synchronize
+from threed.core.device import is_accelerator, synchronize
+from threed.distributed.collectives import done
 from threed.memory.tiers import InMemory, start_copy
 from threed.ops.update import StepScalars
 from threed.zero.early import Early, max_pending_buckets

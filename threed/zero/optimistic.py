@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed import collectives
-from threed.collectives import Pending
-from threed.device import beside, copy_stream, current_stream, is_accelerator
+from threed.core.device import beside, copy_stream, current_stream, is_accelerator
+from threed.distributed import collectives
+from threed.distributed.collectives import Pending
+from threed.distributed.topology import Axis
 from threed.memory.tiers import InMemory, start_copy
-from threed.topology import Axis
 from threed.zero.gather import Gatherer
 from threed.zero.reductions import Gradient
 from threed.zero.state import Consistency, State

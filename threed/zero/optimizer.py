@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import collectives
+from threed.distributed import collectives
+from threed.distributed.topology import Axis
 from threed.layers import MicroBatch
 from threed.memory.tiers import InMemory, StagedBuffer
+from threed.ops.precision import LossScale
 from threed.ops.update import StepScalars
-from threed.precision import LossScale
 from threed.schedules import Plan
-from threed.topology import Axis
 from threed.zero.early import Early
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Bucket, Layout

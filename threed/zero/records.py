@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from threed.sharding import Piece
+from threed.distributed.sharding import Piece
 from threed.zero.optimizer import Optimizer
 from threed.zero.state import PREVIOUS as PREVIOUS
 from threed.zero.state import WEIGHT as WEIGHT

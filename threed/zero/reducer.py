@@ -28,11 +28,11 @@ from typing import Any
 
 from torch import Tensor
 
-from threed import collectives
+from threed.distributed import collectives
+from threed.distributed.topology import Axis
 from threed.layers.slicing import ForwardScope, add_to
 from threed.memory.tiers import StagedBuffer
 from threed.ops.matmul import NATIVE, Matmul
-from threed.topology import Axis
 from threed.zero.counting import Contributions, Deferral, LaunchQueue, is_own
 from threed.zero.early import Early
 from threed.zero.gather import Gatherer

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed import collectives
-from threed.collectives import EXACT, Codec, Pending
-from threed.device import start_copy_in
+from threed.core.device import start_copy_in
+from threed.distributed import collectives
+from threed.distributed.collectives import EXACT, Codec, Pending
+from threed.distributed.topology import Axis
+from threed.memory.sizes import BUCKETS_IN_FLIGHT
 from threed.memory.tiers import InMemory, StagedBuffer, Storage, start_copy
 from threed.ops import sums
-from threed.planner.memory import BUCKETS_IN_FLIGHT
-from threed.topology import Axis
 from threed.zero.layout import Bucket, Layout, Slot
 
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed import collectives
-from threed.device import start_copy_in
-from threed.topology import Axis, Topology
+from threed.core.device import start_copy_in
+from threed.distributed import collectives
+from threed.distributed.topology import Axis, Topology
 from threed.zero.layout import Group
 from threed.zero.optimizer import Optimizer
 from threed.zero.state import WEIGHT, State, drop_all, fetched_in_turn

@@ -10,21 +10,21 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from threed.collectives import EXACT, Cast, Codec
 from threed.config import Config, ConfigError, OptimConfig, PrecisionConfig
+from threed.config.resolution import default_warmup
+from threed.distributed.collectives import EXACT, Cast, Codec
+from threed.distributed.sharding import ShardSpec, spec_of
+from threed.distributed.topology import Axis, Topology
 from threed.memory.io import Disk
+from threed.memory.sizes import drive_buffers, update_buffers
 from threed.memory.tiers import Drive, DriveOnPaper, Tier, memory_tier
 from threed.ops.adam import Adam
 from threed.ops.lion import Lion
+from threed.ops.precision import LossScale, dtype
 from threed.ops.quantise import Int8Blocks
 from threed.ops.sgd import SGD
 from threed.ops.update import Rule
-from threed.planner.memory import drive_buffers, update_buffers
-from threed.precision import LossScale, dtype
-from threed.resolution import default_warmup
 from threed.schedules import Costs, Plan, is_asynchronous, time_between_steps
-from threed.sharding import ShardSpec, spec_of
-from threed.topology import Axis, Topology
 from threed.zero.early import max_pending_buckets
 from threed.zero.layout import DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reductions import GradientCodecs

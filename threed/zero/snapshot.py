@@ -22,7 +22,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from threed.device import beside, copy_stream, current_stream, is_accelerator
+from threed.core.device import beside, copy_stream, current_stream, is_accelerator
 from threed.memory import pool
 from threed.memory.tiers import OnDrive
 from threed.zero.layout import Policy

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from threed.distributed.sharding import Piece
+from threed.memory.sizes import UPDATES_AHEAD
 from threed.memory.tiers import Copied, InMemory, OnDrive, StagedBuffer, Storage, memory_tier
-from threed.planner.memory import UPDATES_AHEAD
-from threed.sharding import Piece
 from threed.zero.layout import Bucket, Layout, Policy
 from threed.zero.reductions import later_sums
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from threed import collectives
+from threed.distributed import collectives
 from threed.ops.update import StepScalars
 from threed.zero.layout import Bucket, GroupOptions, Layout, Slot
 

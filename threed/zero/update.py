@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed.device import start_copy_in
-from threed.precision import LossScale
+from threed.core.device import start_copy_in
+from threed.ops.precision import LossScale
 from threed.zero.layout import Bucket
 
 WINDOW, JUDGED_FROM = 100.0, 20.0  # number of norms

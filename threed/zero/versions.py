@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from threed import collectives
+from threed.distributed import collectives
 from threed.memory.tiers import InMemory
 from threed.zero.gather import Gatherer
 from threed.zero.layout import Layout

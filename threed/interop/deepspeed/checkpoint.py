@@ -41,9 +41,9 @@ from threed.checkpoint.lazy_tensors import (
     concatenate,
     rows,
 )
+from threed.core.parse import ParseError, read_file
 from threed.interop.huggingface.folder import DTYPES, Header, HFTensors
-from threed.interop.pickle_reader import PickledObject, PickleReader, as_written_by, number
-from threed.parse import ParseError, read_file
+from threed.interop.pickles.pickle_reader import PickledObject, PickleReader, as_written_by, number
 from threed.zero.records import WEIGHT
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

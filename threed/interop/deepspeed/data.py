@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from threed.config import ConfigError
-from threed.topology import Topology
+from threed.distributed.topology import Topology
 
 
 class EpochSampler(DistributedSampler[Any]):

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from threed import collectives
-from threed.atomic import building
+from threed.core.atomic import building
+from threed.distributed import collectives
+from threed.distributed.topology import Topology
 from threed.engine import ModuleEngine, StepMetrics
 from threed.interop.deepspeed.config.translate import Translation
 from threed.interop.deepspeed.data import repeat, to_device
 from threed.interop.deepspeed.missing import INSTEAD
 from threed.interop.deepspeed.views import OptimizerView, PassedOptimizer
 from threed.models.wrapped import loss_of
-from threed.topology import Topology
 
 LATEST = "latest"  # file that contains the tag of the newest checkpoint
 

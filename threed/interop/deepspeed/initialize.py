@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from threed import collectives
 from threed.config import ConfigError
+from threed.distributed import collectives
+from threed.distributed.topology import Topology
 from threed.interop.deepspeed.config.optimizers import find_groups, read_optimizer
 from threed.interop.deepspeed.config.reader import read
 from threed.interop.deepspeed.config.translate import ModelFacts, translate
 from threed.interop.deepspeed.data import deepspeed_io
 from threed.interop.deepspeed.engine import DeepSpeedEngine
 from threed.interop.deepspeed.views import OptimizerView, PassedOptimizer, SchedulerView
-from threed.precision import DTYPES
-from threed.topology import Topology
+from threed.ops.precision import DTYPES
 
 
 def initialize(

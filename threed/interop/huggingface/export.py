@@ -22,13 +22,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from threed.atomic import publish, write_text
 from threed.checkpoint import native
 from threed.checkpoint.files import CheckpointError, cut, new_folder, stream_tensors
 from threed.checkpoint.finite import Tally, narrowed
 from threed.checkpoint.lazy_tensors import TensorSource, read_slabs
 from threed.checkpoint.reading import Reader
 from threed.config import ModelConfig
+from threed.config.resolution import resolve_model
+from threed.core.atomic import publish, write_text
 from threed.data.tokenizer import Tokenizer
 from threed.interop.huggingface import folder_record
 from threed.interop.huggingface.layouts import (
@@ -38,8 +39,7 @@ from threed.interop.huggingface.layouts import (
     entries,
     native_shapes,
 )
-from threed.precision import DTYPES
-from threed.resolution import resolve_model
+from threed.ops.precision import DTYPES
 from threed.zero.records import WEIGHT
 
 SHARD_BYTES = 5_000_000_000

@@ -25,7 +25,9 @@ from torch import Tensor
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import LazyTensor, Shape, read_slabs
 from threed.checkpoint.manifest import MANIFEST
+from threed.core.parse import ParseError, read_json
 from threed.data.tokenizer_files import VOCABULARY_NAMES, folder_files
+from threed.distributed.sharding import slices
 from threed.interop.huggingface.layouts import (
     HEAD,
     Entry,
@@ -34,8 +36,6 @@ from threed.interop.huggingface.layouts import (
     name_problems,
     native_shapes,
 )
-from threed.parse import ParseError, read_json
-from threed.sharding import slices
 from threed.zero.records import WEIGHT
 
 ADAPTER = "adapter_config.json"

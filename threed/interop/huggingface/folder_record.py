@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError
+from threed.core.parse import ParseError, parse_json
 from threed.data.tokenizer import Tokenizer
-from threed.parse import ParseError, parse_json
 
 # Keys of config.json that do not describe the model. transformers uses some of them to select the
 # class of the tokenizer.

@@ -5,7 +5,7 @@
     state_dict_to_hf(engine.full_state_dict(), model)   # inverse: hf_to_state_dict
     model = model_of(json.loads(text))                  # from a config.json; inverse: config_of
 
-The rules come from the architecture (`threed.architectures`). A rule maps one Hugging Face tensor
+The rules come from the architecture (`threed.config.architectures`). A rule maps one Hugging Face tensor
 to native tensors, which are concatenated along dimension 0, and may transpose it. Names, shapes and
 both directions follow from the rule. Rotary positions need no permutation, because both layouts use
 the half-split form.
@@ -23,9 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import architectures
-from threed.architectures import spelling
-from threed.architectures.record import Architecture, Rule
 from threed.checkpoint.files import CheckpointError
 from threed.checkpoint.lazy_tensors import (
     LazyTensor,
@@ -36,11 +33,13 @@ from threed.checkpoint.lazy_tensors import (
     read_all,
     rows,
 )
-from threed.checks import find_model_problems
-from threed.config import ModelConfig
-from threed.parse import plain
-from threed.resolution import resolve_model
-from threed.schema import ValidationError, reason
+from threed.config import ModelConfig, architectures
+from threed.config.architectures import spelling
+from threed.config.architectures.record import Architecture, Rule
+from threed.config.checks import find_model_problems
+from threed.config.resolution import resolve_model
+from threed.config.schema import ValidationError, reason
+from threed.core.parse import plain
 
 HEAD = "lm_head.weight"
 

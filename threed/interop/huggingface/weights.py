@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threed import collectives
 from threed.checkpoint import finite, fit
 from threed.checkpoint.extras import Extras
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.finite import narrowed
 from threed.checkpoint.lazy_tensors import read_box
-from threed.collectives import raise_together
 from threed.config import Config, DataConfig, ModelConfig
+from threed.config.resolution import resolve_model, spelt_as
 from threed.data.tokenizer_files import folder_files
+from threed.distributed import collectives
+from threed.distributed.collectives import raise_together
+from threed.distributed.topology import Axis, Topology
 from threed.interop.huggingface.folder import HFFolder, read_object
 from threed.interop.huggingface.folder_record import GENERATION, record_of
-from threed.interop.native_writer import FILE_BYTES, write_tensors
-from threed.precision import DTYPES
-from threed.resolution import resolve_model, spelt_as
-from threed.topology import Axis, Topology
+from threed.interop.huggingface.native_writer import FILE_BYTES, write_tensors
+from threed.ops.precision import DTYPES
 from threed.zero.optimizer import Optimizer
 from threed.zero.records import WEIGHT, fill_in_place, records
 

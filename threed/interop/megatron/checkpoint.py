@@ -24,11 +24,11 @@ from typing import Any
 from threed.checkpoint.files import CheckpointError, plain
 from threed.checkpoint.lazy_tensors import LazyTensor, Slice, concatenate, rows
 from threed.config import ModelConfig
+from threed.core.parse import ParseError, read_file, read_json
 from threed.interop.huggingface.layouts import entries, name_problems, native_shapes
 from threed.interop.megatron.model_args import model_of
-from threed.interop.pickle_reader import PickledObject, PickleReader
-from threed.interop.torch_dist import DistFolder
-from threed.parse import ParseError, read_file, read_json
+from threed.interop.pickles.pickle_reader import PickledObject, PickleReader
+from threed.interop.pickles.torch_dist import DistFolder
 from threed.zero.records import WEIGHT
 
 WEIGHTS_ONLY = (

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from threed.checkpoint.files import CheckpointError, plain
-from threed.checks import find_model_problems
 from threed.config import ModelConfig
-from threed.resolution import resolve_model
-from threed.schema import ValidationError
+from threed.config.checks import find_model_problems
+from threed.config.resolution import resolve_model
+from threed.config.schema import ValidationError
 
 # Unsupported arguments, with the values that disable them. A missing argument is disabled too.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {

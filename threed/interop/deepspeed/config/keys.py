@@ -16,8 +16,8 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from threed.schema import BaseModel, BeforeValidator, ConfigDict, Field
-from threed.values import Betas, Count, Natural, NonNegative, Positive, Share
+from threed.config.schema import BaseModel, BeforeValidator, ConfigDict, Field
+from threed.config.values import Betas, Count, Natural, NonNegative, Positive, Share
 
 MASTERS = "master weights and optimizer states are always fp32"
 ONE_UPDATE = "there is one implementation of each optimizer"

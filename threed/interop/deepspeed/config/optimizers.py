@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from threed.config import ConfigError
+from threed.distributed.sharding import few
 from threed.interop.deepspeed.config.keys import Params
-from threed.sharding import few
 
 NO_SCHEDULERS = (
     "initialize reads an optimizer's values once, and the engine does the updates; pass one without a scheduler, and"

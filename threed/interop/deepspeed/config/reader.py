@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from threed.config import ConfigError
+from threed.config.schema import ValidationError, reason
+from threed.core.parse import ParseError, read_json
 from threed.interop.deepspeed.config.keys import NO_EFFECT, REFUSED, RENAMED, DeepSpeedConfig, Group
-from threed.parse import ParseError, read_json
-from threed.schema import ValidationError, reason
 
 
 def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:

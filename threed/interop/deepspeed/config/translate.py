@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from threed.config import Config, ConfigError
+from threed.config.schema import ValidationError
 from threed.interop.deepspeed.config import keys
 from threed.interop.deepspeed.config.optimizers import Group
 from threed.interop.deepspeed.config.reader import Reader, shown
 from threed.interop.deepspeed.config.schedulers import LearningRate, learning_rate
-from threed.precision import DTYPES, LossScale
-from threed.schema import ValidationError
+from threed.ops.precision import DTYPES, LossScale
 
 SHARED = "the default of DeepSpeed and Hugging Face"
 TRAINER = "as Hugging Face fills it in"

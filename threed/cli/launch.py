@@ -1,0 +1,386 @@
+"""Launches a run from a command line: parse, check, then topology -> model -> engine -> trainer.
+
+    sys.exit(launch.main(sys.argv[1:], arch="gpt", prog="pretrain/gpt.py"))
+
+Configuration, data and disks are checked before any process group is created. Local rank 0 reports
+all problems at once, and the program ends with exit code 2.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import platform
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from threed.checkpoint import native
+from threed.checkpoint.files import CheckpointError, RunFolderError, check_space
+from threed.checkpoint.resuming import compare, resuming_flags
+from threed.checkpoint.retention import after_restart, candidates
+from threed.config import Config, ConfigError
+from threed.config.arguments import Options, format_problems, help_text, load
+from threed.config.checks import check_vocab
+from threed.config.resolution import resolve
+from threed.core import device
+from threed.core.disk import is_unwritable, why
+from threed.data import Data, open_data
+from threed.data import find_problems as find_data_problems
+from threed.distributed import collectives
+from threed.distributed.launcher import (
+    LauncherError,
+    end_by_signal,
+    exits_on_broken_pipe,
+    join,
+    without_srun,
+)
+from threed.distributed.topology import TIMEOUT, Topology
+from threed.interop import pretrained
+from threed.interop.huggingface.folder import is_hf_folder
+from threed.interop.loading import build_engine
+from threed.memory.io import SwapError
+from threed.planner.forecast import Forecast, checkpoint_bytes
+from threed.reliability import recheck
+from threed.reliability.failure import LostContact, wait_for_first_rank, write_error_file
+from threed.reliability.preemption import PREEMPTED, Preempted
+from threed.trainer import Trainer
+from threed.zero.replicas import ReplicaError
+from threed.zero.step_metrics import BadStepsError
+
+GRACE_S = 60  # seconds: process groups time out this much later than the watchdog
+
+
+# Errors that all ranks raise together, and that end a run with a message instead of a traceback:
+# exit code, and whether the message includes how to resume.
+ENDINGS: dict[type[Exception], tuple[int, bool]] = {
+    CheckpointError: (2, False),
+    RunFolderError: (2, False),
+    BadStepsError: (2, True),
+    ReplicaError: (2, True),
+    Preempted: (PREEMPTED, True),
+}
+
+
+def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
+    """Runs the training that a command line describes. Returns the exit code (docs/surviving.md).
+
+    An interrupt (Ctrl-C) prints one line, and then ends the process as usual.
+
+    Args:
+        argv: command line without the program's name.
+        prog: the part of the command line after `torchrun`, for hints how to resume.
+        arch: architecture if neither a file nor a flag names one.
+    """
+    try:
+        with exits_on_broken_pipe():
+            return _run(argv, arch, prog)
+    except KeyboardInterrupt as interrupt:
+        # the launcher forwards the signal that the terminal has already sent to this process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if _local_rank() == 0:
+            print(f"threed: interrupted; {interrupt or 'the run had not started'}", flush=True)
+        end_by_signal(signal.SIGINT)
+        raise
+
+
+def _run(argv: list[str], arch: str | None, prog: str) -> int:
+    try:
+        ranks = join()
+        config, options = load(
+            argv, defaults={"model": {"arch": arch}} if arch else {}, world_size=ranks.world,
+            local_world=ranks.local_world, machines=ranks.machines, more=_data_problems,
+            begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # for all ranks of the machine
+        )  # fmt: skip
+        if options.help:
+            return _print_once(help_text(config, prog))
+        _check_arch(config, options, arch, prog)
+        world = options.world_size or ranks.world
+        data = _open(config)
+        config = resolve(config, data.vocab, world)
+        forecast = _forecast(config, world, options.dry_run)
+    except LauncherError as error:
+        return refuse(f"threed: {error}")
+    except ConfigError as error:
+        return refuse(format_problems(error.problems))
+    problems = _problems_here(config, forecast, data, options.dry_run)
+    problems += _device_problems(ranks.local_world or 1)
+    # a dry run may plan for another machine, so problems of this machine are only reported
+    if options.dry_run:
+        text = [] if forecast is None else [forecast.text()]
+        return _print_once("\n".join([*text, *(f"here       {problem}" for problem in problems)]))
+    if options.world_size is not None:
+        problems = ["--world-size goes with --dry-run; torchrun sets the world size of a run"]
+    if problems:
+        return refuse(format_problems(problems))
+    if note := without_srun():
+        _print_once(f"threed: {note}")
+    words = _resume_words(config, options) if options.pretrained else None
+    command = [*prog.split(), *(words or argv)]
+    # the partition follows from times measured on all ranks: the trainer makes the forecast
+    if config.parallel.partition == "measured":
+        forecast = None
+    code = _exit_code(config, words, lambda: _train(config, data, command, forecast))
+    try:
+        collectives.leave(code)
+    except RuntimeError:  # rank 0 failed in its final work, and has reported the error
+        os._exit(1)
+    return code
+
+
+def _exit_code(config: Config, words: list[str] | None, run: Callable[[], None]) -> int:
+    """Runs the training, reports why it ended early, and returns this rank's exit code."""
+    try:
+        run()
+    except LostContact:  # already reported
+        return 1
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_resume_hint(config, words)) from None
+    except tuple(ENDINGS) as error:
+        code, resumable = next(e for kind, e in ENDINGS.items() if isinstance(error, kind))
+        more = f"; {_resume_hint(config, words)}" if resumable else ""
+        return refuse(f"threed: {error}{more}", code)
+    except SwapError as error:  # this rank's drive failed
+        return refuse(f"threed: {error}", shared=False)
+    except OSError as error:
+        if not is_unwritable(error):
+            raise
+        folder, rank = Path(config.run.dir or "runs"), os.environ.get("RANK", 0)
+        what = f"rank {rank} on {platform.node()} could not write {error.filename or folder}"
+        return refuse(f"threed: {what}: {why(error, folder)}", shared=False)
+    return 0
+
+
+def _train(config: Config, data: Data, command: list[str], forecast: Forecast | None) -> None:
+    """Builds topology, model and engine from a resolved configuration, and trains.
+
+    Args:
+        config: the resolved configuration.
+        data: the training data.
+        command: arguments of the command line, for the hint how to resume.
+        forecast: forecast of memory and time, if known.
+    """
+    interrupted = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, interrupt)
+    p, watched = config.parallel, timedelta(seconds=config.run.hang_timeout + GRACE_S)
+    if config.run.recheck_bad_steps:
+        recheck.configure_cublas()
+    try:
+        # At least TIMEOUT: the watchdog does not watch loading and the end of a run.
+        topology = Topology(pp=p.pp, tp=p.tp, cp=p.cp, dp=p.dp, timeout=max(TIMEOUT, watched))
+        Trainer(build_engine(config, topology), data, command, forecast, interrupted).run()
+    except RuntimeError:
+        # An interrupted peer makes collectives fail here, and this rank's own interrupt may follow
+        # within a moment. Autograd loses an exception that the handler raises in a callback, so
+        # check the event.
+        if interrupted.wait(1.0):
+            raise KeyboardInterrupt from None
+        raise
+
+
+def _resume_words(config: Config, options: Options) -> list[str]:
+    """Returns the flags that resume a run that started from a Hugging Face folder."""
+    arch = ["--model.arch", config.model.arch] if "model.arch" in options.flags else []
+    return ["--config", str(Path(config.run.dir or "runs") / "config.toml"), *arch]
+
+
+def _resume_hint(config: Config, words: list[str] | None) -> str:
+    newest = next(candidates(Path(config.run.dir or "runs"), "auto"), None)
+    if newest is None:
+        return "no checkpoint was saved yet"
+    more = resuming_flags(config)
+    if words is not None:  # the command's flags lack the model, which came from the folder
+        return f"{shlex.join([*words, *more])} resumes from {newest}"
+    return f"the same command{' with ' * bool(more)}{' '.join(more)} resumes from {newest}"
+
+
+def _check_arch(config: Config, options: Options, arch: str | None, prog: str) -> None:
+    """Raises ConfigError if a preset, file or folder has another architecture than the program."""
+    found = config.model.arch
+    if arch not in (None, found) and "model.arch" not in options.flags:
+        which = f"the preset, file or folder has model.arch {found}: add --model.arch {found}"
+        other = f"use `threed train {found}`" if options.pretrained else f"--model.arch {arch}"
+        raise ConfigError([f"{prog} trains {arch}, and {which}, or {other}"])
+
+
+def _data_problems(config: Config) -> list[str]:
+    """Returns the problems of the data that can be found without reading all of it."""
+    d = config.data
+    return find_data_problems(
+        d.path, d.tokenizer, d.split, bos=d.bos, special_tokens=d.special_tokens,
+        fits=lambda tokenizer: check_vocab(config, tokenizer.text_vocab_size),
+    )  # fmt: skip
+
+
+def _local_rank() -> int:
+    """Returns this process's index on its machine, as set by the launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _print_once(text: str) -> int:
+    if _local_rank() == 0:
+        print(text)
+    return 0
+
+
+def refuse(text: str, code: int = 2, shared: bool = True) -> int:
+    """Prints why this process ends, and writes it to torchrun's error file. Returns `code`.
+
+    A launcher ends all ranks of a machine when the first one ends. So the other ranks wait until
+    local rank 0 has printed the message.
+
+    Args:
+        text: message to print.
+        code: exit code to return.
+        shared: whether all ranks of the machine end for this reason.
+    """
+    if shared and _local_rank() > 0:
+        wait_for_first_rank()
+    else:
+        print(text, file=sys.stderr, flush=True)
+    write_error_file(" ".join(text.split()))
+    return code
+
+
+def _open(config: Config) -> Data:
+    d = config.data
+    try:
+        return open_data(
+            d.path, d.tokenizer, d.split, config.model.seq, config.train.seed,
+            bos=d.bos, special_tokens=d.special_tokens,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        raise ConfigError([str(error)]) from None
+
+
+def _forecast(config: Config, world: int, alone: bool) -> Forecast | None:
+    """Returns the forecast of memory and time on local rank 0, and None on other ranks.
+
+    Args:
+        config: the resolved configuration.
+        world: number of ranks.
+        alone: whether this is the only rank, so that layers may be timed.
+
+    Raises:
+        ConfigError: if the model cannot be partitioned. The launcher then ends the other ranks,
+            too.
+    """
+    if _local_rank() > 0:
+        return None
+    if config.parallel.partition == "measured" and not alone:
+        balanced = {"partition": "balanced", "memory_limit_gib": None}
+        parallel = config.parallel.model_copy(update=balanced)
+        config = config.model_copy(update={"parallel": parallel})
+    try:
+        return Forecast.of(config, world)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+
+
+def _problems_here(
+    config: Config, forecast: Forecast | None, data: Data, dry_run: bool
+) -> list[str]:
+    """Returns the problems of this machine's run folder and drive, and of the checkpoint to resume.
+
+    Args:
+        config: the resolved configuration.
+        forecast: forecast of the run, on local rank 0.
+        data: the training data.
+        dry_run: whether to skip free space and the drive, because the run may be planned for
+            another machine.
+    """
+    folder, drive = Path(config.run.dir or "runs"), config.zero.nvme_path
+    if not (problems := _folder_problems(folder)):
+        problems = _resume_problems(folder, config, data)
+        if forecast is not None and not dry_run:
+            problems += _space_problems(folder, forecast)
+    # offload checks the drive's free space when it reserves its files
+    if drive is not None and not dry_run and (reason := _obstacle(Path(drive))):
+        problems += [f"--zero.nvme-path {drive}: {reason}; name a folder on the drive"]
+    return problems
+
+
+def _existing(folder: Path) -> Path:
+    """Returns the folder or its nearest existing parent, which may be a broken link."""
+    return next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path)
+    )
+
+
+def _obstacle(folder: Path) -> str:
+    """Returns why a folder cannot be created or written, or "" if it can."""
+    try:
+        os.lstat(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return str(error.strerror)
+    place = _existing(folder)
+    if not place.is_dir():
+        return f"{place} is {'a file' if os.path.exists(place) else 'a broken link'}"
+    if os.access(place, os.W_OK):
+        return ""
+    read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+    return f"{place} {'is read-only' if read_only else 'not writable for this user'}"
+
+
+def _folder_problems(folder: Path) -> list[str]:
+    if reason := _obstacle(folder):
+        return [
+            f"the run folder {folder} cannot be created: {reason}; choose another with --run.dir"
+        ]
+    if reason := _obstacle(folder / "checkpoints"):
+        return [f"checkpoints cannot be saved in {folder}: {reason}; choose another with --run.dir"]
+    return []
+
+
+def _space_problems(folder: Path, forecast: Forecast) -> list[str]:
+    nbytes = checkpoint_bytes(forecast.parameters, forecast.config.precision.dtype)
+    try:
+        check_space(_existing(folder / "checkpoints"), nbytes)
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def _resume_problems(folder: Path, config: Config, data: Data) -> list[str]:
+    """Returns the problems of the checkpoint to resume: it is missing, or a fixed key differs.
+
+    Damage is found when the checkpoint is read.
+    """
+    resume = after_restart(folder, config.checkpoint.resume)
+    if is_hf_folder(Path(resume)):
+        return []  # pretrained.find has checked it
+    if resume not in ("auto", "none") and not os.path.exists(Path(resume) / native.MANIFEST):
+        where = f"--checkpoint.resume {resume}: there is no checkpoint (no {native.MANIFEST}, no config.json)"
+        hint = "give a step-N folder or a Hugging Face folder (`threed convert` converts other checkpoints)"
+        return [f"{where}; {native.did_you_mean(Path(resume)) or hint}"]
+    for path in candidates(folder, resume):
+        try:
+            return compare(native.read_manifest(path), config, data).refused
+        except CheckpointError as error:
+            if resume != "auto":
+                return [str(error)]
+    return []
+
+
+def _device_problems(local_world: int) -> list[str]:
+    count = device.count()
+    # srun may make only one GPU visible to each task
+    one_visible = count == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    if 0 < count < local_world and not one_visible:
+        fix = f"start {count}, or hide them with CUDA_VISIBLE_DEVICES= to train on the CPU"
+        return [
+            f"{local_world} ranks on a machine with {count} GPU{'s' if count > 1 else ''}: {fix}"
+        ]
+    return []

@@ -1,0 +1,40 @@
+"""Registry of decoder architectures. Each architecture is a record in a module of this package.
+
+    record = REGISTERED["llama"]       by the value of `--model.arch`
+    record = of_type("gemma3_text")    by the model_type of a Hugging Face configuration
+
+A record (`record.Architecture`) defines the blocks of a decoder, the defaults of its configuration
+keys, and its Hugging Face layout. To add an architecture, write a module like `mistral.py` and
+import it below.
+"""
+
+from __future__ import annotations
+
+# isort: off
+from threed.config.architectures import gpt as gpt  # this order is the order in --help and messages
+from threed.config.architectures import llama as llama
+from threed.config.architectures import mistral as mistral
+from threed.config.architectures import qwen2 as qwen2
+from threed.config.architectures import qwen3 as qwen3
+from threed.config.architectures import phi3 as phi3
+from threed.config.architectures import gemma2 as gemma2
+from threed.config.architectures import gemma3 as gemma3
+# isort: on
+
+from threed.config.architectures.record import REGISTERED as REGISTERED
+from threed.config.architectures.record import Architecture as Architecture
+
+NAMES = tuple(REGISTERED)
+
+
+def of_type(model_type: object) -> Architecture:
+    """Returns the architecture with a Hugging Face model_type.
+
+    Raises:
+        ValueError: if the model_type is unknown; the message lists the known ones.
+    """
+    for record in REGISTERED.values():
+        if record.model_type == model_type:
+            return record
+    known = ", ".join(record.model_type for record in REGISTERED.values())
+    raise ValueError(f"model_type {model_type} is not one of {known}")

@@ -1,0 +1,468 @@
+"""Reads the command line and TOML files into a `Config`, and writes `--help` and TOML.
+
+    config, options = load(sys.argv[1:])                    # checks each key
+    config, options = load(sys.argv[1:], world_size=8)      # also checks combinations, by `threed.config.checks`
+
+Later sources override earlier ones: the program's defaults, the preset or TOML file, the flags.
+argparse splits the tokens, a `_Draft` keeps every value with its source, and pydantic validates all
+values at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import itertools
+import json
+import shlex
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from threed.config.checks import find_problems, find_unused
+from threed.config.groups import Config, ConfigError, key_name, python_name
+from threed.config.schema import (
+    BaseModel,
+    ErrorDetails,
+    FieldInfo,
+    ValidationError,
+    reason,
+    written,
+)
+from threed.config.values import Takes
+from threed.core.parse import ParseError, read_toml
+
+GROUPS: Mapping[str, type[BaseModel]] = {
+    name: info.annotation
+    for name, info in Config.model_fields.items()
+    if isinstance(info.annotation, type)
+}
+DEFAULTS = Config()
+PRESETS = Path(__file__).with_name("presets")
+PROGRAM, FLAG = "the program's defaults", ""  # sources of values, besides files
+_OWN = ("seq", "dropout", "tokenizer")  # a Hugging Face folder does not override these keys
+Groups = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the program that are not part of the configuration.
+
+    Attributes:
+        dry_run: whether to check and report only.
+        world_size: number of ranks that `--world-size` gives.
+        help: whether `--help` was given.
+        flags: keys that were given as flags, as `group.field`.
+        pretrained: whether the model comes from the folder that the run starts from.
+    """
+
+    dry_run: bool = False
+    world_size: int | None = None
+    help: bool = False
+    flags: frozenset[str] = frozenset()
+    pretrained: bool = False
+
+
+def load(
+    argv: list[str],
+    *,
+    defaults: Groups | None = None,
+    presets: Path = PRESETS,
+    begin: Callable[[Config], Groups] = lambda config: {},
+    world_size: int | None = None,
+    local_world: int | None = None,
+    machines: tuple[int, int] | None = None,
+    more: Callable[[Config], Iterable[str]] = lambda config: (),
+) -> tuple[Config, Options]:
+    """Reads the command line and checks the configuration for a number of ranks.
+
+    Args:
+        argv: command line without the program's name.
+        defaults: the program's defaults, {group: {key: value}}.
+        presets: folder of the named TOML files; the package's by default.
+        begin: function that returns the values of the folder that a run starts from, or {} without
+            such a folder. They override the preset or file, except `seq`, `dropout` and
+            `tokenizer`. A flag that contradicts the folder's model is a problem. May raise
+            ConfigError.
+        world_size: number of ranks, unless `--world-size` is given. If None, combinations of keys
+            are not checked.
+        local_world: number of ranks on this machine.
+        machines: minimum and maximum number of machines of an elastic job.
+        more: function that returns further problems of a configuration with valid values.
+
+    Returns:
+        The configuration and the program's options. With `--help`, only the defaults are read.
+
+    Raises:
+        ConfigError: if there are problems; it lists all of them.
+    """
+    draft = _Draft()
+    for group, keys in (defaults or {}).items():
+        for key, value in keys.items():
+            draft.put(group, key, value, PROGRAM)
+    if "--help" in argv or "-h" in argv:
+        return draft.validate(), Options(help=True)
+    given = draft.split(argv)
+    source = draft.read_file(given, presets)
+    draft.put_flags(given)
+    draft.reset_long_warmup({PROGRAM, *([str(source)] if "preset" in given else [])})
+    asked, config = draft.world_size(given), draft.validate()
+    found = {} if draft.problems else begin(config)
+    config = draft.begin(found, config)
+    flags = frozenset(given)
+    options = Options("dry_run" in flags, asked, False, flags, "model" in found)
+    problems = list(draft.problems)
+    if world_size is not None and draft.complete:
+        here = (None, None) if asked else (local_world, machines)
+        combined = find_problems(config, asked or world_size, *here)
+        combined += find_unused(config.optim, flags)
+        problems += [text for text in combined if not draft.is_consequence(text)]
+    problems += [] if draft.problems else more(config)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return config, options
+
+
+@dataclass
+class _Draft:
+    """Collects values from all sources before they are validated.
+
+    Attributes:
+        values: values by group and field.
+        sources: source of each value, by (group, field).
+        problems: problems found so far.
+        suspects: invalid flags, and flags that a misspelt one may mean. Problems of combinations
+            that name one of them are not reported, because they may only be consequences.
+        complete: whether all sources could be read.
+    """
+
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sources: dict[tuple[str, str], str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    suspects: set[str] = field(default_factory=set)
+    complete: bool = True
+
+    def put(self, group: str, key: str, value: Any, source: str = FLAG) -> None:
+        """Sets a value, which overrides the value of an earlier source."""
+        group, key = python_name(group), python_name(key)
+        self.values.setdefault(group, {})[key] = value
+        self.sources[group, key] = source
+
+    def value(self, group: str, key: str) -> Any:
+        """Returns a value as it was given, or None if it was not given."""
+        return self.values.get(group, {}).get(key)
+
+    def split(self, argv: list[str]) -> dict[str, Any]:
+        """Parses flags. Returns values by `group.field`, and program options by name."""
+        parser = argparse.ArgumentParser(
+            add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        )
+        _add_flags(parser, DEFAULTS, nargs="?")
+        named = [_hyphenated(token) if token.startswith("--") else token for token in argv]
+        found, rest = parser.parse_known_args(named)
+        given = vars(found)
+        self._describe_missing(given, named, rest)
+        for flag in ("help", "dry_run"):
+            if value := given.get(flag):
+                text = f"--{key_name(flag)}={value}: it takes no value; write --{key_name(flag)}, or leave it out"
+                self.problems.append(text)
+        before = ""
+        for token in rest:
+            name, equals, _ = token.removeprefix("--").partition("=")
+            if token.startswith("--"):
+                self._describe_unknown(name)
+            elif not before.startswith("--"):  # else it is the value of an unknown flag
+                self.problems.append(f"{token}: not a flag; write --group.key value")
+            before = "" if equals else token
+        return given
+
+    def put_flags(self, given: Mapping[str, Any]) -> None:
+        """Sets the values that were given as flags."""
+        for name, value in given.items():
+            group, dot, key = name.partition(".")
+            if dot:
+                self.put(group, key, value)
+        if {"run.name", "run.dir"} & given.keys() == {"run.name"}:
+            # a resolved config.toml has the folder of its old name
+            self.values["run"].pop("dir", None)
+
+    def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:
+        """Sets the values of the preset or TOML file. Returns its path, or None."""
+        preset, path = given.get("preset"), given.get("config")
+        names = ", ".join(_preset_names(presets)) or "none"
+        source = presets / f"{preset}.toml" if path is None else Path(path)
+        if preset and path:
+            self.problems.append(
+                "--preset and --config together: give one, and the differences as flags"
+            )
+        elif preset is not None and preset not in _preset_names(presets):
+            self.problems.append(f"--preset {preset}: no such preset; there are {names}")
+        elif path is not None and not source.is_file():
+            self.problems.append(
+                f"--config {path}: no such file; presets are named with --preset ({names})"
+            )
+        elif preset or path:
+            self._read_toml(source)
+            if self.value("run", "name") is None:
+                self.put("run", "name", source.stem, str(source))
+            return source
+        self.complete = not (preset or path)
+        return None
+
+    def _read_toml(self, path: Path) -> None:
+        try:
+            tables = read_toml(path)
+        except ParseError as error:
+            self.problems.append(f"{error}; correct it there")
+            self.complete = False
+            return
+        for group, keys in tables.items():
+            if not isinstance(keys, dict):
+                self.problems.append(
+                    f"{path}: {group} is outside any group; put it under one, such as [train]"
+                )
+                continue
+            for key, value in keys.items():
+                spellings = sorted(
+                    other for other in keys if python_name(other) == python_name(key)
+                )
+                if key != spellings[0]:
+                    self.problems.append(
+                        f"{path}: {group} has both {spellings[0]} and {key}, which are one key; remove one"
+                    )
+                self.put(group, key, value, str(path))
+
+    def reset_long_warmup(self, suggested: set[str]) -> None:
+        """Resets a warm-up from a source in `suggested` if it is not shorter than the run."""
+        steps, warmup = str(self.value("train", "steps")), str(self.value("optim", "warmup"))
+        from_them = self.sources.get(("optim", "warmup")) in suggested
+        if from_them and steps.isdecimal() and warmup.isdecimal() and int(warmup) >= int(steps):
+            self.put("optim", "warmup", "none")
+
+    def world_size(self, given: Mapping[str, Any]) -> int | None:
+        """Returns the value of `--world-size`, or None if it is missing or invalid."""
+        text = given.get("world_size")
+        if text is None or (text.isdecimal() and int(text) > 0):
+            return text and int(text)
+        self.problems.append(f"--world-size {text}: must be a whole number of at least 1")
+        return None
+
+    def validate(self) -> Config:
+        """Records a problem per invalid value. Returns the configuration of the valid values."""
+        try:
+            return Config.model_validate(self.values)
+        except ValidationError as error:
+            for detail in error.errors():
+                self._describe(detail)
+        for place in self.sources:
+            if _flag(*place) in self.suspects:
+                self.values.get(place[0], {}).pop(place[1], None)
+        return Config.model_validate({group: keys for group, keys in self.values.items() if keys})
+
+    def begin(self, found: Groups, config: Config) -> Config:
+        """Returns the configuration with the values of the folder that the run starts from.
+
+        Args:
+            found: values of the folder, {group: {key: value}}.
+            config: the configuration from all other sources.
+        """
+        groups = {}
+        for group, keys in found.items():
+            now, values = getattr(config, group), dict(keys)
+            for key, value in keys.items():
+                source, own = self.sources.get((group, key), PROGRAM), getattr(now, key)
+                if source == FLAG and own not in (None, value) and key not in _OWN:
+                    differs = f"has {key} = {value}, this run has {own}"
+                    fix = "leave the flag out, the folder defines its model"
+                    self.problems.append(
+                        f"the model of {config.checkpoint.resume} {differs}: {fix}"
+                    )
+                if own is not None and key in _OWN and source != PROGRAM:
+                    values[key] = own
+            groups[group] = now.model_copy(update=values)
+        return config.model_copy(update=groups)
+
+    def is_consequence(self, problem: str) -> bool:
+        """Returns whether a problem names an invalid flag, for `parallel` also as `tp 2 × pp 2`."""
+        words = problem.replace(":", " ").replace(",", " ").split()
+        names = [(flag, flag.removeprefix("--parallel.")) for flag in self.suspects]
+        return any(flag in words or key in words for flag, key in names)
+
+    def _describe(self, detail: ErrorDetails) -> None:
+        """Records a pydantic error as a problem that names the flag and the source."""
+        group, *rest = (str(part) for part in detail["loc"])
+        if detail["type"] == "extra_forbidden":
+            for place, source in self.sources.items():
+                if place[0] == group and (not rest or place[1] == rest[0]):
+                    self._describe_unknown(_flag(*place).removeprefix("--"), source)
+            return
+        flag, value = _flag(group, rest[0]), self.value(group, rest[0])
+        self.suspects.add(flag)
+        given = value if isinstance(value, str) else _toml_value(value)
+        where = _in(self.sources[group, rest[0]])
+        self.problems.append(f"{flag} {given}{where}: {reason(detail)}")
+
+    def _describe_missing(self, given: dict[str, Any], named: list[str], rest: list[str]) -> None:
+        """Reports flags without a value. Removes them from `given`, and misread values from `rest`."""
+        following = dict(itertools.pairwise([*named, ""]))
+        for name in [name for name, value in given.items() if isinstance(value, _Missing)]:
+            flag, form = f"--{key_name(name)}", given.pop(name)
+            problem, token = f"{flag}: its value is missing; write {flag} {form}", following[flag]
+            if token in rest and not token.startswith("--"):
+                rest.remove(token)
+                why = "a value that begins with a hyphen needs an equals sign"
+                problem = f"{flag} {token}: {why}; write {flag}={shlex.quote(token)}"
+            self.suspects.add(flag)
+            self.problems.append(problem)
+
+    def _describe_unknown(self, name: str, source: str = FLAG) -> None:
+        close = _close_flags(name)
+        self.suspects |= {f"--{name}", *close}
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        kind = "key" if "." in name else "flag"
+        self.problems.append(f"--{name}{_in(source)}: no such {kind}{hint}; --help lists all")
+
+
+class _Missing(str):
+    """Value of a flag that was given without one: the placeholder from `--help`, such as `N`."""
+
+
+def _hyphenated(token: str) -> str:
+    name, equals, value = token.partition("=")
+    # argparse treats a token with a space in its name as a value
+    return token if " " in name else f"{key_name(name)}{equals}{value}"
+
+
+def _add_flags(
+    parser: argparse.ArgumentParser,
+    config: Config,
+    *,
+    nargs: str | None = None,
+    program: bool = False,
+) -> None:
+    """Adds all flags to a parser, with their descriptions and their values in `config` as defaults.
+
+    Args:
+        parser: the parser to extend.
+        config: defaults to show.
+        nargs: "?" to accept flags without a value.
+        program: whether to omit presets and dry runs, which custom programs do not have.
+    """
+
+    def add(place: Any, flag: str, form: str, text: str, **more: Any) -> None:
+        const = {} if nargs is None else {"nargs": nargs, "const": _Missing(form)}
+        place.add_argument(flag, metavar=form, help=text.replace("%", "%%"), **const, **more)
+
+    options = parser.add_argument_group("options")
+    bare: Any = {"action": "store_true"} if nargs is None else {"nargs": "?", "const": ""}
+    options.add_argument("--help", help="print this text and exit", **bare)
+    text = "start from a TOML file, such as the config.toml of a run"
+    add(options, "--config", "FILE.toml", text)
+    if not program:
+        names = ", ".join(_preset_names(PRESETS))
+        add(options, "--preset", "NAME", f"start from a preset: {names}")
+        add(options, "--world-size", "N", "ranks to assume in a dry run")
+        text = "check the configuration, print rank map, bytes and bubble, and exit"
+        options.add_argument("--dry-run", help=text, **bare)
+    for name, group in GROUPS.items():
+        section = parser.add_argument_group(name, group.__doc__)
+        for key, info in group.model_fields.items():
+            text = f"{info.description} (default {written(getattr(getattr(config, name), key))})"
+            add(section, _flag(name, key), takes(info), text, dest=f"{name}.{key}")
+
+
+def format_problems(problems: list[str]) -> str:
+    """Returns the report to print: the number of problems, then one line per problem."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    head = f"threed: {count} in the configuration; nothing was started"
+    return "\n  - ".join([head, *problems])
+
+
+def to_toml(config: Config) -> str:
+    """Returns all keys as TOML, which `load` reads back into an equal Config."""
+    lines: list[str] = []
+    for group, values in config:
+        lines += [f"[{key_name(group)}]"]
+        lines += [f"{key_name(name)} = {_toml_value(value)}" for name, value in values]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def help_text(
+    config: Config, prog: str, *, width: int | None = None, about: str | None = None
+) -> str:
+    """Returns the text of `--help`: every key by group, with its description and default.
+
+    Args:
+        config: the configuration with the defaults to show.
+        prog: program name in the usage line.
+        width: width in columns; by default the width of the terminal, at most 110.
+        about: description of a custom program, which has no presets and no dry run.
+    """
+    width = width or min(110, shutil.get_terminal_size().columns)
+    start = "" if prog.startswith("threed ") else "torchrun --standalone --nproc-per-node N "
+    options = "[--help] [--config FILE.toml]"
+    if about is None:
+        options = "[--preset NAME | --config FILE.toml] [--dry-run] [--world-size N]"
+    usage = f"usage: {start}{prog} {options} [--group.key value …]"
+    formatter = functools.partial(argparse.HelpFormatter, max_help_position=34, width=width)
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, add_help=False, formatter_class=formatter
+    )
+    _add_flags(parser, config, program=about is not None)
+    parts = [textwrap.fill(usage, width, subsequent_indent="    "), (about or "").strip()]
+    return "\n\n".join([*filter(None, parts), parser.format_help().strip("\n")]) + "\n"
+
+
+def _preset_names(presets: Path) -> list[str]:
+    return sorted(path.stem for path in presets.glob("*.toml"))
+
+
+def _flag(group: str, name: str) -> str:
+    return f"--{key_name(group)}.{key_name(name)}"
+
+
+def _in(source: str) -> str:
+    return f" (in {source})" if source else ""
+
+
+def _close_flags(name: str) -> list[str]:
+    """Returns flags that `name` may mean: the same key in another group, or a similar spelling."""
+    keys = {
+        f"{group}.{key_name(key)}": key_name(key)
+        for group, model in GROUPS.items()
+        for key in model.model_fields
+    }
+    name = name.replace("_", "-")
+    group, _, key = name.rpartition(".")
+    close = [flag for flag, short in keys.items() if short == key] if group not in GROUPS else []
+    close = close or difflib.get_close_matches(
+        name, [*keys, "preset", "config", "world-size", "dry-run", "help"], 1, 0.75
+    )
+    similar = difflib.get_close_matches(key, keys.values(), 1, 0.7)
+    close = close or [flag for flag, short in keys.items() if short in similar]
+    return [f"--{flag}" for flag in close[:3]]
+
+
+def _toml_value(value: Any) -> str:
+    """Returns a value as TOML, which is valid JSON except for DEL. None becomes "none"."""
+    text = json.dumps("none" if value is None else value, ensure_ascii=False, default=str)
+    return text.replace("\x7f", "\\u007f")
+
+
+def takes(info: FieldInfo | None) -> str:
+    """Returns the placeholder of a field's value in the help: `N`, `true|false`, `fp32|bf16|…`."""
+    found = [*(info.metadata if info else []), *_parts(info.annotation if info else None)]
+    marks = [part.text for part in found if isinstance(part, Takes)]
+    return marks[0] if marks else "|".join(part for part in found if isinstance(part, str))
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    parts = get_args(annotation)
+    yield from parts
+    for part in parts:
+        yield from _parts(part)

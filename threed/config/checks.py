@@ -1,0 +1,502 @@
+"""Finds invalid combinations of keys before a run starts. A problem is one line with its fix.
+
+    problems = find_problems(config, world_size=8)      # [] if the configuration is valid
+
+`REFUSALS` lists features that are not implemented yet, `REQUIREMENTS` pairs of keys of which one
+requires certain values of the other. The functions check sizes. `threed.config` declares the ranges
+of single keys.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from threed import schedules
+from threed.config import architectures
+from threed.config.groups import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    key_name,
+    python_name,
+)
+from threed.config.resolution import derive_dp, schedule_problem
+from threed.config.schema import written
+
+MOST_MICROBATCHES = 100_000  # per step; time and memory to build a plan grow with them
+LAYER_MAJOR = ("1f1b", "gpipe")  # equivalent on one stage: no bubble in any order
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key of which this version implements only some values.
+
+    Attributes:
+        group: group of the key.
+        field: field name of the key.
+        works: implemented values.
+        feature: name of the missing feature, for the message.
+    """
+
+    group: str
+    field: str
+    works: tuple[object, ...]
+    feature: str
+
+    def find(self, config: Config) -> str | None:
+        """Returns the problem if `config` uses the missing feature, else None."""
+        key = f"{self.group}.{key_name(self.field)}"
+        value = _value(config, key)
+        if value in self.works:
+            return None
+        fix = " or ".join(written(works) for works in self.works)
+        return f"--{key} {written(value)}: {self.feature} is not there yet; use --{key} {fix}"
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A key that requires certain values of another key.
+
+    Attributes:
+        key: the key, as `group.key`.
+        free: values of `key` without a requirement; the message suggests the first one.
+        other: the other key, as `group.key`.
+        works: values of `other` that meet the requirement.
+        why: the reason, for the message.
+    """
+
+    key: str
+    free: tuple[object, ...]
+    other: str
+    works: tuple[object, ...] | range
+    why: str
+
+    def find(self, config: Config) -> str | None:
+        """Returns the problem if `config` does not meet the requirement, else None."""
+        value, found = _value(config, self.key), _value(config, self.other)
+        if value in self.free or found in self.works:
+            return None
+        given = f"--{self.key} {written(value)} with --{self.other} {written(found)}"
+        several = isinstance(self.works, range)
+        works = f"{self.works[0]} or more" if several else _listed(map(written, self.works))
+        fix = f"--{self.key} {written(self.free[0])}" if self.free else f"another --{self.key}"
+        return f"{given}: {self.why}; use --{self.other} {works}, or {fix}"
+
+
+def _value(config: Config, key: str) -> Any:
+    group, _, name = key.partition(".")
+    return getattr(getattr(config, group), python_name(name))
+
+
+_ONE, _TWO = range(1, sys.maxsize), range(2, sys.maxsize)
+_COPIES = "updates are one step late, and checkpoints in memory would wait for them"
+_KEEPS = "it applies to the inputs that full recompute saves"
+_CHANGE = "weights change before a step could be computed again"
+_DEVICE = "it keeps copies of the states on the device"
+_AT_THE_END = "then only the final state is saved"
+_DRIVE = "it updates layers whose state is on a drive, layer by layer"
+_BOUNDS = "it limits the measured partition over several pipeline ranks"
+REQUIREMENTS = (
+    Requirement("parallel.memory-limit-gib", (None,), "parallel.partition", ("measured",), _BOUNDS),
+    Requirement("parallel.memory-limit-gib", (None,), "parallel.pp", _TWO, _BOUNDS),
+    Requirement("parallel.optimistic-step", ("auto", False), "parallel.pp", _TWO, "no stage waits for another"),
+    Requirement(
+        "parallel.optimistic-step", ("auto", False), "zero.delayed-update", (False,),
+        "both let the next step begin early",
+    ),
+    Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-optimizer", ("none",), _DEVICE),
+    Requirement("parallel.optimistic-step", ("auto", False), "zero.offload-params", ("none",), _DEVICE),
+    Requirement("zero.shard-size", ("all",), "zero.stage", (1, 2, 3), "stage 0 shards nothing"),
+    Requirement("zero.offload-optimizer", ("none",), "zero.stage", (1, 2, 3), "it moves the states that ZeRO shards"),
+    Requirement("zero.offload-params", ("none",), "zero.stage", (3,), "lower stages do not shard parameters"),
+    Requirement("zero.tile", (1,), "zero.stage", (3,), "lower stages gather no parameters"),
+    Requirement("zero.compress-weights", ("none",), "zero.stage", (3,), "lower stages gather no parameters"),
+    Requirement(
+        "zero.delayed-update", (False,), "zero.offload-optimizer", ("cpu",), "it works on states in host memory"
+    ),
+    Requirement("zero.early-update", ("auto", False), "zero.order", ("layer",), _DRIVE),
+    Requirement("zero.early-update", ("auto", False), "zero.offload-optimizer", ("nvme",), _DRIVE),
+    Requirement("zero.early-update", ("auto", False), "zero.offload-params", ("nvme",), _DRIVE),
+    Requirement(
+        "zero.order", ("micro", "auto"), "zero.stage", (2, 3),
+        "lower stages keep full parameters, and reduce gradients once per step anyway",
+    ),
+    Requirement(
+        "zero.order", ("micro", "auto"), "parallel.pp", (1,),
+        "a stage would have to wait for all micro-batches before its first layer",
+    ),
+    Requirement(
+        "zero.order", ("micro", "auto"), "parallel.schedule", LAYER_MAJOR, "other schedules fix the order of micro-batches"
+    ),
+    Requirement("recompute.every", (1,), "recompute.mode", ("full", "selective"), "nothing is computed again"),
+    Requirement(
+        "recompute.ops", (RecomputeConfig().ops,), "recompute.mode", ("selective",), "other modes do not select operations"
+    ),
+    Requirement("recompute.partition", (False,), "recompute.mode", ("full",), _KEEPS),
+    Requirement("recompute.offload", ("none",), "recompute.mode", ("full",), _KEEPS),
+    Requirement("recompute.arena", (False,), "recompute.mode", ("full",), _KEEPS),
+    Requirement("recompute.partition", (False,), "parallel.tp", _TWO, "it needs several tensor-parallel ranks"),
+    Requirement(
+        "recompute.arena", (False,), "recompute.offload", ("none", "cpu"), "a drive already uses buffers of constant size"
+    ),
+    Requirement("precision.loss-scale", ("dynamic",), "precision.dtype", ("fp16",), "only fp16 needs its loss scaled"),
+    Requirement("checkpoint.async", ("auto", False), "checkpoint.every", _ONE, _AT_THE_END),
+    Requirement("checkpoint.keep-every", (0,), "checkpoint.every", _ONE, _AT_THE_END),
+    Requirement("run.recheck-bad-steps", (False,), "zero.delayed-update", (False,), _CHANGE),
+    Requirement("checkpoint.memory-every", (None, 0), "zero.delayed-update", (False,), _COPIES),
+    Requirement("run.replicate", ("none",), "zero.delayed-update", (False,), _COPIES),
+)  # fmt: skip
+_LATE = "its update already overlaps with the next step"
+_BOTH = "both versions of the weights are on the device"
+ASYNCHRONOUS = (
+    Requirement(
+        "parallel.schedule", (), "zero.stage", (0, 1),
+        "sharded gradients would be added to the gradients of the previous step",
+    ),
+    Requirement("parallel.schedule", (), "zero.offload-optimizer", ("none",), _BOTH),
+    Requirement("parallel.schedule", (), "zero.offload-params", ("none",), _BOTH),
+    Requirement("parallel.schedule", (), "zero.delayed-update", (False,), _LATE),
+    Requirement("parallel.schedule", (), "parallel.optimistic-step", ("auto", False), _LATE),
+    Requirement(
+        "parallel.schedule", (), "precision.dtype", ("bf16", "fp32", "fp64"),
+        "a loss scale would change between a batch's forwards and backwards",
+    ),
+    Requirement("parallel.schedule", (), "run.recheck-bad-steps", (False,), _CHANGE),
+    Requirement("parallel.schedule", (), "checkpoint.memory-every", (None, 0), _COPIES),
+    Requirement("parallel.schedule", (), "run.replicate", ("none",), _COPIES),
+)  # fmt: skip
+"""Requirements of an asynchronous schedule (2BW): steps overlap, and updates are one step late."""
+
+
+REFUSALS = (
+    Refusal("parallel", "cp", (1,), "context parallelism"),
+    Refusal("parallel", "ep", (1,), "expert parallelism"),
+    Refusal("precision", "dtype", ("fp32", "bf16", "fp16", "fp64"), "this format"),
+)
+"""Features that are not implemented yet. Delete a line when its feature is implemented."""
+
+
+def find_refusals(
+    config: Config, groups: tuple[str, ...] = ("parallel", "zero", "recompute")
+) -> list[str]:
+    """Returns the problems for which an engine refuses a configuration.
+
+    Args:
+        config: the configuration.
+        groups: groups whose keys' requirements are checked. Missing features are always checked.
+    """
+    required = [row for row in REQUIREMENTS if row.key.partition(".")[0] in groups]
+    required += ASYNCHRONOUS if schedules.is_asynchronous(config.parallel.schedule) else ()
+    rows: tuple[Refusal | Requirement, ...] = (*REFUSALS, *required)
+    found = [row.find(config) for row in rows]
+    return [problem for problem in found if problem] + list(_check_drive(config))
+
+
+def find_problems(
+    config: Config,
+    world_size: int,
+    local_world: int | None = None,
+    machines: tuple[int, int] | None = None,
+) -> list[str]:
+    """Returns all problems of an unresolved configuration, one line each.
+
+    Args:
+        config: the configuration as loaded.
+        world_size: number of ranks.
+        local_world: number of ranks on this machine.
+        machines: minimum and maximum number of machines of an elastic job.
+    """
+    problems = find_refusals(config, tuple(Config.model_fields))
+    dp = None
+    try:
+        dp = derive_dp(config, world_size)
+    except ConfigError as error:
+        how = "--nproc-per-node"
+        if local_world not in (None, world_size):
+            how = f"--nnodes × {how}, now {local_world} on this machine"
+        problems.append(f"{error} (torchrun {how})")
+    for check in (_check_heads, _check_layers, _check_sequence, _check_run, _check_export):
+        problems += check(config)
+    problems += find_model_problems(config.model)
+    for check_ranks in (_check_schedule, _check_batch, _check_shard_size, _check_replicas):
+        problems += check_ranks(config, dp)
+    if machines is not None and not problems:
+        problems += check_sizes(config, machines, local_world or 1)
+    return list(dict.fromkeys(problems))
+
+
+def _divisors(number: int) -> list[int]:
+    # complete for numbers up to 10**12; the bound limits the time for absurd ones
+    small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _listed(numbers: Iterable[object]) -> str:
+    """Joins at most twelve items: "1, 2 or 3"."""
+    words = [str(number) for number in numbers]
+    if len(words) > 12:
+        words = [*words[:11], words[-1]]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _around(number: int, step: int) -> str:
+    """Returns the multiples of `step` nearest to `number`, as text."""
+    below = number // step * step
+    return _listed(sorted({below or step, below + step}))
+
+
+def _check_shard_size(config: Config, dp: int | None) -> Iterator[str]:
+    size = config.zero.shard_size
+    if config.zero.stage and size != "all" and dp is not None and dp % size:
+        given = f"--zero.shard-size {size} does not divide dp {dp}"
+        yield f"{given}: use {_listed(_divisors(dp))}, or all"
+
+
+def _check_drive(config: Config) -> Iterator[str]:
+    keys = ("zero.offload-optimizer", "zero.offload-params", "recompute.offload")
+    to_nvme = [f"--{key} nvme" for key in keys if _value(config, key) == "nvme"]
+    if to_nvme and config.zero.nvme_path is None:
+        yield f"{', '.join(to_nvme)}: set --zero.nvme-path FOLDER, on a fast local drive"
+    if config.zero.nvme_path is not None and not to_nvme:
+        yield "--zero.nvme-path without anything offloaded to it: use --zero.offload-optimizer nvme, or leave it out"
+
+
+def heads_fit(heads: int, kv_heads: int, tp: int) -> bool:
+    """Returns whether heads can be sharded over tp ranks.
+
+    The number of query heads must be a multiple of the number of key/value heads and of tp. Of tp
+    and the number of key/value heads, one must be a multiple of the other: a rank has several
+    key/value heads, or several ranks share one.
+    """
+    return heads % kv_heads == 0 and heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def _check_heads(config: Config) -> Iterator[str]:
+    model, tp = config.model, config.parallel.tp
+    kv_heads = model.kv_heads or model.heads
+    fits = [n for n in _divisors(model.heads) if heads_fit(model.heads, kv_heads, n)]
+    if model.heads % kv_heads:
+        usable = _listed(_divisors(model.heads))
+        yield f"--model.kv-heads {kv_heads} does not divide --model.heads {model.heads}: use {usable}"
+    elif model.heads % tp:
+        yield f"--model.heads {model.heads} is not divisible by --parallel.tp {tp}: use --parallel.tp {_listed(fits)}"
+    elif tp not in fits:
+        rule = "one must be a multiple of the other"
+        yield f"--model.kv-heads {kv_heads} and --parallel.tp {tp}: {rule}; use --parallel.tp {_listed(fits)}"
+    if model.head_dim is None and model.hidden % model.heads:
+        given, near = f"--model.hidden {model.hidden}", _around(model.hidden, model.heads)
+        yield f"{given} is not divisible by --model.heads {model.heads}: use --model.hidden {near}, or give --model.head-dim"
+
+
+def _check_layers(config: Config) -> Iterator[str]:
+    layers, pp = config.model.layers, config.parallel.pp
+    if layers < pp:
+        fix = f"use --parallel.pp of at most {layers}"
+        yield f"--model.layers {layers} < --parallel.pp {pp}: a stage needs at least one layer; {fix}"
+    yield from find_partition_problems(config.parallel, layers + 2)
+
+
+def find_partition_problems(
+    p: ParallelConfig, layers: int, stages: int | None = None
+) -> Iterator[str]:
+    """Yields the problems of an explicit partition.
+
+    Args:
+        p: the configuration of the pipeline.
+        layers: number of layers, embedding and head included.
+        stages: number of stages of the plan, if known.
+    """
+    if not isinstance(p.partition, tuple):
+        return
+    given, total = f"--parallel.partition {written(p.partition)}", sum(p.partition)
+    if stages is not None and len(p.partition) != stages:
+        fix = f"give {stages} numbers, one for each of {named_stages(p, stages)}"
+        yield f"{given} is for {len(p.partition)} stages: {fix}"
+    if total != layers:
+        yield f"{given} makes {total} layers: {layers} are needed, embedding and head included"
+
+
+def named_stages(p: ParallelConfig, stages: int) -> str:
+    """Returns the flags that determine the number of stages, for a message."""
+    chunks = f" × {stages // p.pp} chunks of --parallel.schedule {p.schedule}"
+    return f"--parallel.pp {p.pp}{chunks if stages != p.pp else ''}"
+
+
+def _check_schedule(config: Config, dp: int | None) -> Iterator[str]:
+    """Yields problems of the schedule with this number of stages, micro-batches and layers."""
+    name, p, train = config.parallel.schedule, config.parallel, config.train
+    rows = train.micro_batch * (dp or 1)
+    # _check_batch reports a batch that cannot be divided
+    known = dp is not None and train.global_batch % rows == 0
+    count = train.global_batch // rows if known else 2 * p.pp
+    if count > MOST_MICROBATCHES:
+        given = (
+            f"--train.global-batch {train.global_batch} makes {count} micro-batches per data rank"
+        )
+        yield f"{given}: a plan has at most {MOST_MICROBATCHES}; use a larger --train.micro-batch"
+        return
+    try:
+        sizes = (name, p.pp, count, p.chunks)
+        if plan := schedules.build(*sizes) if known else schedules.build_some(name, p.pp, p.chunks):
+            yield from _check_stages(config, plan.total_stages)
+    except ValueError as error:
+        yield schedule_problem(error, config, dp)
+
+
+def _check_stages(config: Config, stages: int) -> Iterator[str]:
+    """Yields problems if the plan has more stages than layers, or not as many as the partition."""
+    p, layers = config.parallel, config.model.layers
+    if layers >= p.pp and layers + 2 < stages:  # _check_layers reports layers < pp
+        given = f"--model.layers {layers}, with embedding and head {layers + 2}, for the {stages} stages"
+        fix = f"use --model.layers {stages - 2} or more, or another schedule"
+        yield f"{given} of {named_stages(p, stages)}: {fix}"
+    yield from find_partition_problems(p, layers + 2, stages)
+
+
+def _check_sequence(config: Config) -> Iterator[str]:
+    seq, tp = config.model.seq, config.parallel.tp
+    if config.parallel.sequence is not False and seq % tp:
+        off = "turn sequence parallelism off with --parallel.sequence false"
+        yield f"--model.seq {seq} is not divisible by --parallel.tp {tp}: use {_around(seq, tp)}, or {off}"
+
+
+def find_unused(optim: OptimConfig, flags: Collection[str]) -> Iterator[str]:
+    """Yields problems of flags that the optimizers do not use. A file may have such keys."""
+    defaults = OptimConfig.model_fields
+    names = {optim.name, *(group.name for group in optim.groups)}
+    for key, users in (("momentum", {"sgd"}), ("betas", {"adamw", "lion"}), ("eps", {"adamw"})):
+        value, own = getattr(optim, key), defaults[key].default
+        if f"optim.{key}" in flags and value != own and names.isdisjoint(users):
+            given = f"--optim.{key} {written(value)} with --optim.name {optim.name}"
+            yield f"{given}, which does not use it: leave it out, or use the default {written(own)}"
+
+
+def _check_batch(config: Config, dp: int | None) -> Iterator[str]:
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if dp is None or batch % (micro * dp) == 0:
+        return
+    smaller = max((n for n in range(1, micro) if batch % (n * dp) == 0), default=0)
+    other = f", or --train.micro-batch {smaller}" if smaller else ""
+    product = f"--train.micro-batch {micro} × dp {dp} = {micro * dp}"
+    use = _around(batch, micro * dp)
+    yield f"--train.global-batch {batch} is not divisible by {product}: use {use}{other}"
+
+
+def _check_replicas(config: Config, dp: int | None) -> Iterator[str]:
+    p, every = config.parallel, config.run.check_replicas
+    if every and dp == p.tp == p.pp == 1:
+        yield f"--run.check-replicas {every} on one rank: there are no replicas; leave it out"
+
+
+def _check_run(config: Config) -> Iterator[str]:
+    if config.run.replicate == "neighbour" and config.checkpoint.memory_every == 0:
+        given = "--run.replicate neighbour with --checkpoint.memory-every 0"
+        yield f"{given}: there are no copies in memory; use --checkpoint.memory-every 1, or --run.replicate none"
+    optim, steps, stop = config.optim, config.train.steps, config.train.stop_after
+    if stop is not None and stop > steps:
+        yield f"--train.stop-after {stop} is past --train.steps {steps}: use at most {steps}, or --train.steps {stop}"
+    if optim.warmup and optim.warmup >= steps:
+        fix = f"leave it out, or use --optim.warmup {steps // 2}, or --train.steps {optim.warmup + 1} or more"
+        yield f"--optim.warmup {optim.warmup} with --train.steps {steps}: the rate never decays from its peak; {fix}"
+    if optim.min_lr is not None and optim.min_lr > optim.lr:
+        yield f"--optim.min-lr {optim.min_lr:g} is above --optim.lr {optim.lr:g}: use at most {optim.lr:g}"
+
+
+def find_model_problems(model: ModelConfig) -> Iterator[str]:
+    """Yields problems of a model, resolved or not: unsupported keys and inconsistent sizes."""
+    yield from _check_pairs(model)
+    yield from _check_keys(model)
+    yield from _check_positions(model)
+
+
+def _check_pairs(model: ModelConfig) -> Iterator[str]:
+    share = model.partial_rotary_factor
+    turned = int((model.head_dim or model.hidden // model.heads) * share)
+    known = model.head_dim or model.hidden % model.heads == 0
+    if model.record.learned_positions or not known or turned % 2 == 0:
+        return
+    if share == 1.0:
+        yield f"heads of size {turned}: rotary positions turn pairs; use --model.head-dim {turned + 1}"
+    else:
+        given = f"--model.partial-rotary-factor {share:g} turns {turned} dimensions of a head"
+        yield f"{given}: rotary positions turn pairs; use another --model.partial-rotary-factor"
+
+
+def _check_keys(model: ModelConfig) -> Iterator[str]:
+    """Yields problems of keys that were given but do not exist in the architecture."""
+    record, records = model.record, architectures.REGISTERED.values()
+    for key in sorted(frozenset[str]().union(*(other.takes for other in records)) - record.takes):
+        value, own = getattr(model, key), record.resolved(dict(model) | {key: None}).get(key)
+        if value not in (ModelConfig.model_fields[key].default, own):
+            having = " or ".join(other.name for other in records if key in other.takes)
+            yield f"--model.{key_name(key)} {written(value)} is for --model.arch {having}: leave it out with {model.arch}"
+
+
+def _check_positions(model: ModelConfig) -> Iterator[str]:
+    positions, d = model.positions or model.seq, model.head_dim or model.hidden // model.heads
+    if positions < model.seq:
+        yield f"--model.positions {positions} is less than --model.seq {model.seq}: use {model.seq} or more"
+    if (scaling := model.rope_scaling) is None:
+        return
+    pairs = int(d * model.partial_rotary_factor) // 2
+    for name in ("short_factor", "long_factor"):
+        if (numbers := getattr(scaling, name)) is not None and len(numbers) != pairs:
+            given = f"--model.rope-scaling with {len(numbers)} numbers of {key_name(name)}"
+            yield f"{given}: a head turns {pairs} pairs; give {pairs} numbers"
+
+
+def _check_export(config: Config) -> Iterator[str]:
+    model, export = config.model, config.checkpoint.export_hf
+    for limit in model.layout.limits(dict(model)) if export else ():
+        yield f"{limit}: the Hugging Face layout cannot express that; leave it out, or use --checkpoint.export-hf false"
+
+
+def check_vocab(config: Config, tokenizer_vocab: int) -> Iterator[str]:
+    """Yields a problem if the model's vocabulary is smaller than the tokenizer's.
+
+    Args:
+        config: the configuration.
+        tokenizer_vocab: size of the tokenizer's vocabulary.
+    """
+    vocab = config.model.vocab
+    if vocab is not None and vocab < tokenizer_vocab:
+        tokens = f"the tokenizer's {tokenizer_vocab} tokens ({config.data.tokenizer})"
+        fix = f"use --model.vocab {tokenizer_vocab}, or leave it out; pretrained weights need their own tokenizer"
+        yield f"--model.vocab {vocab} is less than {tokens}: {fix}"
+
+
+def check_sizes(config: Config, machines: tuple[int, int], ranks: int) -> Iterator[str]:
+    """Yields the problems of an elastic job at all sizes, since a lost machine changes the size.
+
+    Args:
+        config: the configuration.
+        machines: minimum and maximum number of machines.
+        ranks: ranks per machine.
+    """
+    p, train = config.parallel, config.train
+    model_ranks, flag = p.tp * p.pp * p.cp, f"--nnodes {machines[0]}:{machines[1]}"
+    sizes = [n * ranks for n in range(machines[0], machines[1] + 1)]
+    if p.dp is not None and len({p.dp * model_ranks, *sizes}) > 1:
+        yield f"{flag} with --parallel.dp {p.dp}: the data ranks follow from the machines; leave --parallel.dp out"
+        return
+    if invalid := [size for size in sizes if size % model_ranks]:
+        factors = f"tp {p.tp} × pp {p.pp}"
+        yield f"{flag} may give {invalid[0]} ranks, not a multiple of {factors}: start a multiple of it on each machine"
+        return
+    ranks_of = [size // model_ranks for size in sizes]
+    fits = [dp for dp in ranks_of if train.global_batch % (train.micro_batch * dp) == 0]
+    if bad := sorted(set(ranks_of) - set(fits)):
+        product = train.micro_batch * math.lcm(*ranks_of)
+        rows = -(-train.global_batch // product) * product
+        given = (
+            f"--train.global-batch {train.global_batch} with micro-batches of {train.micro_batch}"
+        )
+        works = f"works for dp {', '.join(map(str, fits)) or 'none'}"
+        yield f"{flag} may give dp {bad[0]}, and {given} {works}: use --train.global-batch {rows}, or fewer machines"

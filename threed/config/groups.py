@@ -1,0 +1,421 @@
+"""Training configuration: frozen, typed groups of keys with defaults, ranges and descriptions.
+
+    config = Config(parallel=ParallelConfig(tp=2), train=TrainConfig(steps=100))
+
+This module declares the keys. `threed.config.arguments` reads their values from presets, TOML files and
+flags, `threed.config.checks` finds invalid combinations, and `threed.config.resolution` fills in derived values.
+
+A key is `--group.key` on the command line and `key` under `[group]` in TOML, with hyphens; in
+Python the hyphens are underscores, and `async` is `async_`. For a key whose default is None, users
+write `none`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from threed.config import architectures
+from threed.config.schema import BaseModel, ConfigDict, Field, model_validator
+from threed.config.schema import key_name as key_name
+from threed.config.schema import python_name as python_name
+from threed.config.values import (
+    Architecture,
+    AutoSwitch,
+    Betas,
+    Count,
+    Duration,
+    DurationOrNone,
+    FolderName,
+    Fraction,
+    LayerPattern,
+    LocalPath,
+    LossScale,
+    MemorySize,
+    Natural,
+    NonNegative,
+    Optimizer,
+    ParamGroups,
+    Partition,
+    PathText,
+    Positive,
+    RecomputeOps,
+    Scaling,
+    Schedule,
+    ShardSize,
+    Share,
+    Spike,
+    StepRange,
+    Switch,
+    Text,
+    ZeroStage,
+)
+from threed.config.values import ParamGroup as ParamGroup
+from threed.core.parse import plain
+
+DType = Literal["fp32", "bf16", "fp16", "fp8", "fp64"]
+SumType = Literal["fp32", "bf16", "fp16", "fp64"]
+Place = Literal["none", "cpu", "nvme"]
+
+
+class ConfigError(ValueError):
+    """Raised for an invalid configuration, with all problems at once.
+
+    Args:
+        problems: one line per problem, which includes the fix.
+    """
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = [plain(problem, 4000) for problem in problems]
+        super().__init__("\n".join(self.problems))
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_none(cls, data: Any) -> Any:
+        """Replaces the word `none` by None for fields whose default is None."""
+        optional = {name for name, field in cls.model_fields.items() if field.default is None}
+        if not isinstance(data, dict):
+            return data
+        nones = {key: None for key in optional & data.keys() if data[key] == "none"}
+        return data | nones
+
+
+class ParallelConfig(_Group):
+    """Sizes of the parallel axes, and the pipeline."""
+
+    tp: Count = 1
+    """tensor-parallel ranks; every layer is sharded over them"""
+    pp: Count = 1
+    """pipeline-parallel ranks; the layers are split into stages over them"""
+    cp: Count = 1
+    """context-parallel ranks; every sequence is split over them"""
+    ep: Count = 1
+    """expert-parallel ranks"""
+    dp: Count | None = None
+    """data-parallel ranks; if none, the world size divided by tp × pp × cp"""
+    sequence: Switch | None = None
+    """sequence parallelism: shard norms and dropout over tp along the sequence; if none, on when
+    tp > 1"""
+    schedule: Schedule = "1f1b"
+    """pipeline schedule: a built-in name, a custom function, or a CSV file"""
+    chunks: Count | None = None
+    """model chunks per pipeline rank; if none, the schedule's default"""
+    partition: Partition = "balanced"
+    """layers per stage: balanced (equal cost), uniform (equal count), measured (equal measured
+    time), or explicit counts, in which the embedding and the head are layers too"""
+    memory_limit_gib: MemorySize | None = None
+    """GiB that the layers of one rank may use when the partition is measured; if none, the
+    memory of the GPU"""
+    optimistic_step: AutoSwitch = "auto"
+    """update before the global gradient norm is known, and undo the update if the norm requires
+    it; auto: if ranks of the schedule finish at different times and all state is on the device"""
+
+
+class ZeroConfig(_Group):
+    """Sharding and offload of optimizer states, gradients and parameters."""
+
+    stage: ZeroStage = 1
+    """shard nothing (0), optimizer states (1), also gradients (2), also parameters (3)"""
+    bucket_mib: MemorySize = 64.0
+    """MiB of gradients per reduction"""
+    shard_size: ShardSize = "all"
+    """data-parallel ranks per shard group; the groups are replicas of each other; all: one group"""
+    offload_optimizer: Place = "none"
+    """where optimizer states are stored: on the device (none), in host memory (cpu), or on a
+    drive (nvme)"""
+    offload_params: Place = "none"
+    """where sharded parameters are stored: on the device (none), in host memory (cpu), or on a
+    drive (nvme)"""
+    nvme_path: LocalPath | None = None
+    """folder for offloaded data, on a fast local NVMe drive; required if something is offloaded
+    to nvme"""
+    prefetch: Count = 1
+    """units gathered ahead of the running unit under stage 3"""
+    resident: Natural = 65536
+    """parameters with fewer elements than this stay unsharded under stage 3"""
+    order: Literal["micro", "layer", "auto"] = "micro"
+    """micro: run all layers of a micro-batch before the next micro-batch; layer: run all
+    micro-batches of a layer before the next layer; auto: layer if sharded parameters free enough
+    memory for the activations, else micro"""
+    early_update: AutoSwitch = "auto"
+    """update each layer during the backward of the layers before it, with twice the space on the
+    drive; auto: with order layer if all state is on a drive"""
+    tile: Count = 1
+    """tiles per large linear layer, gathered one at a time; 1: no tiling"""
+    compress_weights: Literal["none", "int8"] = "none"
+    """format of stage 3's parameter all-gathers; none: dtype; int8: blocks of 256 numbers with
+    one scale"""
+    compress_gradients: Literal["none", "int8"] = "none"
+    """format of gradients sent between data ranks; none: reduce-dtype; int8: blocks of 256
+    numbers with one scale"""
+    delayed_update: Switch = False
+    """update on the host while the next step runs, so that each step uses weights one update old"""
+
+
+class RecomputeConfig(_Group):
+    """Activations to recompute in the backward, and storage of saved inputs."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+    """recompute nothing (none), the operations in ops (selective), or entire layers (full)"""
+    ops: RecomputeOps = ("attention",)
+    """operations that selective recomputes: attention, activation (of the MLP), norm"""
+    every: Count = 1
+    """recompute every n-th layer"""
+    partition: Switch = False
+    """shard each saved input over tp"""
+    offload: Place = "none"
+    """where saved inputs are stored: on the device (none), in host memory (cpu), or on a drive
+    (nvme)"""
+    loss_chunks: Count = 1
+    """chunks in which the logits are computed, one at a time, and recomputed in the backward; 1:
+    all at once"""
+    arena: Switch = False
+    """allocate one buffer for saved inputs, and the gradient buffers, once and reuse them every
+    step"""
+
+
+class PrecisionConfig(_Group):
+    """Number formats. Master weights and optimizer states are fp32 (fp64 when dtype is fp64)."""
+
+    dtype: DType = "fp32"
+    """format of weights and activations"""
+    grad_dtype: SumType | None = None
+    """format in which gradients are stored and accumulated; if none, fp32 (fp64 if dtype is
+    fp64)"""
+    reduce_dtype: SumType | None = None
+    """format in which gradients are sent between ranks; if none, grad-dtype"""
+    loss_scale: LossScale = "dynamic"
+    """loss scale under fp16: dynamic, or a constant"""
+    cast_inputs: Switch = False
+    """cast floating-point tensors of a batch to dtype; false: pass them unchanged"""
+
+
+class ModelConfig(_Group):
+    """Architecture and sizes of the transformer."""
+
+    arch: Architecture = "gpt"
+    """architecture of the transformer blocks"""
+    layers: Count = 6
+    """transformer blocks"""
+    hidden: Count = 256
+    """width of the residual stream"""
+    heads: Count = 8
+    """attention heads"""
+    kv_heads: Count | None = None
+    """key and value heads; if none, as many as heads"""
+    head_dim: Count | None = None
+    """size of an attention head; if none, hidden / heads"""
+    ffn: Count | None = None
+    """inner width of the MLP; if none, 4 hidden (gpt) or 8/3 hidden (gated MLPs)"""
+    vocab: Count | None = None
+    """vocabulary size; if none, the tokenizer's"""
+    seq: Count = 256
+    """sequence length of training samples, in tokens"""
+    positions: Count | None = None
+    """maximum sequence length: size of learned positions, and the limit in exports and
+    rope-scaling; if none, seq"""
+    dropout: Share = 0.0
+    """dropout rate"""
+    tied: Switch | None = None
+    """share one weight between head and embedding; if none, true for gpt and gemma, else false"""
+    bias: Switch | None = None
+    """biases in linear layers; if none, true for gpt, else false"""
+    mlp_bias: Switch | None = None
+    """biases in the MLP; if none, as bias for gpt and llama, else false"""
+    norm_eps: Positive = 1e-5
+    """added to the variance in norms"""
+    rope_theta: Positive = 10000.0
+    """base of the rotary frequencies"""
+    rope_local_theta: Positive | None = None
+    """base of the rotary frequencies in sliding-window layers (gemma3); if none, 10000 for
+    gemma3"""
+    rope_scaling: Scaling | None = None
+    """rotary scaling for longer sequences: linear, llama3, yarn or longrope, with its keys"""
+    partial_rotary_factor: Fraction = 1.0
+    """fraction of each head that rotary positions rotate"""
+    qk_norm: Switch = False
+    """normalize queries and keys per head, as Qwen3 does (llama)"""
+    window: Natural | None = None
+    """positions that a query attends to in sliding-window layers; 0: all; if none, 4096 for
+    gemma, else all"""
+    layer_pattern: LayerPattern | None = None
+    """kinds of successive layers, repeated: s (sliding window), f (full attention); if none, the
+    architecture's pattern, such as sf"""
+    attention_softcap: NonNegative | None = None
+    """bound on attention scores, by tanh; 0: no bound; if none, 50 for gemma2, else no bound"""
+    logit_softcap: NonNegative | None = None
+    """bound on logits, by tanh; 0: no bound; if none, 30 for gemma2, else no bound"""
+    query_pre_attn_scalar: Positive | None = None
+    """attention scores are divided by the square root of this number; if none, the head size"""
+
+    @property
+    def record(self) -> architectures.Architecture:
+        """The record of the architecture."""
+        return architectures.REGISTERED[self.arch]
+
+    @property
+    def layout(self) -> architectures.Architecture:
+        """The record of the Hugging Face layout: Qwen3's for a Llama with `qk_norm`."""
+        name = "qwen3" if self.arch == "llama" and self.qk_norm else self.arch
+        return architectures.REGISTERED[name]
+
+
+class TrainConfig(_Group):
+    """Length of the run, batch sizes, validation and skipped steps."""
+
+    steps: Count = 200
+    """optimizer steps of the run, which the learning-rate schedule spans"""
+    stop_after: Count | None = None
+    """stop after this step, with the schedule of all steps; if none, after the last one"""
+    global_batch: Count = 16
+    """sequences per optimizer step, over all ranks"""
+    micro_batch: Count = 2
+    """sequences per forward pass of one rank"""
+    seed: Natural = 1234
+    """seed of initial weights, data order and dropout"""
+    eval_every: Natural = 0
+    """steps between validations; 0: only at the end"""
+    eval_samples: Count = 64
+    """validation sequences per validation, without repetition; all if the data have fewer"""
+    grad_clip: NonNegative = 1.0
+    """maximum global gradient norm; 0: no clipping"""
+    max_bad_steps: Natural = 10
+    """end the run after this many consecutive skipped steps (not finite, or a spike); 0: never"""
+    max_norm_spike: Spike = 0.0
+    """skip a step if its gradient norm exceeds this multiple of the running mean; 0: never"""
+    sample_tokens: Natural = 200
+    """tokens of text to generate at the end; 0: none"""
+    time_limit: Duration | None = None
+    """save and stop after this time since the start of the launcher, such as 3h, 90m or 1:30:00;
+    if none, no limit"""
+
+
+class OptimConfig(_Group):
+    """The optimizer and its learning rate."""
+
+    name: Optimizer = "adamw"
+    """optimizer"""
+    lr: Positive = 1e-3
+    """peak learning rate"""
+    min_lr: NonNegative | None = None
+    """learning rate at the last step; if none, lr / 10"""
+    warmup: Natural | None = None
+    """steps of linear warm-up from 0 to lr, fewer than train.steps; if none, 20, at most half of
+    train.steps"""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """shape of the learning rate after the warm-up; wsd: constant, then linear decay over the
+    last 20 %"""
+    betas: Betas = (0.9, 0.95)
+    """decay rates of the first and second moments (adamw, lion); 0.9,0.99 is usual for lion"""
+    momentum: Share = 0.9
+    """decay rate of the momentum (sgd)"""
+    eps: Positive = 1e-8
+    """added to the square root of the second moment (adamw)"""
+    weight_decay: NonNegative = 0.1
+    """weight decay, decoupled except for sgd; not applied to norms and biases"""
+    groups: ParamGroups = ()
+    """optimizer, lr and weight-decay for parameters whose names match a pattern, such as *.bias;
+    the first matching pattern applies"""
+
+
+class DataConfig(_Group):
+    """Training data and tokenizer."""
+
+    path: PathText | None = None
+    """.txt or .jsonl file, a folder of them, or Megatron .bin/.idx; if none, the library sources
+    of this Python"""
+    tokenizer: Text = "bytes"
+    """bytes, the folder of a tokenizer, or the path of a tokenizer.json"""
+    bos: AutoSwitch = "auto"
+    """begin documents with the bos token; auto: if the tokenizer itself adds it to texts"""
+    special_tokens: Literal["text", "parse"] = "text"
+    """encode a special token that is spelt out in a text as ordinary text, or parse it as the
+    token"""
+    split: Annotated[Share, Field(gt=0)] = 0.05
+    """fraction of the data used for validation: the last tokens, or some files of the default
+    corpus"""
+
+
+class CheckpointConfig(_Group):
+    """Checkpoints: when to write them, which to keep, and which to resume from."""
+
+    every: Natural = 0
+    """steps between checkpoints; 0: only at the end"""
+    keep: Count = 2
+    """number of newest good checkpoints to keep"""
+    keep_every: Natural = 0
+    """steps between checkpoints that are kept permanently, in addition to keep; 0: none"""
+    async_: AutoSwitch = "auto"
+    """write checkpoints in the background while training continues, if a copy fits into half
+    (auto) or all (true) of the free host memory; false: training waits"""
+    memory_every: Natural | None = None
+    """steps between checkpoints in host memory, which survive a restart of the ranks; 0: none;
+    if none, 1 with --run.replicate neighbour, else 0"""
+    write_limit_mib: MemorySize | None = None
+    """MiB per second at which all ranks of a machine together write a checkpoint; if none, no
+    limit"""
+    resume: Text = "auto"
+    """auto (the run's newest good checkpoint, if any), none, or the path of a checkpoint or a
+    Hugging Face folder; a Hugging Face folder sets the model"""
+    export_hf: Switch = False
+    """write a Hugging Face folder at the end"""
+
+
+class LogConfig(_Group):
+    """Metrics, wandb and the profiler."""
+
+    every: Count = 10
+    """steps between lines in metrics.jsonl and wandb"""
+    wandb: Literal["auto", "off", "offline", "online"] = "auto"
+    """off, offline or online; auto: online with an API key, else offline"""
+    project: Text = "threed"
+    """wandb project"""
+    profile_steps: StepRange | None = None
+    """steps to record with torch.profiler, counted from 1; if none, no profile"""
+
+
+class RunConfig(_Group):
+    """Folder and name of the run, fault detection, and compilation."""
+
+    dir: PathText | None = None
+    """run folder; if none, or if only --run.name is given as a flag: runs/<name>"""
+    name: FolderName | None = None
+    """name of the run; if none, that of the preset or TOML file, else the architecture"""
+    check_replicas: Natural = 0
+    """steps between comparisons of replicated state across ranks; 0: never"""
+    hang_timeout: DurationOrNone = 600.0
+    """time that a rank may spend in one phase before the run ends and reports the rank; 0: no
+    limit"""
+    replicate: Literal["none", "neighbour"] = "none"
+    """machines that store checkpoints in memory: each rank's own (none), or also the next one
+    (neighbour)"""
+    recheck_bad_steps: Switch = False
+    """compute a skipped step twice, to distinguish a faulty machine from bad data; all steps
+    then use deterministic kernels only"""
+    compile: Switch = False
+    """run blocks through torch.compile"""
+    compile_backend: Text = "inductor"
+    """backend of torch.compile"""
+
+
+class Config(BaseModel):
+    """The full configuration of a run: all groups of keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parallel: ParallelConfig = ParallelConfig()
+    zero: ZeroConfig = ZeroConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    run: RunConfig = RunConfig()

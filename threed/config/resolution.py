@@ -1,0 +1,166 @@
+"""Fills in the values of a configuration that follow from keys, vocabulary and world size.
+
+config = resolve(config, vocab=260, world_size=8)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from threed import schedules
+from threed.config.groups import Config, ConfigError, DType, ModelConfig
+from threed.config.schema import BaseModel
+
+
+def derive_dp(config: Config, world_size: int) -> int:
+    """Returns the number of data-parallel ranks.
+
+    Args:
+        config: the configuration.
+        world_size: number of ranks.
+
+    Raises:
+        ConfigError: if tp x pp x cp x dp is not the world size.
+    """
+    parallel = config.parallel
+    model_ranks = parallel.tp * parallel.pp * parallel.cp
+    dp = parallel.dp or max(1, world_size // model_ranks)
+    if model_ranks * dp == world_size:
+        return dp
+    factors = f"tp {parallel.tp} × pp {parallel.pp}" + (
+        f" × cp {parallel.cp}" if parallel.cp > 1 else ""
+    )
+    if parallel.dp is None:
+        sizes = " or ".join(str(n) for n in sorted({model_ranks * dp, model_ranks * (dp + 1)}))
+        raise ConfigError(
+            [
+                f"world size {world_size} is not a multiple of {factors} = {model_ranks}: start {sizes} ranks"
+            ]
+        )
+    problem = f"world size {world_size} ≠ {factors} × dp {dp} = {model_ranks * dp}"
+    if world_size % model_ranks == 0:
+        raise ConfigError(
+            [
+                f"{problem}: use --parallel.dp {world_size // model_ranks}, or start {model_ranks * dp} ranks"
+            ]
+        )
+    raise ConfigError(
+        [f"{problem}: start {model_ranks * dp} ranks, or {model_ranks} with --parallel.dp 1"]
+    )
+
+
+def count_microbatches(config: Config, dp: int) -> int:
+    """Returns the number of micro-batches per data rank and step, rounded down, at least 1."""
+    return max(1, config.train.global_batch // (config.train.micro_batch * dp))
+
+
+def default_warmup(steps: int) -> int:
+    """Returns the default number of warm-up steps for a run of `steps` steps."""
+    return min(20, steps // 2)
+
+
+def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config:
+    """Returns the configuration with all derived values filled in.
+
+    Keys for which None is a setting stay None: `train.stop_after`, `data.path`, `zero.nvme_path`,
+    `log.profile_steps`. The path of a schedule file becomes absolute.
+
+    Args:
+        config: the checked configuration.
+        vocab: vocabulary size of the data, used if the model has none.
+        world_size: number of ranks. If None, `parallel.dp` is not filled in.
+
+    Raises:
+        ConfigError: if the schedule file is invalid, or the world size does not match.
+    """
+    name, dtype = config.run.name or config.model.arch, config.precision.dtype
+    widest: DType = "fp64" if dtype == "fp64" else "fp32"
+    derived: dict[str, dict[str, Any]] = {
+        "precision": {"grad_dtype": widest, "reduce_dtype": config.precision.grad_dtype or widest},
+        "optim": {"min_lr": config.optim.lr / 10, "warmup": default_warmup(config.train.steps)},
+        "run": {"name": name, "dir": f"runs/{name}"},
+        "checkpoint": {"memory_every": int(config.run.replicate == "neighbour")},
+    }
+    groups = {group: _fill(getattr(config, group), values) for group, values in derived.items()}
+    groups["parallel"] = _resolve_parallel(config, world_size)
+    groups["model"] = resolve_model(config.model, vocab)
+    return config.model_copy(update=groups)
+
+
+def _fill(group: BaseModel, values: dict[str, Any]) -> BaseModel:
+    return group.model_copy(
+        update={key: value for key, value in values.items() if getattr(group, key) is None}
+    )
+
+
+def _resolve_parallel(config: Config, world_size: int | None) -> BaseModel:
+    p, dp = config.parallel, None if world_size is None else derive_dp(config, world_size)
+    sizes = () if dp is None else (p.pp, count_microbatches(config, dp))
+    schedule = schedules.absolute(p.schedule)
+    try:
+        chunks = p.chunks or schedules.own_chunks(schedule, *sizes)
+    except ValueError as error:
+        raise ConfigError([schedule_problem(error, config, dp)]) from error
+    derived = {"dp": dp, "sequence": p.tp > 1, "chunks": chunks}
+    return _fill(p, derived).model_copy(update={"schedule": schedule})
+
+
+def schedule_problem(error: ValueError, config: Config, dp: int | None = None) -> str:
+    """Returns the problem line of a schedule's error, with the flags that fix it.
+
+    Args:
+        error: error of the schedule.
+        config: the configuration.
+        dp: number of data ranks, if known.
+    """
+    if not isinstance(error, schedules.SizesError):
+        return f"--parallel.schedule {str(error).removeprefix('schedule ')}"
+    p, needs = config.parallel, error.needs
+    given = f"--parallel.schedule {error.problem.removeprefix('schedule ')}"
+    if "chunks" in needs:
+        fix = f"use --parallel.chunks {needs['chunks']}, or leave it out"
+        return f"--parallel.chunks {p.chunks} with {given}; {fix}"
+    fixes = []
+    if needs.get("stages", p.pp) != p.pp:
+        fixes.append(f"--parallel.pp {needs['stages']}")
+        dp = None  # another pp changes dp
+    if "microbatches" in needs:
+        fixes.append(_batch_of(config, needs["microbatches"], dp))
+    return f"{given}; use {' and '.join(fixes)}, or another --parallel.schedule"
+
+
+def _batch_of(config: Config, microbatches: int, dp: int | None) -> str:
+    """Returns the flags that result in a number of micro-batches."""
+    train = config.train
+    if dp is None:
+        return f"--train.global-batch {microbatches} × --train.micro-batch × dp"
+    rows, rest = divmod(train.global_batch, microbatches * dp)
+    smaller = f" or --train.micro-batch {rows}" if rows and not rest else ""
+    return f"--train.global-batch {microbatches * train.micro_batch * dp}{smaller}"
+
+
+def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
+    """Returns a model configuration with the architecture's defaults filled in.
+
+    Args:
+        model: configuration of the model.
+        vocab: vocabulary size, used if the model has none. If None, it is not filled in.
+    """
+    derived = model.record.resolved(dict(model))
+    if model.vocab is None and vocab is not None:
+        derived["vocab"] = vocab
+    return model.model_copy(update=derived)
+
+
+def spelt_as(saved: ModelConfig, model: ModelConfig) -> ModelConfig:
+    """Returns a saved model configuration in the form of `model`, to compare the two.
+
+    A Qwen3 without windows becomes a Llama with `qk_norm` if `model` is a Llama with `qk_norm`.
+
+    Args:
+        saved: model configuration of a checkpoint.
+        model: model configuration to compare with.
+    """
+    windows = saved.window is not None or saved.layer_pattern is not None
+    same = (saved.arch, model.arch, model.qk_norm, windows) == ("qwen3", "llama", True, False)
+    return saved.model_copy(update={"arch": "llama", "qk_norm": True}) if same else saved

@@ -1,0 +1,230 @@
+"""The types of configuration values: parsing, range, and placeholder in `--help`."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from threed import schedules
+from threed.config import architectures
+from threed.config.architectures.rope_scaling import RopeScaling
+from threed.config.schema import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    Settings,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    did_you_mean,
+    number,
+)
+
+
+@dataclass(frozen=True)
+class Takes:
+    """Annotation of a field's type: the placeholder of the value in `--help`, such as `N`."""
+
+    text: str
+
+
+OptimizerName = Literal["adamw", "sgd", "lion"]
+
+
+def _pattern(text: str) -> str:
+    if not text.strip() or set(text) & set(":;"):  # most likely two groups in one string
+        separate = "separate groups by ; in a flag, in TOML they are items of a list"
+        raise ValueError(f"is not a pattern of parameter names: {separate}")
+    return text.strip()
+
+
+_Rate = Annotated[float, Field(ge=0), BeforeValidator(number)]
+
+
+class ParamGroup(Settings):
+    """Optimizer options of the parameters with matching names. None means the value in `optim`.
+
+    The first group that matches a parameter applies. In a flag, groups are separated by `;`.
+
+    Attributes:
+        match: `fnmatch` pattern of parameter names.
+        name: optimizer of these parameters, with the hyperparameters in `optim`.
+        lr: peak learning rate; the warm-up and schedule of `optim` apply.
+        weight_decay: weight decay, which also applies to matching norms and biases.
+    """
+
+    form: ClassVar[str] = '"pattern: name=sgd, lr=X, weight-decay=X"'
+
+    match: Annotated[str, AfterValidator(_pattern)]
+    name: OptimizerName | None = None
+    lr: _Rate | None = None
+    weight_decay: _Rate | None = None
+
+
+def _groups(value: Any) -> Any:
+    """Splits the string of a flag into groups; `none` means no groups. Passes other values."""
+    if value == "none":
+        return []
+    return [text for text in value.split(";") if text.strip()] if isinstance(value, str) else value
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("must not have a NUL character")
+    return text
+
+
+def _boolean(value: object) -> object:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def _must_be(form: str, separator: str = ",") -> WrapValidator:
+    """Returns a validator of a value or a string of items, with the error `must be FORM`."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        candidates = [tuple(value) if isinstance(value, list) else value]
+        if isinstance(value, str):
+            candidates.append(tuple(item.strip() for item in value.split(separator)))
+        for candidate in candidates:
+            with suppress(ValidationError):
+                return handler(candidate)
+        raise ValueError(f"must be {form}")
+
+    return WrapValidator(validate)
+
+
+def _first_and_last(value: object) -> object:
+    return (value, value) if str(value).isdigit() else value
+
+
+def _in_order(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError("the first is after the last")
+    return steps
+
+
+def _schedule(value: object) -> object:
+    """Accepts the name of a schedule, or of a schedule file without reading the file."""
+    names = (*get_args(schedules.ScheduleName), *schedules.available())
+    if isinstance(value, str) and (value in names or schedules.names_file(value)):
+        return value
+    listed = ", ".join(get_args(schedules.ScheduleName))
+    close = schedules.closest(str(value))
+    hint = f" (did you mean {close}?)" if close else ""
+    raise ValueError(f"must be {listed}, FILE.py:FUNCTION or FILE.csv{hint}")
+
+
+def _architecture(value: object) -> object:
+    if value in architectures.NAMES:
+        return value
+    hint = did_you_mean(str(value), *architectures.NAMES)
+    raise ValueError(f"must be {', '.join(architectures.NAMES)}{hint}")
+
+
+def _optimizer(value: object) -> object:
+    if value == "muon":
+        raise ValueError(
+            "muon orthogonalises full matrices, but ZeRO and tensor parallelism shard them; use adamw, sgd or lion"
+        )
+    return value
+
+
+def _zero_or_above_one(value: float) -> float:
+    if 0 < value <= 1:
+        raise ValueError("must be above 1, such as 10, or 0 for none")
+    return value
+
+
+def _folder_name(text: str) -> str:
+    if not text.strip(".") or set(text) & set("/\\"):
+        raise ValueError("must be a plain folder name, without slashes")
+    return text
+
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def _duration(value: object) -> object:
+    """Converts 3h, 1h30m, 90m, 45s or 1:30:00 to seconds. Returns other values unchanged."""
+    text = re.sub(r"^(\d{1,9}):([0-5]\d):([0-5]\d)$", r"\1h\2m\3s", str(value).strip())
+    if re.fullmatch(r"(\d{1,12}(\.\d{1,12})?[dhms])+", text):
+        parts = re.findall(r"([\d.]+)([dhms])", text)
+        return sum(float(number) * _UNITS[unit] for number, unit in parts)
+    return number(value)
+
+
+Count = Annotated[int, Field(ge=1), BeforeValidator(number), Takes("N")]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(number), Takes("N")]
+Positive = Annotated[float, Field(gt=0), BeforeValidator(number), Takes("X")]
+# MiB or GiB; the bound keeps the number of bytes finite
+MemorySize = Annotated[float, Field(gt=0, le=1e12), BeforeValidator(number), Takes("X")]
+NonNegative = Annotated[float, Field(ge=0), BeforeValidator(number), Takes("X")]
+Spike = Annotated[NonNegative, AfterValidator(_zero_or_above_one)]
+_TIME = _must_be("a time such as 3h, 90m, 1:30:00, or seconds")
+Duration = Annotated[float, Field(gt=0, le=1e9), BeforeValidator(_duration), _TIME, Takes("TIME")]
+DurationOrNone = Annotated[
+    float, Field(ge=0, le=1e9), BeforeValidator(_duration), _TIME, Takes("TIME")
+]
+Share = Annotated[float, Field(ge=0, lt=1), BeforeValidator(number), Takes("X")]
+Switch = Annotated[bool, BeforeValidator(_boolean), Takes("true|false")]
+AutoSwitch = Annotated[
+    Literal["auto"] | Switch, _must_be("auto, true or false"), Takes("auto|true|false")
+]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("TEXT")]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_without_nul), Takes("PATH")]
+# path on this machine: ~ is expanded to the user's home
+LocalPath = Annotated[PathText, AfterValidator(os.path.expanduser)]
+Partition = Annotated[
+    Literal["balanced", "uniform", "measured"] | tuple[Count, ...],
+    _must_be("balanced, uniform, measured, or the layers of each stage, such as 3,2,2"),
+    Takes("balanced|uniform|measured|N,N,…"),
+]
+ZeroStage = Annotated[int, Field(ge=0, le=3), BeforeValidator(number), Takes("0|1|2|3")]
+ShardSize = Annotated[
+    Literal["all"] | Count, _must_be("all or a positive whole number"), Takes("all|N")
+]
+LossScale = Annotated[
+    Literal["dynamic"] | Positive, _must_be("dynamic or a positive number"), Takes("dynamic|X")
+]
+Betas = Annotated[
+    tuple[Share, Share],
+    _must_be("two numbers, such as 0.9,0.95, each at least 0 and less than 1"),
+    Takes("X,X"),
+]
+Optimizer = Annotated[OptimizerName, BeforeValidator(_optimizer)]
+Schedule = Annotated[
+    str,
+    BeforeValidator(_schedule),
+    Takes("|".join([*get_args(schedules.ScheduleName), "FILE.py:FUNCTION", "FILE.csv"])),
+]
+Architecture = Annotated[str, BeforeValidator(_architecture), Takes("|".join(architectures.NAMES))]
+LayerPattern = Annotated[str, Field(pattern=r"^[sf]+$"), Takes("TEXT")]
+Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(number), Takes("X")]
+Scaling = Annotated[RopeScaling, Takes('"TYPE: key=X, …"')]
+ParamGroups = Annotated[
+    tuple[ParamGroup, ...],
+    BeforeValidator(_groups),
+    Takes('"PATTERN: name=sgd, lr=X, weight-decay=X; …"'),
+]
+RecomputeOps = Annotated[
+    tuple[Literal["attention", "activation", "norm"], ...],
+    Field(min_length=1),
+    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
+    _must_be("names among attention, activation, norm, such as attention,activation"),
+    Takes("attention,activation,norm"),
+]
+StepRange = Annotated[
+    tuple[Count, Count],
+    AfterValidator(_in_order),
+    BeforeValidator(_first_and_last),
+    _must_be("a step or first:last, such as 10:12, counted from 1", ":"),
+    Takes("N|N:N"),
+]
+FolderName = Annotated[Text, AfterValidator(_folder_name), Takes("TEXT")]

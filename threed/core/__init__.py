@@ -1,0 +1,1 @@
+"""Basics without knowledge of training: devices, random numbers, files, processes, and the native libraries."""

@@ -1,0 +1,63 @@
+"""Loads the shared libraries that are compiled from `csrc`.
+
+    library("cpu")                         # the ctypes.CDLL of csrc/cpu, or None
+    function("threed_normal", "vPPquui")   # one of its functions, with types, or None
+    status()                               # {"cpu": "native (avx512): /dir/cpu-0123456789abcdef.so",
+                                           #  "cuda": "none: ..."}
+
+A library is compiled at first use (`threed.core.native.build`) and loaded by ctypes. It depends neither
+on the ABI of torch nor of Python. Without a compiler, `library` returns None and callers use plain
+torch operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+_TYPES: dict[str, Any] = {
+    "P": ctypes.c_void_p, "i": ctypes.c_int, "u": ctypes.c_uint32, "q": ctypes.c_int64, "d": ctypes.c_double,
+    "s": ctypes.c_char_p, "v": None,
+}  # fmt: skip
+
+
+def library(name: str) -> ctypes.CDLL | None:
+    """Returns the library of csrc/<name>, or None. If the compiler fails, it warns once."""
+    return _find(name)[0]
+
+
+@functools.cache
+def function(name: str, types: str) -> Any:
+    """Returns a function of csrc/cpu with declared types; None without a library.
+
+    Args:
+        name: name in C.
+        types: one letter for the result and one per argument: Pointer, int, uint32, int64 (q),
+            double, string, void.
+    """
+    if (loaded := library("cpu")) is None:
+        return None
+    return declare(loaded, name, types)
+
+
+def declare(loaded: ctypes.CDLL, name: str, types: str) -> Any:
+    """Sets the types of a library's function and returns it; types as in `function`."""
+    declared = getattr(loaded, name)
+    declared.restype, *declared.argtypes = (_TYPES[letter] for letter in types)
+    return declared
+
+
+def status() -> dict[str, str]:
+    """Returns, per library, "native (instructions): path" or "none: reason"."""
+    from threed.core.native import build
+
+    return {name: _find(name)[1] for name in build.LIBRARIES}
+
+
+@functools.cache
+def _find(name: str) -> tuple[ctypes.CDLL | None, str]:
+    # imported here because `python -m threed.core.native.build` must import it first
+    from threed.core.native import build
+
+    return build.load(build.LIBRARIES[name])

@@ -1,0 +1,575 @@
+"""Communication over an `Axis`, with a count of the bytes that this rank sends.
+
+- Plain: all_reduce, all_gather, reduce_scatter, send, receive. Functions named `start_…` are
+  asynchronous and return a `Pending`.
+- Conjugate: copy_to, reduce_from, gather_from, scatter_to. The backward of each is the forward of
+  another one (Megatron-LM, arXiv 1909.08053 section 3; for sequence parallelism, 2205.05198 section
+  4.2.2).
+- Control: barrier, exchange, problems_of_all, raise_together, attempt_together, leave.
+
+All training communication calls torch.distributed through this module. On an axis of size 1 every
+function returns at once. Shards are along dimension 0, so that a gather is a concatenation without
+a copy.
+
+With gloo, sums do not use gloo's reductions. Every rank sends each peer its part in one all-to-all
+and adds the parts that it receives in rank order. gloo's reduce-scatter is an all-reduce internally
+(twice the bytes), and its all-reduce is slower than the all-to-all. The result is deterministic and
+the same on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from threed.core.device import count, current
+from threed.distributed.topology import Axis, Link
+
+T = TypeVar("T")
+
+# Newer versions of torch renamed `…_tensor` to `…_single`.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+AxisFunction = Callable[[Tensor, Axis], Tensor]
+
+
+class Codec(Protocol):
+    """Encodes rows of numbers [r n] as messages [r m] for a reduce-scatter or an all-gather.
+
+    Every rank uses decoded numbers, including the rank that has the originals. So results do not
+    depend on which rank owns which part.
+    """
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Returns the messages [r m] for rows [r n]."""
+
+    def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        """Returns rows [r count] of `dtype` from messages [r m]."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Sends numbers as another dtype, or unchanged without one. A backend can sum such messages."""
+
+    dtype: torch.dtype | None = None
+
+    def encode(self, rows: Tensor) -> Tensor:
+        return rows if self.dtype is None else rows.to(self.dtype)
+
+    def decode(self, messages: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        return messages.to(dtype)
+
+
+EXACT = Cast()
+
+
+class Pending:
+    """The result of an asynchronous operation.
+
+    Args:
+        finish: local work after communication; returns the result.
+        works: operations to wait for; None entries are ignored.
+    """
+
+    def __init__(self, finish: Callable[[], Tensor], *works: dist.Work | None) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._works = works
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Waits for communication, finishes the local work and returns the result."""
+        if self._finish is not None:
+            for work in self._works:
+                if work is not None:
+                    work.wait()
+            self._result = self._finish()
+            self._finish, self._works = None, ()  # frees the buffers that they reference
+        assert self._result is not None
+        return self._result
+
+
+def done(tensor: Tensor, *works: dist.Work | None) -> Pending:
+    """Returns a `Pending` with the result `tensor` that waits for `works` only."""
+    return Pending(lambda: tensor, *works)
+
+
+def split(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Returns the range [start, stop) of part `index` if `size` is divided into `parts` even parts.
+
+    Sizes differ by at most one.
+    """
+    return size * index // parts, size * (index + 1) // parts
+
+
+def same_start(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors start at the same address of the same storage."""
+    return (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.storage_offset() == b.storage_offset()
+    )
+
+
+def _gloo(axis: Axis) -> bool:
+    if axis.group is None:  # on the meta device: the backend that a run would use
+        return not (count() and dist.is_nccl_available())
+    return dist.get_backend(axis.group) == "gloo"
+
+
+def _start(
+    collective: Callable[..., dist.Work | None], out: Tensor, *args: Any, axis: Axis
+) -> dist.Work | None:
+    """Launches a collective asynchronously; returns None without a launch on the meta device."""
+    return None if out.is_meta else collective(out, *args, group=axis.channel, async_op=True)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# ------------------------------------------------------------------------------------------------------------ plain
+
+
+def start_all_gather(
+    shard: Tensor, axis: Axis, out: Tensor | None = None, *, codec: Codec = EXACT
+) -> Pending:
+    """Starts to concatenate `shard` [n ...] of every rank to [size*n ...]. Collective.
+
+    Args:
+        shard: this rank's shard; may be a view of its part of `out`.
+        axis: the ranks.
+        out: output [size*n ...]; by default a new tensor.
+        codec: encodes the shards. This rank's part of the result is decoded as well.
+    """
+    if axis.size == 1:
+        return done(shard if out is None else out.copy_(shard))
+    if codec != EXACT:
+        return _start_encoded_gather(shard, axis, out, codec)
+    shard = shard.contiguous()
+    if out is None:
+        out = shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:])
+    axis.count(_nbytes(shard) * (axis.size - 1))
+    if axis.size == 2 and _gloo(axis):
+        return _swap(shard, out, axis)
+    return Pending(lambda: out, _start(_all_gather_single, out, shard, axis=axis))
+
+
+def _start_encoded_gather(shard: Tensor, axis: Axis, out: Tensor | None, codec: Codec) -> Pending:
+    shape = (axis.size * shard.shape[0], *shard.shape[1:])
+    messages = start_all_gather(codec.encode(shard.reshape(1, -1)), axis)
+
+    def finish() -> Tensor:
+        result = shard.new_empty(shape) if out is None else out
+        rows = codec.decode(messages.wait(), shard.numel(), shard.dtype)
+        result.view(axis.size, -1).copy_(rows)
+        return result
+
+    return Pending(finish)
+
+
+def _swap(shard: Tensor, out: Tensor, axis: Axis) -> Pending:
+    """All-gathers between two ranks by an exchange.
+
+    From 32 MiB on, gloo's all-gather takes 3 to 5 times as long.
+    """
+    halves = out.view(2, -1)
+    if not same_start(halves[axis.index], shard):
+        halves[axis.index].copy_(shard.view(-1))
+    return Pending(lambda: out, _start_swap(halves[1 - axis.index], shard.view(-1), axis))
+
+
+def all_gather(shard: Tensor, axis: Axis) -> Tensor:
+    """Returns the shards [n ...] of all ranks, concatenated to [size*n ...]. Collective."""
+    return start_all_gather(shard, axis).wait()
+
+
+def start_reduce_scatter(
+    full: Tensor,
+    axis: Axis,
+    *,
+    codec: Codec = EXACT,
+    into: Tensor | None = None,
+    add: bool = False,
+) -> Pending:
+    """Starts to sum `full` [size*n ...]; the result is this rank's part [n ...]. Collective.
+
+    Args:
+        full: this rank's terms.
+        axis: the ranks.
+        codec: encodes the terms, including this rank's own. They are summed in the dtype of `full`,
+            or by NCCL in the dtype of a `Cast`.
+        into: output [n ...]; may be this rank's part of `full`, which is undefined afterwards.
+        add: accumulate the result into `into`.
+
+    Raises:
+        ValueError: if dimension 0 is not a multiple of the number of ranks.
+    """
+    if axis.size == 1:
+        return done(full if into is None else _store(full, into, add))
+    if full.shape[0] % axis.size:
+        raise ValueError(
+            f"reduce-scatter of {tuple(full.shape)}: dimension 0 is not a multiple of {axis.size} ranks"
+        )
+    if _gloo(axis) or not isinstance(codec, Cast):
+        return _exchange_sum(full.contiguous(), axis, codec, into, add)
+    moved = codec.encode(full.contiguous())
+    axis.count(_nbytes(moved) // axis.size * (axis.size - 1))
+    direct = into if into is not None and not add and into.dtype == moved.dtype else None
+    out = moved.new_empty(full.shape[0] // axis.size, *full.shape[1:]) if direct is None else direct
+    work = _start(_reduce_scatter_single, out, moved, axis=axis)
+    return Pending(lambda: out.to(full.dtype) if into is None else _store(out, into, add), work)
+
+
+def _store(value: Tensor, into: Tensor, add: bool) -> Tensor:
+    if add:
+        return into.add_(value)
+    return into if same_start(into, value) else into.copy_(value)
+
+
+def _exchange_sum(
+    full: Tensor, axis: Axis, codec: Codec, into: Tensor | None, add: bool
+) -> Pending:
+    """Sends each peer its encoded part; adds the received terms in rank order.
+
+    With more than two ranks, a rank sends to itself too, which copies one part. Without it, ranks
+    in the middle would have to copy all other parts to make them contiguous.
+    """
+    dtype, shape = full.dtype, (full.shape[0] // axis.size, *full.shape[1:])
+    messages = codec.encode(full.view(axis.size, -1))
+    row, count = messages.shape[1], full.numel() // axis.size
+    axis.count(_nbytes(messages) // axis.size * (axis.size - 1))
+    splits, sent = [row] * axis.size, messages
+    if axis.size == 2:
+        splits[axis.index], sent = 0, messages[1 - axis.index]
+    got = messages.new_empty(sum(splits))
+    work = _start(dist.all_to_all_single, got, sent.reshape(-1), splits, splits, axis=axis)
+    # bf16 and fp16 are added in fp32 and rounded once; a sum of two terms is rounded once anyway.
+    narrow = dtype in (torch.bfloat16, torch.float16) and (axis.size > 2 or add)
+    wide = torch.float32 if narrow else dtype
+    direct = into.view(-1) if into is not None and not add and wide == into.dtype else None
+
+    def add_up() -> Tensor:
+        versions = list(got.view(max(1, axis.size * (axis.size > 2)), row).split(1))
+        if axis.size == 2:
+            versions.insert(axis.index, messages[axis.index : axis.index + 1])
+        terms = (codec.decode(version, count, wide).view(-1) for version in versions)
+        total = torch.add(next(terms), next(terms), out=direct)
+        for term in itertools.islice(
+            terms, 1 if got.is_meta else None
+        ):  # on meta, one addition shows the memory
+            total += term
+        if into is None:
+            return total.to(dtype).view(shape)
+        return _store(total.view(into.shape), into, add)
+
+    return Pending(add_up, work)
+
+
+def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
+    """Returns this rank's part [n ...] of the sum of `full` [size*n ...]. Collective."""
+    return start_reduce_scatter(full, axis).wait()
+
+
+def start_all_reduce(tensor: Tensor, axis: Axis, *, codec: Codec = EXACT) -> Pending:
+    """Starts to sum `tensor` over the axis, in rank order on gloo. Collective.
+
+    Args:
+        tensor: this rank's term; the result may or may not be the same tensor.
+        axis: the ranks.
+        codec: encodes the terms. The sums are encoded too, except with a `Cast` between two ranks
+            on gloo.
+    """
+    if axis.size == 1:
+        return done(tensor)
+    tensor, dtype = tensor.contiguous(), tensor.dtype
+    if not isinstance(codec, Cast):
+        return _start_scattered_all_reduce(tensor, axis, dtype, codec)
+    moved = codec.encode(tensor)
+    if not _gloo(axis):
+        axis.count(2 * _nbytes(moved) * (axis.size - 1) // axis.size)
+        return Pending(lambda: moved.to(dtype), _start(dist.all_reduce, moved, axis=axis))
+    if axis.size == 2:  # one exchange sends as many bytes as reduce-scatter and all-gather
+        return _swap_sum(moved, axis, dtype)
+    return _start_scattered_all_reduce(moved, axis, dtype)
+
+
+def _swap_sum(tensor: Tensor, axis: Axis, dtype: torch.dtype) -> Pending:
+    other = torch.empty_like(tensor)
+    axis.count(_nbytes(tensor))
+    work = _start_swap(other.view(-1), tensor.view(-1), axis)
+    # a + b == b + a bit for bit: both ranks get the same result
+    return Pending(lambda: other.to(dtype).add_(tensor), work)
+
+
+def _start_swap(other: Tensor, own: Tensor, axis: Axis) -> dist.Work | None:
+    """Starts to exchange tensors between two ranks: sends `own` [n], receives `other` [n]."""
+    splits = [0, own.numel()] if axis.index == 0 else [own.numel(), 0]
+    return _start(dist.all_to_all_single, other, own, splits, splits, axis=axis)
+
+
+def _start_scattered_all_reduce(
+    tensor: Tensor, axis: Axis, dtype: torch.dtype, codec: Codec = EXACT
+) -> Pending:
+    """All-reduces by reduce-scatter and all-gather, padded to a multiple of the number of ranks.
+
+    The sums are encoded again for the all-gather.
+    """
+    flat = tensor.view(-1)
+    padding = -flat.numel() % axis.size
+    padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
+    part = start_reduce_scatter(padded, axis, codec=codec)
+
+    def finish() -> Tensor:
+        full = start_all_gather(part.wait(), axis, codec=codec).wait()
+        return full[: flat.numel()].view_as(tensor).to(dtype)
+
+    return Pending(finish)
+
+
+def all_reduce(tensor: Tensor, axis: Axis) -> Tensor:
+    """Returns the sum of `tensor` over the axis, bit-identical on all ranks. Collective."""
+    return start_all_reduce(tensor, axis).wait()
+
+
+def sum_of_scalars(values: Tensor, axis: Axis) -> Tensor:
+    """Returns the sum of a few numbers [k] over the axis, bit-identical on all ranks. Collective.
+
+    Uses the all-reduce of the backend, in its order of summation. Its memory does not grow with the
+    number of ranks, and with NCCL's trees its time grows with their depth only.
+    """
+    return start_sum_of_scalars(values, axis).wait()
+
+
+def start_sum_of_scalars(values: Tensor, axis: Axis) -> Pending:
+    """Starts `sum_of_scalars`, with a bit-identical result. Collective."""
+    total = values.clone()
+    if axis.size == 1:
+        return done(total)
+    axis.count(2 * _nbytes(total) * (axis.size - 1) // axis.size)
+    return done(total, _start(dist.all_reduce, total, axis=axis))
+
+
+def broadcast(tensor: Tensor, axis: Axis, source: int) -> Tensor:
+    """Overwrites `tensor` with the tensor of the rank at index `source`; returns it. Collective."""
+    if axis.size > 1:
+        if axis.index == source:
+            axis.count(_nbytes(tensor) * (axis.size - 1))
+        dist.broadcast(tensor, axis.ranks[source], group=axis.group)
+    return tensor
+
+
+def send(tensors: Sequence[Tensor], link: Link) -> list[Pending]:
+    """Starts to send tensors over a link, in order; do not modify them before `wait`."""
+    tensors = [tensor.contiguous() for tensor in tensors]
+    link.axis.count(sum(_nbytes(tensor) for tensor in tensors))
+    return _begin(dist.isend, tensors, link)
+
+
+def receive(outs: Sequence[Tensor], link: Link) -> list[Pending]:
+    """Starts to receive into `outs` (contiguous, any shapes) over a link, in order."""
+    return _begin(dist.irecv, outs, link)
+
+
+def _begin(
+    message: Callable[..., dist.Work | None], tensors: Sequence[Tensor], link: Link
+) -> list[Pending]:
+    """Launches messages, several in one batch; the backend may return one work for the batch."""
+    peer, group = link.peer, link.axis.group
+    if len(tensors) < 2:
+        return [done(tensor, message(tensor, peer, group=group)) for tensor in tensors]
+    works = dist.batch_isend_irecv([dist.P2POp(message, tensor, peer, group) for tensor in tensors])
+    own = [[work] for work in works] if len(works) == len(tensors) else [works] * len(tensors)
+    return [done(tensor, *each) for tensor, each in zip(tensors, own, strict=True)]
+
+
+def gather_to_first(flat: Tensor, axis: Axis) -> list[Tensor]:
+    """Gathers flat tensors [n], with n per rank, on the first rank's CPU. Collective.
+
+    Returns:
+        The tensors in rank order; an empty list on other ranks.
+    """
+    if axis.size == 1:
+        return [flat.cpu()]
+    sizes = exchange(flat.numel(), axis)
+    if axis.index > 0:
+        if flat.numel():
+            axis.count(_nbytes(flat))
+            dist.send(flat, axis.ranks[0], group=axis.group)
+        return []
+    parts = [flat.cpu()]
+    for rank, size in list(zip(axis.ranks, sizes, strict=True))[1:]:
+        part = flat.new_empty(size)
+        if size:
+            dist.recv(part, rank, group=axis.group)
+        parts.append(part.cpu())
+    return parts
+
+
+# -------------------------------------------------------------------------------------------------------- conjugate
+
+
+class _Conjugate(torch.autograd.Function):
+    """Applies one function of (tensor, axis) in the forward and another one in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, forward: AxisFunction, backward: AxisFunction
+    ) -> Tensor:
+        ctx.axis, ctx.conjugate = axis, backward
+        return forward(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.conjugate(dy, ctx.axis), None, None, None
+
+
+def _view(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+def _pass_on(dy: Tensor, axis: Axis) -> Tensor:
+    return dy
+
+
+def _all_reduce_copy(dy: Tensor, axis: Axis) -> Tensor:
+    return all_reduce(dy.clone(), axis)  # NCCL sums in place, and another branch may use dy too
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Returns x; the backward all-reduces the gradient (Megatron's f). Collective."""
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, _view, _all_reduce_copy)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """All-reduces x; the backward returns the gradient unchanged (Megatron's g). Collective."""
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, all_reduce, _pass_on)
+
+
+def gather_from(x: Tensor, axis: Axis) -> Tensor:
+    """All-gathers [s/t ...] -> [s ...]; the backward reduce-scatters the gradient. Collective."""
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, all_gather, reduce_scatter)
+
+
+def scatter_to(x: Tensor, axis: Axis) -> Tensor:
+    """Reduce-scatters [s ...] -> [s/t ...]; the backward all-gathers the gradient. Collective."""
+    return x if axis.size == 1 else _Conjugate.apply(x, axis, reduce_scatter, all_gather)
+
+
+# ----------------------------------------------------------------------------------------------------- housekeeping
+
+
+def barrier(axis: Axis) -> None:
+    """Waits until every rank of the axis has called it. Collective."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)
+
+
+def exchange(value: Any, axis: Axis) -> list[Any]:
+    """Returns the `value` of every rank, in rank order; for control data, not for bulk. Collective.
+
+    Sends JSON rather than using torch's object collectives, which unpickle data from the network.
+
+    Args:
+        value: a value that JSON can represent.
+        axis: the ranks. Without a process group every rank is taken to have this rank's value.
+    """
+    if axis.group is None:  # one rank, or the meta device
+        return [value] * axis.size
+    device = torch.device("cpu") if _gloo(axis) or not count() else current()
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = all_gather(torch.tensor([data.numel()], device=device), axis).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    rows = all_gather(padded, axis).view(axis.size, -1).cpu()
+    return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+
+
+def problems_of_all(problems: Iterable[str | None], axis: Axis) -> list[str]:
+    """Returns the distinct problems that the ranks of the axis found, in rank order. Collective.
+
+    Args:
+        problems: problems of this rank; empty strings and None are ignored.
+        axis: the ranks.
+    """
+    everyone = exchange([problem for problem in problems if problem], axis)
+    return list(dict.fromkeys(chain.from_iterable(everyone)))
+
+
+def raise_together(
+    problems: Iterable[str | None], axis: Axis, error: Callable[[str], Exception]
+) -> None:
+    """Raises the same error on every rank of the axis if any rank found a problem. Collective.
+
+    If one rank alone raised, the others would hang in their next collective.
+
+    Args:
+        problems: problems of this rank; empty strings and None are ignored.
+        axis: the ranks.
+        error: creates the exception from all distinct problems, joined by "; ".
+    """
+    if found := problems_of_all(problems, axis):
+        raise error("; ".join(found))
+
+
+def attempt_together(
+    act: Callable[[], T],
+    axis: Axis,
+    error: type[Exception],
+    describe: Callable[[Any], str],
+    catch: type[Exception] = OSError,
+) -> T:
+    """Returns `act()`; if it fails on any rank, raises on every rank of the axis. Collective.
+
+    Args:
+        act: function without arguments; must not be collective.
+        axis: the ranks.
+        error: type of the exception that is raised, with the problems of all ranks.
+        describe: returns the text for an exception of type `catch`; for an `error`, `str` is used.
+        catch: type of further exceptions that count as a failure.
+    """
+    found, problem = [], ""
+    try:
+        found.append(act())
+    except error as own:
+        problem = str(own)
+    except catch as other:
+        problem = describe(other)
+    raise_together([problem], axis, error)
+    return found[0]
+
+
+def flight_record() -> bytes:
+    """Returns torch's record of this process's recent collectives, as JSON.
+
+    torch keeps it if TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE is not 0.
+    """
+    c10d: Any = torch._C._distributed_c10d
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    record: bytes = (c10d._dump_nccl_trace_json if nccl else c10d._dump_fr_trace_json)()
+    return record
+
+
+def leave(code: int = 0) -> None:
+    """Exits the process with `code` if it has a process group; otherwise does nothing.
+
+    Collective if `code` is 0: waits for the other ranks first. With another code it exits at once.
+    """
+    if not dist.is_initialized():
+        return
+    if code == 0:
+        dist.barrier()
+        dist.destroy_process_group()  # may otherwise wait for ranks that have exited
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

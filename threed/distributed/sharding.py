@@ -1,0 +1,252 @@
+"""The sharding record of a parameter: which slices of which global tensors it contains.
+
+    weight.spec = ShardSpec((Piece("blocks.0.mlp.up.weight", (4*h, h), start=(0, 0), size=(2*h, h)),))
+
+Initial values, gradient reduction, gradient norm, checkpoints and conversion read only this record.
+A local tensor may contain parts of several global tensors (query, key and value packed for one
+matmul). Each part is a `Piece`: a contiguous range of the local tensor, and a box of the global
+tensor. Global shapes are unpadded, and shards may differ in size. A local tensor may have padding
+after its pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from threed.core import rng
+
+
+class ModelError(ValueError):
+    """Raised for a model that would be wrong in some topology; names the layer and the fix."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values of a global tensor: normal with `std`, or `value` if `std` is 0."""
+
+    std: float = 0.0
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of one global tensor, stored contiguously in a local parameter.
+
+    Attributes:
+        name: name of the global tensor.
+        shape: shape of the global tensor.
+        start: first index of the box, per dimension.
+        size: size of the box, per dimension.
+        offset: start of the piece in the local parameter, in elements.
+        init: initial values of the global tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    offset: int = 0
+    init: Init = Init()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """The sharding record of a parameter.
+
+    Attributes:
+        pieces: pieces in storage order; they fill the parameter except for the padding at its end.
+        replicated: axis of ranks with identical values ("tp", or "tp/2" for blocks of two ranks),
+            or None.
+        partial: axis over which the gradient is a partial sum and must be all-reduced, or None.
+        decay: whether weight decay applies (true for matrices, false for norms and biases).
+        tile: (index, count) if this is a tile of a larger matrix that is assembled only while it is
+            used; otherwise (0, 1).
+        padding: number of elements that belong to no global tensor. They must stay zero: code that
+            computes with them must give them zero gradients. Checkpoints omit them.
+        over: axis of data ranks with different pieces (`Topology.data_name`, or blocks of it such
+            as "dp/2"), or None if all data ranks have the same pieces. The layer exchanges its
+            inputs and outputs over that axis, so the gradient of its pieces includes the samples of
+            all of these ranks.
+    """
+
+    pieces: tuple[Piece, ...]
+    replicated: str | None = None
+    partial: str | None = None
+    decay: bool = True
+    tile: tuple[int, int] = (0, 1)
+    padding: int = 0
+    over: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that belong to global tensors."""
+        return sum(piece.numel for piece in self.pieces)
+
+    @property
+    def name(self) -> str:
+        """The name of this parameter, unique per rank: the names of its pieces, and its tile."""
+        name, (index, count) = "+".join(piece.name for piece in self.pieces), self.tile
+        return name if count == 1 else f"{name}[{index}/{count}]"
+
+
+def parameter(spec: ShardSpec, shape: Sequence[int]) -> nn.Parameter:
+    """Returns a parameter on the meta device with its record; storage is allocated with its stage.
+
+    Args:
+        spec: the record.
+        shape: the local shape.
+
+    Raises:
+        ValueError: if the pieces and the padding do not fill the shape.
+    """
+    if spec.numel + spec.padding != math.prod(shape):
+        raise ValueError(f"{spec.name}: pieces do not fill the local shape {tuple(shape)}")
+    return attach(nn.Parameter(torch.empty(tuple(shape), device="meta")), spec)
+
+
+def attach(param: nn.Parameter, spec: ShardSpec) -> nn.Parameter:
+    """Sets the record of a parameter; returns the parameter."""
+    param.spec = spec  # type: ignore[attr-defined]
+    return param
+
+
+def storage_of(tensor: Tensor | None) -> int:
+    """Returns an id of the tensor's storage, or 0 if it has none."""
+    if tensor is None:
+        return 0
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors, wrappers of torch.func
+        return 0
+
+
+def is_managed(param: Tensor) -> bool:
+    """Returns whether an engine owns the parameter's values (`threed.zero.access`)."""
+    return hasattr(param, "access")
+
+
+def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError if a tensor is sparse, quantized or nested: it cannot be sent or saved."""
+    found = [
+        f"{name} ({'quantized' if value.is_quantized else value.layout})" for name, value in named
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested
+    ]  # fmt: skip
+    if found:
+        raise ValueError(
+            f"not dense: {few(found)}; register the dense parts of a sparse, quantized or nested tensor (its indices"
+            " and values) as buffers, and build the tensor from them in the forward"
+        )
+
+
+def few(names: Sequence[str]) -> str:
+    """Returns the first five names as text, followed by the number of the remaining ones."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def spec_of(param: Tensor) -> ShardSpec:
+    """Returns the record of a parameter; raises TypeError if it has none."""
+    spec = getattr(param, "spec", None)
+    if spec is None:
+        raise TypeError(
+            "a parameter without a sharding record: build it with threed.layers or sharding.parameter"
+        )
+    return cast(ShardSpec, spec)
+
+
+def initial(piece: Piece, seed: int) -> Tensor:
+    """Returns the initial values of a piece, fp32 [*piece.size].
+
+    Each value depends only on (seed, global name, element index), so all topologies start from the
+    same weights.
+    """
+    if piece.init.std == 0:
+        return torch.full(piece.size, piece.init.value)
+    return rng.normal(seed, piece.name, piece.shape, piece.start, piece.size).mul_(piece.init.std)
+
+
+def matrix(
+    name: str, shape: tuple[int, int], dim: int, span: tuple[int, int], std: float, offset: int = 0
+) -> Piece:
+    """Returns the rows (dim 0) or columns (dim 1) [span[0], span[1]) of a matrix as a piece."""
+    start, size = [0, 0], list(shape)
+    start[dim], size[dim] = span[0], span[1] - span[0]
+    return Piece(name, shape, (start[0], start[1]), (size[0], size[1]), offset, Init(std=std))
+
+
+def vector(
+    name: str, length: int, span: tuple[int, int] | None = None, value: float = 0.0, offset: int = 0
+) -> Piece:
+    """Returns the piece [span[0], span[1]) of a vector, by default the full vector."""
+    first, last = span or (0, length)
+    return Piece(name, (length,), (first,), (last - first,), offset, Init(value=value))
+
+
+def split(piece: Piece, first: int, last: int, offset: int = 0) -> Iterator[Piece]:
+    """Yields the elements [first, last) of a piece as contiguous pieces.
+
+    A range of a tensor with n dimensions gives at most 2n - 1 pieces.
+
+    Args:
+        piece: the piece to split.
+        first: first element, in the order of the piece's storage.
+        last: end of the range.
+        offset: local offset of element `first`; the offsets of the pieces follow from it.
+    """
+    origin = offset - first
+    while first < last:
+        block, dim = 1, len(piece.size)  # the largest box of full dimensions that starts here
+        while (
+            dim and first % (larger := block * piece.size[dim - 1]) == 0 and first + larger <= last
+        ):
+            block, dim = larger, dim - 1
+        inside = _coordinates(first, piece.size)
+        size = list(piece.size)
+        if dim:  # several such boxes, as far as they are contiguous
+            size[dim - 1] = min((last - first) // block, size[dim - 1] - inside[dim - 1])
+            size[: dim - 1] = [1] * (dim - 1)
+        start = tuple(p + i for p, i in zip(piece.start, inside, strict=True))
+        yield Piece(piece.name, piece.shape, start, tuple(size), origin + first, piece.init)
+        first += math.prod(size)
+
+
+def _coordinates(element: int, shape: Sequence[int]) -> list[int]:
+    """Returns the index of an element, given by its number in row-major order."""
+    place = list[int]()
+    for size in reversed(shape):
+        element, index = divmod(element, size)
+        place.insert(0, index)
+    return place
+
+
+def slices(
+    start: Sequence[int], size: Sequence[int], origin: Sequence[int] = ()
+) -> tuple[slice, ...]:
+    """Returns the index of a box in a tensor that begins at `origin` (zero by default)."""
+    return tuple(
+        slice(a - o, a - o + n)
+        for a, n, o in zip(start, size, origin or [0] * len(start), strict=True)
+    )
+
+
+def intersect(a_start: Sequence[int], a_size: Sequence[int], b_start: Sequence[int], b_size: Sequence[int]) -> (
+    tuple[tuple[int, ...], tuple[int, ...]] | None
+):  # fmt: skip
+    """Returns the intersection (start, size) of two boxes of one global tensor, or None."""
+    start = tuple(max(a, b) for a, b in zip(a_start, b_start, strict=True))
+    stop = tuple(
+        min(a + n, b + m) for a, n, b, m in zip(a_start, a_size, b_start, b_size, strict=True)
+    )
+    if any(lo >= hi for lo, hi in zip(start, stop, strict=True)):
+        return None
+    return start, tuple(hi - lo for lo, hi in zip(start, stop, strict=True))

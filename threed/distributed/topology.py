@@ -1,0 +1,437 @@
+"""The grid of ranks with its process groups, from the point of view of one rank.
+
+    topo = Topology(pp=2, tp=2)        # dp: by default the remaining factor of the world size
+    topo.axis("tp")                    # an Axis: ranks, index of this rank, process group
+    topo.link(0, 1)                    # the channel from pipeline stage 0 to stage 1
+    Topology.drawn(grid, rank)         # any rank of any grid, on meta and without groups
+
+Only this module creates process groups. An axis of one rank has no group (`Axis.group is None`),
+and collectives on it do nothing. All ranks create groups in the same order. Neighbouring pipeline
+stages have one communicator per direction, so that a send never waits for a receive in the other
+direction. With a single communicator pp = 2 would deadlock, because the previous stage is also the
+next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from threed.core import device as gpu
+from threed.distributed.grid import AXES, Grid, parse
+from threed.distributed.launcher import adopt
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """The ranks that differ from this rank only in one grid coordinate.
+
+    Attributes:
+        label: key of `traffic` that this axis counts under.
+        ranks: global ranks, in order.
+        index: position of this rank in `ranks`; -1 if it is not a member.
+        group: process group; None for one rank, and on the meta device.
+        traffic: bytes sent by this rank, by label; shared by all axes of a topology.
+    """
+
+    label: str
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup | None = None
+    traffic: Counter[str] = field(default_factory=Counter)
+    _of_streams: dict[torch.Stream, dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def channel(self) -> dist.ProcessGroup | None:
+        """The communicator for the current stream: `group`, or the one set by `give_channel`."""
+        if not self._of_streams:
+            return self.group
+        return self._of_streams.get(gpu.current_stream(), self.group)
+
+    def give_channel(self, stream: torch.Stream, twin: Axis) -> None:
+        """Uses a second communicator for collectives on `stream`.
+
+        NCCL runs the operations of one communicator in the order in which they are enqueued, also
+        across streams. Collectives that should overlap need two communicators.
+
+        Args:
+            stream: the stream.
+            twin: an axis with the same ranks and its own communicator.
+        """
+        if twin.group is not None:
+            self._of_streams[stream] = twin.group
+
+    def count(self, sent: int) -> None:
+        """Adds `sent` bytes to the counter of this axis."""
+        self.traffic[self.label] += sent
+
+    def __deepcopy__(self, memo: object) -> Axis:
+        return self  # copies of a layer share the process group
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """A one-way channel between two pipeline stages, with its own communicator.
+
+    Attributes:
+        peer: global rank at the other end.
+        axis: the two ranks.
+    """
+
+    peer: int
+    axis: Axis
+
+
+def alone(label: str = "tp") -> Axis:
+    """Returns an axis of one rank, for layers that are not sharded."""
+    return Axis(label, (0,), 0)
+
+
+TIMEOUT = timedelta(minutes=10)
+SECOND = "@second"  # suffix of an axis name: the same ranks with a second communicator
+
+
+def start(device: torch.device | None = None, timeout: timedelta = TIMEOUT) -> None:
+    """Creates the default process group from torchrun's environment variables.
+
+    Does nothing if the group exists already or if the world has one rank.
+
+    Args:
+        device: NCCL for a CUDA device, otherwise gloo.
+        timeout: time limit of each operation.
+    """
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # one machine: use the loopback interface, whatever the host name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(_agree_on_prefix(store, rank, size), store)
+    cuda = device is not None and device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout,
+        device_id=device if cuda else None,
+    )  # fmt: skip
+
+
+def _agree_on_prefix(store: dist.Store, rank: int, size: int) -> str:
+    """Returns a key prefix for the store, the same on all ranks and unique to this start.
+
+    torchrun's store survives a restart, with the keys of the earlier attempt, and connecting with
+    them fails. torchrun's restart count cannot be the prefix: each agent counts for itself, and a
+    change of the nodes does not increase it. So each rank r > 0 publishes a random word and waits
+    for an answer to it. Rank 0 answers every word it finds with its own random word, the prefix.
+    Words of an earlier start are answered too, but no rank reads those answers.
+    """
+    nonce = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"meet/{size}/{rank}", nonce)
+        name = store.get(f"ask/{nonce}").decode()
+        store.set(f"here/{name}/{rank}", "")
+        return name
+    words, answers = (
+        [f"{key}/{other}" for other in range(1, size)] for key in (f"meet/{size}", f"here/{nonce}")
+    )
+    answered = set[bytes]()
+    while not store.check(answers):
+        for word in set(store.multi_get(words)) - answered:
+            store.set(f"ask/{word.decode()}", nonce)
+            answered.add(word)
+        time.sleep(0.02)
+    return nonce
+
+
+def _wait_for_gloo_threads(timeout: float = 1.0) -> None:
+    """Waits until gloo's threads have released the tensors of finished collectives.
+
+    A gloo thread needs the GIL to release a tensor, possibly after `wait` of the collective has
+    returned. If the interpreter is finalized at that moment, CPython before 3.14 ends the thread,
+    and C++ aborts the process (exit code -6, "terminate called without an active exception"). A
+    thread that is not running either has released its tensors or waits for the GIL, which it gets
+    while this function sleeps.
+
+    Args:
+        timeout: time limit in seconds.
+    """
+    threads, end, idle = Path("/proc/self/task"), time.monotonic() + timeout, 0
+    while idle < 2 and threads.exists() and time.monotonic() < end:
+        time.sleep(0.001)
+        idle += 1
+        for thread in threads.iterdir():
+            with suppress(OSError):  # the thread may have ended
+                name, _, state = (thread / "stat").read_text().rpartition(") ")
+                if name.endswith("(pt_gloo_runloop") and state[0] == "R":
+                    idle = 0
+
+
+def start_from_file(file: str, rank: int, world: int) -> None:
+    """Creates the default process group of `world` gloo ranks on one machine, through a file.
+
+    Does nothing for a world of one rank.
+
+    Args:
+        file: path in a folder that all ranks share; must not exist yet.
+        rank: rank of this process.
+        world: number of processes.
+    """
+    if world > 1:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(file, world), rank=rank, world_size=world
+        )
+
+
+def default_device() -> torch.device:
+    """Returns this process's device: its local GPU, or the CPU without a GPU or with gloo."""
+    gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+    count = gpu.count()
+    if count and dist.is_nccl_available() and not gloo:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % count)
+    return torch.device("cpu")
+
+
+def backends() -> list[str]:
+    """Returns the names of the communication backends that torch was built with."""
+    built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    return [name for name, available in built.items() if available]
+
+
+class Topology:
+    """The grid of ranks, and this rank's axes in it. Collective.
+
+    All ranks create the same topologies in the same order. Ranks and world size come from the
+    default process group, or from the variables of torchrun, srun or mpirun (`threed.distributed.launcher`).
+
+        topo = threed.Topology(pp=2, tp=2)
+        topo.axis("tp").index                # position of this rank on the tensor axis
+
+    Args:
+        pp: number of pipeline stages.
+        tp: number of tensor-parallel ranks.
+        cp: number of context-parallel ranks.
+        dp: number of data-parallel ranks; by default the world size divided by pp × tp × cp.
+        device: device of this process; by default `default_device()`.
+        timeout: time limit of each operation of all process groups.
+
+    Attributes:
+        world: number of ranks.
+        rank: global rank of this process.
+        pp, dp, tp: sizes of the axes.
+        grid: all sizes.
+        coordinates: position of this rank on each axis, by name.
+        traffic: bytes sent by this rank, by axis label.
+        on_paper: True for a topology of `Topology.drawn`, which has no process groups.
+
+    Raises:
+        ValueError: if the product of the sizes is not the world size.
+    """
+
+    def __init__(
+        self, pp: int = 1, tp: int = 1, cp: int = 1, dp: int | None = None, device: torch.device | None = None,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:  # fmt: skip
+        if not dist.is_initialized():
+            adopt()
+        self.device, self.timeout = device or default_device(), timeout
+        gpu.use(self.device)
+        start(self.device, timeout)
+        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        self._set_up(Grid.of(world, pp=pp, dp=dp, cp=cp, tp=tp), rank, groups=True)
+        atexit.unregister(_wait_for_gloo_threads)
+        atexit.register(_wait_for_gloo_threads)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Topology and an Engine, which contains one, cannot be copied or pickled: save an engine with"
+            " engine.save(path), or copy engine.module inside `with engine.gathered():`"
+        )
+
+    @classmethod
+    def drawn(cls, grid: Grid, rank: int) -> Topology:
+        """Returns the topology of one rank of `grid` on the meta device, without process groups.
+
+        Used for planning: its tensors have shapes but no values, and collectives on it only count
+        bytes.
+        """
+        topology = cls.__new__(cls)
+        topology.device = torch.device("meta")
+        topology._set_up(grid, rank, groups=False)
+        return topology
+
+    def _set_up(self, grid: Grid, rank: int, groups: bool) -> None:
+        self.grid, self.world, self.rank, self.on_paper = grid, grid.world, rank, not groups
+        self._align_group_counts()
+        self.sizes, self.coordinates = grid.sizes, grid.coordinates(rank)
+        self.pp = grid.pp
+        self.dp = grid.dp
+        self.tp = grid.tp
+        self.traffic: Counter[str] = Counter()
+        self._ties: dict[tuple[int, ...], Axis] = {}
+        self._axes = {name: self._make_axis(name, grid.ranks(rank, name)) for name in AXES}
+        everyone = dist.group.WORLD if groups and self.world > 1 else None
+        self.data_name = "dp" if grid.cp == 1 else "dp*cp"
+        if grid.cp > 1:
+            self._axes[self.data_name] = self._make_axis("dp", grid.ranks(rank, self.data_name))
+        self._axes["world"] = Axis("world", tuple(range(self.world)), rank, everyone, self.traffic)
+        self._links: dict[tuple[int, int], Link] = {}
+        self._linked: set[tuple[int, int]] = set()
+        self._link((stage, stage + 1) for stage in range(grid.pp - 1))
+
+    def prepare(
+        self,
+        blocks: Iterable[str] = (),
+        ties: Iterable[tuple[int, ...]] = (),
+        links: Iterable[tuple[int, int]] = (),
+    ) -> None:
+        """Creates the additional process groups that a model needs. Collective over the world.
+
+        All ranks pass the same arguments.
+
+        Args:
+            blocks: names of derived axes. "tp/2" is the block of two neighbouring tp ranks that
+                contains this rank. "dp%2" is every second dp rank, starting at this rank's position
+                in its block. Either of them, or an axis, followed by "@name" has the same ranks
+                with another communicator.
+            ties: tuples of pipeline stages that hold replicas of one weight. The ranks of these
+                stages with this rank's other coordinates become an axis.
+            links: pairs of pipeline stages that send to each other; neighbours are linked already.
+        """
+        self._align_group_counts()
+        for name in sorted(set(blocks) - set(self._axes)):
+            self._axes[name] = self._make_axis(parse(name)[0][0], self.grid.ranks(self.rank, name))
+        for stages in sorted(set(ties) - set(self._ties)):
+            self._ties[stages] = self._make_axis("pp", self.grid.stage_ranks(self.rank, stages))
+        self._link(links)
+
+    def axis(self, name: str) -> Axis:
+        """Returns the axis pp, dp, cp, tp or world, or a derived axis of `prepare`."""
+        return self._axes[name]
+
+    def second(self, name: str) -> Axis | None:
+        """Returns `axis(name)` with its second communicator, or None if it was not prepared."""
+        return self._axes.get(name + SECOND)
+
+    def stages(self, stages: tuple[int, ...]) -> Axis:
+        """Returns the axis of ranks with replicas of a tied weight; see `ties` in `prepare`."""
+        return self._ties[stages]
+
+    def link(self, source: int, target: int) -> Link:
+        """Returns the channel from stage `source` to stage `target`; this rank is one of them."""
+        return self._links[source, target]
+
+    def host_links(self, pairs: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Link]:
+        """Creates gloo channels for tensors in host memory. Collective over the world.
+
+        Bytes sent over them are counted for no axis.
+
+        Args:
+            pairs: (source, target) global ranks; the same on all ranks.
+
+        Returns:
+            The channels that this rank is an end of.
+        """
+        self._align_group_counts()
+        links = dict[tuple[int, int], Link]()
+        for pair in _disjoint_rounds(sorted(pairs), self.rank):
+            group = dist.new_group(
+                list(pair or (self.rank,)), timeout=self.timeout, backend="gloo",
+                use_local_synchronization=True,
+            )  # fmt: skip
+            if pair is not None:
+                axis = Axis("host", pair, pair.index(self.rank), group)
+                links[pair] = Link(pair[1 - axis.index], axis)
+        return links
+
+    def shared_axes(self) -> list[Axis]:
+        """Returns the axes that gradients may be reduced over, in the same order on all ranks."""
+        excluded = {"pp", "world", *(name for name in self._axes if "@" in name)}
+        axes = [self._axes[name] for name in sorted(self._axes.keys() - excluded)]
+        ties = [self._ties[stages] for stages in sorted(self._ties)]
+        return [axis for axis in (*axes, *ties) if axis.size > 1 and axis.index >= 0]
+
+    @property
+    def data(self) -> Axis:
+        """The axis of ranks that hold the same parameters and reduce their gradients: dp × cp.
+
+        Ranks on "dp" have different samples; ranks on "cp" have different parts of the same
+        sequences.
+        """
+        return self._axes[self.data_name]
+
+    def _align_group_counts(self) -> None:
+        """Creates unused groups until all ranks have created the same number of groups.
+
+        The program may have created groups before, and torch derives a group's name from their
+        number: see `_make_axis`. The unused groups use gloo: if NCCL's world is bound to a device,
+        creating an NCCL group splits the world's communicator, which is a collective of all ranks,
+        but here only some ranks create a group.
+        """
+        if self.on_paper or self.world == 1:
+            return
+        count = len(dist.distributed_c10d._world.pg_names)
+        largest = torch.tensor(count, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        for _ in range(int(largest) - count):
+            dist.new_group([self.rank], backend="gloo", use_local_synchronization=True)
+
+    def _make_axis(self, label: str, ranks: tuple[int, ...]) -> Axis:
+        """Returns the axis of `ranks`; a rank outside of it creates an unused group of one rank.
+
+        Only members synchronize, because at a thousand ranks the collective way costs thousands of
+        store rounds. torch then names a group by its ranks and by the number of groups that the
+        process has created. So every rank must create one group in each call.
+        """
+        member = self.rank in ranks
+        index = ranks.index(self.rank) if member else -1
+        if len(ranks) == 1 or self.on_paper:
+            return Axis(label, ranks, index, None, self.traffic)
+        members = list(ranks) if member else [self.rank]
+        group = dist.new_group(members, timeout=self.timeout, use_local_synchronization=True)
+        return Axis(label, ranks, index, group if member else None, self.traffic)
+
+    def _link(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Creates a channel per direction for pairs of stages. All ranks pass the same pairs."""
+        line, missing = self._axes["pp"], sorted(set(pairs) - self._linked)
+        self._linked.update(missing)
+        for pair in _disjoint_rounds(missing, line.index) if not self.on_paper else ():
+            for direction in (1, -1):
+                axis = self._make_axis("pp", tuple(line.ranks[stage] for stage in pair or ()))
+                if pair is not None:
+                    source, target = pair[::direction]
+                    peer = target if line.index == source else source
+                    self._links[source, target] = Link(line.ranks[peer], axis)
+
+
+def _disjoint_rounds(
+    pairs: Sequence[tuple[int, int]], member: int
+) -> Iterator[tuple[int, int] | None]:
+    """Divides pairs into rounds of disjoint pairs; yields `member`'s pair per round, or None.
+
+    In each round a rank has at most one group to create.
+    """
+    while pairs:
+        seen, later, own = set[int](), list[tuple[int, int]](), None
+        for pair in pairs:
+            if not seen.isdisjoint(pair):
+                later.append(pair)
+                continue
+            seen.update(pair)
+            own = pair if member in pair else own
+        yield own
+        pairs = later

@@ -1,0 +1,114 @@
+"""Builds an engine from a run, a checkpoint or a Hugging Face folder.
+
+engine = threed.load("runs/tiny")
+loss = engine.evaluate(batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from threed import models
+from threed.checkpoint import native
+from threed.checkpoint.files import CheckpointError
+from threed.checkpoint.manifest import MANIFEST
+from threed.checkpoint.retention import candidates
+from threed.config import Config, ConfigError, ModelConfig
+from threed.config.checks import find_problems
+from threed.config.resolution import resolve
+from threed.distributed.topology import Topology
+from threed.engine import LayeredEngine
+from threed.interop.huggingface.folder import HFFolder, is_hf_folder
+from threed.interop.pretrained import default_seq
+from threed.layers import Slicing
+
+Build = Callable[[ModelConfig, Slicing], models.Model]
+# Groups of keys that define the training. The other groups define where and how it runs.
+TRAINED = ("model", "precision", "train", "optim", "data")
+
+
+def load(
+    path: str | Path,
+    topology: Topology | None = None,
+    *,
+    build: Build = models.build,
+    **changes: Mapping[str, Any],
+) -> LayeredEngine:
+    """Loads an engine from a run, a checkpoint or a Hugging Face folder. Collective.
+
+    The groups `model`, `precision`, `train`, `optim` and `data` of the configuration come from the
+    checkpoint; all other groups have their defaults. A Hugging Face folder has only weights:
+    optimizer states start at zero.
+
+    Args:
+        path: a run folder (its newest checkpoint is loaded), a checkpoint, or a Hugging Face
+            folder.
+        topology: topology of all ranks; by default all of them are data ranks.
+        build: function that builds the model from its configuration; for checkpoints of custom
+            models.
+        changes: changed keys of the configuration by group, such as `zero={"stage": 3}`.
+
+    Returns:
+        The engine. `engine.steps` is the number of updates so far.
+
+    Raises:
+        CheckpointError: if the checkpoint is missing, damaged, or of another model.
+        ConfigError: if the configuration is invalid for the topology.
+
+    Example::
+
+        engine = threed.load("runs/tiny/hf", threed.Topology(tp=2), train={"global_batch": 8})
+    """
+    source, topology = _source(Path(path)), topology or Topology()
+    saved = _saved(source)
+    parallel = {"pp": topology.pp, "tp": topology.tp, "dp": topology.dp}
+    groups = {"parallel": parallel, **saved}
+    for name, values in changes.items():
+        groups[name] = {**groups.get(name, {}), **values}
+    try:
+        config = Config.model_validate(groups)
+    except ValueError as error:
+        raise ConfigError([f"{path}: {error}"]) from None
+    if problems := find_problems(config, topology.world):
+        raise ConfigError(problems)
+    config = resolve(config, config.model.vocab or 1, topology.world)
+    engine = build_engine(config, topology, build)
+    engine.load(source)
+    return engine
+
+
+def build_engine(config: Config, topology: Topology, build: Build = models.build) -> LayeredEngine:
+    """Builds a model and its engine from a resolved configuration. Collective.
+
+    Args:
+        config: the resolved configuration.
+        topology: topology of all ranks.
+        build: function that builds the model from its configuration.
+    """
+    sequence = bool(config.parallel.sequence)
+    slicing = Slicing(topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
+    return LayeredEngine(build(config.model, slicing), topology, config)
+
+
+def _source(path: Path) -> Path:
+    """Returns the folder to load; for a run folder, its newest checkpoint."""
+    if (path / MANIFEST).is_file() or is_hf_folder(path):
+        return path
+    newest = next(candidates(path, "auto"), None)
+    if newest is None:
+        raise CheckpointError(
+            f"{path}: there is no run, checkpoint or Hugging Face folder (no checkpoints/step-N, no {MANIFEST}, no"
+            " config.json)"
+        )
+    return newest
+
+
+def _saved(source: Path) -> dict[str, Any]:
+    """Returns the groups of the saved configuration that define the training."""
+    if is_hf_folder(source):
+        model = HFFolder(source).model
+        return {"model": {**dict(model), "seq": default_seq(model)}}
+    config = native.read_manifest(source)["config"]
+    return {name: config[name] for name in TRAINED}

@@ -1,0 +1,1 @@
+"""Reading pickled checkpoint files without running them."""

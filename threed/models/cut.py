@@ -1,0 +1,139 @@
+"""The layers on each pipeline rank: ranges of layers (stages), placed on ranks as chunks.
+
+cut = Cut.of(ranges, plan)          # one range per stage of the model, in order
+cut.chunks(0)                       # the ranges on pipeline rank 0
+cut.ends                            # the ranks with the last stage
+cut.ties(names)                     # the parameters that several ranks hold
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from threed.models.partition import balanced, explicit, uniform
+from threed.schedules.plan import Plan
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several pipeline ranks hold (a tied weight); the same record on every rank.
+
+    Attributes:
+        number: index among the ties of the model.
+        stages: pipeline ranks that hold the parameter.
+        layers: numbers of the layers that use it.
+        chunks: per rank in `stages`, the chunks that use it.
+    """
+
+    number: int
+    stages: tuple[int, ...]
+    layers: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A partition of a model into stages, with their placement on pipeline ranks.
+
+    Attributes:
+        ranges: layers of each stage, in order.
+        placement: per pipeline rank, the stage of each chunk.
+        ways: 2 if every stage is on two ranks (bidirectional schedules). Then the first half of a
+            rank's chunks belongs to one way, the second half to the other, as in `Plan`.
+    """
+
+    ranges: tuple[range, ...]
+    placement: tuple[tuple[int, ...], ...]
+    ways: int = 1
+
+    @classmethod
+    def of(cls, ranges: Sequence[range], plan: Plan) -> Cut:
+        """Returns ranges with the placement of a plan; raises ValueError for a wrong number."""
+        if len(ranges) != plan.total_stages:
+            raise ValueError(
+                f"{len(ranges)} ranges of layers for the {plan.total_stages} stages of plan {plan.name}"
+            )
+        placement = [
+            tuple(plan.stage_of(rank, chunk) for chunk in range(plan.chunks))
+            for rank in range(plan.stages)
+        ]
+        return cls(tuple(ranges), tuple(placement), plan.ways)
+
+    def chunks(self, rank: int) -> tuple[range, ...]:
+        """Returns the layers of a pipeline rank, per chunk."""
+        return tuple(self.ranges[stage] for stage in self.placement[rank])
+
+    @property
+    def one_way(self) -> tuple[tuple[int, ...], ...]:
+        """The placement of the first way only, with every stage on one rank."""
+        return tuple(stages[: len(stages) // self.ways] for stages in self.placement)
+
+    def holders(self, stage: int) -> list[int]:
+        """Returns the pipeline ranks that hold a stage of the model, one per way."""
+        width = len(self.placement[0]) // self.ways
+        return [
+            rank
+            for way in range(self.ways)
+            for rank, stages in enumerate(self.placement)
+            if stage in stages[way * width : (way + 1) * width]
+        ]
+
+    @property
+    def ends(self) -> list[int]:
+        """The pipeline ranks that hold the last stage."""
+        return self.holders(len(self.ranges) - 1)
+
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """The pairs of pipeline ranks with neighbouring stages, which send to each other."""
+        pairs = pairwise(self.holders(stage) for stage in range(len(self.ranges)))
+        passes = [
+            (a, b) for stage, next_stage in pairs for a, b in zip(stage, next_stage, strict=True)
+        ]
+        return sorted({(min(a, b), max(a, b)) for a, b in passes if a != b})
+
+    def ties(self, names: Sequence[Sequence[str]]) -> dict[str, Tie]:
+        """Returns the parameters that several ranks hold, by name, in order of first use.
+
+        Args:
+            names: names of the parameters of every layer of the model; the same on all ranks.
+        """
+        users: dict[str, list[int]] = {}
+        for number, layer_names in enumerate(names):
+            for name in dict.fromkeys(layer_names):
+                users.setdefault(name, []).append(number)
+        stage_of = {layer: stage for stage, layers in enumerate(self.ranges) for layer in layers}
+        ties: dict[str, Tie] = {}
+        for name, used in users.items():
+            stages = {stage_of[number] for number in used}
+            chunks = [
+                tuple(c for c, stage in enumerate(rank_stages) if stage in stages)
+                for rank_stages in self.placement
+            ]
+            ranks = tuple(rank for rank, rank_chunks in enumerate(chunks) if rank_chunks)
+            if len(ranks) > 1:
+                ties[name] = Tie(len(ties), ranks, tuple(used), tuple(filter(None, chunks)))
+        return ties
+
+
+def partition(
+    how: str | tuple[int, ...], layers: int, stages: int, costs: Callable[[], Sequence[float]]
+) -> list[range]:
+    """Returns the layers of every stage: balanced by cost, uniform by count, or given counts.
+
+    A partition by measured times is made by `planner.measured.divide`. With one rank, `measured` is
+    uniform.
+
+    Args:
+        how: 'balanced', 'uniform', 'measured', or the number of layers per stage.
+        layers: number of layers.
+        stages: number of stages.
+        costs: returns the cost of every layer; called if stages are balanced.
+    """
+    if isinstance(how, tuple):
+        return explicit(how, layers, stages)
+    return (
+        balanced(costs(), stages) if how == "balanced" and stages > 1 else uniform(layers, stages)
+    )

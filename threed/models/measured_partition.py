@@ -1,0 +1,346 @@
+"""Partitions a model by measured times: the fastest simulated step within a memory limit.
+
+    division = divide(times, planner, {"uniform": (cut, plan)})         # times: LayerTimes of every layer
+    division.ranges                                                     # layers of each stage
+    division.text()                                                     # imbalance, and predicted gain
+
+A schedule that plans by times needs a partition first: `divide` partitions, then calls the planner
+for a plan.
+
+The slowest stage alone does not determine the time of a step. Under 1F1B, the ranks also wait for
+the first stage's forwards and the last stage's backwards. So partitions are compared by simulating
+the schedule in use. The search starts from the partitions with the fastest slowest stage, by time
+and by the given baselines. It moves one layer over one boundary, or one over each of two, as long
+as the step becomes faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, combinations, pairwise
+from math import ceil, floor
+from typing import NamedTuple, TypeVar
+
+from threed.core.disk import in_units
+from threed.models.partition import StageBytes, balanced
+from threed.schedules.plan import Plan
+from threed.schedules.simulation import Costs, Timeline, most_kept, peak_activations, simulate
+
+Ranges = tuple[range, ...]
+Planner = Callable[[Costs | None, float | None], Plan]
+"""(stage times, limit on micro-batches per rank) -> plan. None: equal times, no limit."""
+_ACTIONS = 400_000  # limit on simulated actions per search; takes one or two seconds
+_MIN_GAIN = 1e-9  # relative improvement that exceeds rounding
+_Result = TypeVar("_Result")
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of one layer for one micro-batch.
+
+    Attributes:
+        forward: time of the forward.
+        backward_input: time of B, the gradient of the input, with recomputation.
+        backward_weight: time of W, the gradients of the weights.
+    """
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of one layer on one rank.
+
+    Attributes:
+        states: parameters, gradients and optimizer states.
+        kept: activations of one micro-batch, kept until its backward.
+        workspace: temporary memory while the layer runs.
+    """
+
+    states: int
+    kept: int
+    workspace: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """A partition by measured times, with the plan of a step.
+
+    Attributes:
+        ranges: layers of each stage.
+        plan: plan of a step; if the schedule plans by times, by these times.
+        times: times of every layer.
+        seconds: simulated time of a step's forwards and backwards.
+        bubble: idle share of that time.
+        imbalance: work of the slowest rank / mean work of the ranks.
+        gains: per baseline, its simulated time / `seconds`.
+        notices: remarks on the measurement, for the user.
+        limit: limit on micro-batches per rank that the plan was made for; None without a limit.
+    """
+
+    ranges: Ranges
+    plan: Plan
+    times: tuple[LayerTimes, ...]
+    seconds: float
+    bubble: float
+    imbalance: float
+    gains: Mapping[str, float]
+    notices: tuple[str, ...] = ()
+    limit: float | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """The times of the stages."""
+        return stage_costs(self.times, self.ranges)
+
+    def text(self) -> str:
+        """Returns a one-line summary."""
+        counts = ",".join(str(len(part)) for part in self.ranges)
+        gains = ", ".join(
+            f"{gain:.2f}x {'faster than' if gain >= 1 else 'the speed of'} {name}"
+            for name, gain in self.gains.items()
+        )
+        predicted = f"; predicted {gains}" if gains else ""
+        return f"measured: {counts} layers; slowest rank {self.imbalance:.2f}x the mean{predicted}"
+
+
+def stage_costs(times: Sequence[LayerTimes], ranges: Sequence[range]) -> Costs:
+    """Returns the times of the stages of a partition, for simulation."""
+    forward, back, weights = (
+        tuple(sum(times[n][part] for n in stage) for stage in ranges) for part in range(3)
+    )
+    return Costs(forward, back, weights)
+
+
+def times_by_flops(flops: Sequence[float], again: Sequence[int]) -> list[LayerTimes]:
+    """Returns layer times in proportion to FLOPs, in arbitrary units.
+
+    Args:
+        flops: FLOPs of forward and backward per layer; a backward counts as two forwards.
+        again: numbers of the layers with a backward that recomputes the forward.
+    """
+    return [
+        LayerTimes(cost / 3, cost / 3 * (1 + (number in again)), cost / 3)
+        for number, cost in enumerate(flops)
+    ]
+
+
+def divide(
+    times: Sequence[LayerTimes],
+    planner: Planner,
+    baselines: Mapping[str, tuple[Sequence[range], Plan]],
+    layer_bytes: Sequence[LayerBytes] | None = None,
+    limit: float | None = None,
+) -> Division:
+    """Returns the fastest partition that the search finds, with its plan.
+
+    The search uses the plan for equal times. If the planner plans by times, the partition then gets
+    the plan for its own times, unless that one is slower. In simulation, no baseline that fits the
+    limit is faster. The result is the same on every rank with the same times.
+
+    Args:
+        times: times of every layer.
+        planner: returns a plan for stage times; if it does not fit the memory limit, it is called
+            again with a limit on micro-batches.
+        baselines: by name, partitions to start from and to compare with, each with its plan.
+        layer_bytes: bytes of every layer; required with `limit`.
+        limit: memory limit of a rank in bytes.
+
+    Raises:
+        ValueError: if there are fewer layers than stages, or if no partition fits the limit.
+    """
+    equal = planner(None, None)
+    starts = [tuple(cut) for cut, _ in baselines.values()]
+    most, found = _largest_limit(
+        equal, lambda most: _cut(times, planner(None, most), starts, layer_bytes, limit)
+    )
+
+    def plan_for_times(most: float | None) -> Plan:
+        plan = planner(found.costs, most)
+        excess, _ = _Search(times, plan, layer_bytes, limit).price(found.ranges)
+        if excess:
+            raise ValueError(f"{excess:.0f} bytes above the limit")
+        return plan
+
+    # with two chunks per rank, the plan for these times may need more memory than for equal times
+    with contextlib.suppress(ValueError):
+        within, plan = _largest_limit(equal, plan_for_times)
+        timeline = simulate(plan, found.costs)
+        if timeline.makespan <= found.seconds * (1 + _MIN_GAIN):
+            found = replace(found, plan=plan, seconds=timeline.makespan, bubble=timeline.bubble)
+            most = within
+    gains = {
+        name: simulate(plan, stage_costs(times, cut)).makespan / found.seconds
+        for name, (cut, plan) in baselines.items()
+    }
+    return replace(found, gains=gains, limit=most)
+
+
+def _cut(
+    times: Sequence[LayerTimes],
+    plan: Plan,
+    starts: Sequence[Ranges],
+    layer_bytes: Sequence[LayerBytes] | None,
+    limit: float | None,
+) -> Division:
+    """Returns the fastest partition under one plan, searching from several starts.
+
+    Raises:
+        ValueError: if no partition fits the limit.
+    """
+    search = _Search(times, plan, layer_bytes, limit)
+    best = min(map(search.descend, [search.balanced(), *starts]), key=search.price)
+    excess, _ = search.price(best)
+    if excess:
+        raise ValueError(
+            f"no partition was found that keeps every rank within {in_units(floor(limit or 0))}: the best one is"
+            f" {in_units(ceil(excess))} above."
+            " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
+        )
+    timeline, work = search.simulate(best), search.work(best)
+    mean = sum(work) / len(work)
+    imbalance = max(work) / mean if mean else 1.0
+    return Division(best, plan, tuple(times), timeline.makespan, timeline.bubble, imbalance, {})
+
+
+def _largest_limit(
+    plan: Plan, attempt: Callable[[float | None], _Result]
+) -> tuple[float | None, _Result]:
+    """Returns the result of `attempt` for the largest limit on micro-batches at which it succeeds.
+
+    Args:
+        plan: a plan without a limit, to bound the search.
+        attempt: called with None (no limit) first, then with limits found by bisection; raises
+            ValueError if it fails.
+
+    Returns:
+        The limit, or None, and the result.
+
+    Raises:
+        ValueError: if `attempt` fails for a limit of one micro-batch.
+    """
+    try:
+        return None, attempt(None)
+    except ValueError:
+        fits, found = plan.chunks, attempt(1.0)
+    fails = round(max(peak_activations(plan, rank) for rank in range(plan.stages)) * plan.chunks)
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        try:
+            fits, found = middle, attempt(middle / plan.chunks)
+        except ValueError:
+            fails = middle
+    return fits / plan.chunks, found
+
+
+class _Search:
+    """Partitions of one model under one plan, each simulated once."""
+
+    def __init__(
+        self, times: Sequence[LayerTimes], plan: Plan, layer_bytes: Sequence[LayerBytes] | None, limit: float | None
+    ) -> None:  # fmt: skip
+        if (layer_bytes is None) != (limit is None):
+            raise ValueError(
+                "a memory limit needs both the bytes of the layers and the limit of a rank"
+            )
+        self.times, self.plan, self.layer_bytes, self.limit = times, plan, layer_bytes or (), limit
+        self.totals = [sum(layer) for layer in times]
+        self.placement = [
+            [plan.stage_of(rank, chunk) for chunk in range(plan.chunks)]
+            for rank in range(plan.stages)
+        ]
+        # number of partitions that may still be simulated
+        self.remaining = max(20, _ACTIONS // max(1, sum(map(len, plan.ranks))))
+        self._prices: dict[Ranges, tuple[float, float]] = {}
+
+    def balanced(self) -> Ranges:
+        """Returns the partition that minimizes the slowest stage.
+
+        With one chunk per rank, only partitions within the memory limit count.
+        """
+        stages = self.plan.total_stages
+        if self.limit is None or self.plan.chunks > 1:
+            return tuple(balanced(self.totals, stages))
+        return tuple(balanced(self.totals, stages, self._bytes_by_stage(), floor(self.limit)))
+
+    def simulate(self, cut: Ranges) -> Timeline:
+        """Returns the simulation of the plan with the partition's times."""
+        return simulate(self.plan, stage_costs(self.times, cut))
+
+    def work(self, cut: Ranges) -> list[float]:
+        """Returns each rank's seconds of computation in a step."""
+        stages = [sum(self.totals[n] for n in part) for part in cut]
+        each = self.plan.microbatches / self.plan.ways
+        return [
+            each * sum(stages[stage] for stage in rank_stages) for rank_stages in self.placement
+        ]
+
+    def price(self, cut: Ranges) -> tuple[float, float]:
+        """Returns bytes above the limit, then simulated time; the smaller pair is better."""
+        if cut not in self._prices:
+            self.remaining -= 1
+            self._prices[cut] = self._excess(cut), self.simulate(cut).makespan
+        return self._prices[cut]
+
+    def descend(self, cut: Ranges) -> Ranges:
+        """Returns the best partition that small moves reach from this one."""
+        while (better := self._better(cut)) is not None:
+            cut = better
+        return cut
+
+    def _better(self, cut: Ranges) -> Ranges | None:
+        """Returns a better neighbour, or None. Skips neighbours that cannot be faster."""
+        excess, seconds = self.price(cut)
+        least = {neighbour: max(self.work(neighbour)) for neighbour in _neighbours(cut)}
+        for neighbour in sorted(least, key=lambda neighbour: least[neighbour]):
+            if self.remaining <= 0 or (not excess and least[neighbour] >= seconds):
+                return None
+            above, then = self.price(neighbour)
+            if above < excess or (above == excess and then < seconds * (1 - _MIN_GAIN)):
+                return neighbour
+        return None
+
+    def _excess(self, cut: Ranges) -> float:
+        """Returns the largest number of bytes above the limit on any rank."""
+        if self.limit is None:
+            return 0.0
+        return max(0.0, *(self._rank_bytes(rank, [cut[stage] for stage in self.placement[rank]]) - self.limit
+                          for rank in range(self.plan.stages)))  # fmt: skip
+
+    def _rank_bytes(self, rank: int, chunks: Sequence[range]) -> int:
+        """Returns the peak bytes of a rank with these chunks."""
+        layers = [self.layer_bytes[n] for chunk in chunks for n in chunk]
+        kept = [sum(self.layer_bytes[n].kept for n in chunk) for chunk in chunks]
+        states = sum(layer.states for layer in layers)
+        return states + most_kept(self.plan, rank, kept) + max(layer.workspace for layer in layers)
+
+    def _bytes_by_stage(self) -> StageBytes:
+        """Returns `_rank_bytes` as a function of stage and layers, for one stage per rank."""
+        ranks = {stages[0]: rank for rank, stages in enumerate(self.placement)}
+        live = {stage: most_kept(self.plan, rank, [1]) for stage, rank in ranks.items()}
+        states, kept = (
+            [0, *accumulate(layer[part] for layer in self.layer_bytes)] for part in range(2)
+        )
+
+        def stage_bytes(stage: int, start: int, stop: int) -> int:
+            workspace = max(layer.workspace for layer in self.layer_bytes[start:stop])
+            return (
+                states[stop] - states[start] + live[stage] * (kept[stop] - kept[start]) + workspace
+            )
+
+        return stage_bytes
+
+
+def _neighbours(cut: Ranges) -> Iterator[Ranges]:
+    """Yields the partitions with one layer moved over one boundary, or one over each of two."""
+    stops = [part.stop for part in cut]
+    moves = [(at, step) for at in range(len(stops) - 1) for step in (-1, 1)]
+    for chosen in [*combinations(moves, 1), *combinations(moves, 2)]:
+        moved = list(stops)
+        for at, step in chosen:
+            moved[at] += step
+        bounds = [0, *moved]
+        if moved != stops and all(a < b for a, b in pairwise(bounds)):
+            yield tuple(range(a, b) for a, b in pairwise(bounds))

@@ -1,0 +1,156 @@
+"""Partitions a list of layers into pipeline stages of consecutive layers; no stage is empty.
+
+    balanced([cost.flops for cost in costs], stages=4)       # four ranges of layer indices
+
+`balanced` minimizes the cost of the slowest stage, exactly. `uniform` counts layers only.
+`explicit` uses given counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import lcm
+
+from threed.core.disk import in_units
+
+# (stage, start, stop) -> cost of layers start .. stop - 1 on the stage; None if not allowed
+Score = Callable[[int, int, int], int | None]
+StageBytes = Callable[[int, int, int], int]  # (stage, start, stop) -> bytes on the stage
+
+
+def balanced(
+    costs: Sequence[float],
+    stages: int,
+    stage_bytes: StageBytes | None = None,
+    limit: int | None = None,
+) -> list[range]:
+    """Returns the partition with the smallest maximum of stage costs.
+
+    Among several it returns the most even one (smallest sum of squares), then the one with fewest
+    layers on the last stage, then on the stage before, and so on. Dynamic programming over exact
+    integers, so that ties are exact; takes stages × layers² steps.
+
+    Args:
+        costs: cost of every layer.
+        stages: number of stages.
+        stage_bytes: returns the bytes on a stage with the layers start .. stop - 1; required with
+            `limit`.
+        limit: memory limit of a stage in bytes.
+
+    Returns:
+        The layers of each stage.
+
+    Raises:
+        ValueError: if there are fewer layers than stages, or if no partition fits the limit.
+    """
+    _check_stages(len(costs), stages)
+    if (stage_bytes is None) != (limit is None):
+        raise ValueError(
+            "a memory limit needs both the bytes of the layers and the limit of a stage"
+        )
+    total = _prefix_sums(costs)
+
+    def price(stage: int, start: int, stop: int) -> int | None:
+        fits = stage_bytes is None or limit is None or stage_bytes(stage, start, stop) <= limit
+        return total[stop] - total[start] if fits else None
+
+    slowest = _optimum(len(costs), stages, price, max)
+    if slowest is None and stage_bytes is not None and limit is not None:
+        raise _no_cut(stage_bytes, limit, len(costs), stages)
+    assert slowest is not None  # without a limit a partition exists
+
+    def square(stage: int, start: int, stop: int) -> int | None:
+        paid = price(stage, start, stop)
+        return None if paid is None or paid > slowest[0] else paid * paid
+
+    best = _optimum(len(costs), stages, square, lambda a, b: a + b)
+    return (best or slowest)[1]
+
+
+def uniform(n: int, stages: int) -> list[range]:
+    """Returns n layers in stages with sizes that differ by at most one, larger ones first."""
+    return explicit([n // stages + (stage < n % stages) for stage in range(stages)], n, stages)
+
+
+def explicit(counts: Sequence[int], n: int, stages: int) -> list[range]:
+    """Returns n layers in stages of the given sizes.
+
+    Raises:
+        ValueError: if there is not one count per stage, or if they do not add up to n.
+    """
+    _check_stages(n, stages)
+    text = ",".join(map(str, counts))
+    if len(counts) != stages:
+        raise ValueError(
+            f"partition {text}: {len(counts)} counts for {stages} stages; give one for each"
+        )
+    if min(counts) < 1:
+        raise ValueError(f"partition {text}: every stage needs at least one layer")
+    if sum(counts) != n:
+        raise ValueError(
+            f"partition {text} adds up to {sum(counts)}; the model has {n} layers, embedding and head included"
+        )
+    stops = [sum(counts[: stage + 1]) for stage in range(stages)]
+    return [range(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]
+
+
+def _check_stages(n: int, stages: int) -> None:
+    if stages < 1:
+        raise ValueError(f"{stages} stages: there must be at least one")
+    if n < stages:
+        raise ValueError(
+            f"{n} layers cannot fill {stages} stages: use at most {n}, embedding and head included"
+        )
+
+
+def _prefix_sums(costs: Sequence[float]) -> list[int]:
+    """Returns running sums as integers in a common unit, without rounding."""
+    exact = [Fraction(value) for value in costs]
+    if any(value < 0 for value in exact):
+        raise ValueError("a layer's cost is negative")
+    unit = lcm(*(value.denominator for value in exact))
+    return [0, *accumulate(int(value * unit) for value in exact)]
+
+
+def _no_cut(stage_bytes: StageBytes, limit: int, n: int, stages: int) -> ValueError:
+    """Returns the error if no partition fits; it names the smallest limit that one fits."""
+    least = _optimum(n, stages, stage_bytes, max)
+    needed = least[0] if least else 0
+    given, best = in_units(limit), in_units(needed)
+    if given == best:  # the difference is less than the unit shows
+        given, best = f"{limit} bytes", f"{needed} bytes"
+    return ValueError(
+        f"no partition of {n} layers into {stages} stages keeps every stage within {given}: the best one needs {best}."
+        " Use more stages or tensor ranks, recomputation, or a smaller micro-batch"
+    )
+
+
+def _optimum(
+    n: int, stages: int, score: Score, merge: Callable[[int, int], int]
+) -> tuple[int, list[range]] | None:
+    """Returns the smallest merged score of a partition, and the partition; None if none is allowed.
+
+    Among equal ones it returns the one with the latest boundaries.
+    """
+    # best[stage][stop]: score of the first `stop` layers on `stage` stages; start of the last one
+
+    best: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    for stage in range(stages):
+        row: dict[int, tuple[int, int]] = {}
+        for stop in range(stage + 1, n - (stages - stage) + 2):
+            options = []
+            for start, (price, _) in best[-1].items():
+                if start < stop and (added := score(stage, start, stop)) is not None:
+                    options.append((merge(price, added), start))
+            if options:
+                row[stop] = min(options, key=lambda option: (option[0], -option[1]))
+        best.append(row)
+    if n not in best[-1]:
+        return None
+    cuts = [n]
+    for row in reversed(best[1:]):
+        cuts.append(row[cuts[-1]][1])
+    cuts.reverse()
+    return best[-1][n][0], [range(start, stop) for start, stop in pairwise(cuts)]

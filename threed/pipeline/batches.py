@@ -1,0 +1,187 @@
+"""Splits a batch into micro-batches and weighs their losses.
+
+    micros = Batches(model, topology, config).micro_batches(batch, step, consumed, scale, training=True)
+
+The loss of a step is the mean over all valid items (tokens) of the global batch, however the batch
+is split. So each micro-batch's loss is multiplied by the loss scale / the global number of items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from threed.config import Config
+from threed.core.device import start_copy_in
+from threed.distributed import collectives
+from threed.distributed.topology import Topology
+from threed.layers import Embedding, LanguageModelHead, MicroBatch
+from threed.layers.slicing import Flag
+from threed.models import Model, Wrapped
+from threed.models.counting import count_items, with_some_label
+from threed.ops.precision import dtype
+
+Batch = Mapping[str, Tensor]
+
+
+class Batches:
+    """Splits this data rank's share of global batches into micro-batches.
+
+    Args:
+        model: the model; a wrapped module counts its items itself.
+        topology: the ranks.
+        config: the resolved configuration.
+        layers: all layers of the model. An `Embedding` needs 'tokens' in the batch, a
+            `LanguageModelHead` needs 'labels'.
+    """
+
+    def __init__(
+        self, model: Model, topology: Topology, config: Config, layers: Sequence[nn.Module] = ()
+    ) -> None:
+        self.wrapped = model if isinstance(model, Wrapped) else None
+        self.topology, self.slicing = topology, model.slicing
+        self.size, self.global_batch = config.train.micro_batch, config.train.global_batch
+        self.dtype = dtype(config.precision.dtype)
+        self.casts, self.loss_chunks = config.precision.cast_inputs, config.recompute.loss_chunks
+        needs = {"tokens": Embedding, "labels": LanguageModelHead}
+        self.ids = [
+            key for key, kind in needs.items() if any(isinstance(layer, kind) for layer in layers)
+        ]
+        self.empty = Flag("the global batch has no valid label (all are below 0)", error=False)
+
+    def rows(self, batch: Batch) -> int:
+        """Returns the number of rows (sequences) of a batch.
+
+        Raises:
+            ValueError: if tensors differ in their number of rows, or if it is not a multiple of the
+                micro-batch size.
+        """
+        for name, value in batch.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                raise ValueError(
+                    f"the batch's {name!r} is not a tensor with rows: pass tensors [b ...]"
+                )
+        sizes = {key: len(value) for key, value in batch.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"the batch's tensors have different numbers of rows: {sizes}")
+        rows = next(iter(sizes.values()), 0)
+        if rows == 0 or rows % self.size:
+            raise ValueError(
+                f"this rank's batch of {rows} sequences is not a multiple of micro-batch {self.size}"
+            )
+        return rows
+
+    def _check_ids(self, batch: Batch) -> None:
+        """Raises ValueError if ids that the model needs are missing, not int64 or not [b s]."""
+        for key in self.ids:
+            if key not in batch:
+                raise ValueError(f"the batch has no {key!r}: the model needs int64 {key!r} [b s]")
+            if (given := batch[key].dtype) != torch.int64:
+                integral = not (given.is_floating_point or given.is_complex)
+                fix = f"convert with batch[{key!r}].long()" if integral else "pass integer ids"
+                raise ValueError(
+                    f"the batch's {key!r} are {str(given).removeprefix('torch.')}, not int64: {fix}"
+                )
+            if batch[key].dim() != 2:
+                raise ValueError(
+                    f"the batch's {key!r} are {list(batch[key].shape)}: the model needs {key!r} [b s]"
+                )
+
+    def check_rows(self, batch: Batch) -> None:
+        """Checks that all data ranks evaluate equally many rows. Collective over dp.
+
+        Unequal numbers would make the ranks hang. Training steps need no such check, as their
+        number of rows is configured.
+
+        Raises:
+            ValueError: if numbers of rows differ.
+        """
+        data = self.topology.axis("dp")
+        given = {len(v) if isinstance(v, Tensor) and v.dim() else 0 for v in batch.values()}
+        everyone = collectives.exchange(sorted(given), data) if data.size > 1 else []
+        if any(rows != everyone[0] for rows in everyone):
+            raise ValueError(
+                f"data ranks evaluate different numbers of rows, {everyone}: pass equally many on each"
+            )
+
+    def micro_batches(
+        self, batch: Batch, step: int, consumed: int, scale: Tensor | float, training: bool
+    ) -> list[MicroBatch]:
+        """Returns the micro-batches of a batch. Collective.
+
+        Args:
+            batch: tensors [b ...]; all pipeline stages of a data rank pass the same batch. Keys:
+                'tokens' [b s]; 'labels' [b ...], integers, where values below 0 are ignored
+                (without labels, rows are counted); 'samples' [b], global sample indices; and other
+                tensors that the model reads from `MicroBatch.inputs`. For a wrapped module: its
+                keyword arguments.
+            step: number of steps done.
+            consumed: number of samples in the global batches before this one.
+            scale: the loss scale.
+            training: whether the batch is trained on; otherwise it is evaluated.
+
+        Raises:
+            ValueError: if the batch does not fit the model or the configuration.
+        """
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"the batch is a {type(batch).__name__}: pass a dict of tensors")
+        if not training:
+            self.check_rows(batch)
+        rows, data = self.rows(batch), self.topology.axis("dp")
+        if training and data.size > 1 and rows != self.global_batch // data.size:
+            raise ValueError(
+                f"data rank {data.index} got a batch of {rows} rows; each of the {data.size} data ranks must get"
+                f" train.global_batch / dp = {self.global_batch // data.size}"
+            )
+        self._check_ids(batch)
+        tensors = {key: self._to_device(value) for key, value in batch.items()}
+        if self.wrapped is None:
+            if "tokens" in batch:
+                # raises if the sequence cannot be split over ranks
+                self.slicing.positions(batch["tokens"].shape[1])
+            first, device = consumed + data.index * rows, self.topology.device
+            tensors.setdefault("samples", torch.arange(first, first + rows, device=device))
+        parts = [
+            {key: value[at : at + self.size] for key, value in tensors.items()}
+            for at in range(0, rows, self.size)
+        ]
+        if self.wrapped is not None:
+            return self._for_module(self.wrapped, parts, step, scale, training)
+        weight = self._weight(count_items(tensors, shifted=False), scale)
+        return [
+            MicroBatch(
+                part.pop("tokens", None), part.pop("labels", None), part.pop("samples"), weight,
+                step, training, part or None, self.loss_chunks,
+            )
+            for part in parts
+        ]  # fmt: skip
+
+    def _for_module(
+        self, wrapped: Wrapped, parts: Sequence[dict[str, Tensor]], step: int,
+        scale: Tensor | float, training: bool,
+    ) -> list[MicroBatch]:  # fmt: skip
+        """Weighs each micro-batch's mean loss by the number of items that it is a mean over."""
+        items = [wrapped.count(part) for part in parts]
+        weight = self._weight(torch.stack(items).sum(0), scale)
+        return [
+            MicroBatch(
+                weight=n * weight, step=step, training=training, inputs=with_some_label(part, n)
+            )
+            for n, part in zip(items, parts, strict=True)
+        ]
+
+    def _to_device(self, value: Tensor) -> Tensor:
+        """Moves a tensor to the device; casts floating-point ones if precision.cast_inputs is on."""
+        casts = self.casts and value.is_floating_point()
+        return start_copy_in(value, self.topology.device, self.dtype if casts else value.dtype)
+
+    def _weight(self, valid: Tensor, scale: Tensor | float) -> Tensor:
+        """Returns the loss scale / the global number of valid items. Collective over dp.
+
+        Every stage needs it, as any layer may compute a loss.
+        """
+        total = collectives.sum_of_scalars(valid.view(-1), self.topology.axis("dp"))
+        self.empty.note(total.amax() == 0)
+        return (scale / total.clamp(min=1)).view(valid.shape)

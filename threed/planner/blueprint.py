@@ -1,0 +1,375 @@
+"""The blueprint of a rank: its pipeline stages and its parameter layout.
+
+    pipeline  = Pipeline.of(layers, topology, config, costs, divide)     # the same on every rank
+    blueprint = Blueprint.draw(model, layers, topology, config, pipeline)
+
+An engine trains the blueprint of a topology with process groups. A forecast uses the same classes
+with `Topology.drawn`, on the meta device: the blueprint of any rank of any grid, without allocating
+memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from torch import nn
+
+from threed import schedules
+from threed.config import Config, ConfigError
+from threed.config.checks import find_partition_problems, named_stages
+from threed.config.resolution import count_microbatches
+from threed.core.device import is_accelerator
+from threed.distributed.sharding import spec_of
+from threed.distributed.topology import SECOND, Topology
+from threed.layers.slicing import Flag
+from threed.models import Model, Wrapped
+from threed.models.cut import Cut, partition
+from threed.models.measured_partition import Division, stage_costs, times_by_flops
+from threed.models.wrapped import find_problems
+from threed.pipeline.activation_checkpointing import (
+    build,
+    recomputed_layers,
+    sliced_over,
+    whole_again,
+    with_recompute,
+)
+from threed.pipeline.layer_major import LayerMajorStage
+from threed.pipeline.replicated_inputs import unlike_inputs
+from threed.pipeline.stage import AlwaysWhole, ParameterGatherer, Stage
+from threed.schedules import Costs, Plan
+from threed.zero import agreement, layout, setup
+from threed.zero.layout import HasModules, Layout
+from threed.zero.reducer import Reducer
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """The stages of a model and the order in which ranks run them; the same on every rank.
+
+    Attributes:
+        schedule: name of the schedule.
+        plan: compute actions of a step, for every pipeline rank.
+        cut: layers of each stage.
+        costs: times of the stages, if the schedule plans by times.
+        limit: limit on micro-batches in memory per rank, if the schedule plans by times.
+        division: the partition by measured times, if configured.
+    """
+
+    schedule: str
+    plan: Plan
+    cut: Cut
+    costs: Costs | None = None
+    limit: float | None = None
+    division: Division | None = None
+
+    @classmethod
+    def of(
+        cls, layers: list[nn.Module], topology: Topology, config: Config,
+        costs: Callable[[], Sequence[float]], divide: Callable[[Plan], Division],
+    ) -> Pipeline:  # fmt: skip
+        """Partitions a model into stages and plans a step. Collective if the topology has groups.
+
+        Args:
+            layers: all layers of the model.
+            topology: the ranks.
+            config: the resolved configuration.
+            costs: returns the FLOPs of the layers; called if stages are balanced by them.
+            divide: partitions the layers by measured times.
+
+        Raises:
+            ConfigError: if the model cannot be partitioned or planned as configured.
+            ValueError: the same, for problems found later, or if plans differ between ranks.
+        """
+        p, name, plan = config.parallel, schedule_of(config), step_plan(config, topology.dp)
+        if problems := list(_find_problems(layers, config, plan)):
+            raise ConfigError(problems)
+        if p.schedule not in get_args(schedules.ScheduleName):
+            _check_plan(plan, topology)
+        if p.partition == "measured" and p.pp > 1:
+            division = divide(plan)
+            pipeline = cls(
+                name,
+                division.plan,
+                Cut.of(division.ranges, plan),
+                division.costs,
+                division.limit,
+                division,
+            )
+        else:
+            pipeline = _divide_by_cost(name, plan, layers, config, costs)
+        if pipeline.plan is not plan:
+            _check_plan(pipeline.plan, topology)
+        return pipeline
+
+    def plan_of(self, microbatches: int) -> Plan:
+        """Returns the plan of a step with another number of micro-batches."""
+        plan = self.plan
+        if microbatches == plan.microbatches:
+            return plan
+        times = (self.costs, self.limit) if schedules.plans_by_times(self.schedule) else ()
+        return schedules.build(self.schedule, plan.stages, microbatches, plan.chunks, *times)
+
+
+def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Iterator[str]:
+    """Yields the problems of a configuration with these layers."""
+    p, count, stages = config.parallel, len(layers), plan.total_stages
+    if count < stages:
+        given = f"{count} layers, embedding and head included, cannot fill the {stages} stages"
+        fixes = ["a smaller --parallel.pp"] if p.pp > 1 else []
+        if stages != p.pp:
+            fixes += ["fewer --parallel.chunks"] if schedules.chunks_are_free(p.schedule) else []
+            fixes.append("another --parallel.schedule")
+        fix = f"use {', '.join(fixes)}, or a model of {stages} layers or more"
+        yield f"{given} of {named_stages(p, stages)}: {fix}"
+    yield from find_partition_problems(p, count, stages)
+    yield from setup.find_group_problems(config.optim, layers)
+
+
+def _check_plan(plan: Plan, topology: Topology) -> None:
+    if not topology.on_paper:
+        agreement.check_plan(plan, topology.axis("world"))
+
+
+def _divide_by_cost(
+    name: str,
+    plan: Plan,
+    layers: list[nn.Module],
+    config: Config,
+    costs: Callable[[], Sequence[float]],
+) -> Pipeline:
+    """Partitions by layer costs, which are then the times for planning, or by layer counts."""
+    p, flops, again = config.parallel, functools.cache(costs), whole_again(config, layers)
+    ranges = partition(
+        p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again)
+    )
+    cut = Cut.of(ranges, plan)
+    if p.partition != "balanced" or p.pp == 1 or not schedules.plans_by_times(name):
+        return Pipeline(name, plan, cut)
+    times = stage_costs(times_by_flops(flops(), again), ranges)
+    return Pipeline(
+        name, schedules.build(name, p.pp, plan.microbatches, plan.chunks, times), cut, times
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """The stages, parameters and plan of one rank.
+
+    Attributes:
+        model: the model.
+        topology: the ranks.
+        config: the resolved configuration.
+        layers: all layers of the model.
+        recomputed: numbers of the layers with activation recomputation, full or selective.
+        pipeline: the stages and the plan.
+        layout: the parameters of this rank in ZeRO buckets.
+    """
+
+    model: Model
+    topology: Topology
+    config: Config
+    layers: list[nn.Module]
+    recomputed: list[int]
+    pipeline: Pipeline
+    layout: Layout
+
+    @classmethod
+    def draw(
+        cls,
+        model: Model,
+        layers: list[nn.Module],
+        topology: Topology,
+        config: Config,
+        pipeline: Pipeline,
+    ) -> Blueprint:
+        """Creates process groups and lays out this rank's parameters. Collective, except on meta.
+
+        Args:
+            model: the model.
+            layers: all layers of the model.
+            topology: the ranks.
+            config: the resolved configuration.
+            pipeline: the stages and the plan.
+
+        Raises:
+            ConfigError: if the configuration does not fit the model.
+            ValueError: if the parameters cannot be laid out.
+        """
+        wrapped, cut = model if isinstance(model, Wrapped) else None, pipeline.cut
+        ties = cut.ties([names(layer) for layer in layers])
+        overs = set() if wrapped else dealt_over(layers)
+        shard_axes = [setup.shard_axes(config, topology, over) for over in (None, *overs)]
+        axes = {name for names in shard_axes for name in names if name}
+        if pipeline.plan.pairs and is_accelerator(topology.device):
+            axes.add("tp" + SECOND)
+        topology.prepare(blocks(layers) | axes, [tie.stages for tie in ties.values()], cut.links)
+        parts = cut.chunks(topology.axis("pp").index)
+        held: Sequence[HasModules] = [layers[n] for part in parts for n in part]
+        units = wrapped.units if wrapped else held
+        chunks = None if wrapped else [number for number, part in enumerate(parts) for _ in part]
+        if wrapped and pipeline.plan.asynchronous:
+            given = f"--parallel.schedule {pipeline.schedule} with a wrapped module"
+            fix = "use --parallel.schedule 1f1b or gpipe, or build it from threed.layers"
+            raise ConfigError([f"{given}: its steps overlap, which needs layers; {fix}"])
+        if wrapped and (problems := find_problems(wrapped.module, topology.dp)):
+            raise ConfigError(problems)
+        rank_layout = layout.build(
+            units, ties, topology, setup.policy(config, topology, cut.ways, overs), chunks
+        )
+        setup.size_buffers(rank_layout, config, len(setup.state_names(config.optim)))
+        return cls(
+            model,
+            topology,
+            config,
+            layers,
+            recomputed_layers(config, layers),
+            pipeline,
+            rank_layout,
+        )
+
+    def lowered(
+        self, microbatches: int, training: bool = True, part: Callable[[Plan], Plan] | None = None
+    ) -> Plan:  # fmt: skip
+        """Returns the plan of a step, with its communication.
+
+        Args:
+            microbatches: number of micro-batches.
+            training: False for forwards only, as in evaluation and sampling.
+            part: selects a part of an asynchronous plan, by default the full plan.
+        """
+        gathers, placement = self.config.zero.stage == 3, self.pipeline.cut.one_way
+        if not training:
+            plan = schedules.forward_only(len(placement), microbatches, placement)
+            return schedules.lower(plan, gathers)
+        plan = self.pipeline.plan_of(microbatches)
+        return schedules.lower(plan if part is None else part(plan), gathers, self.optimistic)
+
+    def stages(self, gatherer: ParameterGatherer, reducer: Reducer) -> list[Stage]:
+        """Returns the executable stages (chunks) of this rank.
+
+        A wrapped module gathers its parameters and recomputes activations itself. With layer-major
+        order the reducer is called after all backwards of a layer.
+
+        Args:
+            gatherer: gathers ZeRO-3 parameters.
+            reducer: reduces gradients.
+        """
+        first, stages, rank_layers = 0, list[Stage](), [self.layers[number] for number in self.held]
+        between = None if reducer.early is None else reducer.early.progress
+        layer_major = functools.partial(
+            LayerMajorStage, unit_ended=reducer.unit_ended, between=between
+        )
+        make: Callable[..., Stage] = layer_major if self.layer_major else Stage
+        wrapped = isinstance(self.model, Wrapped)
+        units = {} if wrapped else {unit: rank_layers[unit] for unit in self.recomputed_units}
+        recomputed = build(
+            self.config, units, self.live, self.model.slicing, self.topology, self._input_flag
+        )
+        for chunk in self.chunks:
+            layers, own_gatherer = (
+                rank_layers[first : first + len(chunk)],
+                AlwaysWhole() if wrapped else gatherer,
+            )
+            stages.append(
+                make(
+                    layers,
+                    own_gatherer,
+                    self.config.zero.prefetch,
+                    first,
+                    recomputed,
+                    reducer.scope,
+                )
+            )
+            first += len(chunk)
+        return stages
+
+    @property
+    def chunks(self) -> tuple[range, ...]:
+        """The layer numbers of this rank, per chunk."""
+        return self.pipeline.cut.chunks(self.topology.axis("pp").index)
+
+    @property
+    def held(self) -> list[int]:
+        """The layer numbers of this rank. The index in this list is the number of the ZeRO unit."""
+        return [number for chunk in self.chunks for number in chunk]
+
+    @property
+    def fully_recomputed(self) -> list[int]:
+        """The numbers of the layers that are recomputed in full."""
+        return self.recomputed if self.config.recompute.mode == "full" else []
+
+    @property
+    def recomputed_units(self) -> list[int]:
+        """This rank's units with activation recomputation, full or selective."""
+        return [unit for unit, number in enumerate(self.held) if number in self.recomputed]
+
+    @functools.cached_property
+    def _input_flag(self) -> Flag:
+        return unlike_inputs()
+
+    @property
+    def flags(self) -> list[Flag]:
+        """The data flags of all layers and stages; the same list on every rank."""
+        found = [
+            f
+            for layer in self.layers
+            for m in layer.modules()
+            for f in getattr(m, "data_flags", ())
+        ]
+        sliced = not isinstance(self.model, Wrapped) and sliced_over(
+            self.config, self.model.slicing
+        )
+        return (
+            [*found, self._input_flag] if sliced and self.config.recompute.mode == "full" else found
+        )
+
+    @functools.cached_property  # hashing a plan takes long
+    def optimistic(self) -> bool:
+        """Whether updates do not wait for the gradient norm, and are validated in the next step."""
+        return setup.is_optimistic(self.config, self.pipeline.plan)
+
+    @property
+    def layer_major(self) -> bool:
+        """Whether a layer runs all micro-batches of a step before the next layer runs."""
+        return self.config.zero.order == "layer"
+
+    @property
+    def live(self) -> int:
+        """The largest number of micro-batches with activations on this rank at one time."""
+        return math.ceil(
+            schedules.peak_activations(self.pipeline.plan, self.topology.axis("pp").index)
+        )
+
+
+def step_plan(config: Config, data_ranks: int) -> Plan:
+    """Returns the compute actions of a step; if the schedule plans by times, with equal times."""
+    p = config.parallel
+    return schedules.build(
+        schedule_of(config), p.pp, count_microbatches(config, data_ranks), p.chunks
+    )
+
+
+def schedule_of(config: Config) -> str:
+    """Returns the name of the schedule; layer-major order uses gpipe."""
+    return "gpipe" if config.zero.order == "layer" else config.parallel.schedule
+
+
+def names(layer: nn.Module) -> list[str]:
+    """Returns the global names of a layer's parameters."""
+    return [spec_of(param).name for param in layer.parameters()]
+
+
+def dealt_over(layers: Sequence[nn.Module]) -> set[str]:
+    """Returns all axes in `ShardSpec.over` of the model's parameters."""
+    specs = (spec_of(param) for layer in layers for param in layer.parameters())
+    return {spec.over for spec in specs if spec.over is not None}
+
+
+def blocks(layers: Sequence[nn.Module]) -> set[str]:
+    """Returns the axes that the model's parameters are replicated or partial over."""
+    specs = [spec_of(param) for layer in layers for param in layer.parameters()]
+    return {axis for spec in specs for axis in (spec.replicated, spec.partial) if axis is not None}

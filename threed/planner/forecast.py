@@ -1,0 +1,423 @@
+"""Forecast of a run before any tensor is allocated: ranks, bytes per rank, bubble and traffic.
+
+forecast = Forecast.of(config, world_size)      # config: resolved
+print(forecast.text())                          # printed at the start of a run and by --dry-run
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import cast
+
+from threed import models, schedules
+from threed.config import Config
+from threed.core.device import name as device_name
+from threed.distributed.grid import AXES, Grid
+from threed.distributed.sharding import spec_of
+from threed.distributed.topology import Topology, default_device
+from threed.layers import Slicing
+from threed.memory.sizes import regime
+from threed.models import Model, options_of
+from threed.models.measured_partition import Division, LayerBytes, stage_costs, times_by_flops
+from threed.monitor.meter import peak_tflops
+from threed.ops.precision import dtype
+from threed.pipeline.activation_checkpointing import recomputed_layers, whole_again
+from threed.pipeline.trace import LayerCost
+from threed.planner.blueprint import Blueprint, Pipeline, step_plan
+from threed.planner.layer_times import division as divided
+from threed.planner.layer_times import layer_times, max_over_ranks, trace_layer_bytes
+from threed.planner.memory_estimate import footprint, order_facts, trace, with_order
+from threed.zero.setup import state_names
+
+GIB = 2**30
+# Share of a device's peak that compute is assumed to reach. Megatron-LM reached 44 to 52 % of an
+# A100's peak, with messages and bubbles (arXiv 2104.04473, table 1).
+EFFICIENCY = 0.5
+_VERSIONS = "two of the parameters, and a copy of the gradient slices; updates are one step late"
+
+
+@dataclass(frozen=True)
+class RankForecast:
+    """The forecast of one rank.
+
+    Attributes:
+        rank: global rank.
+        label: its coordinates, such as 'pp0 dp1'.
+        layers: layer numbers, per chunk.
+        bytes: bytes by kind: parameters, gradients, optimizer, activations, buffers, their sum
+            `peak`, and others; see `Footprint`.
+        sends: bytes sent per step over tp, pp, dp and cp.
+    """
+
+    rank: int
+    label: str
+    layers: Sequence[range]
+    bytes: dict[str, int]
+    sends: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The forecast of a run.
+
+    Attributes:
+        config: the resolved configuration.
+        model: name of the model.
+        sizes: number of ranks per axis.
+        parameters: number of parameters of the model.
+        microbatches: number of micro-batches per step and data rank.
+        bubble: idle share of the pipeline rank with the longest time from its first to its last
+            action (arXiv 2401.10241).
+        idle: idle share of the step, mean over pipeline ranks.
+        flops_per_token: FLOPs of forward and backward.
+        ranks: forecast of each rank.
+        division: the partition by measured times, if configured.
+        ways: number of pipeline ranks with a replica of each stage.
+        step_flops: FLOPs that one device could execute in the simulated time of a step's forwards
+            and backwards, idle time included; None if FLOPs are not known.
+        measured_s: simulated time in seconds, from measured times of layers; None without them.
+        device: name of this machine's GPU.
+    """
+
+    config: Config
+    model: str
+    sizes: dict[str, int]
+    parameters: int
+    microbatches: int
+    bubble: float
+    idle: float
+    flops_per_token: float
+    ranks: Sequence[RankForecast]
+    division: Division | None = None
+    ways: int = 1
+    step_flops: float | None = None
+    measured_s: float | None = None
+    device: str | None = None
+
+    @classmethod
+    def of(
+        cls, config: Config, world: int, build: Callable[[Slicing], Model] | None = None,
+        division: Division | None = None,
+    ) -> Forecast:  # fmt: skip
+        """Returns the forecast of a configuration.
+
+        Args:
+            config: the resolved configuration.
+            world: number of ranks.
+            build: builds a custom model of `threed.layers` for a slicing; by default the model of
+                `config.model`.
+            division: the engine's partition by measured times; by default layers are measured here,
+                if the configuration partitions by measured times.
+
+        Raises:
+            ValueError: if the model cannot be partitioned.
+        """
+        custom = build is not None
+        build = build or (lambda slicing: models.build(config.model, slicing))
+        p = config.parallel
+        grid = Grid.of(world, pp=p.pp, dp=p.dp, cp=p.cp, tp=p.tp)
+        # columns with the same parameter shapes share a forecast
+        unique: dict[object, _Column] = {}
+        columns = [_Column(config, grid, build, number) for number in range(grid.tp)]
+        columns = [unique.setdefault(column.shapes, column) for column in columns]
+        config = with_order(
+            config, lambda: [order_facts(config, c.layers, c.costs) for c in set(columns)]
+        )
+        for column in columns:
+            column.config = config
+        unsharded = columns[0] if grid.tp == 1 else _Column(config, Grid(), build, 0)
+        flops = [sum(costs) for costs in zip(*(column.flops for column in columns), strict=True)]
+        unsharded_times = division is None and grid.tp > 1
+        if division is None and p.partition == "measured" and grid.pp > 1:
+            division = _divide(list(unique.values()), flops, build)
+        pipeline = columns[0].pipeline(flops, division)
+        blueprints = {
+            column: [column.blueprint(stage, pipeline) for stage in range(grid.pp)]
+            for column in unique.values()
+        }
+        footprints = {
+            column: [footprint(one, column.costs) for one in stages]
+            for column, stages in blueprints.items()
+        }
+        ranks = []
+        for rank in range(world):
+            position = grid.coordinates(rank)
+            sizes = footprints[columns[position["tp"]]][position["pp"]]
+            layers = pipeline.cut.chunks(position["pp"])
+            ranks.append(RankForecast(rank, grid.label(rank), layers, sizes.bytes, sizes.sends))
+        costs = division.costs if division else columns[0].stage_costs(flops, pipeline)
+        timeline = schedules.simulate(pipeline.plan, costs)
+        # traced FLOPs, not a model's custom costs, which may have another unit
+        counted = sum(3.0 * cost.flops for cost in unsharded.costs)
+        per_token = counted / (config.train.micro_batch * config.model.seq)
+        name = type(unsharded.model).__name__ if custom else config.model.arch
+        custom_costs = options_of(unsharded.model).costs is not None
+        return cls(
+            config, name, grid.sizes, unsharded.parameters, pipeline.plan.microbatches, timeline.bubble,
+            fmean(schedules.idle_shares(timeline.spans)), per_token, ranks, division, pipeline.plan.ways,
+            step_flops=None if division or custom_costs else timeline.makespan / grid.tp,
+            measured_s=timeline.makespan if division and not unsharded_times else None,
+            device=device_name(default_device()),
+        )  # fmt: skip
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted seconds of a step's forwards and backwards; None if they are not known.
+
+        With `--parallel.partition measured` they follow from measured times of layers. Otherwise
+        they are `step_seconds` of this machine's GPU, if its peak is known (`monitor.meter`).
+        Messages are not included, because the bandwidth of links is not known.
+        """
+        if self.division is not None:
+            return self.measured_s
+        peak = peak_tflops(self.device, self.config.precision.dtype)
+        return None if peak is None or self.step_flops is None else self.step_seconds(peak)
+
+    def step_seconds(
+        self, tflops: float, gb_per_s: float | None = None, efficiency: float = EFFICIENCY
+    ) -> float:
+        """Returns seconds per step: FLOPs / (peak × efficiency) + bytes / bandwidth.
+
+        Stages take time in proportion to their FLOPs, in the simulated schedule. Messages are those
+        of the rank that sends most, without overlap with compute. Updates are not included.
+
+        Args:
+            tflops: peak of a device in TFLOP/s.
+            gb_per_s: bandwidth of a device in GB/s; by default messages take no time.
+            efficiency: share of the peak that compute reaches.
+
+        Raises:
+            ValueError: if FLOPs are not known, because the model has custom costs or measured
+                times.
+        """
+        if self.step_flops is None:
+            raise ValueError(
+                "FLOPs of a step are not known: layers have measured times or custom costs"
+            )
+        sent = max(sum(rank.sends.values()) for rank in self.ranks)
+        messages = 0.0 if gb_per_s is None else sent / (gb_per_s * 1e9)
+        return self.step_flops / (tflops * 1e12 * efficiency) + messages
+
+    def text(self) -> str:
+        """Returns the forecast as text: one line per fact, one line per group of equal ranks."""
+        c, train = self.config, self.config.train
+        grid = (
+            " × ".join(f"{axis} {self.sizes[axis]}" for axis in AXES if self.sizes[axis] > 1)
+            or "one rank"
+        )
+        widths, moments, dp = _widths(c), len(state_names(c.optim)), self.sizes["dp"]
+        shards = dp if c.zero.shard_size == "all" or c.zero.stage == 0 else int(c.zero.shard_size)
+        small = c.zero.resident
+        states = regime(
+            *widths, c.zero.stage, shards, replicas=dp // shards, moments=moments, resident=small
+        )
+        sends = {axis: max(rank.sends[axis] for rank in self.ranks) for axis in AXES}
+        sent = " + ".join(f"{axis} {_gib(size)}" for axis, size in sends.items() if size)
+        lines = [
+            f"model      {self.model}, {self.parameters / 1e6:.2f} M parameters, {c.precision.dtype}",
+            f"states     {states}{_ways_text(c, self.ways)}",
+            *(
+                [f"versions   {_VERSIONS}"]
+                if schedules.is_asynchronous(c.parallel.schedule)
+                else []
+            ),
+            f"ranks      {grid}",
+            f"a step     {train.global_batch} × {c.model.seq} tokens, {self.microbatches} micro-batches per data rank",
+            *([f"time       {self._time_text(self.seconds)}"] if self.seconds else []),
+            f"pipeline   {c.parallel.schedule}, ideal bubble {self.bubble:.1%}",
+            *([f"partition  {self.division.text()}"] if self.division else []),
+            *(
+                f"partition  {notice}"
+                for notice in (self.division.notices if self.division else ())
+            ),
+            *([f"order      {_order_text(self.microbatches)}"] if c.zero.order == "layer" else []),
+            *([f"recompute  {_recompute_text(c)}"] if c.recompute.mode != "none" else []),
+            *([f"traffic    up to {sent} GiB sent per rank and step"] if sent else []),
+            *_lines(self.ranks),
+        ]
+        return "\n".join(lines)
+
+    def _time_text(self, seconds: float) -> str:
+        tokens = self.config.train.global_batch * self.config.model.seq / seconds
+        by = (
+            "by measured times" if self.division else f"at {EFFICIENCY:.0%} of {self.device}'s peak"
+        )
+        return f"{seconds:.3g} s, {tokens:,.0f} tokens/s {by}, without messages and updates"
+
+
+def _lines(ranks: Sequence[RankForecast]) -> list[str]:
+    """Returns one line per group of ranks with equal layers and sizes, in order of first ranks."""
+    groups: dict[str, list[RankForecast]] = {}
+    for rank in ranks:
+        groups.setdefault(_sizes_text(rank), []).append(rank)
+    heads = [_ranks_text(same) for same in groups.values()]
+    width = max(map(len, heads))
+    return [f"  {head:<{width}}  {holds}" for head, holds in zip(heads, groups, strict=True)]
+
+
+def _ranks_text(same: Sequence[RankForecast]) -> str:
+    """Returns a group's first and last rank, and its size if other ranks are in between."""
+    first, last, count = same[0], same[-1], len(same)
+    if count == 1:
+        return f"rank {first.rank}  {first.label}"
+    some = f" ({count} ranks)" if last.rank - first.rank >= count else ""
+    return f"rank {first.rank} – rank {last.rank}{some}  {first.label} – {last.label}"
+
+
+def _sizes_text(rank: RankForecast) -> str:
+    """Returns the layers and sizes of a rank as text."""
+    device = [
+        f"{name} {_gib(size)}"
+        for name, size in rank.bytes.items()
+        if name not in ("peak", "offloaded")
+    ]
+    away = f"; offloaded {_gib(rank.bytes['offloaded'])}" if "offloaded" in rank.bytes else ""
+    layers = "layers " + ", ".join(f"{chunk.start}–{chunk.stop - 1}" for chunk in rank.layers)
+    return f"{layers:<14} {_gib(rank.bytes['peak']):>6} GiB = {' + '.join(device)}{away}"
+
+
+def _gib(size: float) -> str:
+    """Returns bytes as a number of GiB; small numbers have more digits."""
+    gib = size / GIB
+    return f"{gib:.1f}" if gib >= 10 else f"{gib:.2f}" if gib >= 1 else f"{gib:.4f}"
+
+
+def _widths(config: Config) -> tuple[int, int]:
+    """Returns the bytes per parameter and per gradient."""
+    grads = config.precision.grad_dtype or "fp32"
+    return dtype(config.precision.dtype).itemsize, dtype(grads).itemsize
+
+
+class _Column:
+    """The ranks with one tensor-parallel index: their model and the costs of its layers."""
+
+    def __init__(
+        self, config: Config, grid: Grid, build: Callable[[Slicing], Model], number: int
+    ) -> None:
+        self.config, self.grid, self.number = config, grid, number
+        self.topology = Topology.drawn(grid, number)
+        sequence = bool(config.parallel.sequence)
+        self.model = build(
+            Slicing(self.topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
+        )
+        self.layers = self.model.layers()
+        self.shapes = tuple(
+            tuple(tuple(p.shape) for p in layer.parameters()) for layer in self.layers
+        )
+
+    @functools.cached_property
+    def costs(self) -> list[LayerCost]:
+        """The traced costs of all layers of the model, on a rank of this column."""
+        recomputed = recomputed_layers(self.config, self.layers)
+        return trace(self.model, self.layers, self.config, self.topology, recomputed)
+
+    @property
+    def flops(self) -> list[float]:
+        """FLOPs of all layers, forward and backward; a backward counts as two forwards."""
+        custom_costs = options_of(self.model).costs
+        return (
+            [3.0 * cost.flops for cost in self.costs]
+            if custom_costs is None
+            else list(custom_costs(self.config.train.micro_batch))
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of all parameters of this column."""
+        found = {
+            spec_of(p).name: spec_of(p).numel for layer in self.layers for p in layer.parameters()
+        }
+        return sum(found.values())
+
+    def pipeline(self, flops: Sequence[float], division: Division | None) -> Pipeline:
+        """Returns the stages and the plan, which are the same for all columns.
+
+        Args:
+            flops: FLOPs of the layers, summed over columns.
+            division: the partition by measured times, or None.
+        """
+        return Pipeline.of(
+            self.layers, self.topology, self.config, lambda: flops, lambda _: cast(Division, division)
+        )  # fmt: skip
+
+    def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
+        """Returns the times of stages, in proportion to their FLOPs."""
+        again = whole_again(self.config, self.layers)
+        return stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
+
+    def blueprint(self, stage: int, pipeline: Pipeline) -> Blueprint:
+        """Returns the blueprint of the first rank of a stage in this column."""
+        position = {**dict.fromkeys(AXES, 0), "pp": stage, "tp": self.number}
+        topology = Topology.drawn(self.grid, self.grid.rank_of(position))
+        return Blueprint.draw(self.model, self.layers, topology, self.config, pipeline)
+
+
+def _divide(
+    columns: Sequence[_Column], flops: Sequence[float], build: Callable[[Slicing], Model]
+) -> Division:
+    """Returns the partition by measured times. Times are measured here, on unsharded layers.
+
+    Other tensor ranks do not exist here, so sharded layers cannot run.
+    """
+    first, device = columns[0], default_device()
+    config, plan = first.config, step_plan(first.config, first.topology.dp)
+    alone = Topology.drawn(Grid(), 0)
+    model = build(Slicing(alone.axis("tp"), False, config.train.seed, config.zero.tile))
+    layers = model.layers()
+    times = layer_times(model, layers, config, alone, device)
+
+    def layer_sizes() -> list[LayerBytes]:
+        return max_over_ranks(
+            [
+                trace_layer_bytes(c.model, c.layers, config, c.topology, device, plan.ways)
+                for c in columns
+            ]
+        )
+
+    division = divided(plan, first.layers, times, flops, layer_sizes, config, device)
+    if first.grid.tp == 1:
+        return division
+    notice = f"times of unsharded layers, not of 1/{first.grid.tp} of each"
+    return replace(division, notices=(notice, *division.notices))
+
+
+def _order_text(microbatches: int) -> str:
+    """Returns a description of layer-major order."""
+    gathered = "parameters are gathered and gradients reduced once per pass"
+    return f"each layer runs all {microbatches} micro-batches: {gathered}; activations of all of them are kept"
+
+
+def _ways_text(config: Config, ways: int) -> str:
+    """Returns a description of stages that several ranks hold; empty if each has one rank."""
+    zero = config.zero
+    shared = "share" if zero.offload_optimizer == zero.offload_params == "none" else "each keep"
+    return (
+        f"; every stage is on {ways} ranks, which {shared} its optimizer state" if ways > 1 else ""
+    )
+
+
+def _recompute_text(config: Config) -> str:
+    """Returns which activations are kept, and where."""
+    r, sliced = config.recompute, config.parallel.sequence and config.parallel.tp > 1
+    layers = "each block" if r.every == 1 else f"one block in {r.every}"
+    if r.mode == "selective":
+        return f"{', '.join(r.ops)} of {layers}"
+    parts = [f"{layers} from its input"]
+    if r.partition:
+        parts.append("sliced over tp" + (" (by sequence parallelism already)" if sliced else ""))
+    if r.offload == "cpu":
+        parts.append(
+            "in host memory"
+            + ("" if default_device().type == "cuda" else " (no effect without a GPU)")
+        )
+    elif r.offload == "nvme":
+        parts.append(f"in {config.zero.nvme_path}")
+    return ", ".join(parts + ["in an arena"] * r.arena)
+
+
+def checkpoint_bytes(parameters: int, name: str) -> int:
+    """Returns the bytes of a checkpoint: master weights and two moments of every parameter."""
+    return 3 * parameters * max(dtype(name).itemsize, 4)

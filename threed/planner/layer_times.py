@@ -1,0 +1,269 @@
+"""Measured times and memory of a model's layers, for `--parallel.partition measured`.
+
+    times = layer_times(model, layers, config, topology)        # collective; the same on every rank
+    division(plan, layers, times, ...).ranges                   # layers of each stage
+
+All ranks measure all layers at the same time, under the load of a training step. The result is the
+median over ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from threed import schedules
+from threed.config import Config
+from threed.core.device import is_accelerator, memory_bytes
+from threed.distributed import collectives
+from threed.distributed.topology import Topology
+from threed.memory.sizes import optimizer_bytes
+from threed.models import Model
+from threed.models.measured_partition import (
+    Division,
+    LayerBytes,
+    LayerTimes,
+    divide,
+    stage_costs,
+    times_by_flops,
+)
+from threed.models.partition import balanced, uniform
+from threed.ops.precision import dtype
+from threed.pipeline import activation_checkpointing, compiling
+from threed.pipeline.timing import Timer
+from threed.pipeline.trace import LayerCost, TraceError
+from threed.planner.memory_estimate import example, trace
+from threed.schedules import Costs, Plan, is_asynchronous
+from threed.zero.setup import state_names
+
+GIB = 2**30
+
+
+def layer_times(
+    model: Model,
+    layers: list[nn.Module],
+    config: Config,
+    topology: Topology,
+    device: torch.device | None = None,
+) -> list[LayerTimes]:
+    """Returns the measured times of every layer; the same on every rank. Collective.
+
+    Args:
+        model: the model.
+        layers: all layers of the model.
+        config: the resolved configuration.
+        topology: the ranks.
+        device: device to measure on; by default the topology's.
+
+    Raises:
+        RuntimeError: if a layer cannot run on its own.
+    """
+    world = topology.axis("world")
+    collectives.barrier(world)
+    own = _measure(model, layers, config, topology, device or topology.device)
+    everyone = collectives.exchange(own, world)
+    return [
+        LayerTimes(*(statistics.median(values) for values in zip(*layer, strict=True)))
+        for layer in zip(*everyone, strict=True)
+    ]
+
+
+def _measure(
+    model: Model, layers: list[nn.Module], config: Config, topology: Topology, device: torch.device
+) -> list[LayerTimes]:
+    """Returns the times on this rank. The traffic of the measured layers is not counted."""
+    before, precision = Counter(topology.traffic), config.precision
+    numbers = activation_checkpointing.recomputed_layers(config, layers)
+    timer = Timer(
+        example(model, config, device), dtype(precision.dtype), dtype(precision.grad_dtype or "fp32"), device,
+        config.train.seed, lambda layer: compiling.compile_layers([layer], layers, config.run),
+    )  # fmt: skip
+    try:
+        return timer.measure(
+            layers, activation_checkpointing.on_paper(config, numbers, model.slicing, device)
+        )
+    finally:
+        topology.traffic.clear()
+        topology.traffic.update(before)
+
+
+def cut_by_times(
+    model: Model,
+    layers: list[nn.Module],
+    config: Config,
+    topology: Topology,
+    costs: Callable[[], Sequence[float]],
+    plan: Plan,
+) -> Division:
+    """Partitions a model by times measured here. Collective.
+
+    Args:
+        model: the model.
+        layers: all layers of the model.
+        config: the resolved configuration.
+        topology: the ranks.
+        costs: returns the FLOPs of the layers, for comparison; omitted if layers cannot be traced.
+        plan: the plan of a step.
+
+    Raises:
+        RuntimeError: if a layer cannot run on its own.
+        ValueError: if no partition fits the memory limit.
+    """
+
+    def layer_sizes() -> list[LayerBytes]:
+        own = trace_layer_bytes(model, layers, config, topology, topology.device, plan.ways)
+        return max_over_ranks(collectives.exchange(own, topology.axis("tp")))
+
+    times, flops = layer_times(model, layers, config, topology), None
+    with contextlib.suppress(TraceError):
+        flops = costs()
+    return division(plan, layers, times, flops, layer_sizes, config, topology.device)
+
+
+def division(
+    plan: Plan, layers: Sequence[nn.Module], times: Sequence[LayerTimes], flops: Sequence[float] | None,
+    layer_sizes: Callable[[], Sequence[LayerBytes]], config: Config, device: torch.device,
+) -> Division:  # fmt: skip
+    """Partitions a model by its layers' times, and plans the step by them if the schedule allows.
+
+    The memory limit is the configured one. Without it the limit is the memory of the GPU; if no
+    partition fits that one, the result has a notice instead.
+
+    Args:
+        plan: the plan of a step with equal times.
+        layers: all layers of the model.
+        times: times of every layer.
+        flops: FLOPs of the layers, for comparison with a balanced partition; None if not known.
+        layer_sizes: returns the bytes of the layers, the largest over tensor ranks.
+        config: the resolved configuration.
+        device: device of the stages.
+
+    Raises:
+        ValueError: if no partition fits the configured limit.
+    """
+    configured, divide_within = (
+        config.parallel.memory_limit_gib,
+        _divider(plan, layers, times, flops, config),
+    )
+    limit = configured * GIB if configured else memory_bytes(device)
+    if limit is None:
+        return divide_within(None, None)
+    try:
+        return divide_within(layer_sizes(), limit)
+    except ValueError as error:
+        if configured:
+            raise ValueError(f"--parallel.memory-limit-gib {configured:g}: {error}") from None
+        return replace(divide_within(None, None), notices=(str(error),))
+
+
+def _divider(
+    plan: Plan,
+    layers: Sequence[nn.Module],
+    times: Sequence[LayerTimes],
+    flops: Sequence[float] | None,
+    config: Config,
+) -> Callable[[Sequence[LayerBytes] | None, float | None], Division]:
+    """Returns a function from the layers' bytes and a rank's limit to the partition."""
+    name, stages = config.parallel.schedule, plan.total_stages
+
+    def planner(costs: Costs | None, limit: float | None) -> Plan:
+        if not schedules.plans_by_times(name):
+            return plan
+        return schedules.build(name, plan.stages, plan.microbatches, plan.chunks, costs, limit)
+
+    baselines = {"uniform": (uniform(len(layers), stages), plan)}
+    if flops is not None:
+        again = activation_checkpointing.whole_again(config, layers)
+        cut = balanced(activation_checkpointing.with_recompute(flops, again), stages)
+        costs = stage_costs(times_by_flops(flops, again), cut)
+        baselines["balanced"] = cut, planner(costs, None)
+    return partial(divide, times, planner, baselines)
+
+
+def trace_layer_bytes(
+    model: Model,
+    layers: list[nn.Module],
+    config: Config,
+    topology: Topology,
+    device: torch.device,
+    ways: int = 1,
+) -> list[LayerBytes]:
+    """Returns the bytes that every layer takes on a rank, by tracing.
+
+    Args:
+        model: the model.
+        layers: all layers of the model.
+        config: the resolved configuration.
+        topology: the ranks.
+        device: device of the stages.
+        ways: number of ranks with a replica of each layer.
+
+    Raises:
+        TraceError: if a layer cannot be traced; names it.
+    """
+    recomputed = activation_checkpointing.recomputed_layers(config, layers)
+    costs = trace(model, layers, config, topology, recomputed)
+    return layer_bytes(costs, layers, config, topology.dp, device, ways)
+
+
+def max_over_ranks(ranks: Sequence[Sequence[LayerBytes]]) -> list[LayerBytes]:
+    """Returns the largest bytes over several tensor ranks, per layer."""
+    return [
+        LayerBytes(*(max(parts) for parts in zip(*layer, strict=True)))
+        for layer in zip(*ranks, strict=True)
+    ]
+
+
+def layer_bytes(
+    costs: Sequence[LayerCost], layers: Sequence[nn.Module], config: Config, dp: int, device: torch.device,
+    ways: int = 1,
+) -> list[LayerBytes]:  # fmt: skip
+    """Returns bytes of every layer on one rank: states, activations and temporary memory.
+
+    Offloaded data and module buffers are not included.
+
+    Args:
+        costs: traced costs of the layers.
+        layers: all layers of the model.
+        config: the resolved configuration.
+        dp: number of data-parallel ranks.
+        device: device of the stages.
+        ways: number of ranks with a replica of each layer; they share its optimizer states.
+    """
+    size = config.zero.shard_size
+    shards = dp if size == "all" else int(size)
+    width, each = dtype(config.precision.dtype).itemsize, _state_bytes(config, shards, device, ways)
+    found, previous_keeps = [], False
+    for cost, layer in zip(costs, layers, strict=True):
+        params = list(layer.parameters())
+        states = sum(param.numel() * (each if param.requires_grad else width) for param in params)
+        kept = cost.kept + cost.input * (cost.keeps_input or previous_keeps)
+        found.append(
+            LayerBytes(math.ceil(states), kept, max(0, max(cost.forward, cost.backward) - kept))
+        )
+        previous_keeps = cost.keeps_output
+    return found
+
+
+def _state_bytes(config: Config, shards: int, device: torch.device, ways: int) -> float:
+    """Returns the bytes of states on the device per element of a trained parameter."""
+    zero, width = config.zero, dtype(config.precision.dtype).itemsize
+    grad, slices = (
+        dtype(config.precision.grad_dtype or "fp32").itemsize,
+        shards if zero.stage else 1,
+    )
+    away = ("nvme", "cpu") if is_accelerator(device) else ("nvme",)
+    params = 0 if zero.offload_params in away else width / (shards if zero.stage == 3 else 1)
+    grads = grad / (shards if zero.stage >= 2 else 1)
+    optimizer = optimizer_bytes(width, len(state_names(config.optim))) / slices
+    once = ways if zero.offload_optimizer == zero.offload_params == "none" else 1
+    kept = params + grads + (0 if zero.offload_optimizer in away else optimizer / once)
+    return kept + (width + grad / slices) * is_asynchronous(config.parallel.schedule)

@@ -1,0 +1,543 @@
+"""Memory and traffic of one rank per step, computed from its blueprint and the costs of its layers.
+
+    costs = trace(blueprint.model, blueprint.layers, config, topology, blueprint.recomputed)
+    footprint(blueprint, costs)             # bytes by kind, and bytes sent over each axis
+
+Blueprints are on the meta device (`Topology.drawn`). Parameters, gradients and optimizer states are
+the storages that an engine creates. Reductions are simulated by ZeRO's own reducer, with gradients
+on the meta device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from threed.checkpoint.copies import memory_bytes
+from threed.checkpoint.saving import save_bytes
+from threed.config import Config, ConfigError
+from threed.config.checks import LAYER_MAJOR
+from threed.core.device import peak_bytes, reset_peak
+from threed.distributed import collectives
+from threed.distributed.collectives import EXACT
+from threed.distributed.grid import AXES
+from threed.distributed.sharding import spec_of
+from threed.distributed.topology import Topology, default_device
+from threed.layers import MicroBatch
+from threed.layers.contract import contract
+from threed.models import Model, Wrapped, options_of
+from threed.ops.precision import dtype
+from threed.pipeline import activation_checkpointing
+from threed.pipeline.activation_checkpointing import recomputed_layers
+from threed.pipeline.trace import META, LayerCost, Pass, TraceError, Tracer, Watch, stated_flops
+from threed.pipeline.transport import SlicedLinks, links
+from threed.planner.blueprint import Blueprint
+from threed.planner.gathering import Gathering, gathering
+from threed.planner.order import choose
+from threed.schedules import Action, Kind
+from threed.schedules.action import COMPUTE
+from threed.zero import setup
+from threed.zero.layout import Group, Layout
+from threed.zero.optimistic import copied_bytes
+from threed.zero.reducer import Reducer
+from threed.zero.state import State, holdings, new_state, storages
+
+MESSAGES = 2  # messages to other stages that are in flight at once
+STEADY = 3  # after this many rounds, another round allocates no further buffers
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory and traffic of one rank.
+
+    Attributes:
+        bytes: device bytes by kind: parameters, gradients, optimizer, activations, buffers; on a
+            CPU also `saving` (asynchronous checkpoints) and `copies` (in-memory checkpoints);
+            `peak`, their sum. `offloaded`: bytes in host memory of a GPU or on a drive, if any.
+        sends: bytes sent per step over tp, pp, dp and cp.
+    """
+
+    bytes: dict[str, int]
+    sends: dict[str, int]
+
+
+def trace(
+    model: Model,
+    layers: list[nn.Module],
+    config: Config,
+    topology: Topology,
+    recomputed: Sequence[int] = (),
+) -> list[LayerCost]:
+    """Returns the cost of every layer on this rank, traced on the meta device.
+
+    A model with other inputs than 'tokens' and 'labels' defines `example(micro_batch)`, which
+    returns a batch with that many rows.
+
+    Args:
+        model: the model.
+        layers: all layers of the model.
+        config: the resolved configuration.
+        topology: the ranks.
+        recomputed: numbers of the layers with activation recomputation.
+
+    Raises:
+        TraceError: if a layer cannot run on the meta device; names it.
+    """
+    wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
+    tracer = Tracer(example(model, config), wide, grads, topology.traffic)
+    costs = tracer.trace(
+        layers, activation_checkpointing.on_paper(config, recomputed, model.slicing)
+    )
+    if config.recompute.mode == "full":
+        for number in recomputed:
+            costs[number] = _with_stored_input(costs[number], config, default_device().type)
+    return costs
+
+
+def flops(model: Model, layers: list[nn.Module], config: Config, topology: Topology) -> list[int]:
+    """Returns every layer's forward FLOPs on this rank, as stated by layers or else traced."""
+    stated = stated_flops(layers, config.train.micro_batch * config.model.seq, config.model.seq)
+    return (
+        [cost.flops for cost in trace(model, layers, config, topology)]
+        if stated is None
+        else stated
+    )
+
+
+def _with_stored_input(cost: LayerCost, config: Config, device: str) -> LayerCost:
+    """Returns a recomputed layer's cost, with its input in an arena, host memory or on a drive."""
+    r = config.recompute
+    # if inputs are sliced, the layer keeps the slice only
+    copied = cost.input if cost.keeps_input else cost.kept
+    if r.offload == "nvme" or (r.offload == "cpu" and device != "cpu"):
+        passing = cost.backward + activation_checkpointing.BUFFERS * copied
+        return replace(cost, kept=0, keeps_input=False, elsewhere=copied, backward=passing)
+    return replace(cost, kept=copied, keeps_input=False) if r.arena else cost
+
+
+def example(model: Model, config: Config, device: torch.device = META) -> MicroBatch:
+    """Returns a micro-batch with valid but arbitrary values, by default on the meta device."""
+    rows, seq, precision = config.train.micro_batch, config.model.seq, config.precision
+    ids = torch.arange(rows * seq, device=device).remainder(config.model.vocab or 1).view(rows, seq)
+    batch = {"tokens": ids, "labels": ids.clone(), "samples": torch.arange(rows, device=device)}
+    if (own := options_of(model).example) is not None:
+        casts = precision.cast_inputs
+        batch = {"samples": batch["samples"]} | {
+            name: _to_device(
+                device,
+                value,
+                dtype(precision.dtype) if casts and value.is_floating_point() else value.dtype,
+            )
+            for name, value in own(rows).items()
+        }
+    tokens, labels, samples = (batch.pop(name, None) for name in ("tokens", "labels", "samples"))
+    weight = torch.full((), 1.0 / (rows * seq), dtype=torch.float64, device=device)
+    chunks = config.recompute.loss_chunks
+    return MicroBatch(tokens, labels, samples, weight, inputs=batch or None, loss_chunks=chunks)
+
+
+def _to_device(device: torch.device, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Moves a tensor of an example to a device; a meta tensor becomes zeros."""
+    return (
+        torch.zeros_like(value, dtype=dtype, device=device)
+        if value.is_meta
+        else value.to(device, dtype)
+    )
+
+
+def footprint(blueprint: Blueprint, costs: Sequence[LayerCost]) -> Footprint:
+    """Returns the memory and traffic of this rank.
+
+    Args:
+        blueprint: the rank's blueprint, on the meta device.
+        costs: costs of all layers of the model, see `trace`.
+    """
+    config, layout, traffic = blueprint.config, blueprint.layout, blueprint.topology.traffic
+    delayed, before = config.zero.delayed_update, Counter(traffic)
+    states = [new_state(bucket, layout.policy) for bucket in layout.buckets]
+    sizes = holdings(layout, states, default_device().type == "cuda")
+    if blueprint.optimistic:
+        sizes["optimizer"] += copied_bytes(states)
+    if delayed:
+        sizes["optimizer"] += sum(
+            bucket.share * layout.policy.grad_dtype.itemsize for bucket in layout.buckets
+        )
+    gathered = _gather(blueprint)
+    chunks = [[costs[number] for number in chunk] for chunk in blueprint.chunks]
+    reductions = _Reductions(blueprint, states)
+    if blueprint.layer_major:
+        kept, peak = _activations_by_layer(blueprint, chunks[0], reductions, gathered[0])
+    else:
+        kept, peak = _activations(blueprint, chunks, reductions, gathered)
+    sizes["activations"] = kept
+    sizes["buffers"] = peak - kept + _tile_bytes(layout) + _constant_bytes(blueprint, chunks)
+    sends = {axis: traffic[axis] - before[axis] for axis in AXES}
+    _count_pass_traffic(blueprint, chunks, sends)
+    offloaded = sizes.pop("offloaded") + _offloaded_activations(blueprint, chunks)
+    gpu = default_device().type == "cuda"
+    saving = save_bytes(config.checkpoint, layout, states, gpu)
+    sizes |= {"saving": saving} if saving and not gpu else {}
+    copies = memory_bytes(config, layout, states, gpu)
+    sizes |= {"copies": copies} if copies and not gpu else {}
+    offloaded += saving + copies if gpu else 0
+    sizes["peak"] = sum(sizes.values())
+    return Footprint({**sizes, **({"offloaded": offloaded} if offloaded else {})}, sends)
+
+
+def decide_order(
+    config: Config, model: Model, layers: list[nn.Module], topology: Topology
+) -> Config:
+    """Returns the configuration with `zero.order` decided, the same on all ranks. Collective.
+
+    A model that cannot be traced runs micro-batch by micro-batch.
+
+    Raises:
+        ConfigError: if the order is `layer` and the model is a wrapped module.
+    """
+    if isinstance(model, Wrapped):
+        if config.zero.order == "layer":
+            fix = "it runs all its layers in one call: build it from threed.layers, or use --zero.order micro"
+            raise ConfigError([f"--zero.order layer with a wrapped module: {fix}"])
+        return with_order(config, lambda: [(0, 0)])
+
+    def facts() -> list[tuple[int, int]]:
+        try:
+            costs = trace(model, layers, config, topology, recomputed_layers(config, layers))
+            own = order_facts(config, layers, costs)
+        except TraceError:
+            own = (0, 0)
+        return collectives.exchange(own, topology.axis("tp"))
+
+    return with_order(config, facts)
+
+
+def with_order(config: Config, facts: Callable[[], Sequence[tuple[int, int]]]) -> Config:
+    """Returns the configuration with `zero.order` decided if it is auto (`planner.order`).
+
+    Args:
+        config: the configuration.
+        facts: returns the `order_facts` of every tensor rank.
+    """
+    p, zero, train = config.parallel, config.zero, config.train
+    if zero.order != "auto":
+        return config
+    microbatches, order = train.global_batch // (train.micro_batch * (p.dp or 1)), "micro"
+    if zero.stage == 3 and microbatches > 1 and p.pp == 1 and p.schedule in LAYER_MAJOR:
+        kept, freed = zip(*facts(), strict=True)
+        order = choose(microbatches, max(kept), min(freed))
+    return config.model_copy(update={"zero": zero.model_copy(update={"order": order})})
+
+
+def order_facts(
+    config: Config, layers: Sequence[nn.Module], costs: Sequence[LayerCost]
+) -> tuple[int, int]:
+    """Returns bytes on this tensor rank: activations of a micro-batch, and freed parameters.
+
+    Freed parameters are those that ZeRO-3 does not keep gathered: the slices of other ranks, or all
+    of them if they are offloaded.
+    """
+    zero, data = config.zero, config.parallel.dp or 1
+    ranks = data if zero.shard_size == "all" else int(zero.shard_size)
+    params = {spec_of(param).name: param for layer in layers for param in layer.parameters()}
+    large = [
+        param
+        for param in params.values()
+        if param.numel() * spec_of(param).tile[1] >= max(zero.resident, 1)
+    ]
+    nbytes = sum(param.numel() for param in large) * dtype(config.precision.dtype).itemsize
+    # the last layer runs forward and backward of one micro-batch at a time
+    kept = Pass(costs[:-1] or costs).kept + costs[-1].input
+    return kept, nbytes if zero.offload_params != "none" else nbytes * (ranks - 1) // ranks
+
+
+@contextmanager
+def measuring(
+    layout: Layout, states: Sequence[State], device: torch.device
+) -> Iterator[Callable[[], int]]:
+    """Context manager: yields a function that returns the block's peak of tensor memory in bytes.
+
+    Uses the allocator's peak on a GPU. On a CPU it watches every operation; storages of the layout
+    and the states are included.
+    """
+    if device.type == "cuda":
+        reset_peak(device)
+        yield lambda: peak_bytes(device)
+        return
+    with Watch(real=True) as watch:
+        watch.look_at(storages(layout, states))
+        yield lambda: watch.most
+
+
+def _constant_bytes(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
+    """Returns bytes that exist throughout a step.
+
+    They are the batch, cached tables, buffers of drives, messages between stages and module
+    buffers. On a CPU every rank has the module buffers of all layers.
+    """
+    train, seq, edges = blueprint.config.train, blueprint.config.model.seq, [0]
+    for chunk, numbers in zip(chunks, blueprint.chunks, strict=True):
+        edges += [chunk[0].input, chunk[-1].output if numbers.stop < len(blueprint.layers) else 0]
+    batch = train.global_batch // blueprint.topology.dp * (2 * seq + 1) * 8
+    drives = sum(drive.nbytes * drive.count for drive in blueprint.layout.policy.drives)
+    layers = blueprint.held if default_device().type == "cuda" else range(len(blueprint.layers))
+    buffer_bytes = {
+        id(buffer): buffer.nbytes for n in layers for buffer in blueprint.layers[n].buffers()
+    }
+    tables = max(cost.cached for chunk in chunks for cost in chunk) + _decoding_bytes(blueprint)
+    return batch + tables + drives + MESSAGES * max(edges) + sum(buffer_bytes.values())
+
+
+def _activations(
+    blueprint: Blueprint,
+    chunks: Sequence[Sequence[LayerCost]],
+    reductions: _Reductions,
+    gathered: Sequence[Gathering[Group]],
+) -> tuple[int, int]:
+    """Returns the peak of kept activations, and the peak including temporary memory, in bytes."""
+    passes, width = [Pass(chunk) for chunk in chunks], blueprint.layout.policy.param_dtype.itemsize
+    plan, rank = blueprint.pipeline.plan, blueprint.topology.axis("pp").index
+    actions = [
+        part for action in plan.ranks[rank] if action.kind in COMPUTE for part in action.parts
+    ]
+    last = {
+        (a.chunk, a.microbatch >= 0): n for n, a in enumerate(actions) if a.kind in (Kind.B, Kind.W)
+    }
+    ending = [
+        number
+        for (_, own), number in last.items()
+        if not (own and plan.is_left(rank, plan.microbatches - 1))
+    ]
+    current = kept = peak = passes[0].kept * (plan.begun[rank] if plan.begun else 0)
+    units = list(itertools.accumulate((len(chunk) for chunk in chunks), initial=0))
+    for number, action in enumerate(actions):
+        chunk_pass, full = passes[action.chunk], gathered[action.chunk]
+        if action.kind is Kind.F:
+            peak = max(
+                peak, current + chunk_pass.forward + reductions.standing + full.forward * width
+            )
+            current = current + chunk_pass.kept
+            kept = max(kept, current)
+            continue
+        # A W accumulates into the gradients; the activations that the I used are kept until then.
+        if action.kind is Kind.W:
+            peak, current = max(peak, current + reductions.standing), current - chunk_pass.kept
+            reductions.standing = max(
+                reductions.standing, reductions.kept_between if reductions.always else 0
+            )
+            continue
+        reduces = reductions.always or number in ending
+        first = units[action.chunk]
+        for unit, (nbytes, numel) in enumerate(
+            zip(chunk_pass.backward, full.backward, strict=True), first
+        ):
+            extra = numel * width + (reductions.during[unit] if reduces else 0)
+            peak = max(peak, current - chunk_pass.kept + nbytes + extra)
+        current -= 0 if action.kind is Kind.I else chunk_pass.kept
+        reductions.standing = max(
+            reductions.standing, reductions.kept_between if reductions.always else 0
+        )
+    pending = (
+        plan.asynchronous and plan.begun[rank] < plan.before
+    )  # waits for sums of another stage
+    return kept, max(peak + reductions.waiting * pending, reductions.end)
+
+
+def _activations_by_layer(
+    blueprint: Blueprint,
+    layers: Sequence[LayerCost],
+    reductions: _Reductions,
+    gathered: Gathering[Group],
+) -> tuple[int, int]:
+    """Returns the results of `_activations` for layer-major order.
+
+    While a layer runs one micro-batch, the others are before or after that layer. The peak is at
+    the first or at the last micro-batch. The last layer runs forward and backward of one
+    micro-batch at a time, and keeps the gradient of its input.
+    """
+    rest = blueprint.pipeline.plan.microbatches - 1
+    width = blueprint.layout.policy.param_dtype.itemsize
+    kept = peak = all_kept = 0  # bytes of all micro-batches in the previous layers
+    previous_keeps = False  # whether the previous layer keeps its output
+    for unit, cost in enumerate(layers):
+        stays = cost.input * (cost.keeps_input or previous_keeps)
+        passed = cost.kept + stays + cost.output
+        # in the backward also the gradient of the output
+        waiting = passed + cost.output * cost.keeps_output
+        if unit == len(layers) - 1:
+            all_kept = kept + rest * cost.input + cost.kept + stays
+            passed = waiting = cost.input * (1 + previous_keeps)
+        forward = kept + rest * max(passed, cost.input) + cost.forward
+        backward = (
+            kept + rest * max(waiting, cost.input) + cost.backward + stays * (not cost.keeps_input)
+        )
+        peak = max(peak, forward + reductions.standing + gathered.forward * width)
+        peak = max(peak, backward + reductions.during[unit] + gathered.backward[unit] * width)
+        kept += (rest + 1) * (cost.kept + stays)
+        previous_keeps = cost.keeps_output
+    return all_kept, max(peak, reductions.end)
+
+
+def _offloaded_activations(blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]]) -> int:
+    """Returns the peak bytes of inputs of recomputed layers in host memory or on a drive."""
+    return blueprint.live * sum(cost.elsewhere for chunk in chunks for cost in chunk)
+
+
+def _gather(blueprint: Blueprint) -> list[Gathering[Group]]:
+    """Counts the traffic of a step's gathers; returns the gathers of each chunk."""
+    layout, chunks, first = blueprint.layout, list[Gathering[Group]](), 0
+    actions = blueprint.pipeline.plan.ranks[blueprint.topology.axis("pp").index]
+    if blueprint.layer_major:  # one pass for all micro-batches
+        actions = (Action(Kind.F, 0), Action(Kind.B, 0))
+    times = Counter(
+        {group: 1 for group in layout.groups if group.key.trainable and not group.sliced}
+    )
+    for number, chunk in enumerate(blueprint.chunks):
+        units = [_gathered_by(layout, unit) for unit in range(first, first + len(chunk))]
+        reads = [
+            contract(blueprint.layers[n]).backward_reads_weights or n in blueprint.fully_recomputed
+            for n in chunk
+        ]
+        found = gathering(
+            units, reads, actions, prefetch=blueprint.config.zero.prefetch, chunk=number
+        )
+        times.update(found.times)
+        chunks.append(found)
+        first += len(chunk)
+    codec = setup.weight_codec(blueprint.config)
+    for group, count in times.items():
+        for bucket in group.buckets:
+            part = torch.empty(bucket.share, dtype=layout.policy.param_dtype, device=META)
+            before = blueprint.topology.traffic["dp"]
+            collectives.start_all_gather(part, group.shard, codec=codec if group.sliced else EXACT)
+            blueprint.topology.traffic["dp"] += (blueprint.topology.traffic["dp"] - before) * (
+                count - 1
+            )
+    # after an update, pipeline ranks that share a slice gather it
+    for bucket in layout.buckets:
+        part = torch.empty(bucket.updates, dtype=layout.policy.param_dtype, device=META)
+        collectives.start_all_gather(part, bucket.group.holders)
+    return chunks
+
+
+def _decoding_bytes(blueprint: Blueprint) -> int:
+    """Returns the temporary bytes for decoding the largest encoded bucket."""
+    sliced = [group for group in blueprint.layout.groups if group.sliced]
+    codec = setup.weight_codec(blueprint.config)
+    if codec == EXACT or not sliced:
+        return 0
+    largest = max(bucket.last - bucket.first for group in sliced for bucket in group.buckets)
+    message = codec.encode(torch.empty(1, largest, dtype=torch.float32, device=META))
+    return message.nbytes + 2 * largest * blueprint.layout.policy.param_dtype.itemsize
+
+
+def _tile_bytes(layout: Layout) -> int:
+    """Returns the peak bytes of gathered tiles: one in use and one in flight."""
+    tiles = sorted((group.numel for group in layout.groups if group.key.tile), reverse=True)[:2]
+    return sum(tiles) * layout.policy.param_dtype.itemsize
+
+
+def _gathered_by(layout: Layout, unit: int) -> dict[Group, int]:
+    """Returns the groups that a unit gathers before it runs, with their numbers of elements."""
+    groups = [
+        group
+        for group in layout.groups
+        if group.key.tile is None and unit in (group.key.units or ())
+    ]
+    return {group: group.numel for group in groups}
+
+
+def _count_pass_traffic(
+    blueprint: Blueprint, chunks: Sequence[Sequence[LayerCost]], sends: dict[str, int]
+) -> None:
+    """Adds the bytes that layers send, and the messages to other stages, for all micro-batches."""
+    plan, topology = blueprint.pipeline.plan, blueprint.topology
+    microbatches = plan.microbatches // plan.ways
+    rank = topology.axis("pp").index
+    tensor = topology.axis("tp")
+    sliced = isinstance(links(blueprint.model, topology), SlicedLinks)
+    for number, chunk in enumerate(chunks):
+        for cost in chunk:
+            for axis, nbytes in cost.sent.items():
+                sends[axis] += microbatches * nbytes
+        for kind, sent, back in (
+            (Kind.F, chunk[-1].output, chunk[0].input),
+            (Kind.B, chunk[0].input, chunk[-1].output),
+        ):
+            passes = [
+                find(rank, Action(kind, 0, number)) for find in (plan.consumer, plan.producer)
+            ]
+            to, source = (place is not None and place[0] != rank for place in passes)
+            sends["pp"] += microbatches * to * sent // (tensor.size if sliced else 1)
+            sends["tp"] += (
+                microbatches * source * back // tensor.size * (tensor.size - 1) if sliced else 0
+            )
+
+
+class _Reductions:
+    """Temporary memory of gradient reductions, found by running ZeRO's reducer on meta.
+
+    Attributes:
+        always: whether every backward reduces gradients, not only the last one (ZeRO-2 and 3).
+        during: peak bytes per unit, in its backward and in its reductions.
+        kept_between: bytes kept between backwards, if `always`.
+        waiting: bytes kept while waiting for other stages at the end of a step.
+        end: peak bytes at the end of a step.
+        standing: bytes kept from step to step.
+    """
+
+    def __init__(self, blueprint: Blueprint, states: Sequence[State]) -> None:
+        layout, config = blueprint.layout, blueprint.config
+        reducer = Reducer(layout, setup.gradient_codecs(config), whole_step=blueprint.layer_major)
+        self.always = reducer.rounds
+        plan = blueprint.pipeline.plan
+        self.passes = plan.microbatches // plan.ways  # per chunk
+        rounds = min(self.passes, STEADY) if reducer.rounds else 1
+        traffic, before = blueprint.topology.traffic, Counter(blueprint.topology.traffic)
+        staged = [drive.take() for drive in layout.policy.drives]  # counted by `_constant_bytes`
+        with Watch([*storages(layout, states), *staged]) as watch:
+            # a second step reuses the buffers of the first
+            for _ in range(2 if layout.policy.slices_gradients and rounds < STEADY else 1):
+                traffic.clear()
+                traffic.update(before)
+                self._step(blueprint, reducer, rounds, watch)
+            self.standing = watch.bytes()  # from step to step
+
+    def _step(self, blueprint: Blueprint, reducer: Reducer, rounds: int, watch: Watch) -> None:
+        """Runs a step with `rounds` backwards; further ones count like the last one."""
+        traffic = blueprint.topology.traffic
+        reducer.begin(rounds)
+        self.during: dict[int, int] = {}
+        for _ in range(rounds):
+            before = Counter(traffic)
+            last = sum(len(chunk) for chunk in blueprint.chunks)
+            for chunk in reversed(range(len(blueprint.chunks))):
+                first = last - len(blueprint.chunks[chunk])
+                self._backward(reducer, blueprint.layout, range(first, last), watch)
+                reducer.pass_ended(chunk)
+                last = first
+        self.kept_between = watch.begin()
+        for label in traffic if self.always else ():
+            traffic[label] += (traffic[label] - before[label]) * (self.passes - rounds)
+        asynchronous = blueprint.pipeline.plan.asynchronous
+        finish = reducer.close() if asynchronous else reducer.finish
+        self.waiting = watch.bytes()
+        finish()
+        self.end = watch.most
+
+    def _backward(self, reducer: Reducer, layout: Layout, units: range, watch: Watch) -> None:
+        """Adds a gradient for every use of a parameter in these units, in reverse order."""
+        found = torch.empty((), dtype=layout.policy.grad_dtype, device=META)
+        for unit in reversed(units):
+            watch.begin()
+            for slot in reversed(layout.slots):
+                for _ in range(slot.units.count(unit) if slot.param.requires_grad else 0):
+                    reducer.sink_of(slot).add(found.expand(slot.param.shape))
+            if not self.always:
+                reducer.unit_ended(unit)
+            self.during[unit] = watch.most

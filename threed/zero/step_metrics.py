@@ -1,0 +1,260 @@
+"""Metrics of a step: tensors on the device, converted to Python numbers when they are read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from threed.distributed import collectives
+from threed.distributed.topology import Axis
+from threed.layers.slicing import Flag
+from threed.zero.update import Update
+
+
+class DataError(ValueError):
+    """Raised for invalid data in a batch, such as token ids beyond the vocabulary.
+
+    The step of that batch was skipped. The error is raised when metrics of that step or of a later
+    one are read, or when a checkpoint is saved.
+    """
+
+
+class BadStepsError(RuntimeError):
+    """Raised on every rank, when metrics are read, if too many consecutive steps were skipped."""
+
+
+class Faults:
+    """Counts errors in the data of steps, on the device, until metrics are read or a save begins.
+
+    Args:
+        flags: the flags of all layers, the same list on every rank.
+        device: device of the layers.
+        warns: whether this rank issues the warnings for flags with `error=False`.
+    """
+
+    def __init__(self, flags: Sequence[Flag], device: torch.device, warns: bool) -> None:
+        self.flags, self.warns = tuple(flags), warns
+        self._count = torch.zeros(len(flags), dtype=torch.float64, device=device)
+        self._reported = [0.0] * len(flags)
+        self._raised: dict[int, str] = {}  # messages by step: every property of its metrics raises
+
+    def clear(self) -> None:
+        """Resets all flags."""
+        for flag in self.flags:
+            flag.swap(None)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Context manager: clears the flags; restores those of the step in progress after."""
+        kept = [flag.swap(None) for flag in self.flags]
+        try:
+            yield
+        finally:
+            for flag, found in zip(self.flags, kept, strict=True):
+                flag.swap(found)
+
+    def appended_to(self, loss: Tensor) -> Tensor:
+        """Resets the flags and returns them appended to the loss, for one reduction over ranks.
+
+        Args:
+            loss: fp64 [1].
+
+        Returns:
+            fp64 [1 + number of flags].
+        """
+        return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
+
+    def add(self, found: Tensor) -> Tensor:
+        """Adds the flags of a step to the counts; returns a copy of the counts.
+
+        Args:
+            found: fp64 [number of flags], summed over all ranks.
+        """
+        self._count += found
+        return self._count.clone()
+
+    def raise_new(self, step: int, counts: Tensor) -> None:
+        """Raises DataError for errors up to `step` that were not raised yet; warns of other flags.
+
+        Args:
+            step: number of the step.
+            counts: the counts after that step, fp64 [number of flags].
+        """
+        if what := self._new(counts):
+            self._raised[step] = (
+                f"up to step {step}, since metrics were last read: {', '.join(what)}"
+            )
+        if step in self._raised:
+            raise DataError(self._raised[step])
+
+    def raise_before_save(self, step: int, counts: Tensor, everyone: Axis) -> None:
+        """Raises DataError on every rank if a rank has unreported errors up to `step`. Collective.
+
+        Args:
+            step: number of the last step.
+            counts: the counts after that step, fp64 [number of flags].
+            everyone: the axis of all ranks.
+        """
+        everywhere = collectives.exchange(self._new(counts), everyone)
+        if what := dict.fromkeys(check for rank in everywhere for check in rank):
+            raise DataError(
+                f"nothing is saved; up to step {step}, since metrics were last read: {', '.join(what)}. Those steps"
+                " were skipped: weights and moments are unchanged by them, and the next call saves them"
+            )
+
+    def _new(self, counts: Tensor) -> list[str]:
+        """Returns errors with increased counts; warns of other flags with increased counts."""
+        now = counts.tolist()
+        new = [
+            flag
+            for flag, n, reported in zip(self.flags, now, self._reported, strict=True)
+            if n > reported
+        ]
+        self._reported = [max(both) for both in zip(now, self._reported, strict=True)]
+        for flag in new:
+            if self.warns and not flag.error:
+                warnings.warn(f"a step was skipped: {flag.what}", stacklevel=5)
+        return [flag.what for flag in new if flag.error]
+
+
+def loss_of(sums: Tensor) -> Tensor:
+    """Returns the loss, a scalar tensor; NaN if a flag is set.
+
+    Args:
+        sums: fp64 [1 + number of flags], summed over all ranks.
+    """
+    return torch.where(sums[1:].any(), torch.nan, sums[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """The results of a step's update, and the counts of all flags up to this step."""
+
+    update: Update
+    counts: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """The mean loss of the global batch; NaN if its data are invalid."""
+        return loss_of(self.update.sums)
+
+
+class Later:
+    """The results of a step, computed at the first call.
+
+    Args:
+        update: returns the results of the step's update; called once, then released.
+        faults: counts the flags of the step.
+
+    Attributes:
+        found: the results; None before the first call.
+    """
+
+    def __init__(self, update: Callable[[], Update], faults: Faults) -> None:
+        self._update: Callable[[], Update] | None = update
+        self._faults = faults
+        self.found: Numbers | None = None
+
+    def __call__(self) -> Numbers:
+        if self._update is not None:
+            update, self._update = self._update(), None
+            self.found = Numbers(update, self._faults.add(update.sums[1:]))
+        assert self.found is not None
+        return self.found
+
+
+@dataclass(frozen=True, eq=False)
+class StepMetrics:
+    """The metrics of one optimizer step.
+
+    Reading a property waits for the device. After an optimistic update it also waits for the other
+    ranks. `loss` and `grad_norm` raise errors of this step or earlier ones.
+
+    Attributes:
+        step: number of the step, from 1.
+        tokens: number of tokens of the global batch.
+        seconds: host time by phase: 'fwd_bwd_s' (forwards and backwards), 'dp_comm_s' (waiting for
+            gradient reductions after the last backward), 'optim_s' (update).
+        max_bad_steps: number of consecutive skipped steps at which reading raises; 0 for no limit.
+
+    Raises:
+        DataError: if the data of this step or of an earlier one were invalid.
+        BadStepsError: if `max_bad_steps` consecutive steps were skipped.
+    """
+
+    step: int
+    tokens: int
+    _numbers: Later
+    seconds: Mapping[str, float]
+    _faults: Faults
+    max_bad_steps: int = 0
+
+    def __repr__(self) -> str:
+        """Returns the values, or "not read yet" if reading may need a collective; never raises."""
+        numbers = self._numbers.found
+        names = ("loss", "grad_norm", "lr", "loss_scale")
+        parts = [f"step={self.step}", f"tokens={self.tokens}"]
+        if numbers is None:
+            parts += [f"{name}=<not read yet>" for name in names]
+        else:
+            update = numbers.update
+            values = numbers.loss, update.grad_norm, update.lr, update.loss_scale
+            parts += [f"{n}={float(v):.6g}" for n, v in zip(names, values, strict=True)]
+            parts += [f"skipped={int(update.skips)}", f"bad_steps={int(update.in_a_row)}"]
+        parts += [f"{name}={seconds:.3g}" for name, seconds in self.seconds.items()]
+        return f"StepMetrics({', '.join(parts)})"
+
+    def _checked(self, value: Tensor) -> float:
+        """Returns the value as a number, after raising errors of the steps so far."""
+        numbers = self._numbers()
+        self._faults.raise_new(self.step, numbers.counts)
+        if 0 < self.max_bad_steps <= self.bad_steps:
+            what = (
+                f"loss {float(numbers.loss):g}, gradient norm {float(numbers.update.grad_norm):g}"
+            )
+            raise BadStepsError(
+                f"{self.bad_steps} steps in a row up to step {self.step} were skipped ({what} in the last one);"
+                " the weights have not changed since. Resume from an earlier checkpoint with a lower --optim.lr,"
+                " or look for non-finite values in the data or the model; --train.max-bad-steps 0 removes the limit"
+            )
+        return float(value)
+
+    @property
+    def loss(self) -> float:
+        """Mean token loss of the global batch before the update, in nats."""
+        return self._checked(self._numbers().loss)
+
+    @property
+    def loss_tensor(self) -> Tensor:
+        """The loss as a scalar tensor; the host does not wait for its value."""
+        return self._numbers().loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm before clipping."""
+        return self._checked(self._numbers().update.grad_norm)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of this update."""
+        return float(self._numbers().update.lr)
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss in this step's backward (fp16 loss scaling)."""
+        return float(self._numbers().update.loss_scale)
+
+    @property
+    def skipped(self) -> int:
+        """Number of steps skipped so far: a non-finite loss or gradient norm, or a spike."""
+        return int(self._numbers().update.skips)
+
+    @property
+    def bad_steps(self) -> int:
+        """Number of consecutive skipped steps so far; 0 while the loss scale is still falling."""
+        return int(self._numbers().update.in_a_row)
