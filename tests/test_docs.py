@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 from xml.etree import ElementTree
@@ -20,7 +19,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import gpu
-from tests import hf_models, house, keys, mutants
+from tests import hf_models, keys, mutants, structure
 from tests.harness import run_ranks, run_script
 from threed import schedules
 from threed.cli import commands
@@ -97,30 +96,34 @@ def test_every_file_that_is_named_exists(path: Path) -> None:
             assert any(ROOT.glob(file.rstrip("/,."))), f"{word}: no such file"
 
 
-def rows_of_the_file_map() -> Iterator[tuple[list[str], str]]:
-    """Of each row: the places it names, and the phrase."""
-    table = (ROOT / "README.md").read_text().split("| floor | where | what |")[1].split("\n\n")[0]
-    for line in table.splitlines()[2:]:
-        _, _, where, what, _ = line.split("|")
-        yield inline(where), what
-
-
-def test_the_file_map_is_right_and_complete() -> None:
+def test_the_table_of_packages_is_complete() -> None:
+    """Files of a package that its row names are in it."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("| package | contents |")[1]
     named: set[str] = set()
-    for places, phrase in rows_of_the_file_map():
-        assert places
-        assert phrase.strip()
-        named.update(place.rstrip("/") for place in places)
-        for word in inline(phrase):
-            if word.endswith(".py") and not word.startswith(FOLDERS):
-                assert (ROOT / places[0] / word).is_file(), f"{places[0]}{word}: no such file"
-    assert all((ROOT / name).exists() for name in named)
-    rooms = {
-        f"threed/{p.name}"
-        for p in (ROOT / "threed").iterdir()
-        if p.suffix == ".py" or (p / "__init__.py").exists()
+    for line in section.split("\n\n")[0].splitlines()[2:]:
+        _, where, what, _ = line.split("|")
+        named.update(place.rstrip("/") for place in inline(where))
+        for word in inline(what):
+            if word.endswith(".py"):
+                assert (ROOT / inline(where)[0] / word).is_file(), word
+    packages = {
+        f"threed/{path.name}"
+        for path in (ROOT / "threed").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert rooms - named == {"threed/__init__.py", "threed/__main__.py"}
+    assert packages - named == {"threed/__init__.py", "threed/__main__.py"}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 1500
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(blocks(ROOT / "README.md", "python")[0])
+    for ranks in (1, 2):
+        done = run_script(ranks, ["example.py"], tmp_path, {**os.environ, "PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert float(done.stdout.split()[-1]) < 1
 
 
 @page
@@ -328,16 +331,8 @@ def test_the_page_of_schedules_has_each_with_its_simulated_figures() -> None:
         assert f"(images/{name}.svg)" in page
 
 
-def test_the_picture_of_the_house_is_new_and_shows_every_room() -> None:
-    drawn = house.draw()
-    assert house.PICTURE.read_text() == drawn, "stale: python -m tests.house"
-    rooms = {
-        path.stem
-        for path in (ROOT / "threed").iterdir()
-        if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    for room in rooms - {"__init__", "__main__"}:
-        assert f">{room}</text>" in drawn
+def test_the_picture_of_the_packages_is_new() -> None:
+    assert structure.PICTURE.read_text() == structure.draw(), "stale: python -m tests.structure"
 
 
 @pytest.mark.parametrize(
@@ -351,6 +346,7 @@ def test_pictures_are_plain_svg_and_used(path: Path) -> None:
         assert element.tag.rpartition("}")[2] in {
             "svg",
             "title",
+            "style",
             "g",
             "rect",
             "text",
