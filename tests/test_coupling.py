@@ -27,7 +27,7 @@ SET: dict[str, str] = {
     "pipeline.trace: param.grad": OTHER,
     "pipeline.trace: param.sink": PARAMETER,
     "reliability.recheck: memory.fill_uninitialized_memory": OTHER,
-    "sharding: param.spec": PARAMETER,
+    "distributed.sharding: param.spec": PARAMETER,
     "testing.ranks: os.environ": OTHER,
     "zero.access: out.__class__": PARAMETER,
     "zero.access: self.slot.param.__class__": PARAMETER,
@@ -38,7 +38,7 @@ SET: dict[str, str] = {
 }
 # Module-level objects that functions change, by reason.
 STATE: dict[str, str] = {
-    "architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
+    "config.architectures.record: REGISTERED": "architectures of the user, added before a configuration is read",
     "ops.attention: _checked": "a message is given once per process",
     "ops.launch: OPERATORS": "torch's registry of operators is per process, too",
     "schedules: _SCHEDULES": "schedules of the user, added before a configuration is read",
