@@ -14,15 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threed.config import (
-    Config,
-    ConfigError,
-    OptimConfig,
-    ParamGroup,
-    RunConfig,
-    key_name,
-    python_name,
-)
 from threed.config.arguments import (
     GROUPS,
     PRESETS,
@@ -32,6 +23,15 @@ from threed.config.arguments import (
     to_toml,
 )
 from threed.config.checks import REFUSALS, check_vocab, find_problems
+from threed.config.groups import (
+    Config,
+    ConfigError,
+    OptimConfig,
+    ParamGroup,
+    RunConfig,
+    key_name,
+    python_name,
+)
 from threed.config.resolution import derive_dp, resolve
 
 CONTRACT = {

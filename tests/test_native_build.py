@@ -26,16 +26,16 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 SOURCE = (
     'extern "C" {\n#include "answer.h"\nconst char* threed_instructions() { return "any"; }\n}\n'
 )
-STATUS = "from threed import native; print(native.status()['cpu'])"
-ANSWER = "from threed import native; print(native.library('cpu').answer())"
+STATUS = "from threed.core import native; print(native.status()['cpu'])"
+ANSWER = "from threed.core import native; print(native.library('cpu').answer())"
 
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
     """A checkout with nothing but the build and a library of one function."""
     shutil.copytree(
-        ROOT / "threed" / "native",
-        tmp_path / "threed" / "native",
+        ROOT / "threed" / "core" / "native",
+        tmp_path / "threed" / "core" / "native",
         ignore=shutil.ignore_patterns("lib"),
     )
     (tmp_path / "threed" / "__init__.py").touch()
@@ -160,7 +160,7 @@ def test_a_source_that_does_not_compile_warns_once_and_falls_back(house: Path) -
     done = run(house)
     assert done.returncode == 1
     assert re.search(r"one\.cpp:1:\d+: error: ", done.stderr)
-    twice = "from threed import native; print(native.library('cpu'), native.library('cpu'))"
+    twice = "from threed.core import native; print(native.library('cpu'), native.library('cpu'))"
     done = run(house, "-c", twice)
     assert done.returncode == 0
     assert done.stdout == "None None\n"
@@ -228,7 +228,7 @@ def test_it_can_be_switched_off(house: Path) -> None:
 
 
 def test_it_runs_as_a_script_and_refuses_other_arguments(house: Path) -> None:
-    script = str(house / "threed" / "native" / "build.py")
+    script = str(house / "threed" / "core" / "native" / "build.py")
     assert str(house / "cache") in run(house, script, PYTHONPATH="").stdout
     assert "cpu    native (any): " in run(house, script, "--check", PYTHONPATH="").stdout
     done = run(house, script, "--arch", "90")
@@ -238,11 +238,11 @@ def test_it_runs_as_a_script_and_refuses_other_arguments(house: Path) -> None:
 
 def test_an_installed_library_is_used_unless_it_does_not_load(house: Path) -> None:
     assert run(house).returncode == 0
-    place = house / "threed" / "native" / "lib" / "cpu.so"
+    place = house / "threed" / "core" / "native" / "lib" / "cpu.so"
     place.parent.mkdir()
     shutil.move(libraries(house)[0], place)
     # where the wheel has its sources
-    shutil.move(house / "csrc", house / "threed" / "native" / "csrc")
+    shutil.move(house / "csrc", house / "threed" / "core" / "native" / "csrc")
     assert run(house, "-c", STATUS, PATH=str(house)).stdout == f"native (any): {place}\n"
     place.write_bytes(b"of another system")
     assert run(house, "-c", STATUS).stdout == f"native (any): {libraries(house)[0]}\n"

@@ -372,7 +372,7 @@ def test_calls_from_several_threads_at_once() -> None:
 def test_without_the_library_torchs_kernel_runs() -> None:
     """THREED_NATIVE=0 gives the same within the tolerance, `out` included."""
     script = (
-        "import torch; from tests import test_ops_adam as t; from threed import native;"
+        "import torch; from tests import test_ops_adam as t; from threed.core import native;"
         "assert native.library('cpu') is None and 'THREED_NATIVE' in native.status()['cpu'];"
         "out = torch.zeros(1023, dtype=torch.bfloat16);"
         "got = t.run(1023, torch.float32, torch.bfloat16, out=out);"

@@ -110,7 +110,8 @@ def test_the_wheel_has_what_a_user_needs_and_says_where_it_runs(wheel: Path) -> 
         "threed/py.typed",
     } <= names
     assert {
-        f"threed/config/presets/{path.name}" for path in (ROOT / "threed" / "presets").iterdir()
+        f"threed/config/presets/{path.name}"
+        for path in (ROOT / "threed" / "config" / "presets").iterdir()
     } <= names
     assert re.search(r"-py3-none-(?!any)", wheel.name)
     library = files.read("threed/core/native/lib/cpu.so")
