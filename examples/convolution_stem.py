@@ -1,10 +1,10 @@
-"""A decoder that begins with a causal convolution over positions, built by hand from records and collectives.
+"""A decoder that begins with a causal convolution over positions, built directly from sharding records.
 
 python examples/convolution_stem.py
 torchrun --standalone --nproc-per-node 2 examples/convolution_stem.py --parallel.tp 2
 
-Bytes make long words: what a stem sees of the bytes just before saves the first blocks the work. Its channels are cut
-over tensor ranks; its weight has three dimensions. docs/own_models.md explains it.
+The model reads bytes. The stem combines each byte with the bytes just before it, so that the first blocks need not do
+this. Its channels are split over tensor ranks, and its weight has three dimensions. docs/own_models.md explains it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ rearrange = needed("einops", "this example").rearrange
 
 
 class ConvolutionStem(nn.Module):
-    """x + down(gelu(convolution(x))): [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
+    """x + down(gelu(convolution(x))): [s b h] -> [s b h] (both [s/t b h] if sequences are split).
 
-    Every position sees itself and the kernel - 1 before it, through `channels` features.
+    Each position reads itself and the kernel - 1 positions before it, through `channels` features.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class ConvolutionStem(nn.Module):
         self.down = layers.RowLinear(f"{name}.down", channels, hidden, slicing)
 
     def forward(self, x: Tensor, micro: layers.MicroBatch) -> Tensor:
-        # f: a position needs those before it
+        # f: a position needs the positions before it
         whole = rearrange(self.slicing.gather(x), "s b h -> b h s")
         y = F.conv1d(F.pad(whole, (self.kernel - 1, 0)), self.weight, self.bias)
         return x + self.down(rearrange(layers.gelu(y), "b c s -> s b c"))
 
 
 class ConvolutionModel:
-    """Embedding, stem, blocks, head; the stem is a pipeline layer of its own."""
+    """Embedding, stem, blocks and head. The stem is a separate pipeline layer."""
 
     def __init__(self, config: ModelConfig, slicing: layers.Slicing) -> None:
         self.config, self.slicing, self.hidden = config, slicing, config.hidden
@@ -85,7 +85,7 @@ class ConvolutionModel:
 
 
 def main() -> None:
-    from custom_model import configure, train  # the file beside this one
+    from custom_model import configure, train  # in the same folder
 
     config, data = configure()
     topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)

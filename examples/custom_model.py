@@ -1,11 +1,11 @@
-"""A model of your own from `threed.layers`, in any topology; every key of training works here too.
+"""A custom model built from `threed.layers`, for any topology. All training flags work here too.
 
 python examples/custom_model.py
 torchrun --standalone --nproc-per-node 2 examples/custom_model.py --parallel.tp 2
 torchrun --standalone --nproc-per-node 8 examples/custom_model.py --parallel.tp 2 --parallel.pp 2
 
-The blocks run attention and MLP side by side behind one norm (as PaLM, arXiv 2204.02311, section 2), with squared ReLU
-(arXiv 2109.08668). Losses are the same whatever the topology.
+The blocks compute attention and MLP in parallel after a single norm (PaLM, arXiv 2204.02311, section 2), with squared
+ReLU (arXiv 2109.08668). Losses are the same in every topology.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from threed.config.resolution import resolve
 from threed.data import Data, open_data
 from threed.distributed.launcher import world_size
 
-# What this program's keys are unless the command line says otherwise.
+# Defaults of this program; flags override them.
 DEFAULTS = {
     "model": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128},
     "train": {"steps": 20, "global_batch": 16},
@@ -33,7 +33,7 @@ DEFAULTS = {
 
 
 class ParallelBlock(nn.Module):
-    """x + attention(norm(x)) + mlp(norm(x)): [s b h] -> [s b h] (or [s/t b h] when sequences are cut)."""
+    """x + attention(norm(x)) + mlp(norm(x)): [s b h] -> [s b h] (or [s/t b h] if sequences are split)."""
 
     def __init__(self, name: str, c: ModelConfig, slicing: layers.Slicing) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ParallelBlock(nn.Module):
 
 
 class ParallelModel:
-    """The model as a list of pipeline layers: all that an engine asks for."""
+    """A model as a list of pipeline layers, which is all that an engine needs."""
 
     def __init__(self, config: ModelConfig, slicing: layers.Slicing) -> None:
         self.config, self.slicing, self.hidden = config, slicing, config.hidden
@@ -61,7 +61,7 @@ class ParallelModel:
         embedding = layers.Embedding("embedding", c.vocab or 0, c.hidden, slicing)
         blocks = [ParallelBlock(f"blocks.{i}", c, slicing) for i in range(c.layers)]
         norm = layers.RMSNorm("head.norm", c.hidden, slicing)
-        # The head is tied: it names the embedding's table, though the two may lie on different stages.
+        # Tied head: it has the name of the embedding's table. The two may be on different stages.
         head = layers.LanguageModelHead(
             "head", "embedding.word.weight", norm, c.vocab or 0, c.hidden, slicing
         )
@@ -69,7 +69,7 @@ class ParallelModel:
 
 
 def configure() -> tuple[Config, Data]:
-    """What the command line says, all of it checked, and the data."""
+    """Returns the checked configuration of the command line, and the data."""
     world, about = world_size(), sys.modules["__main__"].__doc__ or ""
     try:
         config = program_config(
@@ -84,9 +84,9 @@ def configure() -> tuple[Config, Data]:
 
 
 def train(engine: threed.Engine, data: Data) -> None:
-    """Every step, and what came of it."""
+    """Trains for `train.steps` steps and prints the metrics of each."""
     topology, train = engine.topology, engine.config.train
-    share = train.global_batch // topology.dp  # sequences of a step that are this data rank's
+    share = train.global_batch // topology.dp  # sequences per step on this data rank
     for step in range(train.steps):
         first = step * train.global_batch + topology.axis("dp").index * share
         metrics = engine.step(data.train.batch(first, share))

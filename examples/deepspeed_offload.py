@@ -1,11 +1,11 @@
-"""A program written for DeepSpeed: a Llama of `transformers`, whose state lives where a ds_config.json says.
+"""A program written for DeepSpeed: trains a Llama of `transformers` with the offload of a ds_config.json.
 
 python examples/deepspeed_offload.py
 torchrun --standalone --nproc-per-node 2 examples/deepspeed_offload.py examples/ds_offload.json
 
-That file offloads parameters and optimizer states to a drive (runs/swap; name a folder on your NVMe). Write "cpu" or
-"none" for a device, and the losses stay the same (on one rank, "none" rounds differently). The model is built on the
-meta device: what the drive holds has never been in memory as a whole. Nothing is downloaded.
+ds_offload.json offloads parameters and optimizer states to a drive (runs/swap; set it to a folder on your NVMe). If you
+set a device to "cpu" or "none", the losses stay the same (on one rank, "none" rounds differently). The model is built
+on the meta device, so its full parameters are never in memory at once. The program downloads no files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS, SEQ = 20, 128
 
 
 def build_model(vocab: int) -> torch.nn.Module:
-    """Shapes and no values: those are made slice by slice."""
+    """Returns the model on the meta device. The engine initializes its parameters slice by slice."""
     shapes = {
         "hidden_size": 128,
         "intermediate_size": 384,
@@ -46,7 +46,7 @@ def build_model(vocab: int) -> torch.nn.Module:
 
 
 def train(config: str | Path, steps: int = STEPS) -> list[float]:
-    """The losses of so many steps."""
+    """Trains and returns the loss of each step."""
     data = open_data(None, "bytes", 0.05, SEQ, seed=1234)
     engine, _, _, _ = threed.initialize(model=build_model(data.vocab), config=config)
     micro, losses = engine.train_micro_batch_size_per_gpu(), []
@@ -69,7 +69,7 @@ def train(config: str | Path, steps: int = STEPS) -> list[float]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,5 +88,5 @@ if __name__ == "__main__":
     arguments = parse()
     try:
         train(arguments.config)
-    except (ValueError, OSError) as error:  # of the file, or of the drive it names
+    except (ValueError, OSError) as error:  # an invalid file, or an error of the drive
         sys.exit(str(error))

@@ -1,10 +1,10 @@
-"""Attention whose keys and values come from a low rank: much as multi-head latent attention in DeepSeek-V2.
+"""Attention with low-rank keys and values, similar to multi-head latent attention in DeepSeek-V2.
 
 python examples/latent_attention.py
 torchrun --standalone --nproc-per-node 2 examples/latent_attention.py --parallel.tp 2
 
-arXiv 2405.04434, section 2.1: a small latent vector of every position, from which all heads' keys and values are made,
-and one rotary key that all heads share. Queries are not compressed here. docs/own_models.md explains it.
+arXiv 2405.04434, section 2.1: the keys and values of all heads are computed from a small latent vector per position,
+and all heads share one rotary key. Here, queries are not compressed. docs/own_models.md explains it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ rearrange = needed("einops", "this example").rearrange
 
 
 class LatentAttention(nn.Module):
-    """x [s b h] -> [s b h] (both [s/t b h] when sequences are cut).
+    """x [s b h] -> [s b h] (both [s/t b h] if sequences are split).
 
-    heads a of size d, of which r more are turned by rotary positions; rank: the size of the latent.
+    There are a heads. Queries and keys have d dimensions without and r dimensions with rotary positions; values have d
+    dimensions. rank is the size of the latent vector.
     """
 
     recompute = layers.Recompute()
@@ -56,7 +57,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         latent, turned = self.down(x).split([self.rank, self.r], dim=-1)  # this rank's positions
-        # f: all positions, for its heads
+        # f: all positions, for this rank's heads
         small = self.slicing.gather(torch.cat((self.norm(latent), turned), dim=-1))
         latent, turned = small.split([self.rank, self.r], dim=-1)
         return self.out(
@@ -74,7 +75,7 @@ class LatentAttention(nn.Module):
 
 
 class LatentModel:
-    """A decoder with such attention."""
+    """A decoder with latent attention."""
 
     def __init__(self, config: ModelConfig, slicing: layers.Slicing) -> None:
         self.config, self.slicing, self.hidden = config, slicing, config.hidden
@@ -115,7 +116,7 @@ class LatentModel:
 
 
 def main() -> None:
-    from custom_model import configure, train  # the file beside this one
+    from custom_model import configure, train  # in the same folder
 
     config, data = configure()
     topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)

@@ -1,11 +1,12 @@
-"""Two schedules of one's own, to train with or to draw.
+"""Two custom schedules, for training or drawing.
 
     torchrun --standalone --nproc-per-node 2 -m threed train gpt --preset tiny --parallel.pp 2 \\
         --parallel.schedule examples/own_schedule.py:gpipe_late
     threed schedule examples/own_schedule.py:gpipe_late --stages 4 --microbatches 8 --svg gpipe-late.svg
     python examples/own_schedule.py --stages 4 --microbatches 8        prints makespans and bubbles
 
-A schedule is a function (stages, microbatches) -> Plan: per rank, what it computes, in order. Communication is added.
+A schedule is a function (stages, microbatches) -> Plan. A plan lists the compute actions of each rank in order.
+Communication is added automatically.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from threed.schedules import Action, Costs, Kind, Plan
 
 @schedules.schedule("gpipe-late")
 def gpipe_late(stages: int, microbatches: int) -> Plan:
-    """GPipe with a backward in two: all forwards, all input gradients, all weight gradients.
+    """GPipe with a split backward: all forwards, then all input gradients, then all weight gradients.
 
-    Ranks wait (stages - 1) (F + I), where GPipe's wait (stages - 1) (F + I + W); the memory is the same.
+    A rank is idle for (stages - 1) (F + I), compared with (stages - 1) (F + I + W) for GPipe. The memory is the same.
     """
     kinds = (Kind.F, Kind.I, Kind.W)
     actions = tuple(
@@ -31,7 +32,7 @@ def gpipe_late(stages: int, microbatches: int) -> Plan:
 
 @schedules.schedule("timed")
 def timed(stages: int, microbatches: int) -> Plan:
-    """zb-auto with times of one's own, and with memory for six micro-batches on a rank."""
+    """zb-auto with given costs, and memory for six micro-batches per rank."""
     return schedules.zb_auto(stages, microbatches, Costs(1.0, 1.2, 0.8, send=0.1), limit=6)
 
 

@@ -1,10 +1,10 @@
-"""Attention of two kinds in turn: a sliding window with rotary positions, and all of the past with ALiBi.
+"""Two kinds of attention in alternate blocks: a sliding window with rotary positions, and full attention with ALiBi.
 
 python examples/sliding_window.py
 torchrun --standalone --nproc-per-node 2 examples/sliding_window.py --parallel.tp 2
 
-Windows as in Mistral 7B (arXiv 2310.06825, section 2) take turns with full attention as in Gemma 2 (arXiv 2408.00118,
-section 2); ALiBi is arXiv 2108.12409. docs/own_models.md explains the two cores.
+The window is from Mistral 7B (arXiv 2310.06825, section 2), its alternation with full attention from Gemma 2 (arXiv
+2408.00118, section 2), and ALiBi from arXiv 2108.12409. docs/own_models.md explains the two cores.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from threed.config import ModelConfig
 
 
 def look_back(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Every position looks at itself and the window - 1 before it: q [s b a d], k and v [s b k d] -> [s b (a d)]."""
+    """Attends to the last `window` positions: q [s b a d], k and v [s b k d] -> [s b (a d)]."""
     at = torch.arange(len(q), device=q.device)
     behind = at.view(-1, 1) - at
     return layers.attend(q, k, v, (behind >= 0) & (behind < window))
 
 
 class ALiBi(nn.Module):
-    """The further back a key is, the less it counts; how fast, every head has its own slope for."""
+    """Adds a bias to the scores that decreases with the distance of the key, with a fixed slope per head."""
 
     def __init__(self, heads: int, slicing: layers.Slicing) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ALiBi(nn.Module):
 
 
 class SlidingWindow:
-    """A decoder of such blocks, with gated MLPs (GELU). window: a quarter of the sequence."""
+    """A decoder with both kinds of attention and gated MLPs (GELU). The window is a quarter of the sequence."""
 
     def __init__(self, config: ModelConfig, slicing: layers.Slicing) -> None:
         self.config, self.slicing, self.hidden = config, slicing, config.hidden
@@ -84,7 +84,7 @@ class SlidingWindow:
 
 
 def main() -> None:
-    from custom_model import configure, train  # the file beside this one
+    from custom_model import configure, train  # in the same folder
 
     config, data = configure()
     topology = threed.Topology(pp=config.parallel.pp, tp=config.parallel.tp)

@@ -1,11 +1,11 @@
-"""A model that knows nothing of threed: GPT-2 of `transformers`, built from its configuration, under any ZeRO stage.
+"""Trains an unmodified `transformers` model, GPT-2 built from its configuration, under any ZeRO stage.
 
 python examples/wrap_transformers.py
 torchrun --standalone --nproc-per-node 2 examples/wrap_transformers.py
 torchrun --standalone --nproc-per-node 4 examples/wrap_transformers.py --zero.stage 2 --zero.shard-size 2
 
-It is built on the meta device, and trained under ZeRO-3 unless the flags say otherwise: no rank ever holds all of it.
-Losses are the same whatever the stage and the number of ranks. Nothing is downloaded.
+The model is built on the meta device and trained under ZeRO-3 by default, so that no rank ever holds all of it. Losses
+are the same for every stage and number of ranks. The program downloads no files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from threed.memory.io import SwapError
 
 transformers = needed("transformers", "this example")
 
-# What this program's keys are unless the command line says otherwise. At these sizes resident would keep all of it.
+# Defaults of this program; flags override them. The default of zero.resident would keep all these parameters full.
 DEFAULTS = {
     "model": {"layers": 4, "hidden": 128, "heads": 4, "seq": 128},
     "zero": {"stage": 3, "resident": 1000},
@@ -37,7 +37,10 @@ DEFAULTS = {
 
 
 def build_model(c: ModelConfig) -> torch.nn.Module:
-    """Shapes and no values: those are made slice by slice. Dropout draws from torch's generator on each rank: none."""
+    """Returns the model on the meta device. The engine initializes its parameters slice by slice.
+
+    Dropout is disabled, since its masks would depend on the rank.
+    """
     shapes = {
         "vocab_size": c.vocab,
         "n_positions": c.seq,
@@ -65,7 +68,7 @@ def main() -> None:
     model = build_model(config.model)
     topology = threed.Topology()
     engine = threed.Engine(model, topology, config)
-    share = train.global_batch // topology.dp  # sequences of a step that are this rank's
+    share = train.global_batch // topology.dp  # sequences per step on this rank
     for step in range(train.steps):
         tokens = data.train.batch(step * train.global_batch + topology.rank * share, share)[
             "tokens"
@@ -87,5 +90,5 @@ if __name__ == "__main__":
         main()
     except ConfigError as error:
         sys.exit(launch.refuse(format_problems(error.problems)))
-    except SwapError as error:  # of the drive
+    except SwapError as error:  # an error of the drive
         sys.exit(str(error))
