@@ -42,8 +42,8 @@ if __name__ == "__main__":
 from tests.mutations import Mutant, apply, find, instrument, means_something_else  # noqa: E402
 
 AREAS = {
-    "engine": ["engine.py", "batches.py", "sampling.py"],
-    "trainer": ["trainer.py", "forecast.py"],
+    "engine": ["engine.py", "pipeline/batches.py", "training/sampling.py"],
+    "trainer": ["trainer.py", "planner/forecast.py"],
     "zero": ["zero/*.py"],
     "pipeline": ["pipeline/*.py"],
     "layers": ["layers/*.py"],

@@ -20,7 +20,7 @@ from threed.engine import Engine
 from threed.layers import MicroBatch, Slicing
 from threed.pipeline.activation_checkpointing import ActivationStore, Recomputed
 from threed.pipeline.boundary import Form, gradients_of, like, tensors
-from threed.pipeline.stage import AlwaysWhole, Stage
+from threed.pipeline.stage import AlwaysGathered, Stage
 
 Losses = list[float]
 
@@ -265,7 +265,7 @@ AGAIN = Recomputed(frozenset({1}), ActivationStore(None, None, torch.device("cpu
 
 @pytest.mark.parametrize("recomputed", [Recomputed(), AGAIN], ids=["kept", "recomputed"])
 def test_a_layer_that_gets_a_tuple_in_place_of_a_tensor_is_named(recomputed: Recomputed) -> None:
-    stage = Stage([GivesTwo(), TakesOne()], AlwaysWhole(), recomputed=recomputed)
+    stage = Stage([GivesTwo(), TakesOne()], AlwaysGathered(), recomputed=recomputed)
     with pytest.raises(
         TypeError,
         match=r"single \(TakesOne\) was given a tuple of 2 tensors, .* no attribute 'relu'",

@@ -61,7 +61,7 @@ class World:
 
     def blueprint(self, pp: int, tp: int, dp: int = 0) -> Blueprint:
         rank = self.grid.rank_of({"pp": pp, "tp": tp, "dp": dp, "cp": 0})
-        topology = Topology.drawn(self.grid, rank)
+        topology = Topology.on_meta(self.grid, rank)
         model = models.build(
             self.config.model, Slicing(topology.axis("tp"), True, self.config.train.seed)
         )
@@ -70,7 +70,7 @@ class World:
         pipeline = Pipeline.of(
             layers, topology, self.config, lambda: flops, lambda _: pytest.fail("measured")
         )
-        return Blueprint.draw(model, layers, topology, self.config, pipeline)
+        return Blueprint.build(model, layers, topology, self.config, pipeline)
 
     def entries(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """What every rank leaves for the first one, by rank."""

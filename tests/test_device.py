@@ -59,8 +59,8 @@ def test_work_beside_waits_for_what_was_told_and_leaves_the_stream_as_it_was(
     )
 
     def work() -> None:
-        with device.beside(copies):  # type: ignore[arg-type]
-            with device.beside(copies):  # type: ignore[arg-type]
+        with device.on_stream(copies):  # type: ignore[arg-type]
+            with device.on_stream(copies):  # type: ignore[arg-type]
                 assert current == [copies]
             assert current == [copies]
             raise RuntimeError("mine")

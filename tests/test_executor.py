@@ -33,7 +33,7 @@ from threed.layers import MicroBatch
 from threed.pipeline.activation_checkpointing import ActivationStore, Recomputed
 from threed.pipeline.boundary import Form
 from threed.pipeline.executor import Executor
-from threed.pipeline.stage import AlwaysWhole, Stage
+from threed.pipeline.stage import AlwaysGathered, Stage
 from threed.pipeline.transport import Links, Transport
 from threed.planner.gathering import gathering
 from threed.schedules import Action, Kind, Plan
@@ -149,7 +149,7 @@ class Vanishing:
         for n, param in enumerate(self.layers[unit].parameters()):
             param.data.fill_(torch.nan) if values is None else param.data.copy_(values[n])
 
-    def comes_and_goes(self, unit: int) -> bool:
+    def is_freed(self, unit: int) -> bool:
         return True
 
     def start(self, unit: int) -> None:
@@ -327,28 +327,28 @@ def test_a_message_to_nobody_is_refused_by_rank_and_action() -> None:
     ):
         plan = Plan("wrong", 1, 1, 1, (tuple(Action.parse(word) for word in text.split()),))
         with pytest.raises(ValueError, match=f"plan wrong: rank 0: {complaint}"):
-            Executor([Stage(model(), AlwaysWhole())], Links(Topology()), 0).run(plan, micros(1))
+            Executor([Stage(model(), AlwaysGathered())], Links(Topology()), 0).run(plan, micros(1))
 
 
-class ComesAndGoes(AlwaysWhole):
+class ComesAndGoes(AlwaysGathered):
     """Says of one layer that its weights are not always there."""
 
     def __init__(self, unit: int) -> None:
         self.unit = unit
 
-    def comes_and_goes(self, unit: int) -> bool:
+    def is_freed(self, unit: int) -> bool:
         return unit == self.unit
 
 
 @pytest.mark.parametrize(("apart", "graphs"), [(None, 1), (0, 2), (1, 3), (LAYERS - 1, 2)])
 def test_neighbours_that_stay_whole_share_a_graph(apart: int | None, graphs: int) -> None:
-    stage = Stage(model(), AlwaysWhole() if apart is None else ComesAndGoes(apart))
+    stage = Stage(model(), AlwaysGathered() if apart is None else ComesAndGoes(apart))
     with mock.patch.object(torch.autograd, "backward", wraps=torch.autograd.backward) as backward:
         for micro in micros(2):
             stage.forward(0, None, micro)
             stage.backward(0, None)
     assert backward.call_count == 2 * graphs
-    want = Stage(model(), AlwaysWhole())
+    want = Stage(model(), AlwaysGathered())
     for micro in micros(2):
         want.forward(0, None, micro)
         want.backward(0, None)
@@ -372,7 +372,7 @@ def test_an_input_changed_in_place_ends_the_step_whether_graphs_are_shared_or_no
 ) -> None:
     first, second, *_ = model()
     layers = [first, Doubling(), second]
-    stage = Stage(layers, AlwaysWhole() if apart is None else ComesAndGoes(apart))
+    stage = Stage(layers, AlwaysGathered() if apart is None else ComesAndGoes(apart))
     with pytest.raises(RuntimeError, match="in-place"):
         stage.forward(0, None, micros(1)[0])
 
@@ -393,7 +393,7 @@ def detached(frozen: bool = False) -> list[nn.Module]:
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_loss_without_a_gradient_is_refused(apart: int | None, recomputed: bool) -> None:
     store = ActivationStore(None, None, torch.device("cpu")) if recomputed else None
-    gatherer = AlwaysWhole() if apart is None else ComesAndGoes(apart)
+    gatherer = AlwaysGathered() if apart is None else ComesAndGoes(apart)
     stage = Stage(detached(), gatherer, recomputed=Recomputed(frozenset({LAYERS - 1}), store))
     (micro,) = micros(1)
     stage.forward(0, None, micro)
@@ -404,7 +404,7 @@ def test_a_loss_without_a_gradient_is_refused(apart: int | None, recomputed: boo
 
 
 def test_a_loss_without_a_gradient_is_refused_where_only_other_stages_train() -> None:
-    stage = Stage([Detached().requires_grad_(False)], AlwaysWhole())
+    stage = Stage([Detached().requires_grad_(False)], AlwaysGathered())
     (micro,) = micros(1)
     for upstream in (True, False):
         x = torch.ones(S, B, H).requires_grad_(upstream)
@@ -415,11 +415,11 @@ def test_a_loss_without_a_gradient_is_refused_where_only_other_stages_train() ->
 
 def test_what_trains_nothing_and_what_is_no_loss_needs_no_gradient() -> None:
     (micro,), (evaluated,) = micros(1), micros(1, training=False)
-    frozen = Stage(detached(frozen=True), AlwaysWhole())
+    frozen = Stage(detached(frozen=True), AlwaysGathered())
     frozen.forward(0, None, micro)
     assert frozen.backward(0, None) is None
-    Stage(detached(), AlwaysWhole()).forward(0, None, evaluated)
-    middle = Stage(detached(), AlwaysWhole())  # its output may be numbers of tokens
+    Stage(detached(), AlwaysGathered()).forward(0, None, evaluated)
+    middle = Stage(detached(), AlwaysGathered())  # its output may be numbers of tokens
     form = Form.of(middle.forward(0, None, micro))
     assert middle.backward(0, form.gradients([])) is None
 

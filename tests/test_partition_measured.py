@@ -111,7 +111,7 @@ def config(case: Case, **parallel: Any) -> Config:
 
 @functools.cache
 def alone() -> Topology:
-    return Topology.drawn(Grid(), 0)
+    return Topology.on_meta(Grid(), 0)
 
 
 def timed(settings: Config, naps: Sequence[int] = SLOW_FIRST) -> list[LayerTimes]:
@@ -232,7 +232,7 @@ def test_a_limit_moves_layers_to_later_stages() -> None:
             update={"pp": pp, "partition": "measured", **parallel}
         )
         given = settings.model_copy(update={"parallel": changed})
-        topology = Topology.drawn(Grid.of(pp, pp=pp), 0)
+        topology = Topology.on_meta(Grid.of(pp, pp=pp), 0)
         model = models.build(given.model, Slicing(topology.axis("tp")))
         times, layers = [LayerTimes(1, 1, 1)] * 12, model.layers()
         held = functools.partial(trace_layer_bytes, model, layers, given, topology, CPU)

@@ -24,7 +24,7 @@ from threed.layers import MLP, MicroBatch, Slicing
 from threed.layers.recompute import Recompute, RngState, Selective
 from threed.ops.matmul import Matmul
 from threed.pipeline.activation_checkpointing import ActivationStore, InArena, Recomputed, choose
-from threed.pipeline.stage import AlwaysWhole, Stage
+from threed.pipeline.stage import AlwaysGathered, Stage
 
 CPU = torch.device("cpu")
 
@@ -104,7 +104,7 @@ class Drawing(nn.Module):
 def passes(recomputed: Recomputed) -> tuple[list[Tensor], int]:
     torch.manual_seed(0)
     layers = [Drawing() for _ in range(3)]
-    stage, grads = Stage(layers, AlwaysWhole(), recomputed=recomputed), []
+    stage, grads = Stage(layers, AlwaysGathered(), recomputed=recomputed), []
     x = torch.ones(2, 3, 4)
     for m in range(2):
         stage.forward(m, (x + m).requires_grad_(), MicroBatch())
@@ -191,7 +191,7 @@ def test_frozen_layers(frozen: tuple[int, ...]) -> None:
             layers[n].weight.requires_grad_(False)
         first = layers[0]
         first.forward = lambda x, micro, f=first: torch.tanh(torch.ones(2, 4) @ f.weight)  # type: ignore[method-assign]
-        stage = Stage(layers, AlwaysWhole(), recomputed=recomputed)
+        stage = Stage(layers, AlwaysGathered(), recomputed=recomputed)
         stage.forward(0, None, MicroBatch())
         if len(frozen) < 3:
             stage.backward(0, torch.ones(2, 4))
@@ -279,7 +279,7 @@ class TakesOne(Linear):
 )
 def test_an_output_that_nothing_uses_has_no_gradient(recomputed: Recomputed) -> None:
     layers = [Forks(0), TakesOne(1)]
-    stage = Stage(layers, AlwaysWhole(), recomputed=recomputed)
+    stage = Stage(layers, AlwaysGathered(), recomputed=recomputed)
     x = torch.ones(2, 4, requires_grad=True)
     plain = layers[1](layers[0](x, MicroBatch()), MicroBatch())
     want = torch.autograd.grad(plain, (x, layers[0].weight, layers[1].weight), torch.ones(2, 4))

@@ -17,7 +17,7 @@ from threed.layers.embedding import VocabEmbedding
 from threed.layers.recompute import Recompute, Selective
 from threed.memory.io import Disk
 from threed.pipeline.activation_checkpointing import BUFFERS, ActivationStore, OnDrives, Recomputed
-from threed.pipeline.stage import AlwaysWhole, Stage
+from threed.pipeline.stage import AlwaysGathered, Stage
 
 CPU = torch.device("cpu")
 Work = Callable[[Recompute, Tensor, Tensor], Tensor]  # of what runs operations, x and a weight
@@ -172,7 +172,7 @@ class Source(nn.Module):
 def test_a_layer_that_changes_its_input_is_not_recomputed_from_it() -> None:
     stage = Stage(
         [Source(), InPlace()],
-        AlwaysWhole(),
+        AlwaysGathered(),
         recomputed=Recomputed(frozenset({1}), ActivationStore(None, None, CPU)),
     )
     with pytest.raises(

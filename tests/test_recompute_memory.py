@@ -24,7 +24,7 @@ from threed.layers.recompute import Selective
 from threed.memory.io import Disk
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.activation_checkpointing import ActivationStore, OnDrives, Recomputed
-from threed.pipeline.stage import AlwaysWhole, Stage
+from threed.pipeline.stage import AlwaysGathered, Stage
 from threed.planner.forecast import Forecast, RankForecast
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def bytes_kept(
 ) -> float:
     """Bytes a block of a stage keeps of a micro-batch, measured while its backward has not come."""
     blocks = [build_layers(dims)["block"] for _ in range(count)]
-    stage, live = Stage(blocks, AlwaysWhole(), recomputed=make(blocks)), Live()
+    stage, live = Stage(blocks, AlwaysGathered(), recomputed=make(blocks)), Live()
     micro = MicroBatch(samples=torch.arange(dims.micro_batch))
     run(stage, dims, micro, 0).grad = None  # tables of angles, buffers of a drive
     stage.backward(
@@ -141,7 +141,7 @@ def per_layer_over_eight(ops: tuple[str, ...]) -> float:
         blocks.append(block.to_empty(device="cpu").bfloat16())
         for param in block.parameters():
             torch.nn.init.normal_(param, std=0.1)
-    stage, live = Stage(blocks, AlwaysWhole(), recomputed=selected(*ops)(blocks)), Live()
+    stage, live = Stage(blocks, AlwaysGathered(), recomputed=selected(*ops)(blocks)), Live()
     micro = MicroBatch(samples=torch.arange(b))
     x = torch.randn(s // 8, b, h).bfloat16().requires_grad_()
     with live:

@@ -78,7 +78,7 @@ def test_every_rank_of_a_derived_axis_names_the_same_ranks() -> None:
 
 def test_a_topology_on_paper_is_that_of_a_run_without_groups() -> None:
     grid = Grid(pp=4, dp=512, tp=8)
-    topology = Topology.drawn(grid, 12345)
+    topology = Topology.on_meta(grid, 12345)
     topology.prepare(["dp/8", "dp%8", "dp/8@gather"], [(0, 3)])
     assert topology.axis("tp").ranks == grid.ranks(12345, "tp")
     assert topology.axis("dp%8").size == 64
@@ -342,7 +342,7 @@ def test_tied_stages_meet_in_their_own_column() -> None:
 def test_the_data_axis_has_the_ranks_that_hold_copies(cp: int) -> None:
     grid = Grid(pp=2, dp=4 // cp, cp=cp, tp=2)
     for rank in range(grid.world):
-        data = Topology.drawn(grid, rank).data
+        data = Topology.on_meta(grid, rank).data
         same = [r for r in range(grid.world) if place_of(grid, r) == place_of(grid, rank)]
         assert (list(data.ranks), data.ranks[data.index], data.label) == (same, rank, "dp")
 

@@ -32,7 +32,7 @@ from threed.layers import Block, MicroBatch, Slicing
 from threed.ops.precision import DTYPES
 from threed.pipeline import activation_checkpointing
 from threed.pipeline.boundary import like, tensors
-from threed.pipeline.stage import AlwaysWhole, Stage
+from threed.pipeline.stage import AlwaysGathered, Stage
 from threed.pipeline.trace import META, LayerCost, TraceError, Tracer, stated_flops
 from threed.planner.memory_estimate import trace
 
@@ -83,7 +83,7 @@ def config_of(
 
 def traced(config: Config, rank: int = 0) -> list[LayerCost]:
     """The costs of a configured model's layers to a tensor rank."""
-    topology = Topology.drawn(Grid(tp=config.parallel.tp), rank)
+    topology = Topology.on_meta(Grid(tp=config.parallel.tp), rank)
     model = models.build(config.model, Slicing(topology.axis("tp"), bool(config.parallel.sequence)))
     layers, r = model.layers(), config.recompute
     return trace(
@@ -216,7 +216,7 @@ def test_layers_state_the_flops_that_are_traced(name: str, t: int, cut: bool, ti
     """On every tensor rank, whole or tiled."""
     config = config_of(MODELS[name], tp=t, cut=cut)
     for rank in {0, t - 1}:
-        topology = Topology.drawn(Grid(tp=t), rank)
+        topology = Topology.on_meta(Grid(tp=t), rank)
         model = models.build(config.model, Slicing(topology.axis("tp"), cut, tile=tile))
         layers = model.layers()
         wanted = [
@@ -318,7 +318,7 @@ def copied(x: Any) -> Any:
 
 def really(layer: nn.Module, x: Any, micro: MicroBatch) -> tuple[int, Any]:
     """Bytes of live storages that a forward on the CPU leaves behind, and what it gives."""
-    stage, live, kept = Stage([layer], AlwaysWhole()), Live(), [0]
+    stage, live, kept = Stage([layer], AlwaysGathered()), Live(), [0]
     with live:
         # the first time there are also tables that stay, and what is seen only now
         for number in range(3):
@@ -498,7 +498,7 @@ def test_a_traced_layer_is_what_it_was() -> None:
 
 def test_tracing_leaves_the_counters_of_the_models_axes() -> None:
     config = config_of(MODELS["gpt"], tp=4, cut=True)
-    topology = Topology.drawn(Grid(tp=4), 2)
+    topology = Topology.on_meta(Grid(tp=4), 2)
     topology.traffic.update(tp=5, dp=6)
     model = models.build(config.model, Slicing(topology.axis("tp"), True))
     costs = trace(model, model.layers(), config, topology)

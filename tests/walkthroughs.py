@@ -86,24 +86,24 @@ CONFIG = Walkthrough(
         ),
         Step("threed.models.cut:Cut.of", "assigns stages to ranks, as chunks", by="Pipeline.of"),
         Step(
-            "threed.planner.blueprint:Blueprint.draw",
+            "threed.planner.blueprint:Blueprint.build",
             "lays out the parameters of this rank",
             by="draw",
         ),
         Step(
             "threed.distributed.topology:Topology.prepare",
             "creates groups for blocks, tied weights and links",
-            by="Blueprint.draw",
+            by="Blueprint.build",
         ),
         Step(
             "threed.zero.setup:policy",
             "returns the ZeRO stage, axes, dtypes and storage of slices",
-            by="Blueprint.draw",
+            by="Blueprint.build",
         ),
         Step(
             "threed.zero.layout:build",
             "creates groups, buckets and slices, and allocates them",
-            by="Blueprint.draw",
+            by="Blueprint.build",
         ),
         Step(
             "threed.memory.tiers:InMemory", "stores a slice in memory", via=("_group", "_buckets")
@@ -129,14 +129,16 @@ CONFIG = Walkthrough(
             note="begins",
         ),
         Step("threed.planner.forecast:_Column", "stands for the ranks of one tensor index"),
-        Step("threed.distributed.topology:Topology.drawn", "creates the same axes without groups"),
+        Step(
+            "threed.distributed.topology:Topology.on_meta", "creates the same axes without groups"
+        ),
         Step("threed.models:build", by="_Column"),
         Step(
             "threed.planner.forecast:_Column.blueprint",
             "lays out one rank per stage",
             by="Forecast.of",
         ),
-        Step("threed.planner.blueprint:Blueprint.draw"),
+        Step("threed.planner.blueprint:Blueprint.build"),
         Step(
             "threed.planner.memory_estimate:footprint",
             "computes bytes and traffic from the blueprint",

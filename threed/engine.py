@@ -586,4 +586,4 @@ class ModuleEngine(Engine):
     def _sync_states(self) -> None:
         """Also copies parameter values that the program has changed to the states."""
         super()._sync_states()
-        self.gatherer.changes.take_in(self.optimizer)
+        self.gatherer.changes.absorb_edits(self.optimizer)

@@ -406,7 +406,7 @@ def rotaries(s: Sizes, device: torch.device) -> list[Case]:
 
     def ours(x: Tensor) -> Callable[[], Results]:
         def work() -> Results:
-            rotary.turn_(x, Positions.all(length), heads, s.d, THETA)
+            rotary.rotate_(x, Positions.all(length), heads, s.d, THETA)
             return parts(x)
 
         return work

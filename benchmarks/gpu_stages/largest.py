@@ -80,7 +80,7 @@ def trained(
 
 def planned(place: str, folder: str, stage: Stage) -> Callable[[int], tuple[float, float]]:
     """By layers, the bytes that the forecast says are needed on the device, and elsewhere."""
-    topology = Topology.drawn(Grid(), 0)
+    topology = Topology.on_meta(Grid(), 0)
 
     def bytes_of(layers: int) -> tuple[float, float]:
         config = complete(shapes(layers, stage.small), topology, settings_of(place, folder))

@@ -58,7 +58,7 @@ def gates() -> Tensor:
 
 def heads() -> Tensor:
     x = bf16(10, 5 * 32)
-    rotary.turn_(x, Positions.all(5), 3, 32, 1e4)
+    rotary.rotate_(x, Positions.all(5), 3, 32, 1e4)
     return x
 
 

@@ -39,8 +39,8 @@ def test_heads_turn(case: tuple[int, int, int, int, int]) -> None:
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         turned, back = x.clone(), x.clone()
-        rotary.turn_(turned, Positions.all(length), heads, size, 1e4)
-        rotary.turn_(back, Positions.all(length), heads, size, 1e4, back=True)
+        rotary.rotate_(turned, Positions.all(length), heads, size, 1e4)
+        rotary.rotate_(back, Positions.all(length), heads, size, 1e4, back=True)
         share = heads / (heads + others)
         for ran in machine.launches:
             assert_traffic(ran, {"x": (share, share), "table": (sequences * heads, 0)})
@@ -72,8 +72,8 @@ def test_scaled_angles_turn_and_turn_back_as_plain_operations_do() -> None:
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         turned, back = x.clone(), x.clone()
-        rotary.turn_(turned, Positions.all(5), 3, 32, theta)
-        rotary.turn_(back, Positions.all(5), 3, 32, theta, back=True)
+        rotary.rotate_(turned, Positions.all(5), 3, 32, theta)
+        rotary.rotate_(back, Positions.all(5), 3, 32, theta, back=True)
         return turned, back
 
     turned, back = in_every_order(work)
@@ -89,8 +89,8 @@ def test_two_ranges_of_a_sequence_have_these_rows_of_the_whole() -> None:
 
     def work(machine: Machine) -> tuple[Tensor, ...]:
         whole, part = x.clone(), positions.rows(x.view(8, 2, -1)).reshape(8, -1).contiguous()
-        rotary.turn_(whole, Positions.all(8), 3, 32, 1e4)
-        rotary.turn_(part, positions, 3, 32, 1e4)
+        rotary.rotate_(whole, Positions.all(8), 3, 32, 1e4)
+        rotary.rotate_(part, positions, 3, 32, 1e4)
         return whole, part
 
     whole, part = in_every_order(work)
@@ -101,6 +101,6 @@ def test_wrong_arguments_are_refused() -> None:
     x = bf16(6, 64)
     for length, heads, size in ((4, 1, 32), (3, 3, 32), (3, 1, 24)):
         with emulated(), pytest.raises(ValueError, match="rotary takes"):
-            rotary.turn_(x, Positions.all(length), heads, size, 1e4)
+            rotary.rotate_(x, Positions.all(length), heads, size, 1e4)
     with emulated(), pytest.raises(ValueError, match="rotary takes"):
-        rotary.turn_(x, Positions.all(3), 1, 32, frequencies(1e4, 32, part=0.5))
+        rotary.rotate_(x, Positions.all(3), 1, 32, frequencies(1e4, 32, part=0.5))

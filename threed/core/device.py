@@ -94,7 +94,7 @@ def set_rng_states(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 @contextmanager
-def beside(stream: torch.Stream) -> Iterator[None]:
+def on_stream(stream: torch.Stream) -> Iterator[None]:
     """Context manager: runs the block on `stream`.
 
     The stream first waits for work already queued on the current stream, and overlaps with work

@@ -3,7 +3,7 @@
     topo = Topology(pp=2, tp=2)        # dp: by default the remaining factor of the world size
     topo.axis("tp")                    # an Axis: ranks, index of this rank, process group
     topo.link(0, 1)                    # the channel from pipeline stage 0 to stage 1
-    Topology.drawn(grid, rank)         # any rank of any grid, on meta and without groups
+    Topology.on_meta(grid, rank)         # any rank of any grid, on meta and without groups
 
 Only this module creates process groups. An axis of one rank has no group (`Axis.group is None`),
 and collectives on it do nothing. All ranks create groups in the same order. Neighbouring pipeline
@@ -236,7 +236,7 @@ class Topology:
         grid: all sizes.
         coordinates: position of this rank on each axis, by name.
         traffic: bytes sent by this rank, by axis label.
-        on_paper: True for a topology of `Topology.drawn`, which has no process groups.
+        is_meta: True for a topology of `Topology.on_meta`, which has no process groups.
 
     Raises:
         ValueError: if the product of the sizes is not the world size.
@@ -263,7 +263,7 @@ class Topology:
         )
 
     @classmethod
-    def drawn(cls, grid: Grid, rank: int) -> Topology:
+    def on_meta(cls, grid: Grid, rank: int) -> Topology:
         """Returns the topology of one rank of `grid` on the meta device, without process groups.
 
         Used for planning: its tensors have shapes but no values, and collectives on it only count
@@ -275,7 +275,7 @@ class Topology:
         return topology
 
     def _set_up(self, grid: Grid, rank: int, groups: bool) -> None:
-        self.grid, self.world, self.rank, self.on_paper = grid, grid.world, rank, not groups
+        self.grid, self.world, self.rank, self.is_meta = grid, grid.world, rank, not groups
         self._align_group_counts()
         self.sizes, self.coordinates = grid.sizes, grid.coordinates(rank)
         self.pp = grid.pp
@@ -382,7 +382,7 @@ class Topology:
         creating an NCCL group splits the world's communicator, which is a collective of all ranks,
         but here only some ranks create a group.
         """
-        if self.on_paper or self.world == 1:
+        if self.is_meta or self.world == 1:
             return
         count = len(dist.distributed_c10d._world.pg_names)
         largest = torch.tensor(count, device=self.device)
@@ -399,7 +399,7 @@ class Topology:
         """
         member = self.rank in ranks
         index = ranks.index(self.rank) if member else -1
-        if len(ranks) == 1 or self.on_paper:
+        if len(ranks) == 1 or self.is_meta:
             return Axis(label, ranks, index, None, self.traffic)
         members = list(ranks) if member else [self.rank]
         group = dist.new_group(members, timeout=self.timeout, use_local_synchronization=True)
@@ -409,7 +409,7 @@ class Topology:
         """Creates a channel per direction for pairs of stages. All ranks pass the same pairs."""
         line, missing = self._axes["pp"], sorted(set(pairs) - self._linked)
         self._linked.update(missing)
-        for pair in _disjoint_rounds(missing, line.index) if not self.on_paper else ():
+        for pair in _disjoint_rounds(missing, line.index) if not self.is_meta else ():
             for direction in (1, -1):
                 axis = self._make_axis("pp", tuple(line.ranks[stage] for stage in pair or ()))
                 if pair is not None:

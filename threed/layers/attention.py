@@ -20,7 +20,7 @@ from threed.layers.recompute import Recompute
 from threed.layers.slicing import Slicing
 from threed.ops import rotary, short_attention
 from threed.ops.attention import Causal
-from threed.ops.frequencies import Theta, turned_of
+from threed.ops.frequencies import Theta, rotated_size
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 CAUSAL = Causal()
@@ -72,7 +72,7 @@ class Attention(nn.Module):
             raise ValueError(
                 f"{name}: {heads} heads and {k} key/value heads cannot be cut over tp {t}"
             )
-        if rotary is not None and turned_of(rotary, d) % 2:
+        if rotary is not None and rotated_size(rotary, d) % 2:
             raise ValueError(
                 f"{name}: heads of size {d}: rotary positions rotate pairs; use head_dim={d + 1}"
             )
@@ -140,7 +140,7 @@ class Attention(nn.Module):
         first, theta, counts = projected[0], self.rotary, (self.heads, *[self.kv_heads] * 2)
         if len(projected) == 1 and self._rotates_in_place(first):
             positions, turned = self.slicing.gathered_positions(first), sum(counts[:2])
-            return rotary.split_and_turn(first, counts, turned, self.d, theta or 0.0, positions)
+            return rotary.split_and_rotate(first, counts, turned, self.d, theta or 0.0, positions)
         *query, rest = (part.view(*part.shape[:2], -1, self.d) for part in projected)
         heads = (*query, *rest.split(counts[len(query) :], dim=2))
         q, k, v = heads

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from threed.core import device as gpu
-from threed.core.device import beside, copy_stream, is_accelerator
+from threed.core.device import copy_stream, is_accelerator, on_stream
 from threed.distributed.collectives import Pending, done
 from threed.memory.io import Disk, Transfer
 from threed.memory.pool import host_buffer
@@ -92,7 +92,7 @@ def start_copy(values: Tensor, device: torch.device) -> Pending:
     if not (is_accelerator(values.device) and device.type == "cpu"):
         return done(values.to(device))
     stream = copy_stream(values.device, "out")
-    with beside(stream):
+    with on_stream(stream):
         out = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
             values, non_blocking=True
         )
@@ -200,7 +200,7 @@ class Drive:
             wait = False
 
 
-class DriveOnPaper(Drive):
+class MetaDrive(Drive):
     """A drive without a file, for forecasts on the meta device.
 
     All staged buffers are the same tensor.
@@ -263,7 +263,7 @@ class OnDrive:
         return self.nbytes * (1 if self.second_offset is None else 2)
 
     def double(self) -> None:
-        """Reserves a second region, for `DriveBuffer.store_beside`."""
+        """Reserves a second region, for `DriveBuffer.store_second`."""
         self.second_offset = self.drive.disk.reserve(self.nbytes)
 
     def swap(self) -> None:
@@ -320,7 +320,7 @@ class DriveBuffer:
     def store(self) -> None:
         self._store(self.storage.offset)
 
-    def store_beside(self) -> None:
+    def store_second(self) -> None:
         """Starts to write the values to the second region, and releases the buffer.
 
         The values are valid after `OnDrive.swap`.

@@ -166,6 +166,6 @@ def scale_of(theta: Theta) -> float:
     return theta.scale if isinstance(theta, Frequencies) else 1.0
 
 
-def turned_of(theta: Theta, size: int) -> int:
+def rotated_size(theta: Theta, size: int) -> int:
     """Returns how many elements of a head of this size are rotated."""
     return theta.turned if isinstance(theta, Frequencies) else size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from threed.ops import launch
-from threed.ops.frequencies import Theta, inverse, scale_of, turned_of
+from threed.ops.frequencies import Theta, inverse, rotated_size, scale_of
 from threed.ops.positions import Positions
 
 
@@ -29,7 +29,7 @@ def plain_table(
 ) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines [s 1 1 d] for `rotate`."""
     angle = angles(positions, size, theta, device)
-    angle = torch.cat((angle, angle), dim=-1).view(-1, 1, 1, turned_of(theta, size))
+    angle = torch.cat((angle, angle), dim=-1).view(-1, 1, 1, rotated_size(theta, size))
     cos, sin = angle.cos(), angle.sin()
     if (scale := scale_of(theta)) != 1.0:
         cos, sin = cos * scale, sin * scale
@@ -48,7 +48,7 @@ def rotate(x: Tensor, theta: Theta, positions: Positions | None = None) -> Tenso
     positions = positions or Positions.all(x.shape[0])
     cos, sin = table(positions, x.shape[-1], theta, x.device, x.dtype)
     rest = None
-    if (turned := turned_of(theta, x.shape[-1])) < x.shape[-1]:
+    if (turned := rotated_size(theta, x.shape[-1])) < x.shape[-1]:
         x, rest = x[..., :turned], x[..., turned:]
     left, right = x.chunk(2, dim=-1)
     y = x * cos + torch.cat((-right, left), dim=-1) * sin
@@ -69,11 +69,11 @@ def table(positions: Positions, size: int, theta: Theta, device: torch.device) -
 
 def fits(x: Tensor, size: int, theta: Theta = 0.0) -> bool:
     """Returns whether the kernel supports rows x with fully rotated heads of this size."""
-    supported = size > 0 and size % 16 == 0 and turned_of(theta, size) == size
+    supported = size > 0 and size % 16 == 0 and rotated_size(theta, size) == size
     return supported and x.shape[-1] % 8 == 0 and launch.ready(x) and launch.packed(x)
 
 
-def turn_(
+def rotate_(
     x: Tensor, positions: Positions, heads: int, size: int, theta: Theta, *, back: bool = False
 ) -> None:
     """Rotates the first `heads` heads in every row of x in place. Launches one kernel.
@@ -91,7 +91,7 @@ def turn_(
     (rows, width), table_rows = x.shape, sum(last - first for first, last in positions.ranges)
     fits = size > 0 and size % 16 == 0 and heads * size <= width and width % 8 == 0
     fits = fits and (rows % table_rows == 0 if table_rows else not rows)
-    fits = fits and turned_of(theta, size) == size and launch.packed(x) and rows < 2**31
+    fits = fits and rotated_size(theta, size) == size and launch.packed(x) and rows < 2**31
     wanted = "bf16 [(s b) width], contiguous and 16-byte aligned, heads of a multiple of 16"
     launch.check(fits, "rotary", wanted, x)
     if rows and heads:
@@ -121,7 +121,7 @@ class _SplitAndRotate(torch.autograd.Function):
         positions: Positions,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.arguments = (positions, turned, size, theta)
-        turn_(x.view(-1, x.shape[-1]), *ctx.arguments)
+        rotate_(x.view(-1, x.shape[-1]), *ctx.arguments)
         torch.autograd.graph.increment_version((x,))  # lets autograd detect a stale saved x
         parts = x.split([size * n for n in heads], -1)
         return tuple(part.unflatten(-1, (-1, size)) for part in parts)
@@ -129,11 +129,11 @@ class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dx = torch.cat([g.flatten(2) for g in gradients], -1)
-        turn_(dx.view(-1, dx.shape[-1]), *ctx.arguments, back=True)
+        rotate_(dx.view(-1, dx.shape[-1]), *ctx.arguments, back=True)
         return dx, None, None, None, None, None
 
 
-def split_and_turn(
+def split_and_rotate(
     x: Tensor, heads: tuple[int, ...], turned: int, size: int, theta: Theta, positions: Positions
 ) -> tuple[Tensor, ...]:
     """Returns tensors [s b n d] for n in `heads`, of x [s b width]; the first `turned` are rotated.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from threed.config import Config, ConfigError
-from threed.core.device import beside, copy_stream, current_stream, is_accelerator
+from threed.core.device import copy_stream, current_stream, is_accelerator, on_stream
 from threed.distributed import collectives
 from threed.distributed.collectives import Pending
 from threed.distributed.topology import Axis, Topology
@@ -208,7 +208,7 @@ class ActivationStore:
             target.copy_(part)
             staged.store()
             return
-        with beside(self._stream):
+        with on_stream(self._stream):
             target.copy_(part, non_blocking=True)
             self._outgoing.append((self._stream.record_event(), staged, part))
         self._store_left(at_most=1)
@@ -236,7 +236,7 @@ class ActivationStore:
         """Starts to copy a saved input to the device, and to gather its slices. Collective if it is
         sliced."""
         self.fetch(saved)
-        with nullcontext() if self._stream is None else beside(self._stream):
+        with nullcontext() if self._stream is None else on_stream(self._stream):
             if saved.value is None:
                 assert saved.staged is not None
                 saved.value = saved.staged.wait().to(self.device, non_blocking=True)
@@ -310,7 +310,7 @@ def recomputed_layers(config: Config, layers: Sequence[nn.Module]) -> list[int]:
     return [] if config.recompute.mode == "none" else choose(layers, config.recompute.every)
 
 
-def whole_again(config: Config, layers: Sequence[nn.Module]) -> list[int]:
+def fully_recomputed(config: Config, layers: Sequence[nn.Module]) -> list[int]:
     """Returns the numbers of the layers that are recomputed in full."""
     return recomputed_layers(config, layers) if config.recompute.mode == "full" else []
 
@@ -357,7 +357,7 @@ def build(
     return Recomputed(frozenset(units), store)
 
 
-def on_paper(
+def for_tracing(
     config: Config, numbers: Sequence[int], slicing: Slicing, device: torch.device = META
 ) -> Recomputed:
     """Returns the recomputation of layers that are traced or timed one by one. Inputs are not

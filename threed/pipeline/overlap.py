@@ -17,8 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from threed.core.device import beside as on_stream
-from threed.core.device import copy_stream, current_stream, is_accelerator
+from threed.core.device import copy_stream, current_stream, is_accelerator, on_stream
 from threed.distributed.topology import Axis
 
 

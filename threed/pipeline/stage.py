@@ -43,7 +43,7 @@ from threed.schedules.window import Step, first_units, walk
 class ParameterGatherer(Protocol):
     """Gathers parameters before they are used (`threed.zero.gather.Gatherer`)."""
 
-    def comes_and_goes(self, unit: int) -> bool:
+    def is_freed(self, unit: int) -> bool:
         """Returns whether the parameters of this rank's layer `unit` are freed between uses."""
 
     def start(self, unit: int) -> None:
@@ -56,10 +56,10 @@ class ParameterGatherer(Protocol):
         """Frees the full parameters of a unit until the next `start`."""
 
 
-class AlwaysWhole:
+class AlwaysGathered:
     """The gatherer of parameters that are always unsharded, or that hooks gather."""
 
-    def comes_and_goes(self, unit: int) -> bool:
+    def is_freed(self, unit: int) -> bool:
         return False
 
     def start(self, unit: int) -> None:
@@ -154,9 +154,7 @@ class Stage:
         ]
         self._backward_units = reading[::-1]
         separate = {
-            unit
-            for unit in self._units
-            if gatherer.comes_and_goes(unit) or unit in self.recomputed.units
+            unit for unit in self._units if gatherer.is_freed(unit) or unit in self.recomputed.units
         }
         # Units that share a graph with the next unit.
         self._joined = {unit for unit in self._units[:-1] if not separate & {unit, unit + 1}}
@@ -167,7 +165,7 @@ class Stage:
         """Returns the steps of a pass, with gathers and releases only of units that need them."""
         if (backward, keep) not in self._walks:
             units = self._backward_units if backward else self._units
-            moves = self.gatherer.comes_and_goes
+            moves = self.gatherer.is_freed
             self._walks[backward, keep] = tuple(
                 Step(tuple(filter(moves, step.gather)), step.run, step.release and moves(step.run))
                 for step in walk(units, self.prefetch, keep)

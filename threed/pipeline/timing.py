@@ -32,7 +32,7 @@ from threed.models.measured_partition import LayerTimes
 from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, like, tensors
-from threed.pipeline.stage import AlwaysWhole, Stage
+from threed.pipeline.stage import AlwaysGathered, Stage
 from threed.pipeline.trace import BufferSink, attach_sink, cost_key, for_layer_alone, materialise
 
 ROUNDS, WARM, REPEATS = 3, 2, 5
@@ -144,7 +144,7 @@ class Timer:
         sinks: list[_DeferringSink] = [param.sink for param in params]  # type: ignore[attr-defined]
         self.prepare(layer)
         recomputed = for_layer_alone(timed.recomputed, layer)
-        stage = Stage([layer], AlwaysWhole(), recomputed=recomputed, scope=self._scope)
+        stage = Stage([layer], AlwaysGathered(), recomputed=recomputed, scope=self._scope)
         try:
             passes = [self._run(stage, timed.input, sinks) for _ in range(WARM + REPEATS)]
         except Exception as error:  # a custom layer may raise anything

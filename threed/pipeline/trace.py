@@ -31,7 +31,7 @@ from threed.ops import attention
 from threed.ops.matmul import NATIVE, Matmul
 from threed.pipeline.activation_checkpointing import Recomputed
 from threed.pipeline.boundary import Form, gradients_of, tensors
-from threed.pipeline.stage import AlwaysWhole, Stage
+from threed.pipeline.stage import AlwaysGathered, Stage
 
 META = torch.device("meta")
 
@@ -310,7 +310,7 @@ class Tracer:
             *vars(self.micro).values(),
             *(self.micro.inputs or {}).values(),
         ]
-        stage = Stage([traced], AlwaysWhole(), recomputed=for_layer_alone(recomputed, traced))
+        stage = Stage([traced], AlwaysGathered(), recomputed=for_layer_alone(recomputed, traced))
         before = Counter(self.traffic)
         try:
             with (

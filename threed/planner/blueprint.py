@@ -1,10 +1,10 @@
 """The blueprint of a rank: its pipeline stages and its parameter layout.
 
     pipeline  = Pipeline.of(layers, topology, config, costs, divide)     # the same on every rank
-    blueprint = Blueprint.draw(model, layers, topology, config, pipeline)
+    blueprint = Blueprint.build(model, layers, topology, config, pipeline)
 
 An engine trains the blueprint of a topology with process groups. A forecast uses the same classes
-with `Topology.drawn`, on the meta device: the blueprint of any rank of any grid, without allocating
+with `Topology.on_meta`, on the meta device: the blueprint of any rank of any grid, without allocating
 memory.
 """
 
@@ -32,14 +32,14 @@ from threed.models.measured_partition import Division, stage_costs, times_by_flo
 from threed.models.wrapped import find_problems
 from threed.pipeline.activation_checkpointing import (
     build,
+    fully_recomputed,
     recomputed_layers,
     sliced_over,
-    whole_again,
     with_recompute,
 )
 from threed.pipeline.layer_major import LayerMajorStage
 from threed.pipeline.replicated_inputs import unlike_inputs
-from threed.pipeline.stage import AlwaysWhole, ParameterGatherer, Stage
+from threed.pipeline.stage import AlwaysGathered, ParameterGatherer, Stage
 from threed.schedules import Costs, Plan
 from threed.zero import agreement, layout, setup
 from threed.zero.layout import HasModules, Layout
@@ -130,7 +130,7 @@ def _find_problems(layers: list[nn.Module], config: Config, plan: Plan) -> Itera
 
 
 def _check_plan(plan: Plan, topology: Topology) -> None:
-    if not topology.on_paper:
+    if not topology.is_meta:
         agreement.check_plan(plan, topology.axis("world"))
 
 
@@ -142,7 +142,7 @@ def _divide_by_cost(
     costs: Callable[[], Sequence[float]],
 ) -> Pipeline:
     """Partitions by layer costs, which are then the times for planning, or by layer counts."""
-    p, flops, again = config.parallel, functools.cache(costs), whole_again(config, layers)
+    p, flops, again = config.parallel, functools.cache(costs), fully_recomputed(config, layers)
     ranges = partition(
         p.partition, len(layers), plan.total_stages, lambda: with_recompute(flops(), again)
     )
@@ -178,7 +178,7 @@ class Blueprint:
     layout: Layout
 
     @classmethod
-    def draw(
+    def build(
         cls,
         model: Model,
         layers: list[nn.Module],
@@ -272,7 +272,7 @@ class Blueprint:
         for chunk in self.chunks:
             layers, own_gatherer = (
                 rank_layers[first : first + len(chunk)],
-                AlwaysWhole() if wrapped else gatherer,
+                AlwaysGathered() if wrapped else gatherer,
             )
             stages.append(
                 make(

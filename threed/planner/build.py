@@ -47,7 +47,7 @@ def draw(model: Model, topology: Topology, config: Config) -> tuple[Config, Blue
     costs = partial(_costs, model, layers, topology, config)
     divide = partial(cut_by_times, model, layers, config, topology, costs)
     pipeline = Pipeline.of(layers, topology, config, costs, divide)
-    blueprint = Blueprint.draw(model, layers, topology, config, pipeline)
+    blueprint = Blueprint.build(model, layers, topology, config, pipeline)
     if not any(collectives.exchange(bool(blueprint.layout.buckets), topology.axis("world"))):
         raise ValueError("the model has no parameter to train: all have requires_grad off")
     return config, blueprint

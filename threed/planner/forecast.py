@@ -24,7 +24,7 @@ from threed.models import Model, options_of
 from threed.models.measured_partition import Division, LayerBytes, stage_costs, times_by_flops
 from threed.monitor.meter import peak_tflops
 from threed.ops.precision import dtype
-from threed.pipeline.activation_checkpointing import recomputed_layers, whole_again
+from threed.pipeline.activation_checkpointing import fully_recomputed, recomputed_layers
 from threed.pipeline.trace import LayerCost
 from threed.planner.blueprint import Blueprint, Pipeline, step_plan
 from threed.planner.layer_times import division as divided
@@ -298,7 +298,7 @@ class _Column:
         self, config: Config, grid: Grid, build: Callable[[Slicing], Model], number: int
     ) -> None:
         self.config, self.grid, self.number = config, grid, number
-        self.topology = Topology.drawn(grid, number)
+        self.topology = Topology.on_meta(grid, number)
         sequence = bool(config.parallel.sequence)
         self.model = build(
             Slicing(self.topology.axis("tp"), sequence, config.train.seed, config.zero.tile)
@@ -345,14 +345,14 @@ class _Column:
 
     def stage_costs(self, flops: Sequence[float], pipeline: Pipeline) -> schedules.Costs:
         """Returns the times of stages, in proportion to their FLOPs."""
-        again = whole_again(self.config, self.layers)
+        again = fully_recomputed(self.config, self.layers)
         return stage_costs(times_by_flops(flops, again), pipeline.cut.ranges)
 
     def blueprint(self, stage: int, pipeline: Pipeline) -> Blueprint:
         """Returns the blueprint of the first rank of a stage in this column."""
         position = {**dict.fromkeys(AXES, 0), "pp": stage, "tp": self.number}
-        topology = Topology.drawn(self.grid, self.grid.rank_of(position))
-        return Blueprint.draw(self.model, self.layers, topology, self.config, pipeline)
+        topology = Topology.on_meta(self.grid, self.grid.rank_of(position))
+        return Blueprint.build(self.model, self.layers, topology, self.config, pipeline)
 
 
 def _divide(
@@ -364,7 +364,7 @@ def _divide(
     """
     first, device = columns[0], default_device()
     config, plan = first.config, step_plan(first.config, first.topology.dp)
-    alone = Topology.drawn(Grid(), 0)
+    alone = Topology.on_meta(Grid(), 0)
     model = build(Slicing(alone.axis("tp"), False, config.train.seed, config.zero.tile))
     layers = model.layers()
     times = layer_times(model, layers, config, alone, device)

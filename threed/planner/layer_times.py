@@ -88,7 +88,7 @@ def _measure(
     )  # fmt: skip
     try:
         return timer.measure(
-            layers, activation_checkpointing.on_paper(config, numbers, model.slicing, device)
+            layers, activation_checkpointing.for_tracing(config, numbers, model.slicing, device)
         )
     finally:
         topology.traffic.clear()
@@ -181,7 +181,7 @@ def _divider(
 
     baselines = {"uniform": (uniform(len(layers), stages), plan)}
     if flops is not None:
-        again = activation_checkpointing.whole_again(config, layers)
+        again = activation_checkpointing.fully_recomputed(config, layers)
         cut = balanced(activation_checkpointing.with_recompute(flops, again), stages)
         costs = stage_costs(times_by_flops(flops, again), cut)
         baselines["balanced"] = cut, planner(costs, None)

@@ -3,7 +3,7 @@
     costs = trace(blueprint.model, blueprint.layers, config, topology, blueprint.recomputed)
     footprint(blueprint, costs)             # bytes by kind, and bytes sent over each axis
 
-Blueprints are on the meta device (`Topology.drawn`). Parameters, gradients and optimizer states are
+Blueprints are on the meta device (`Topology.on_meta`). Parameters, gradients and optimizer states are
 the storages that an engine creates. Reductions are simulated by ZeRO's own reducer, with gradients
 on the meta device.
 """
@@ -92,7 +92,7 @@ def trace(
     wide, grads = dtype(config.precision.dtype), dtype(config.precision.grad_dtype or "fp32")
     tracer = Tracer(example(model, config), wide, grads, topology.traffic)
     costs = tracer.trace(
-        layers, activation_checkpointing.on_paper(config, recomputed, model.slicing)
+        layers, activation_checkpointing.for_tracing(config, recomputed, model.slicing)
     )
     if config.recompute.mode == "full":
         for number in recomputed:

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from threed.core.device import beside, copy_stream, is_accelerator, start_copy_in
+from threed.core.device import copy_stream, is_accelerator, on_stream, start_copy_in
 from threed.distributed import collectives
 from threed.distributed.topology import Axis
 
@@ -78,7 +78,7 @@ class Stop:
             return lambda: float(pending.wait())
         # On a separate stream, so that the step does not wait for the flag of the slowest rank.
         stream = copy_stream(self.device, "flags")
-        with beside(stream):
+        with on_stream(stream):
             total = collectives.sum_of_scalars(start_copy_in(flag, self.device), self.axis)
             host = torch.empty(1, pin_memory=True)
             host.copy_(total, non_blocking=True)

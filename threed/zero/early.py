@@ -156,7 +156,7 @@ class Early:
             while buffers:
                 staged = buffers.popitem()[1]
                 assert isinstance(staged, DriveBuffer)
-                staged.store_beside()
+                staged.store_second()
         finally:
             drop_all(buffers)
         self._done.append(state)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from threed.core.device import beside, copy_stream, current_stream
+from threed.core.device import copy_stream, current_stream, on_stream
 from threed.distributed import collectives
 from threed.distributed.collectives import EXACT, Codec, Pending
 from threed.distributed.sharding import storage_of
@@ -227,7 +227,7 @@ class Gatherer:
 
     # ------------------------------------------------------------------------------------------------ sharded parameters
 
-    def comes_and_goes(self, unit: int) -> bool:
+    def is_freed(self, unit: int) -> bool:
         """Returns whether a unit has sharded parameters."""
         return unit in self._groups_of_unit
 
@@ -399,7 +399,7 @@ class Gatherer:
     ) -> Pending:
         """Gathers from page-locked host memory to a GPU, on a separate stream."""
         stream = copy_stream(window.device, "in")
-        with beside(stream):
+        with on_stream(stream):
             own = own.to(window.device, non_blocking=True)
             copied = stream.record_event()
             pending = collectives.start_all_gather(own, axis, out=window, codec=codec)

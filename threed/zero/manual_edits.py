@@ -2,7 +2,7 @@
 
     changes = Changes(module, layout, gatherer)
     changes.begin()                 tracks every change from now on
-    changes.take_in(optimizer)      call it before an update, and before states are read or written
+    changes.absorb_edits(optimizer)      call it before an update, and before states are read or written
 
 A change in place increments the parameter's version, and the parameter's class records accesses to
 `.data`. So changes are detected without reading values. When a changed group is released, this
@@ -93,7 +93,7 @@ class Changes:
             self._newer[bucket] = changed[0]
         return bool(changed)
 
-    def take_in(self, optimizer: Optimizer) -> None:
+    def absorb_edits(self, optimizer: Optimizer) -> None:
         """Copies all changes so far to the optimizer's states.
 
         Sharded groups must have been released.

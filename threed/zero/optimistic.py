@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from threed.core.device import beside, copy_stream, current_stream, is_accelerator
+from threed.core.device import copy_stream, current_stream, is_accelerator, on_stream
 from threed.distributed import collectives
 from threed.distributed.collectives import Pending
 from threed.distributed.topology import Axis
@@ -133,7 +133,7 @@ class Optimistic:
 
         wrong = Pending(is_wrong)
         if is_accelerator(device):
-            with beside(copy_stream(device, "out")):
+            with on_stream(copy_stream(device, "out")):
                 wrong = start_copy(is_wrong(), HOST)
 
         @functools.cache

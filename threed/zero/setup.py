@@ -17,7 +17,7 @@ from threed.distributed.sharding import ShardSpec, spec_of
 from threed.distributed.topology import Axis, Topology
 from threed.memory.io import Disk
 from threed.memory.sizes import drive_buffers, update_buffers
-from threed.memory.tiers import Drive, DriveOnPaper, Tier, memory_tier
+from threed.memory.tiers import Drive, MetaDrive, Tier, memory_tier
 from threed.ops.adam import Adam
 from threed.ops.lion import Lion
 from threed.ops.precision import LossScale, dtype
@@ -100,8 +100,8 @@ def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[st
         names = shard_axes(config, topology, over)
         return DataAxes(*(topology.axis(name) if name else alone for name in names))
 
-    host = topology.device if topology.on_paper else torch.device("cpu")
-    params, optimizer = _tiers(config, host, topology.on_paper)
+    host = topology.device if topology.is_meta else torch.device("cpu")
+    params, optimizer = _tiers(config, host, topology.is_meta)
     return Policy(
         stage=config.zero.stage, data=axes(), bucket_bytes=int(config.zero.bucket_mib * 2**20),
         param_dtype=dtype(config.precision.dtype), grad_dtype=dtype(config.precision.grad_dtype or "fp32"),
@@ -113,14 +113,12 @@ def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[st
     )  # fmt: skip
 
 
-def _tiers(config: Config, host: torch.device, on_paper: bool) -> tuple[Tier | None, Tier | None]:
+def _tiers(config: Config, host: torch.device, is_meta: bool) -> tuple[Tier | None, Tier | None]:
     """Returns the tiers of parameters and of the optimizer's states; None for the device."""
     zero = config.zero
     places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(host)}
     if "nvme" in (zero.offload_params, zero.offload_optimizer):
-        places["nvme"] = (
-            DriveOnPaper(host) if on_paper else Drive(Disk(str(zero.nvme_path), "zero"))
-        )
+        places["nvme"] = MetaDrive(host) if is_meta else Drive(Disk(str(zero.nvme_path), "zero"))
     return places[zero.offload_params], places[zero.offload_optimizer]
 
 

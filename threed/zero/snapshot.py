@@ -22,7 +22,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from threed.core.device import beside, copy_stream, current_stream, is_accelerator
+from threed.core.device import copy_stream, current_stream, is_accelerator, on_stream
 from threed.memory import pool
 from threed.memory.tiers import OnDrive
 from threed.zero.layout import Policy
@@ -263,7 +263,7 @@ class Snapshot:
             item.copies[part] = self._room.buffer(item, part)
             if is_accelerator(values.device):
                 stream = copy_stream(values.device, "save")
-                with beside(stream):
+                with on_stream(stream):
                     item.copies[part].copy_(values, non_blocking=True)
                     item.copied = stream.record_event()
             else:
