@@ -403,7 +403,7 @@ class Engine:
             weights: global name -> full tensor; every rank passes all of them.
 
         Raises:
-            KeyError, ValueError: if names or shapes are not those of the model.
+            KeyError, ValueError: if names or shapes differ from the model.
         """
         self._sync_states()
         fit.take_full(self.optimizer, self.buffers, self.topology, weights)

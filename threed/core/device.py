@@ -1,6 +1,6 @@
 """The interface to GPUs: `torch.accelerator`, and functions of CUDA or ROCm; no-ops on a CPU.
 
-    with beside(copy_stream(device, "out")):      # copies in the block overlap with computation
+    with on_stream(copy_stream(device, "out")):      # copies in the block overlap with computation
         ...
     current_stream(device).wait_event(event)      # the computation waits for a copy
 

@@ -50,7 +50,7 @@ class Faults:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Context manager: clears the flags; restores those of the step in progress after."""
+        """Context manager: clears the flags, and restores the flags of the step in progress afterwards."""
         kept = [flag.swap(None) for flag in self.flags]
         try:
             yield
