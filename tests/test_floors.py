@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Packages and modules of `threed` from the bottom up. A package imports from itself and from lower floors only, so
 # the packages have no cycle.
 LEVELS = (
-    ("core", "schedules"),
+    ("core",),
+    ("schedules",),
     ("config",),
     ("distributed",),
     ("memory", "ops"),
@@ -47,6 +48,7 @@ WITHOUT_TORCH = (
     "threed.core.packages",
     "threed.core.parse",
     "threed.core.process",
+    "threed.core.source",
     "threed.distributed.grid",
     "threed.distributed.launcher",
     "threed.models.cut",

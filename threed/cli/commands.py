@@ -26,6 +26,7 @@ from typing import Any
 
 from threed import schedules
 from threed.config import architectures
+from threed.core import source
 from threed.core.packages import MissingPackageError
 from threed.distributed.launcher import exits_on_broken_pipe
 
@@ -150,14 +151,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(tool: str, *words: str) -> int:
-    """Trains or plans a run. Arguments: an optional architecture, then the flags of training."""
+    """Trains or plans a run. Arguments: an architecture or FILE.py:MODEL (optional), then flags."""
     from threed.cli import launch
 
     arch = words[0] if words and not words[0].startswith("-") else None
     flags = list(words[arch is not None :])
-    if arch not in (None, *architectures.NAMES):
+    if arch is not None and arch not in architectures.NAMES and not source.names_model(arch):
         known = ", ".join(architectures.NAMES)
-        return launch.refuse(f"threed {tool} {arch}: no such architecture; there are {known}")
+        problem = f"no such architecture; there are {known}, and FILE.py:MODEL"
+        return launch.refuse(f"threed {tool} {arch}: {problem}")
     if tool == "plan":
         return launch.main([*flags, "--dry-run"], arch=arch, prog="threed plan")
     return launch.main(flags, arch=arch, prog=f"-m threed train {arch or ''}".rstrip())
@@ -172,7 +174,7 @@ def _verify(a: argparse.Namespace, flags: list[str]) -> int:
         raise ValueError("--dry-run and --world-size are for training; use --topologies")
     if not a.timeout > 0:
         raise ValueError(f"--timeout {a.timeout:g}: must be more than 0 seconds")
-    build, batch = testing.find(a.model)
+    build, batch = source.find_model(a.model), source.find_batch(a.model)
     names = testing.TOPOLOGIES if a.topologies is None else a.topologies.split(",")
     report = testing.same_everywhere(build, batch, names, config=config, timeout=a.timeout)
     print(report.json() if a.json else report)

@@ -30,6 +30,7 @@ from threed.config.checks import check_vocab
 from threed.config.resolution import resolve
 from threed.core import device
 from threed.core.disk import is_unwritable, why
+from threed.core.source import names_model
 from threed.data import Data, open_data
 from threed.data import find_problems as find_data_problems
 from threed.distributed import collectives
@@ -75,7 +76,7 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
     Args:
         argv: command line without the program's name.
         prog: the part of the command line after `torchrun`, for hints how to resume.
-        arch: architecture if neither a file nor a flag names one.
+        arch: architecture if neither a file nor a flag names one, or a custom model, FILE.py:MODEL.
     """
     try:
         with exits_on_broken_pipe():
@@ -90,10 +91,14 @@ def main(argv: list[str], *, prog: str, arch: str | None = None) -> int:
 
 
 def _run(argv: list[str], arch: str | None, prog: str) -> int:
+    flags = argv
+    if arch is not None and names_model(arch):
+        # presets export a Hugging Face folder, whose layout a custom model does not have
+        flags, arch = ["--model.arch", arch, "--checkpoint.export-hf", "false", *argv], None
     try:
         ranks = join()
         config, options = load(
-            argv, defaults={"model": {"arch": arch}} if arch else {}, world_size=ranks.world,
+            flags, defaults={"model": {"arch": arch}} if arch else {}, world_size=ranks.world,
             local_world=ranks.local_world, machines=ranks.machines, more=_data_problems,
             begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # for all ranks of the machine
         )  # fmt: skip

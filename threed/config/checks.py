@@ -222,7 +222,9 @@ def find_problems(
         if local_world not in (None, world_size):
             how = f"--nnodes × {how}, now {local_world} on this machine"
         problems.append(f"{error} (torchrun {how})")
-    for check in (_check_heads, _check_layers, _check_sequence, _check_run, _check_export):
+    # the keys of a custom model mean what its class makes of them
+    sizes = () if config.model.record is architectures.CUSTOM else (_check_heads, _check_layers)
+    for check in (*sizes, _check_sequence, _check_run, _check_export):
         problems += check(config)
     problems += find_model_problems(config.model)
     for check_ranks in (_check_schedule, _check_batch, _check_shard_size, _check_replicas):

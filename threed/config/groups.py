@@ -256,13 +256,13 @@ class ModelConfig(_Group):
     @property
     def record(self) -> architectures.Architecture:
         """The record of the architecture."""
-        return architectures.REGISTERED[self.arch]
+        return architectures.record_of(self.arch)
 
     @property
     def layout(self) -> architectures.Architecture:
         """The record of the Hugging Face layout: Qwen3's for a Llama with `qk_norm`."""
         name = "qwen3" if self.arch == "llama" and self.qk_norm else self.arch
-        return architectures.REGISTERED[name]
+        return architectures.record_of(name)
 
 
 class TrainConfig(_Group):

@@ -5,11 +5,13 @@ config = resolve(config, vocab=260, world_size=8)
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from threed import schedules
 from threed.config.groups import Config, ConfigError, DType, ModelConfig
 from threed.config.schema import BaseModel
+from threed.core.source import names_model
 
 
 def derive_dp(config: Config, world_size: int) -> int:
@@ -73,7 +75,8 @@ def resolve(config: Config, vocab: int, world_size: int | None = None) -> Config
     Raises:
         ConfigError: if the schedule file is invalid, or the world size does not match.
     """
-    name, dtype = config.run.name or config.model.arch, config.precision.dtype
+    name = config.run.name or config.model.arch.rpartition(":")[2]
+    dtype = config.precision.dtype
     widest: DType = "fp64" if dtype == "fp64" else "fp32"
     derived: dict[str, dict[str, Any]] = {
         "precision": {"grad_dtype": widest, "reduce_dtype": config.precision.grad_dtype or widest},
@@ -147,6 +150,9 @@ def resolve_model(model: ModelConfig, vocab: int | None = None) -> ModelConfig:
         vocab: vocabulary size, used if the model has none. If None, it is not filled in.
     """
     derived = model.record.resolved(dict(model))
+    if names_model(model.arch):
+        file, _, name = model.arch.rpartition(":")
+        derived["arch"] = f"{Path(file).resolve()}:{name}"
     if model.vocab is None and vocab is not None:
         derived["vocab"] = vocab
     return model.model_copy(update=derived)

@@ -22,6 +22,7 @@ from threed.config.schema import (
     did_you_mean,
     number,
 )
+from threed.core.source import find_model, names_model
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,11 @@ def _schedule(value: object) -> object:
 def _architecture(value: object) -> object:
     if value in architectures.NAMES:
         return value
+    if isinstance(value, str) and names_model(value):
+        find_model(value)
+        return value
     hint = did_you_mean(str(value), *architectures.NAMES)
-    raise ValueError(f"must be {', '.join(architectures.NAMES)}{hint}")
+    raise ValueError(f"must be {', '.join(architectures.NAMES)} or FILE.py:NAME{hint}")
 
 
 def _optimizer(value: object) -> object:
@@ -204,7 +208,9 @@ Schedule = Annotated[
     BeforeValidator(_schedule),
     Takes("|".join([*get_args(schedules.ScheduleName), "FILE.py:FUNCTION", "FILE.csv"])),
 ]
-Architecture = Annotated[str, BeforeValidator(_architecture), Takes("|".join(architectures.NAMES))]
+Architecture = Annotated[
+    str, BeforeValidator(_architecture), Takes("|".join([*architectures.NAMES, "FILE.py:NAME"]))
+]
 LayerPattern = Annotated[str, Field(pattern=r"^[sf]+$"), Takes("TEXT")]
 Fraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(number), Takes("X")]
 Scaling = Annotated[RopeScaling, Takes('"TYPE: key=X, …"')]

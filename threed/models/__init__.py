@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from threed.config import ConfigError, ModelConfig
+from threed.core.source import find_model, names_model
 from threed.distributed import collectives
 from threed.distributed.topology import Topology
 from threed.layers import Slicing
@@ -98,5 +99,15 @@ def wrap(model: object, topology: Topology) -> Wrapped:
 
 
 def build(config: ModelConfig, slicing: Slicing) -> Model:
-    """Returns the model of the architecture `config.arch`."""
-    return Decoder(config, slicing)
+    """Returns the model of `config.arch`: a decoder, or the model of FILE.py:NAME.
+
+    Raises:
+        TypeError: if the object of the file does not return a model of pipeline layers.
+    """
+    if not names_model(config.arch):
+        return Decoder(config, slicing)
+    model: Model = find_model(config.arch)(config, slicing)
+    if not is_layered(model):
+        fix = "return an object with `layers()`, `hidden` and `slicing` (docs/own_models.md)"
+        raise TypeError(f"{config.arch} returned a {type(model).__name__}: {fix}")
+    return model

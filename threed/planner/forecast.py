@@ -153,7 +153,8 @@ class Forecast:
         # traced FLOPs, not a model's custom costs, which may have another unit
         counted = sum(3.0 * cost.flops for cost in unsharded.costs)
         per_token = counted / (config.train.micro_batch * config.model.seq)
-        name = type(unsharded.model).__name__ if custom else config.model.arch
+        arch = config.model.arch.rpartition(":")[2]  # of FILE.py:NAME the name
+        name = type(unsharded.model).__name__ if custom else arch
         custom_costs = options_of(unsharded.model).costs is not None
         return cls(
             config, name, grid.sizes, unsharded.parameters, pipeline.plan.microbatches, timeline.bubble,

@@ -9,17 +9,15 @@ Every error names the file and the problem, and the line for a function that rai
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.util
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import cast
 
+from threed.core.source import load
 from threed.schedules.action import COMPUTE
 from threed.schedules.plan import Plan, SizesError
 from threed.schedules.rendezvous import validate
@@ -42,39 +40,6 @@ def read_csv(file: str) -> Plan:
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}") from None
     return from_csv(text, file)
-
-
-def load(file: str) -> ModuleType:
-    """Imports a file as a module and returns it, with its folder on `sys.path`.
-
-    Standard output of the import goes to standard error. Raises ValueError if the import fails.
-    """
-    path = Path(file).resolve()
-    name = f"threed_user_{path.stem}"
-    if name in sys.modules and sys.modules[name].__file__ == str(path):
-        return sys.modules[name]
-    if not path.is_file():
-        raise ValueError(f"{file}: no such file")
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{file}: not a Python file")
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        hint = (
-            "; guard the code of the script with `if __name__ == '__main__':`"
-            if isinstance(error, SystemExit)
-            else ""
-        )
-        raise ValueError(
-            f"{file} cannot be imported: {type(error).__name__}: {error}{hint}"
-        ) from error
-    return module
 
 
 def find(name: str, registered: Callable[[], Mapping[str, Function]]) -> Function:

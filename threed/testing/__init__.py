@@ -12,10 +12,9 @@ both.
 from threed.testing.compare import Results, differences, results_of
 from threed.testing.ranks import RanksFailed, run_ranks
 from threed.testing.same import DEFAULTS, Difference, Refused, Report, same_everywhere
-from threed.testing.source import find
 from threed.testing.topologies import DEFAULT as TOPOLOGIES
 
 __all__ = [
-    "DEFAULTS", "TOPOLOGIES", "Difference", "RanksFailed", "Refused", "Report", "Results", "differences", "find",
-    "results_of", "run_ranks", "same_everywhere",
+    "DEFAULTS", "TOPOLOGIES", "Difference", "RanksFailed", "Refused", "Report", "Results", "differences", "results_of",
+    "run_ranks", "same_everywhere",
 ]  # fmt: skip

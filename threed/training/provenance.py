@@ -58,4 +58,10 @@ def tags(config: Config, topology: Topology) -> list[str]:
     """Returns tags to filter runs by: architecture, axes, ZeRO stage, dtype, schedule."""
     axes = [f"{axis}{size}" for axis, size in topology.sizes.items() if size > 1]
     schedule = [Path(config.parallel.schedule).name] if topology.pp > 1 else []
-    return [config.model.arch, *axes, f"zero{config.zero.stage}", config.precision.dtype, *schedule]
+    return [
+        config.model.arch.rpartition(":")[2],
+        *axes,
+        f"zero{config.zero.stage}",
+        config.precision.dtype,
+        *schedule,
+    ]

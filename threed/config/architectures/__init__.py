@@ -23,8 +23,20 @@ from threed.config.architectures import gemma3 as gemma3
 
 from threed.config.architectures.record import REGISTERED as REGISTERED
 from threed.config.architectures.record import Architecture as Architecture
+from threed.core.source import names_model
 
 NAMES = tuple(REGISTERED)
+# The record of models in the user's files, `--model.arch FILE.py:NAME`: no key is refused for them.
+CUSTOM = Architecture(
+    "custom", "a custom model", "", "", (), learned_positions=True,
+    takes=frozenset[str]().union(*(record.takes for record in REGISTERED.values())),
+    limits=lambda keys: iter([f"--model.arch {keys['arch']}"]),
+)  # fmt: skip
+
+
+def record_of(arch: str) -> Architecture:
+    """Returns the record of a value of `--model.arch`."""
+    return CUSTOM if names_model(arch) else REGISTERED[arch]
 
 
 def of_type(model_type: object) -> Architecture:
