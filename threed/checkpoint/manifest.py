@@ -40,7 +40,9 @@ FORMAT = "threed-checkpoint"
 VERSION = 3
 MANIFEST = "manifest.json"
 MOST_BYTES = 2**30  # maximum size of a manifest
-MOST_PAIRS = 2**31  # limit on pairs of boxes times dimensions; comparing them takes seconds
+# limit on the sum, over tensors, of (number of boxes)^2 * (number of dimensions); at the limit the
+# search for overlapping boxes takes seconds
+MOST_PAIRS = 2**31
 MOST_WINDOWS = 2**20  # windows per section
 Corner = tuple[int, ...]
 FileEntry = Mapping[str, Any]

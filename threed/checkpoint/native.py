@@ -154,16 +154,19 @@ def _refuse_unreadable(
     extras: Extras,
     rank: int | None,
 ) -> None:
-    """Raises CheckpointError if states, buffers, or the generators of `rank` cannot be read.
+    """Checks that states, buffers, and the generators of `rank` can be read, before any is changed.
 
     Args:
         path: folder of the checkpoint.
         reader: the open checkpoint.
-        without_moments: names of tensors whose moments are not in the checkpoint, and start at
-            zero.
-        optimizer: holder of the states to read.
-        extras: buffers and generators to read.
-        rank: saved rank whose generators are read; None to read none.
+        without_moments: names of tensors without moments in the checkpoint; these moments start
+            at zero.
+        optimizer: its states will be loaded.
+        extras: buffers and generators that will be loaded.
+        rank: saved rank whose generators will be loaded; None for no generators.
+
+    Raises:
+        CheckpointError: if any of them is missing, does not fit, or its file cannot be read.
     """
     try:
         for record in records(optimizer):

@@ -128,7 +128,8 @@ def assemble(
 def _broadcast_json(value: Any, everyone: Axis, device: torch.device) -> Any:
     """Returns rank 0's value on every rank. Collective.
 
-    `collectives.exchange` would gather the values of all ranks, padded to the longest.
+    `collectives.exchange` is not used, because it would gather the values of all ranks, each padded
+    to the longest.
     """
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
     size = collectives.broadcast(torch.tensor([data.numel()], device=device), everyone, 0)

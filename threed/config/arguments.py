@@ -187,7 +187,7 @@ class _Draft:
             if dot:
                 self.put(group, key, value)
         if {"run.name", "run.dir"} & given.keys() == {"run.name"}:
-            # a resolved config.toml has the folder of its old name
+            # If the file is the config.toml of an earlier run, its `run.dir` is that run's folder.
             self.values["run"].pop("dir", None)
 
     def read_file(self, given: Mapping[str, Any], presets: Path) -> Path | None:

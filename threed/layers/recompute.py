@@ -249,7 +249,7 @@ class Selective(Recompute):
 
     def __init__(self, ops: Iterable[str]) -> None:
         self.ops = frozenset(ops)
-        # By storage address. The weak reference prevents that the address is reused.
+        # By storage address. The weak reference prevents reuse of the address.
         self._results: dict[int, tuple[StorageWeakRef, _Operation]] = {}
         self._running = False
 

@@ -31,7 +31,7 @@ def quantise_reference(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def packed(integers: Tensor, bits: int) -> Tensor:
-    """Packs integers int8 [... k 256] to uint8 [... k 256 bits/8]. For the order see `unpacked`."""
+    """Packs integers int8 [... k 256] to uint8 [... k 256*bits/8]. For the order see `unpacked`."""
     packs = 16 // bits
     rows = integers.unflatten(-1, (packs, 32 // packs, 8)).transpose(-3, -2)
     if bits == 8:
@@ -40,7 +40,7 @@ def packed(integers: Tensor, bits: int) -> Tensor:
 
 
 def unpacked(q: Tensor, bits: int) -> Tensor:
-    """Unpacks uint8 [... k 256 bits/8] to integers int8 [... k 256].
+    """Unpacks uint8 [... k 256*bits/8] to integers int8 [... k 256].
 
     16 bytes hold packs of eight numbers that are as far apart in the block as possible: the block's
     first pack is in the first 16 bytes, its second pack in the next 16. In 4 bits a byte holds two
@@ -55,12 +55,12 @@ def unpacked(q: Tensor, bits: int) -> Tensor:
 
 
 def dequantise_reference(q: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Returns the sum over ranks [n] of packed q [r k 256 bits/8] times scales [r k]."""
+    """Computes `dequantise` with torch operations; the result has the dtype of the scales."""
     return (unpacked(q, bits).to(scales.dtype) * scales.unsqueeze(-1)).sum(0).flatten()
 
 
 def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Returns packed integers, uint8 [k 256 bits/8], and scales, fp32 [k], of x, bf16 [n].
+    """Returns packed integers, uint8 [k 256*bits/8], and scales, fp32 [k], of x, bf16 [n].
 
     Moves 3 bytes per element (2.5 in 4 bits).
     """
@@ -80,11 +80,15 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(q: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Returns the sum over ranks, bf16 [n], of packed q [r k 256 bits/8] times scales [r k].
+    """Dequantises the blocks of r ranks, and returns their sum over the ranks, bf16 [n].
 
-    Moves r + 2 bytes per element (r/2 + 2 in 4 bits). Scales must come from `quantise`, which are
-    not negative. Ranks are summed eight at a time; the error is at most 2^-21 of the largest number
-    that their scales allow.
+    Moves r + 2 bytes per element (r/2 + 2 in 4 bits). Ranks are summed eight at a time; the error
+    is at most 2^-21 of the largest number that their scales allow.
+
+    Args:
+        q: packed integers, uint8 [r k 256*bits/8].
+        scales: scales from `quantise`, fp32 [r k]; they must not be negative.
+        bits: 8 or 4.
     """
     fits = (
         bits in TOPS

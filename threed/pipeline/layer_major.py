@@ -55,7 +55,8 @@ class LayerMajorStage(Stage):
     ) -> None:  # fmt: skip
         super().__init__(layers, gatherer, prefetch, first, recomputed, scope)
         self.unit_ended, self.between = unit_ended, between
-        # Layers must not share a graph: its backward would run both for one micro-batch.
+        # No layer shares a graph with the next one: the backward of a shared graph would run both
+        # layers of a micro-batch, before the other micro-batches of the later layer.
         self._joined = set()
         self._frames: list[Frame] = []  # the backward pops them from the end
 

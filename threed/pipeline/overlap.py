@@ -46,8 +46,10 @@ class Overlap:
 
     @contextmanager
     def pair(self) -> Iterator[None]:
-        """Runs the forward and the backward in the block concurrently; the main stream then waits
-        for both."""
+        """Context in which a forward and a backward run concurrently.
+
+        At its end the main stream waits for both.
+        """
         if self._side is None:
             yield
             return
@@ -61,7 +63,7 @@ class Overlap:
 
     @contextmanager
     def forward(self, key: Hashable, paired_with: Hashable) -> Iterator[None]:
-        """Runs the forward of `key` in the block, concurrently with the backward of `paired_with`."""
+        """Context for the forward of `key`; it overlaps with the backward of `paired_with`."""
         if self._side is None or paired_with in self._on_side:
             yield
             return
@@ -71,7 +73,7 @@ class Overlap:
 
     @contextmanager
     def backward(self, key: Hashable) -> Iterator[None]:
-        """Runs the backward of `key` in the block, on the stream of its forward."""
+        """Context for the backward of `key`, which runs on the stream of its forward."""
         if self._side is None or key not in self._on_side:
             yield
             return

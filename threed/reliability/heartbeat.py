@@ -108,7 +108,10 @@ def siblings(rank: int, world_size: int) -> Iterator[int]:
 
 
 def read_siblings(folder: str | Path, rank: int, world_size: int) -> Iterator[Beat | None]:
-    """Yields the last beats of `siblings`, reading one file at a time."""
+    """Yields the last beat, or None, of each rank in `siblings(rank, world_size)`.
+
+    A file is read when its beat is requested.
+    """
     return (read(folder, other) for other in siblings(rank, world_size))
 
 

@@ -76,7 +76,7 @@ class Watchdog:
             faulthandler.register(signal.SIGUSR2, self._file, all_threads=True)
 
     def stop(self) -> None:
-        """Stops watching, and removes the file of stacks if it is empty. May be called repeatedly."""
+        """Stops watching; removes `rank-N.stacks` if it is empty. May be called repeatedly."""
         self.stopped = True
         if self._file is not None:
             if hasattr(faulthandler, "unregister"):

@@ -9,23 +9,26 @@ micro-batches uses the down direction and the second half the up direction. If f
 backwards take one slot each, stage s of a direction runs the forward of its i-th micro-batch in
 slot s + 2i and the backward in slot 2 stages - 1 - s + 2i; the slots of the two directions never
 collide on a rank. After `stages` micro-batches (a unit of the schedule) the same pattern starts
-again, 2 stages slots later, and fills the gaps of the previous unit: the direct concatenation of
-the paper.
+again, 2 stages slots later, and fills the gaps of the previous unit. The paper calls this direct
+concatenation.
 
-Idle time with u full units of D = stages micro-batches, forwards of time f and backwards of time b
->= f: (D - 2) (b + (u - 1) (b - f)). So it is D - 2 slots for any number of units if forwards and
-backwards take equally long, the paper's fraction (D - 2) / (2m + D - 2). With b = 2f it is the
-paper's (D - 2) / (1.5m + D - 2) for a single unit, and grows with each further unit: then use m =
-D, or another schedule. A last unit of r < D micro-batches adds D - r slots of idle time. A rank
-keeps between D/2 + 1 (outer ranks) and D micro-batches, and the weights of two stages. Source: Li
-and Hoefler 2021, arXiv 2107.06925, section 3.
+Let D be the number of stages, u the number of full units (of D micro-batches each), f the time of a
+forward and b >= f the time of a backward. The idle time of a rank is
+
+    (D - 2) (b + (u - 1) (b - f))
+
+If b = f, this is D - 2 slots for any u, and the idle share is the paper's (D - 2) / (2m + D - 2).
+If b = 2f, the idle share of a single unit is the paper's (D - 2) / (1.5m + D - 2). Each further
+unit then adds idle time: use m = D, or another schedule. A last unit of r < D micro-batches adds
+D - r slots of idle time. A rank keeps between D/2 + 1 (outer ranks) and D micro-batches, and the
+weights of two stages. Source: Li and Hoefler 2021, arXiv 2107.06925, section 3.
 
 DualPipe and DualPipeV run forwards together with backwards. Every rank holds two chunks. DualPipe:
 rank r holds stage r and, for micro-batches of the other direction, the stage of the opposite rank,
-so all weights are stored twice. DualPipeV: one direction through a V of twice as many stages, down
-on the first chunks and up on the second chunks, so each weight is stored once. Both follow one
-program in eight phases. `near` is the chunk that a rank's micro-batches reach first, and `far` the
-other chunk:
+so all weights are stored twice. DualPipeV: all micro-batches run in one direction through a V of
+twice as many stages, down on the first chunks and up on the second chunks, so each weight is stored
+once. In both schedules a rank runs eight phases. `near` is the chunk that a rank's micro-batches
+reach first, and `far` the other chunk:
 
 1. forwards of near
 2. forwards of near and far in turn
@@ -36,12 +39,13 @@ other chunk:
 7. weight gradients and backwards of near
 8. the remaining weight gradients
 
-With P stages of the model, F&B the time of a pair and B the time of a full backward, the largest
-idle time of a rank is (P/2 - 1) (F&B + B - 3W). This is exact if a forward takes as long as an
-input gradient and the weight gradient no longer. Every rank keeps at most P + 1 activations of a
-stage; in DualPipeV a stage is half a rank. Source: DeepSeek-AI 2024, arXiv 2412.19437, section
-3.2.1, and the order in github.com/deepseek-ai/DualPipe, which both reproduce action by action; the
-V is Sea AI Lab's "cut-in-half" as implemented there.
+Let P be the number of model stages, F&B the time of a pair, B the time of a full backward and W the
+time of a weight gradient. The largest idle time of a rank is (P/2 - 1) (F&B + B - 3W). This is
+exact if a forward takes as long as an input gradient, and a weight gradient takes no longer. Every
+rank keeps at most P + 1 activations of a stage. In DualPipeV, P is twice the number of ranks, so a
+stage has half of a rank's layers. Source: DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1. The
+actions of both schedules have the same order as in github.com/deepseek-ai/DualPipe; its DualPipeV
+is Sea AI Lab's "cut-in-half".
 """
 
 from __future__ import annotations

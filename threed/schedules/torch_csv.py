@@ -61,8 +61,8 @@ def to_csv(plan: Plan) -> str:
     """Returns the plan's compute actions as CSV text. torch adds communication itself.
 
     Raises:
-        ValueError: the plan is bidirectional, since torch has each stage on one rank, or
-            asynchronous.
+        ValueError: if the plan is asynchronous, or if it is bidirectional (torch supports only one
+            rank per stage).
     """
     if plan.asynchronous:
         raise ValueError(

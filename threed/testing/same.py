@@ -442,7 +442,7 @@ def _train_reference(task: _Task) -> Seen:
 
 
 def _train_and_compare(task: _Task, parsed: dict[str, int]) -> Seen:
-    """Trains on all ranks of a topology. Returns the differences of this rank to the reference."""
+    """Trains on all ranks of a topology. Returns this rank's differences from the reference."""
     truth, usual = _load(task.file), task.config.train.micro_batch
     # statistics in buffers, such as running means, depend on the division of the batch
     divided = parsed.get("dp", 1) > 1 or parsed.get("micro", usual) != usual

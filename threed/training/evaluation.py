@@ -27,9 +27,9 @@ IGNORED = -100
 
 
 class Evaluation(Callback):
-    """Evaluates every `train.eval-every` steps and after the last one.
+    """Evaluates every `train.eval-every` steps and after the last step.
 
-    The windows are the first `train.eval_samples` of the validation data, or all of them if there
+    The windows are the first `train.eval-samples` of the validation data, or all of them if there
     are fewer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Evaluation(Callback):
 
     @property
     def notice(self) -> str:
-        """A note for the user if there are fewer than `train.eval_samples` windows, else ""."""
+        """A note for the user if there are fewer than `train.eval-samples` windows, else ""."""
         if self.windows == self.asked:
             return ""
         there = f"there are {self.windows} windows of {self.data.valid.seq} tokens"

@@ -77,7 +77,14 @@ class Contributions:
         self.late += 1
 
     def learn(self, passes: int, dynamic: bool) -> None:
-        """Updates the expected number after a round of `passes`; only `dynamic` may decrease it."""
+        """Updates `per_pass` from the number of contributions that were counted in a round.
+
+        Does nothing if `per_pass` is None.
+
+        Args:
+            passes: number of micro-batches of the round.
+            dynamic: whether `per_pass` may decrease; if not, it only increases.
+        """
         if self.per_pass is not None:
             counted = -(-(self.added + self.late) // passes)
             self.per_pass = counted if dynamic else max(self.per_pass, counted)

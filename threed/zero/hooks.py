@@ -67,7 +67,7 @@ class Trace:
         return self._predicted[self._at : self._at + ahead]
 
     def end(self) -> None:
-        """Ends the pass."""
+        """Ends the pass. The groups that it used become the prediction for the next pass."""
         if self._used:
             self._predicted, self._used, self._at = self._used, [], 0
 

@@ -125,7 +125,7 @@ class BadSteps:
         self.in_a_row.copy_(update.in_a_row)
 
     def observe(self, update: Update) -> None:
-        """Adds the norm of a step that was not skipped to the running mean."""
+        """Adds the step's gradient norm to the running mean, unless the step was skipped."""
         good = update.skip == 0
         norms = self.norms + good
         mean = self.mean + (update.grad_norm - self.mean) / norms.clamp(min=1, max=WINDOW)

@@ -32,23 +32,24 @@ LATEST = "latest"  # file that contains the tag of the newest checkpoint
 
 
 class DeepSpeedEngine:
-    """DeepSpeed's engine API. Attributes that it does not have are looked up in the module.
+    """DeepSpeed's engine API. Attributes that the engine does not have are looked up in the module.
 
     Args:
         model: the module to train.
         topology: a topology with data parallelism only.
-        translation: DeepSpeed's configuration, translated.
+        translation: the translated DeepSpeed configuration.
         passed: the optimizer that was passed to `initialize`.
         training_loader: the default data source of `train_batch`.
-        notes: messages of `initialize`, which precede the notes of the translation.
+        notes: messages of `initialize`. The attribute `notes` has these first, then those of the
+            translation.
 
     Attributes:
         engine: the wrapped `threed.engine.ModuleEngine`.
         module: the trained module.
         optimizer: a read-only view of the optimizer.
         metrics: metrics of the last step; None before the first.
-        micro_steps: number of calls of `step`, without discarded steps.
-        notes: messages on keys without effect and on chosen values.
+        micro_steps: number of micro-batches ended by `step`, except those of discarded steps.
+        notes: messages about keys that have no effect, and about values chosen by threed.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ class Reader:
         self.notes.append(f"{key}: {text}")
 
     def read(self, ds: Mapping[str, Any]) -> DeepSpeedConfig:
-        """Returns the supported keys; a key with a problem has its default."""
+        """Returns the supported keys. If a key has a problem, its default value is used."""
         values = self._select(ds, DeepSpeedConfig, "")
         try:
             return DeepSpeedConfig.model_validate(values)
