@@ -67,6 +67,6 @@ def renamed(weights: dict[str, Tensor], heads: int) -> dict[str, Tensor]:
             parts = value.unflatten(0, (heads, 3, -1)).unbind(1)
             for part, rows in zip(("query", "key", "value"), parts, strict=True):
                 found[f"{prefix}attention.{part}.{kind}"] = rows.flatten(0, 1)
-        elif key != "head":  # tied to the word table
+        elif key != "head":  # tied to the token embedding
             found[f"{prefix}{NAMES[key]}.{kind}"] = value
     return found

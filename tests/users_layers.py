@@ -82,7 +82,7 @@ class FactorisedHead(nn.Module):
 
 
 class WordMemory(nn.Module):
-    """x + tanh(norm(x) W^T) W, where W is the word table, cut by words."""
+    """x + tanh(norm(x) W^T) W, where W is the token embedding, sharded by rows."""
 
     def __init__(
         self, name: str, norm: nn.Module, vocab: int, hidden: int, slicing: Slicing

@@ -218,9 +218,14 @@ class Held:
 
 
 def held(layout: Layout, states: Iterable[State]) -> list[Held]:
-    """Returns the sections of some states that this rank holds portions of.
+    """Groups optimizer states into sections, each with the portion that this rank holds.
 
-    All ranks that hold a section get the same description of it.
+    States share a section if they have the same parts and dtype and are split in the same way. All
+    ranks that hold a portion of a section compute the same description of it.
+
+    Args:
+        layout: layout of the parameters.
+        states: states on this rank.
     """
     lines: dict[tuple[Group, torch.dtype, tuple[str, ...]], list[State]] = {}
     order = {group: number for number, group in enumerate(layout.groups)}

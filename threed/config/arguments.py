@@ -307,7 +307,16 @@ class _Draft:
         self.problems.append(f"{flag} {given}{where}: {reason(detail)}")
 
     def _describe_missing(self, given: dict[str, Any], named: list[str], rest: list[str]) -> None:
-        """Reports flags without a value. Removes them from `given`, and misread values from `rest`."""
+        """Records a problem per flag that was given without a value.
+
+        argparse reads a value that begins with a hyphen, such as `-a.txt`, as another flag. The flag
+        before it then has no value.
+
+        Args:
+            given: parsed flags; those without a value are removed.
+            named: the tokens of the command line, in order.
+            rest: tokens that argparse did not recognize; values that it read as flags are removed.
+        """
         following = dict(itertools.pairwise([*named, ""]))
         for name in [name for name, value in given.items() if isinstance(value, _Missing)]:
             flag, form = f"--{key_name(name)}", given.pop(name)

@@ -1,10 +1,11 @@
-"""Fixed-length samples from a flat token sequence, in an order that is a stateless function.
+"""Fixed-length samples from a flat token sequence, in an order computed from (seed, index).
 
 Use: `samples = Samples(tokens, seq=128, seed=1)`; `samples.batch(first, count)` returns the samples
-that a run consumes after `first` samples. This integer is the only state to save for a resume.
+that a run consumes after `first` samples. The number of consumed samples is the only state that a
+checkpoint needs.
 
-A batch maps each sample index to (epoch, position), the position to a window by a permutation keyed
-with (seed, epoch), and the window to its tokens.
+A sample index determines (epoch, position in the epoch). A permutation keyed with (seed, epoch)
+maps the position to a window of tokens.
 """
 
 from __future__ import annotations

@@ -283,8 +283,13 @@ def _slurm_numbers(environment: Variables) -> dict[str, int]:
 def _tasks_here(environment: Variables, size: int) -> int | None:
     """Returns the number of tasks on this machine, or None if it is unknown.
 
-    It is entry SLURM_NODEID of a list such as 2(x3),1. Without the list, it is known only for one
-    machine.
+    Slurm lists the tasks of all machines in SLURM_STEP_TASKS_PER_NODE or SLURM_TASKS_PER_NODE, such
+    as 2(x3),1 for four machines; SLURM_NODEID is the index of this machine. Without the list, the
+    number is known only if there is one machine.
+
+    Args:
+        environment: environment variables.
+        size: number of tasks on all machines.
     """
     text = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if text is None:

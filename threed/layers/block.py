@@ -20,7 +20,7 @@ class Embedding(PipelineLayer):
 
     Args:
         name: global name of the layer.
-        vocab: number of rows of the word table.
+        vocab: number of rows of the token embedding.
         hidden: h.
         slicing: parallel layout and seed of dropout.
         positions: number of learned positions. None: no learned positions.

@@ -1,6 +1,6 @@
 """Word and position embeddings.
 
-The word table is sharded by vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
+The token embedding is sharded by vocabulary (Megatron-LM, arXiv 1909.08053, section 3).
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class LanguageModelHead(PipelineLayer):
     Args:
         name: global name of the layer.
         weight_name: global name of the projection [v h]. If head and embedding are tied, it is the
-            name of the word table.
+            name of the token embedding.
         norm: final norm.
         vocab: v.
         hidden: h.

@@ -226,9 +226,10 @@ def _is_flash(q: Tensor, v: Tensor, causal: Causal) -> bool:
 
 
 def _visible(q: Tensor, k: Tensor, offset: int, window: int) -> tuple[bool, Tensor | None]:
-    """Returns (True, None) for the lower triangle of a square, else (False, mask).
+    """Returns `is_causal` and `attn_mask` of torch's flash attention for a block.
 
-    Without any masked key, mask is None.
+    They are (True, None) for a square causal block, (False, None) if no key is masked, and else
+    (False, mask [n m]).
     """
     n, m = q.shape[2], k.shape[2]
     if offset == 0 and n == m and (not window or window >= n):

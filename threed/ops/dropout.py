@@ -103,7 +103,7 @@ def _start(
 def _check(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, samples: Tensor, ranges: list[int], p: float
 ) -> None:  # fmt: skip
-    """Raises ValueError for tensors that the kernel would misread."""
+    """Raises ValueError if the kernel does not support these arguments."""
     h, of_ranges = x.shape[-1], sum(ranges[1::2]) - sum(ranges[::2])
     fits = x.dim() == 3 and h % 8 == 0 and 0 <= p < 1 and x.shape[0] * x.shape[1] < 2**31
     fits = fits and x.shape[0] == of_ranges

@@ -113,7 +113,7 @@ class Operator:
     """A registered operator.
 
     Attributes:
-        work: function behind it.
+        work: the function that implements it.
         launches: returns the number of kernels that `work` launches for the same arguments.
     """
 

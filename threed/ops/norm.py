@@ -164,7 +164,11 @@ def _check(
     rows: tuple[Tensor | None, ...],
     vectors: tuple[Tensor | None, ...],
 ) -> tuple[int, int]:
-    """Raises ValueError for tensors that the kernel would misread; returns (rows, columns)."""
+    """Returns (rows, columns) of x.
+
+    Raises:
+        ValueError: if the kernel does not support these tensors.
+    """
     h = weight.numel()
     tensors = [t for t in (x, weight, *rows, *vectors) if t is not None]
     fits = x.dim() == 2 and x.shape[1] == h and h % 8 == 0 and 0 < h <= LARGEST and len(x) < 2**31

@@ -494,7 +494,8 @@ class Executor:
     def _validate(self, action: Action) -> None:
         if self.on_validate is None or self.on_validate():
             return
-        # Both sides of every message so far are before VALIDATE, so all of them can be waited for.
+        # Messages sent before the sender's VALIDATE are received before the receiver's, so the waits
+        # for them end.
         for arrived in self._incoming.values():
             for part in arrived:
                 if isinstance(part, Pending):

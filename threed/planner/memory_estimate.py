@@ -344,7 +344,7 @@ def _activations(
         )
     pending = (
         plan.asynchronous and plan.begun[rank] < plan.before
-    )  # waits for sums of another stage
+    )  # this rank ends the previous step before other stages do, and waits for sums with them
     return kept, max(peak + reductions.waiting * pending, reductions.end)
 
 

@@ -134,7 +134,8 @@ class Memory:
         engine = self.engine
         differences = resuming.model_differences(found.manifest, engine.config)
         differences += resuming.optimizer_differences(found.manifest, engine.config)
-        if differences:  # an error as for checkpoints: a new start would drop the copy
+        # raise, as for checkpoints, because a run from scratch would delete the copy
+        if differences:
             raise RunFolderError(
                 f"step {found.step} of this run is in memory, and {'; '.join(differences)}"
             )
@@ -345,10 +346,10 @@ def resume(engine: Engine, folder: Path, retention: Retention, memory: Memory) -
 
 
 def _grouped(refused: list[tuple[str, str]]) -> list[str]:
-    """Returns the reasons for which checkpoints were refused, each reason once.
+    """Returns why checkpoints were refused, without repeating reasons.
 
-    Reasons that differ only in the path are equal; the names of the other checkpoints follow in
-    parentheses.
+    Of several reasons that differ only in the checkpoint's path, the first one is returned, with
+    the names of the other checkpoints in parentheses.
 
     Args:
         refused: (path, reason) of each checkpoint.

@@ -87,7 +87,7 @@ class _Ranks:
         self.orders: list[list[int]] = [[] for _ in self.positions]
 
     def choose(self, rank: int, now: float) -> int:
-        """Returns the position to run next, or -1 if none can run."""
+        """Returns the position to run next (F or I of a stage, see `flow`); -1 if none can run."""
         flow, made, begin, period = self.flow, self.made, self.priority.begin, self.priority.period
         full = self.activations[rank] >= self.limit
         caps = self.priority.in_flight if made[self.positions[rank][-1]] else self.priority.at_first
@@ -107,7 +107,7 @@ class _Ranks:
         return chosen
 
     def run(self, rank: int, position: int, now: float) -> float:
-        """Runs the next micro-batch of a position and returns its end time."""
+        """Runs F or I of the position's next micro-batch; returns its end time."""
         end = self.free[rank] = now + self.flow.time[position]
         self.made[position].append(end)
         self.orders[rank].append(position)

@@ -108,12 +108,12 @@ def largest(values: Tensor) -> float:
 
 
 class Explainer:
-    """Explains the differences in one topology.
+    """Explains how the results in one topology differ from the results of one process.
 
     Args:
         truth: results of one process.
-        tensor: number of tensor ranks.
-        words: words of the topology's name.
+        tensor: number of tensor ranks of the topology.
+        words: words of the topology's name, such as "tp2" and "recompute".
     """
 
     def __init__(self, truth: Mapping[str, Any], tensor: int, words: Iterable[str]) -> None:

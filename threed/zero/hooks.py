@@ -4,10 +4,11 @@
     gatherer.gradient_complete(slot)    when the gradient of a parameter is complete
     gatherer.pass_ended()               after each backward
 
-A unit gathers all its parameters when it is called, and releases them when it returns. Any other
-use of a parameter, or of a tensor that autograd saved as a view of it, gathers its group
-(`zero.access`). In a backward a group is released when the gradients of all its parameters have
-been added, when `RECENT` other groups were used after it, or at the end of the backward.
+Parameters are gathered and released in groups (flat buffers). A unit gathers the groups of its
+parameters when its forward is called, and releases them when the forward returns. Any other use of
+a parameter gathers its group (`zero.access`). So does a use of a view of a parameter, if autograd
+saved the view for the backward. In the backward, a group is released when the gradients of all its
+parameters have been added, when `RECENT` other groups were used after it, or at the end.
 
 Groups are prefetched in the order of the previous pass. A wrong prediction only costs bandwidth and
 memory.

@@ -99,7 +99,7 @@ class Changes:
         Sharded groups must have been released.
 
         Args:
-            optimizer: has the states.
+            optimizer: the optimizer that holds the states.
 
         Raises:
             RuntimeError: a change cannot be copied; the message names the parameter.

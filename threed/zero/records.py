@@ -55,10 +55,12 @@ class Record:
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields every piece that this rank holds, in buffer order, part by part within each run.
+    """Yields a record per part of every piece that this rank holds, state by state.
+
+    Within a state, pieces are in the order of the buffer; all parts of a piece follow one another.
 
     Args:
-        optimizer: has the states.
+        optimizer: the optimizer that holds the states.
         parts: names of the parts; by default all.
     """
     for state in states(optimizer):
@@ -71,7 +73,7 @@ def states(optimizer: Optimizer) -> list[State]:
 
 
 def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields every piece of a state, part by part within each run; by default of all parts."""
+    """Yields a record per part of every piece of a state; by default of all parts."""
     wanted = [part for part in state.storages if parts is None or part in parts]
     for run in state.bucket.runs():
         for piece in run.pieces():
@@ -109,7 +111,7 @@ def fill_in_place(
     If there are two versions of the parameters and only one is set, the other becomes equal to it.
 
     Args:
-        optimizer: has the states.
+        optimizer: the optimizer that holds the states.
         write: called as `write(part, piece, out)` for every piece; sets out [*piece.size].
         parts: names of the parts to set; by default all.
     """
@@ -129,7 +131,7 @@ def initialise(
     """Sets the weights to their initial values. Collective.
 
     Args:
-        optimizer: has the states.
+        optimizer: the optimizer that holds the states.
         initial: function from a piece to its initial values.
         again: whether `initial` may be called later, to undo a failed load.
         everything: whether to set all other states to zero, which they are in a new optimizer.

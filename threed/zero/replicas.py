@@ -84,7 +84,7 @@ def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
     """Compares all replicas after a step. Collective; the host waits for the device.
 
     Args:
-        optimizer: has the states.
+        optimizer: the optimizer that holds the states.
         topology: the process topology.
         step: number of the step, for the message.
 

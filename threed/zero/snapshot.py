@@ -156,7 +156,7 @@ class Snapshot:
 
     Args:
         wanted: the records.
-        optimizer: has the states.
+        optimizer: the optimizer that holds the states.
         room: memory for copies.
 
     Attributes:
