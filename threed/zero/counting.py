@@ -77,7 +77,12 @@ class Contributions:
         self.late += 1
 
     def learn(self, passes: int, dynamic: bool) -> None:
-        """Updates the expected number after a round of `passes`; only `dynamic` may decrease it."""
+        """Updates `per_pass` from the contributions of the round that ended.
+
+        Args:
+            passes: number of micro-batches in the round.
+            dynamic: whether `per_pass` may also decrease.
+        """
         if self.per_pass is not None:
             counted = -(-(self.added + self.late) // passes)
             self.per_pass = counted if dynamic else max(self.per_pass, counted)

@@ -55,7 +55,7 @@ class Record:
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields every piece that this rank holds, in buffer order, part by part within each run.
+    """Yields the records of this rank in buffer order: one per part for each piece.
 
     Args:
         optimizer: has the states.
@@ -71,7 +71,12 @@ def states(optimizer: Optimizer) -> list[State]:
 
 
 def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields every piece of a state, part by part within each run; by default of all parts."""
+    """Yields the records of a state in buffer order: one per part for each piece.
+
+    Args:
+        state: the state.
+        parts: names of the parts; by default all.
+    """
     wanted = [part for part in state.storages if parts is None or part in parts]
     for run in state.bucket.runs():
         for piece in run.pieces():
