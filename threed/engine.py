@@ -371,13 +371,16 @@ class Engine:
 
         Args:
             path: the checkpoint or Hugging Face folder.
-            hashed: files that this rank verifies; by default every rank verifies a share.
+            hashed: names of the files whose hashes this rank checks. Default: each rank checks a
+                share of the files.
 
         Returns:
-            The `extra` values of `save`; for a Hugging Face folder, a record of it under `hf`.
+            The `extra` values that were passed to `save`. For a Hugging Face folder, one value
+            `hf`: the data of the folder that a later export needs.
 
         Raises:
-            CheckpointError: if names or shapes belong to another model. The engine is unchanged.
+            CheckpointError: if names or shapes differ from the model's. The engine is then
+                unchanged.
         """
         self.saver.end()
         self._sync_states()

@@ -67,7 +67,8 @@ def load(
         topology: ranks of the run.
         config: configuration of the run.
         extras: buffers and generators.
-        hashed: names of the files that this rank hashes, if the machines have different files.
+        hashed: names of the files whose hashes this rank checks, if the machines have different
+            files. Default: each rank checks a share of the files.
 
     Returns:
         The counters of the checkpoint.
@@ -200,7 +201,7 @@ def _overwrite(
             why = "so training cannot go on from it"
             problems = [f"{path}: {problem}, {why}" for problem in restore.problems]
             raise_together(problems, everyone, CheckpointError)
-            # the checkpoint may be of a wider dtype, or converted
+            # values saved in a wider dtype, or converted from another format, may overflow fp16
             if optimizer.layout.policy.param_dtype == torch.float16:
                 raise_together([_overflow(path, optimizer)], everyone, CheckpointError)
     except CheckpointError:  # raised on every rank

@@ -231,13 +231,16 @@ def load_copy(
 
 
 def _begin(place: Place, folder: Path, manifest: Mapping[str, Any], incoming: int) -> str:
-    """Writes the manifest next to the files of the copy; returns an error text, or "".
+    """Checks the free memory, and writes the manifest next to the files of the copy.
 
     Args:
-        place: this run's folder in memory.
-        folder: slot of the copy.
+        place: this run's folder in memory, which contains the slots.
+        folder: the copy's slot, a subfolder of `place`.
         manifest: manifest of the copy.
         incoming: size of the files that this machine lacks, in bytes.
+
+    Returns:
+        An error text, or "".
     """
     if (free := shutil.disk_usage(place.home).free) < incoming:
         what = f"{in_units(incoming)} must be received from other machines"

@@ -56,7 +56,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _joined(words: list[str]) -> list[str]:
-    """Joins training flags to `--flag=value`, since this parser does not define them."""
+    """Returns the words, with each training flag and its value joined to `--flag=value`.
+
+    The parser of `verify` does not define training flags: it would take a separate value for its
+    positional argument.
+    """
     own, joined = ("--topologies", "--timeout", "--json", "--help", "--dry-run"), list[str]()
     for word in words:
         flag = joined[-1] if joined else ""

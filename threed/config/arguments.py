@@ -43,7 +43,7 @@ GROUPS: Mapping[str, type[BaseModel]] = {
 }
 DEFAULTS = Config()
 PRESETS = Path(__file__).with_name("presets")
-PROGRAM, FLAG = "the program's defaults", ""  # sources of values, besides files
+PROGRAM, FLAG = "the program's defaults", ""  # names of sources; a file's name is its path
 _OWN = ("seq", "dropout", "tokenizer")  # a Hugging Face folder does not override these keys
 Groups = Mapping[str, Mapping[str, Any]]
 

@@ -87,7 +87,8 @@ class NativeFolder:
         spec = str(self.manifest["config"]["data"]["tokenizer"])
         if spec == "none":
             raise CheckpointError(f"the checkpoint does not name the tokenizer of its model: {fix}")
-        # A checkpoint from another machine may name any path. Resumed runs check tokenizers later.
+        # The checkpoint may come from another machine, so the path may be missing here or have
+        # other files. For a resumed run (steps > 0) this is checked later.
         if spec != "bytes" and not self.steps and saved_files(spec, self.manifest) is None:
             what = f"its tokenizer, {plain(spec)}, is missing or has other files now"
             raise CheckpointError(f"{what}: {fix}")

@@ -48,14 +48,14 @@ class Attention(nn.Module):
             after norms and rotary positions: q [s b a/t d], k and v [s b k/t d] (one head if
             k < t) -> [s b a/t d] or [s b (a/t d)]. Default: `Causal`. A core with a custom mask can
             call `attend`. `slicing.heads(a)` returns the global indices of this rank's heads.
-            Parameters of a core are either replicated and partial
-            (`slicing.shared(..., partial=True)`) or sharded by heads.
+            Parameters of a core are either sharded by heads, or replicated with partial gradients
+            (`slicing.shared(..., partial=True)`).
         std: standard deviation of the initial weights of query, key and value.
         out_std: standard deviation of the initial weights of the output projection.
 
     Raises:
-        ValueError: if the heads do not divide evenly, or rotary positions get an odd number of
-            elements.
+        ValueError: if the heads do not divide evenly, or rotary positions would rotate an odd
+            number of elements per head.
     """
 
     recompute = Recompute()

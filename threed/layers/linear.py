@@ -117,8 +117,8 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:
     """Computes the gradients of x before f, of each weight and of the bias. Collective.
 
-    Gradients of parameters in `terms` that have a sink are added to it, and None is returned for
-    them. During a stage's forward (`torch.autograd.grad` in a layer) only the gradient of x is
+    Gradients of parameters in `terms` that have a `GradSink` are added to it, and None is returned
+    for them. During a stage's forward (`torch.autograd.grad` in a layer) only the gradient of x is
     computed, and it is differentiable.
 
     Args:
@@ -170,7 +170,10 @@ def gradients(
 
 
 def _in_forward(terms: Terms) -> bool:
-    """Returns whether a stage is running a forward; False if no parameter has a sink."""
+    """Returns whether a stage is running a forward, according to a parameter's `GradSink`.
+
+    Returns False if no parameter has a sink.
+    """
     for param in (*terms.weights, terms.bias):
         sink = None if param is None else sink_of(param)
         if sink is not None:

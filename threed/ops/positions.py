@@ -31,7 +31,10 @@ class Positions(NamedTuple):
         return cls(((0, length),), length)
 
     def rows(self, full: Tensor) -> Tensor:
-        """Returns the rows of `full` [length ...] at these positions: a view of a single range."""
+        """Returns the rows of `full` [length ...] at these positions.
+
+        The result is a view if the positions are a single range, else a copy.
+        """
         parts = [full[first:last] for first, last in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -54,7 +54,12 @@ class Parts:
 
 
 def add_parts(first: Parts, second: Parts | None = None) -> None:
-    """Adds up partial sums, of one or two sums of the same shape. Launches one kernel."""
+    """Adds up the partial sums of one or two results. Launches one kernel.
+
+    Args:
+        first: partial sums and output of the first result.
+        second: those of the second result, in the same shape; None if there is only one.
+    """
     wanted = "fp32 parts [k h] and out [h], 16-byte aligned, h a multiple of 4"
     for one in (first,) if second is None else (first, second):
         fits = _is_plain(one.out) and one.parts.shape == (len(first.parts), one.out.numel())

@@ -327,7 +327,7 @@ class Blueprint:
             [*found, self._input_flag] if sliced and self.config.recompute.mode == "full" else found
         )
 
-    @functools.cached_property  # hashing a plan takes long
+    @functools.cached_property  # `is_optimistic` hashes the plan, which is slow
     def optimistic(self) -> bool:
         """Whether updates do not wait for the gradient norm, and are validated in the next step."""
         return setup.is_optimistic(self.config, self.pipeline.plan)

@@ -50,7 +50,8 @@ from threed.reliability.heartbeat import (
 )
 
 HUNG = 124  # the exit code of all ranks
-ANSWER_S = 3.0  # seconds for ranks to mark their heartbeats
+# seconds that ranks have to mark their heartbeats after one of them detects a hang
+ANSWER_S = 3.0
 WAITS = "waits in"  # start of the note of a rank that is inside a collective
 COMMUNICATION = ("threed/distributed/collectives.py", "torch/distributed/")
 

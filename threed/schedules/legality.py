@@ -142,7 +142,7 @@ def _walk(plan: Plan, rank: int) -> list[int]:
             parts: Sequence[Action] = (
                 action.parts[1],
                 action.parts[0],
-            )  # the backward needs an earlier forward, not this one
+            )  # backward first: the forward that it needs must be in an earlier action
         else:
             parts = (action,)
         for kind, microbatch, chunk, _ in parts:

@@ -251,7 +251,12 @@ def _by_parameter(found: Sequence[tuple[int, Finding]], kind: str) -> dict[str, 
 
 
 def _between(ranks: Sequence[Seen], kind: str) -> dict[Key, dict[int, Finding]]:
-    """Returns the differences between layers of one kind, by boundary and rank."""
+    """Returns the differences at layer boundaries, by boundary and rank.
+
+    Args:
+        ranks: the differences that each rank found.
+        kind: the compared value, OUTPUT or INPUT_GRADIENT.
+    """
     found: dict[Key, dict[int, Finding]] = {}
     for rank, seen in enumerate(ranks):
         for key, finding in seen.between:

@@ -40,7 +40,10 @@ UNTRACED = (
 
 
 class Holder(enum.Enum):
-    """Holders of a gathered group (`Gatherer.open`), except units and calls, which are numbers."""
+    """Holders, for which `Gatherer.open` keeps a group gathered.
+
+    Units and calls of modules are holders too, and are identified by integers.
+    """
 
     TILE = enum.auto()  # the layer that uses a tile
     GATHERED = enum.auto()  # `Engine.gathered`
@@ -389,10 +392,14 @@ class AbsentParameter(GuardedParameter):
 
 @functools.cache
 def _guarded_class(kind: type[GuardedParameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Returns the subclass of `own` that is guarded as `kind`.
+    """Returns a class derived from `kind` and `own`.
 
-    `torch.func` passes parameters to native code without calling `__torch_function__`. Absent
-    parameters are therefore registered as pytree nodes, and are gathered when these are flattened.
+    `torch.func` passes parameters to native code without calling `__torch_function__`. Subclasses
+    of `AbsentParameter` are therefore registered as pytree nodes: flattening gathers the parameter.
+
+    Args:
+        kind: the guarded class.
+        own: the parameter's own class.
     """
     guarded = type(kind.__name__, (kind, own), {"__module__": __name__})
     if kind is AbsentParameter:

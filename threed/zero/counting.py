@@ -77,13 +77,11 @@ class Contributions:
         self.late += 1
 
     def learn(self, passes: int, dynamic: bool) -> None:
-        """Updates `per_pass` from the number of contributions that were counted in a round.
-
-        Does nothing if `per_pass` is None.
+        """Updates `per_pass` from the contributions of the round that ended.
 
         Args:
-            passes: number of micro-batches of the round.
-            dynamic: whether `per_pass` may decrease; if not, it only increases.
+            passes: number of micro-batches in the round.
+            dynamic: whether `per_pass` may also decrease.
         """
         if self.per_pass is not None:
             counted = -(-(self.added + self.late) // passes)

@@ -13,8 +13,8 @@ time it is unknown whether the step will be skipped or clipped; the update assum
 writes to a second region of the drive, which replaces the first one at the end of the step if the
 assumption was right. If it was wrong, or if the step is interrupted, the states are unchanged. A
 clipped step is then updated at its end, from gradients that were written to the drive for this
-purpose. After a wrong assumption, updates run at the end of the step until the assumption would
-have been right again. The number and size of buffers are constant.
+purpose. After a wrong assumption, updates run at the end of each step, up to and including the
+first step for which the assumption is right again. The number and size of buffers are constant.
 
 GreedySnake (arXiv 2512.17570) overlaps a part of the update with the next forward instead, so that
 this part is one step late.
@@ -34,15 +34,16 @@ from threed.zero.state import GRADIENT, State, drop_all, early_storages, fetched
 
 
 class Early:
-    """Updates buckets with states and parameters on a drive during the backward.
+    """Updates buckets during the backward, if their states and parameters are on a drive.
 
     Args:
         states: states of the optimizer.
         max_pending: limit on the number of queued gradients.
         clips: whether a step's gradients may be clipped.
-        guess: returns the next update's scalars on the host for a step that is neither clipped nor
-            skipped.
-        apply: applies the update rule to the buffers of a state; see `Optimizer._apply_rule`.
+        guess: function that returns the scalars of the next update, on the host. It assumes that
+            the step is neither clipped nor skipped.
+        apply: function that applies the update rule to the buffers of a state; see
+            `Optimizer._apply_rule`.
     """
 
     def __init__(

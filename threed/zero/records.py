@@ -55,9 +55,7 @@ class Record:
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields a record per part of every piece that this rank holds, state by state.
-
-    Within a state, pieces are in the order of the buffer; all parts of a piece follow one another.
+    """Yields the records of this rank in buffer order: one per part for each piece.
 
     Args:
         optimizer: the optimizer that holds the states.
@@ -73,7 +71,12 @@ def states(optimizer: Optimizer) -> list[State]:
 
 
 def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields a record per part of every piece of a state; by default of all parts."""
+    """Yields the records of a state in buffer order: one per part for each piece.
+
+    Args:
+        state: the state.
+        parts: names of the parts; by default all.
+    """
     wanted = [part for part in state.storages if parts is None or part in parts]
     for run in state.bucket.runs():
         for piece in run.pieces():

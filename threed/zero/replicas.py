@@ -118,7 +118,8 @@ def compared(optimizer: Optimizer) -> tuple[int, int]:
 
 def _group_hashes(optimizer: Optimizer) -> Iterator[GroupHashes]:
     """Yields the hashes of all values, in an order that all ranks of an axis share."""
-    # The optimizer's states are in the order of updates, which pipeline stages do not share.
+    # The optimizer's list of states is in the order of updates, which differs between pipeline
+    # stages; the order of groups does not.
     states = {state.bucket: state for state in (*optimizer.states, *optimizer.frozen)}
     for group in optimizer.layout.groups:
         if not group.sliced:

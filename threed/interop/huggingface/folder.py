@@ -153,7 +153,7 @@ class HFTensors(ABC):
         return name.removeprefix(self._record.prefix) if self._is_base_model else name
 
     def _key(self, entry: Entry) -> str:
-        """Returns the name of an entry's tensor in the files."""
+        """Returns the name under which the files store an entry's Hugging Face tensor."""
         name = self._name_in_files(entry.name)
         return self._aliases.get(name, name)
 
