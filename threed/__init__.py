@@ -19,9 +19,11 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "Config": "threed.config",
     "Engine": "threed.engine",
+    "MicroBatch": "threed.layers",
     "Slicing": "threed.layers",
     "StepMetrics": "threed.engine",
     "Topology": "threed.distributed.topology",
+    "Trainer": "threed.trainer",
     "initialize": "threed.interop.deepspeed.initialize",
     "load": "threed.interop.loading",
 }

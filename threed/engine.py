@@ -14,6 +14,7 @@ it waits when a `StepMetrics` property is read.
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -410,6 +411,11 @@ class Engine:
         """
         self._sync_states()
         fit.take_full(self.optimizer, self.buffers, self.topology, weights)
+
+
+# help(Engine) shows the parameters of __init__ instead of those of __new__
+_parameters = list(inspect.signature(Engine.__init__).parameters.values())[1:]
+Engine.__signature__ = inspect.Signature(_parameters)  # type: ignore[attr-defined]
 
 
 class LayeredEngine(Engine):

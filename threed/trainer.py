@@ -8,6 +8,7 @@ each step (`threed.training`). Only rank 0 writes metrics, figures and notes.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +50,8 @@ class Trainer:
     Args:
         engine: the engine; its configuration names the run folder and the number of steps.
         data: training and validation data.
-        command: the words of the command line, for the hint on how to resume.
+        command: words of the command line after torchrun, for the hint on how to resume; by
+            default the arguments of this process.
         forecast: memory and time forecast of the run, used on rank 0; computed if None.
         interrupted: event that is set when the user interrupts the run.
         callbacks: additional callbacks, called in each step before its metrics are logged.
@@ -59,12 +61,13 @@ class Trainer:
         self,
         engine: LayeredEngine,
         data: Data,
-        command: Sequence[str],
+        command: Sequence[str] | None = None,
         forecast: Forecast | None = None,
         interrupted: threading.Event | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.engine, self.data, self.command = engine, data, command
+        self.engine, self.data = engine, data
+        self.command = sys.argv if command is None else command
         self.config, self.topology = engine.config, engine.topology
         self.interrupted, self.callbacks = interrupted, callbacks
         self.world = self.topology.axis("world")
