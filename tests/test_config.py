@@ -196,12 +196,10 @@ def test_a_config_is_frozen_and_hashable() -> None:
     assert hash(config) == hash(Config())
 
 
-def test_floor_zero_needs_no_torch() -> None:
-    code = f"""import sys, types
-package = types.ModuleType("threed")  # in place of the real one, whose exports need torch
-package.__path__ = [{str(PRESETS.parent)!r}]
-sys.modules.update(threed=package, torch=None)
-import threed.config, threed.config.checks, threed.config.arguments"""
+def test_the_configuration_needs_no_torch() -> None:
+    code = """import sys
+sys.modules.update(torch=None)
+import threed.config.groups, threed.config.checks, threed.config.arguments"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -898,3 +896,32 @@ def test_a_time_limit_of_nothing_and_a_watchdog_that_is_off() -> None:
     with pytest.raises(ConfigError, match="time-limit"):
         load(["--train.time-limit", "0"])
     assert load(["--run.hang-timeout", "0", "--train.time-limit", "none"])[0].run.hang_timeout == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "sizes"),
+    [
+        (1, "", (1, None)),
+        (2, "", (1, None)),  # dp 2
+        (3, "", (3, None)),
+        (6, "", (3, None)),  # dp 2
+        (64, "", (8, None)),  # dp 8
+        (6, "--parallel.pp 6", (6, None)),
+        (6, "--train.global-batch 6", (1, None)),  # dp 6
+    ],
+)
+def test_a_topology_is_chosen_if_no_key_gives_one(
+    ranks: int, flags: str, sizes: tuple[int, int | None]
+) -> None:
+    """The preset has a global batch of 8 and 8 layers."""
+    words = ["--preset", "small", *flags.split()]
+    config, _ = load(words, world_size=ranks, choose_topology=True)
+    assert (config.parallel.pp, config.parallel.dp) == sizes
+    assert config.parallel.tp == 1
+
+
+@pytest.mark.parametrize("flags", ["", "--model.layers 2", "--parallel.dp 3", "--parallel.tp 1"])
+def test_a_topology_is_not_chosen_otherwise(flags: str) -> None:
+    choose = flags != ""
+    with pytest.raises(ConfigError, match="global-batch 8 is not divisible by"):
+        load(["--preset", "small", *flags.split()], world_size=3, choose_topology=choose)

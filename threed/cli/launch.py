@@ -99,7 +99,8 @@ def _run(argv: list[str], arch: str | None, prog: str) -> int:
         ranks = join()
         config, options = load(
             flags, defaults={"model": {"arch": arch}} if arch else {}, world_size=ranks.world,
-            local_world=ranks.local_world, machines=ranks.machines, more=_data_problems,
+            local_world=ranks.local_world, machines=ranks.machines, choose_topology=True,
+            more=_data_problems,
             begin=functools.partial(pretrained.find, check=_local_rank() == 0),  # for all ranks of the machine
         )  # fmt: skip
         if options.help:

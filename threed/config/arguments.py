@@ -76,6 +76,7 @@ def load(
     world_size: int | None = None,
     local_world: int | None = None,
     machines: tuple[int, int] | None = None,
+    choose_topology: bool = False,
     more: Callable[[Config], Iterable[str]] = lambda config: (),
 ) -> tuple[Config, Options]:
     """Reads the command line and checks the configuration for a number of ranks.
@@ -92,6 +93,8 @@ def load(
             are not checked.
         local_world: number of ranks on this machine.
         machines: minimum and maximum number of machines of an elastic job.
+        choose_topology: whether to choose `parallel.pp` if no key gives a topology and the global
+            batch cannot be divided over all ranks as data-parallel ranks.
         more: function that returns further problems of a configuration with valid values.
 
     Returns:
@@ -113,6 +116,8 @@ def load(
     asked, config = draft.world_size(given), draft.validate()
     found = {} if draft.problems else begin(config)
     config = draft.begin(found, config)
+    if choose_topology and machines is None and (ranks := asked or world_size):
+        config = draft.choose_topology(config, ranks)
     flags = frozenset(given)
     options = Options("dry_run" in flags, asked, False, flags, "model" in found)
     problems = list(draft.problems)
@@ -151,6 +156,22 @@ class _Draft:
         group, key = python_name(group), python_name(key)
         self.values.setdefault(group, {})[key] = value
         self.sources[group, key] = source
+
+    def choose_topology(self, config: Config, ranks: int) -> Config:
+        """Returns the configuration with as many data-parallel ranks as the batch allows.
+
+        The remaining factor of the number of ranks becomes `parallel.pp`. The configuration is
+        unchanged if a key gives a size, or if the model has too few layers.
+        """
+        batch, step = config.train.global_batch, config.train.micro_batch
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0 and batch % (step * n) == 0]
+        dp = max(divisors, default=ranks)
+        pp = ranks // dp
+        given = any(("parallel", name) in self.sources for name in ("tp", "pp", "cp", "dp"))
+        if self.problems or given or not 1 < pp <= config.model.layers:
+            return config
+        self.put("parallel", "pp", pp, PROGRAM)
+        return self.validate()
 
     def value(self, group: str, key: str) -> Any:
         """Returns a value as it was given, or None if it was not given."""
