@@ -135,7 +135,7 @@ def _doors(watch: Watching) -> Iterator[None]:
     stream = Stream.of(watch)
 
     @contextmanager
-    def beside(_: Any) -> Iterator[None]:
+    def on_stream(_: Any) -> Iterator[None]:
         yield
 
     def exchange(value: Any, axis: Axis) -> list[Any]:
@@ -148,7 +148,7 @@ def _doors(watch: Watching) -> Iterator[None]:
 
     answers: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
         (door.count, lambda: 1),
-        (door.beside, beside),
+        (door.on_stream, on_stream),
         (door.current_stream, lambda *_: stream),
         (door.copy_stream, lambda *_: stream),
         (door.mark, lambda _: Event(watch)),

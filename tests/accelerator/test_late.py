@@ -237,8 +237,8 @@ GATHERER = "threed.zero.gather:Gatherer"
 STORE = "threed.pipeline.activation_checkpointing:ActivationStore"
 DEEP = {"layers": 6}  # else there are buffers enough
 FAULTS: list[tuple[Plant, Case]] = [
-    (Changed("threed.core.device", "beside", "stream.wait_stream(before)"), Case(**OFFLOADED)),
-    (Changed("threed.core.device", "beside", "stream.wait_stream(before)"), Case(recompute="cpu")),
+    (Changed("threed.core.device", "on_stream", "stream.wait_stream(before)"), Case(**OFFLOADED)),
+    (Changed("threed.core.device", "on_stream", "stream.wait_stream(before)"), Case(recompute="cpu")),
     (Changed(GATHERER, "_gather_from_host", "current_stream(window.device).wait_event(gathered)"), Case(**OFFLOADED)),
     (Changed(GATHERER, "_gather_from_host", "copied.synchronize()"), Case(**DRIVE)),
     (Changed("threed.memory.tiers", "start_copy", "copied.synchronize()"), Case(**OFFLOADED)),
@@ -269,7 +269,7 @@ FAULTS_OF_RANKS: list[tuple[Plant, Case]] = [
         Case(pp=2, microbatches=8),
     ),
     (
-        Changed("threed.core.device", "beside", "stream.wait_stream(before)"),
+        Changed("threed.core.device", "on_stream", "stream.wait_stream(before)"),
         Case(dp=2, **OFFLOADED),
     ),
     (
