@@ -70,7 +70,7 @@ class Early:
         self._reads = fetched_in_turn((s, s.fetch(s.storages)) for s in self._states.values())
 
     def drop(self) -> None:
-        """Discards the step's updates, which are not permanent before `end`; releases all buffers."""
+        """Discards the step's updates, which only `end` makes permanent; releases all buffers."""
         self._guess = None
         self._done.clear()
         while self._pending:
@@ -149,7 +149,7 @@ class Early:
         return all(buffer.arrived() for buffer in buffers if isinstance(buffer, DriveBuffer))
 
     def _update(self) -> None:
-        """Updates the bucket of the oldest queued gradient; writes to the drive's second regions."""
+        """Updates the bucket of the oldest queued gradient; writes to its second regions."""
         self._read_ahead()
         state, gradient = self._pending.popleft()
         assert self._guess is not None
@@ -169,7 +169,7 @@ class Early:
 
 
 def max_pending_buckets(layout: Layout) -> int:
-    """Returns the largest number of buckets per layer: they may become complete at the same time."""
+    """Returns the largest number of buckets per layer, all of which may complete at once."""
     groups = [group for group in layout.groups if group.key.units and group.key.trainable]
     layers = Counter(min(group.key.units or ()) for group in groups for _ in group.buckets)
     return max(layers.values(), default=0)

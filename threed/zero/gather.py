@@ -252,7 +252,7 @@ class Gatherer:
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sharded parameters. Errors are raised at the end: the first one that occurred."""
+        """Frees all sharded parameters; if that failed for some, raises the first error at the end."""
         first: RuntimeError | None = None
         for group in list(self._holders):
             try:
