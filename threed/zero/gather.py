@@ -252,7 +252,7 @@ class Gatherer:
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sharded parameters; if that failed for some, raises the first error at the end."""
+        """Frees all sharded parameters; errors are raised at the end, and only the first one."""
         first: RuntimeError | None = None
         for group in list(self._holders):
             try:

@@ -40,7 +40,7 @@ class LateGradients:
             self._gradients[slot].add_(grad)
         else:
             copied = grad.to(self.layout.policy.grad_dtype, copy=True)
-            self._gradients[slot] = copied.contiguous()  # `reduce` needs flat views
+            self._gradients[slot] = copied.contiguous()  # a product may be transposed
 
     def clear(self) -> None:
         """Drops all gradients."""

@@ -44,7 +44,7 @@ from threed.ops.adam import Adam
 from threed.ops.update import Rule
 
 CPU = torch.device("cpu")
-ALIGN = 32  # parameters start at multiples of 32 elements: at least 64 bytes in bf16
+ALIGN = 32  # parameters start at multiples of 32 elements (64 bytes in bf16)
 MIN_BUCKETS = 8  # per group, unless buckets would have fewer than MIN_BUCKET_NUMEL elements
 MIN_BUCKET_NUMEL = 2**18
 
@@ -251,7 +251,7 @@ class Run:
     offset: int
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the run as boxes of the global tensor; their offsets are positions in the portion."""
+        """Yields the run as boxes of the global tensor, with their offsets in the portion."""
         return split(self.piece, self.first, self.last, self.offset)
 
 
@@ -372,7 +372,7 @@ class Group:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank's replica is used where one must be chosen, e.g. for the gradient norm."""
+        """Whether this rank's replica is the one that is counted, e.g. in the gradient norm."""
         return all(axis.index == 0 for axis in self.copies)
 
     @property
@@ -523,7 +523,7 @@ def build(
 
 
 def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
-    """Returns untied parameters in backward order, then tied ones, by descending number of the tie."""
+    """Returns untied parameters in backward order, then tied ones, by descending tie number."""
     shared = [slot for slot in slots if slot.spec.name in tied]
     own = [slot for slot in slots if slot.spec.name not in tied]
     return [*reversed(own), *sorted(shared, key=lambda slot: -tied[slot.spec.name].number)]
@@ -588,7 +588,7 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     apart = group.key.trainable and (policy.slices_gradients or policy.versions > 1)
     elements = max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)
-    if group.key.units is None:  # sharded groups hold a single unit, and are already small
+    if group.key.units is None:  # sharded groups are per unit, and already small
         elements = min(elements, max(group.numel // MIN_BUCKETS, MIN_BUCKET_NUMEL))
     step = max(group.granule, elements // group.granule * group.granule)
     for first in range(0, group.numel, step):
