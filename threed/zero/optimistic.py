@@ -56,7 +56,7 @@ class Attempt:
 
 
 class PreservedGradient(InMemory):
-    """Gradients that are still needed after an update; `fetch` returns a copy for the update rule."""
+    """Gradients that an update must not overwrite: `fetch` returns a copy for the update rule."""
 
     def fetch(self) -> InMemory:
         return InMemory(self.tensor.clone())
@@ -70,7 +70,7 @@ class Optimistic:
         gatherer: gathers their parameters.
         everyone: axis of all ranks.
         consistency: marked while the states are being restored.
-        counters: scalar tensors that an update changes, besides the states.
+        counters: scalar tensors that an update changes in addition to the states.
         outcome: returns a function from the sums over all ranks to the results of the next update
             (`BadSteps.outcome`).
         apply: `apply(gradients, results, guessed)` applies an update; `guessed` is whether the
@@ -175,7 +175,7 @@ class Optimistic:
         return False
 
     def discard(self) -> None:
-        """Waits for the last update's sum; the update is then not validated. For use before a load."""
+        """Ends the last update without validation: a load will overwrite it. Waits for its sums."""
         if self._attempt is not None:
             self._attempt.results()
         self._attempt = None
@@ -183,7 +183,7 @@ class Optimistic:
     # --------------------------------------------------------------------------------------------------------- backup
 
     def _changed(self) -> list[Tensor]:
-        """Returns the tensors that an update changes: counters, states and this rank's parameters."""
+        """Returns the tensors that an update changes: counters, states, slices of parameters."""
         slices = [storage.fetch().wait() for state in self.states for storage in state.changed]
         return [*self.counters, *slices]
 

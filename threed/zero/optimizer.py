@@ -12,9 +12,9 @@
 `Synchronous` runs a step's plan, waits for its gradients, and runs the update.
 
 States are read and written through staged buffers (`threed.memory.tiers`): while one bucket is
-updated, the next one is read and the previous one written. The host never waits for a value: norm,
-clip factor, skip flag, loss scale and learning rate stay tensors on the device. Offloaded states
-have a separate optimizer (`offload.py`), which does wait for the skip flag.
+updated, the next one is read and the previous one written. Norm, clip factor, skip flag, loss scale
+and learning rate stay tensors on the device, so that the host does not wait for their values (except
+to validate an optimistic update). Offloaded states have a separate optimizer (`offload.py`).
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ class Optimizer:
     def _update(
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool
     ) -> None:
-        """Updates one bucket. If possible, the rule writes weights and parameters in the same pass."""
+        """Updates one bucket: the weights, and with `publish` the parameters that layers use."""
         same_device = state.bucket.portion.device == state.weight.device
         fused = publish and not state.shared and same_device
         weight = self._apply_rule(state, buffers, now, fused)
@@ -370,7 +370,7 @@ class Synchronous:
 
     @property
     def pending(self) -> bool:
-        """Whether the last update may be undone, so that reading its results waits for other ranks."""
+        """Whether the last update may be undone; reading its results then waits for other ranks."""
         return self.optimizer.pending
 
     def begin(self, microbatches: int) -> None:
