@@ -13,8 +13,8 @@
 
 States are read and written through staged buffers (`threed.memory.tiers`): while one bucket is
 updated, the next one is read and the previous one written. Norm, clip factor, skip flag, loss scale
-and learning rate stay tensors on the device, so that the host does not wait for their values (except
-to validate an optimistic update). Offloaded states have a separate optimizer (`offload.py`).
+and learning rate stay tensors on the device, so that the host does not wait for their values,
+except to validate an optimistic update. Offloaded states have a separate optimizer (`offload.py`).
 """
 
 from __future__ import annotations

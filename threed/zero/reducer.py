@@ -171,7 +171,7 @@ class Reducer:
             self._launch(sink.queue)
 
     def _launch(self, queue: LaunchQueue) -> None:
-        """Launches the reduction of the queue's next bucket; gradients without contribution are 0."""
+        """Launches the reduction of the queue's next bucket; zeroes gradients that are missing."""
         number = queue.take()
         bucket = self.layout.buckets[number]
         for sink in self._sinks_of_bucket[number]:
@@ -258,7 +258,7 @@ class Reducer:
             queue.restart(self._passes)
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """Ends a backward of one micro-batch on a chunk; if rounds are micro-batches, also a round."""
+        """Ends a backward of one micro-batch on a chunk; if a round is a micro-batch, also a round."""
         self._passes_ended += 1
         for queue in self._queues if self.rounds else ():
             if chunk in queue.chunks:
@@ -337,8 +337,8 @@ class Reducer:
         """Discards the step after an error.
 
         Calls `recover` immediately, because the user's program may call other collectives next. If
-        parameters are sharded, only the next step calls `recover`, because another rank may still
-        be waiting for a gather.
+        parameters are sharded, the engine calls `recover` later, because another rank may still be
+        waiting for a gather.
         """
         self._abort()
         if not self.layout.slices_parameters:
@@ -415,8 +415,8 @@ class Sink:
     """Accumulates the gradient of one parameter.
 
     The first contribution of a round overwrites the gradient's memory; later ones are added to it.
-    Layers of `threed.layers` call the `add` methods (`param.sink`). For all other modules, autograd
-    calls `take` after each backward of the parameter.
+    Layers of `threed.layers` call the `add` methods of `param.sink`. For all other modules,
+    autograd calls `take` when it has computed a gradient of the parameter.
 
     Args:
         reducer: reduces the gradient.
@@ -468,7 +468,7 @@ class Sink:
         self.mark_added()
 
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
-        """Adds the matrix product `a @ b`, accumulated in place in the gradient's memory."""
+        """Adds the matrix product `a @ b`; accumulates in place unless the contribution is late."""
         self._check_loss()
         if self._try_defer(self.add_product, a, b, by):
             return None
@@ -481,8 +481,8 @@ class Sink:
         """Adds matrix products `a @ b`, computed one after the other, as one contribution.
 
         If contributions are deferred, a single pair is deferred as its two factors. Several pairs
-        are multiplied now, and only the sum of their products is deferred: `pairs` computes them one
-        at a time to save memory, so they must not all be kept.
+        are multiplied now, and only the sum of their products is deferred: `pairs` yields one at a
+        time to save memory, so they must not all be kept.
         """
         self._check_loss()
         total, fresh = None, not self.counts.added

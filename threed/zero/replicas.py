@@ -144,7 +144,7 @@ def _full_parameters(group: Group, part: str, buffer: Tensor) -> GroupHashes:
 
 
 def _slices(group: Group, states: Sequence[State]) -> Iterator[GroupHashes]:
-    """Yields hashes of each part of a group's states; weights that are parameters count once."""
+    """Yields hashes of a group's states, except weights that `_full_parameters` has hashed."""
     parts = list(states[0].storages) if states else []
     found: dict[str, list[tuple[str, Tensor, int]]] = {part: [] for part in parts}
     fetched = ((state, state.fetch(parts)) for state in states)
