@@ -53,7 +53,7 @@ class State:
 
     @property
     def shared(self) -> bool:
-        """Whether weights and parameters are the same tensor, so that there are no master weights."""
+        """Whether the weights are the parameters themselves, not separate master weights."""
         return self.weight is self.bucket.portion
 
     @property
