@@ -94,8 +94,8 @@ class Contributions:
 class LaunchQueue:
     """The order in which buckets are reduced, for the parameters of one chunk of the model.
 
-    Parameters that several chunks share have a queue of their own for these chunks. The order is
-    the same on every rank, and each bucket's reduction is launched once per round.
+    If several chunks share parameters, these have a separate queue. The order is the same on every
+    rank, and each bucket's reduction is launched once per round.
 
     Args:
         chunks: chunks of the model that use the parameters.

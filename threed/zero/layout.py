@@ -102,7 +102,7 @@ class Policy:
             gradients; None for the device.
         host: device that updates offloaded values: the CPU, or "meta" for memory estimates.
         states_once: whether pipeline ranks that hold the same parameters split the optimizer
-            states, so that each rank keeps those of its portion. Not possible with offload tiers.
+            states, so that each rank keeps the states of its portion. False with offload tiers.
         versions: number of versions of the parameters; 2 if a step begins before the update of the
             previous one (2BW). With 2, slices of gradients have separate memory, because the next
             step overwrites the full gradients.
@@ -221,9 +221,9 @@ class Slot:
         A parameter with values stays the same object, because other objects may refer to it. A
         parameter on the meta device is replaced.
         """
-        # `.data` gives the parameter a version counter of its own. If it shared the buffer's, a
-        # gather of another bucket that ends during the forward would increment it, and autograd
-        # would report that the weight was modified.
+        # Through `.data` the parameter has a separate version counter. If it shared the counter of
+        # the buffer, a gather of another bucket that ends during the forward would increment it,
+        # and autograd would report that the weight was modified.
         if self.param.device.type != "meta":
             point(self.param, storage)
             return

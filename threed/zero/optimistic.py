@@ -7,7 +7,7 @@
 
 This is post-update validation (arXiv 2401.10241, section 4). Waiting for the all-reduce of the norm
 would make every rank wait for the last one at the end of each step. Schedules that let ranks end
-their steps at different times would gain nothing. An update is therefore applied on a guess: that
+their steps at different times would lose their gain. An update is therefore applied on a guess: that
 the step is neither clipped nor skipped. All values that an update changes are copied first, and
 restored if the guess was wrong. So the final result is bit-identical to an update that waits. All
 ranks call `validate` at the same point of the next step's plan (`threed.schedules.validation`) and

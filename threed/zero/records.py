@@ -93,7 +93,7 @@ def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Recor
 
     Args:
         optimizer: the optimizer that holds the states.
-        wanted: the records; those of one state must follow each other.
+        wanted: the records. All records of a state must follow each other.
     """
     optimizer.wait()
     by_state = [

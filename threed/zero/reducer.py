@@ -258,7 +258,7 @@ class Reducer:
             queue.restart(self._passes)
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """Ends a backward of one micro-batch on a chunk, and its round if rounds are micro-batches."""
+        """Ends a backward of a micro-batch on a chunk, and its round if a round is a micro-batch."""
         self._passes_ended += 1
         for queue in self._queues if self.rounds else ():
             if chunk in queue.chunks:

@@ -29,7 +29,7 @@ from threed.zero.early import max_pending_buckets
 from threed.zero.layout import DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reductions import GradientCodecs
 
-# Learning-rate schedules: functions from the progress after warm-up (0 to 1) to a factor f (0 to 1).
+# Learning-rate schedules: functions from progress after warm-up (0 to 1) to a factor f (0 to 1).
 # The learning rate is min_lr + f * (lr - min_lr).
 RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": torch.ones_like,

@@ -160,7 +160,7 @@ class Snapshot:
     """The values of some records at the time of construction, when no update may be running.
 
     Args:
-        wanted: the records; those of one state must follow each other.
+        wanted: the records. All records of a state must follow each other.
         optimizer: the optimizer that holds the states.
         room: memory for copies.
 

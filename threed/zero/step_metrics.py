@@ -223,7 +223,7 @@ class StepMetrics:
         return f"StepMetrics({', '.join(parts)})"
 
     def _checked(self, value: Tensor) -> float:
-        """Returns the value as a number. Raises DataError or BadStepsError instead if they apply."""
+        """Returns the value as a number; first raises DataError or BadStepsError if they apply."""
         numbers = self._numbers()
         self._faults.raise_new(self.step, numbers.counts)
         if 0 < self.max_bad_steps <= self.bad_steps:

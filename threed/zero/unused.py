@@ -5,8 +5,8 @@
     unused.stretches            buckets with unused parameters: the ranges of the slice that must be
                                 updated separately
 
-If a parameter is first used after the first step, its updates are counted from its first use. Adam's
-bias correction depends on this number.
+If a parameter is first used after the first step, its updates are counted from its first use. The
+bias correction of Adam depends on this number.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Unused:
         self.stretches = {bucket: self._stretches_of(bucket, never) for bucket in affected}
 
     def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
-        """Returns the ranges of a slice. Padding belongs to the range of the parameter before it."""
+        """Returns the ranges of a slice. Padding is in the range of the parameter before it."""
         first, last = bucket.own_first, bucket.own_last
         start = torch.zeros_like(self.updates)
         slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]

@@ -219,7 +219,7 @@ def sum_of_squares(
 
     Of the ranks with replicas of a bucket, only the owner adds it to the squared norm
     (`Group.owned`): the first of these ranks, and for a tied weight the first stage. On the other
-    ranks it is only checked to be finite. Padding is zero, so it adds nothing.
+    ranks it is only checked to be finite. Padding is zero, and so does not change the norm.
 
     Args:
         parts: sum of squares of this rank's portion of each bucket.

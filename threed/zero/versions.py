@@ -53,7 +53,7 @@ class Versions:
     def rotate(self) -> None:
         """Swaps the versions, and copies this rank's slices of the newest values to the new newest.
 
-        The update then changes these slices, and gathers those of the other ranks.
+        The update then changes these slices, and gathers the slices of the other ranks.
         """
         self.gatherer.wait_all()
         for group in self._groups:
@@ -73,7 +73,7 @@ class Versions:
         which = self._newest if newest else 1 - self._newest
         if which != self._shown:
             self._shown = which
-            # removes the guards, because setting `.data` of a guarded parameter waits for its gather
+            # removes the guards: setting `.data` of a guarded parameter waits for its gather
             self.gatherer.show(newest=False)
             for param, views in self._views:
                 param.data = views[which]
