@@ -13,11 +13,11 @@ group (`layout.Group`, the parameters that are gathered together):
 
 Sharded parameters that code outside `threed.layers` uses have the class `GuardedParameter` while
 they are gathered. Views of such a parameter are `GuardedView`s: reading one raises an error if the
-parameter's values have changed since the view was created. When a torch function is called on
-either of them, autograd saves an offset and a shape in the group's buffer (`gather.SavedView`)
+parameter's values have changed since the view was created. When a torch function is called on such
+a parameter or view, autograd saves an offset and a shape in the group's buffer (`gather.SavedView`)
 instead of a tensor, so that the buffer can be freed until the backward. A buffer is not freed while
 a tensor shares its memory: `Group.allocate` makes a new buffer for each gather, and Python frees
-the old one with its last view.
+the old buffer with its last view.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
 
 
 class _Managed(nn.Parameter):
-    """A parameter of an engine. Its copies and pickles are plain parameters."""
+    """A parameter of an engine. Copying or pickling it gives a plain `nn.Parameter`."""
 
     access: Access
 
@@ -322,7 +322,7 @@ class _Guarded(Tensor):
 
 
 class GuardedParameter(_Guarded, _Managed):
-    """A parameter that is gathered before a torch function that is called on it runs."""
+    """A parameter that is gathered, or waited for, when a torch function is called on it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

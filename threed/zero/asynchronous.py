@@ -45,15 +45,15 @@ class Asynchronous:
 
     Args:
         plan_of: `plan_of(count, part=)` returns the plan, with communication actions, of a step of
-            `count` micro-batches. `part` is `schedules.first` for the plan of the first step,
-            `schedules.drain` for the outstanding backwards only, or None for a step in between.
+            `count` micro-batches. `part` is `schedules.first` for a step that finds no outstanding
+            backwards, `schedules.drain` for the outstanding backwards only, else None.
         reducer: sums the gradients.
         optimizer: updates the weights. Keeps two versions of them (`Policy.versions`).
 
     Attributes:
         pending: True: the results of `update` need a sum over all ranks, which is still in flight.
         open: number of micro-batches of the last step while its update is outstanding, else 0.
-        seconds: host seconds spent on reductions, and on the update, during the last plan.
+        seconds: [reductions, update]: host seconds that the last plan spent on each.
     """
 
     pending = True

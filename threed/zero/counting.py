@@ -94,8 +94,8 @@ class Contributions:
 class LaunchQueue:
     """The order in which buckets are reduced, for the parameters of one chunk of the model.
 
-    If several chunks share parameters, these have a separate queue. The order is the same on every
-    rank, and each bucket's reduction is launched once per round.
+    Parameters that several chunks share have a separate queue. The order is the same on every rank,
+    and each bucket's reduction is launched once per round.
 
     Args:
         chunks: chunks of the model that use the parameters.
@@ -233,7 +233,7 @@ _running: list[object] = []
 
 @contextmanager
 def own_backward(owner: Owner) -> Iterator[None]:
-    """Context: marks backwards in the block as the owner's; if it raises, calls `give_up`."""
+    """Context: marks backwards in the block as the owner's; calls `give_up` after an error."""
     _running.append(owner)
     try:
         yield

@@ -1,7 +1,7 @@
 """Gathers parameters before they are used and releases them afterwards.
 
     publish(bucket)   begins to gather new values, after the optimizer has updated this rank's slice
-    complete()        does this for all slices of which this rank updates only a portion
+    complete()        begins the gathers of slices of which this rank updates only a portion
     start(unit)       begins to gather the parameters of a unit (a layer or module, see `layout`)
     ready(unit)       waits until the parameters of a unit are gathered
     release(unit)     frees the memory of these parameters, unless another unit still needs it
@@ -252,7 +252,7 @@ class Gatherer:
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sharded parameters; errors are raised at the end, and only the first one."""
+        """Frees all sharded parameters; raises the first error only after freeing the others."""
         first: RuntimeError | None = None
         for group in list(self._holders):
             try:

@@ -1,6 +1,7 @@
 """Units, groups and buckets: the memory layout of a pipeline stage's parameters.
 
     layout = build(units, tied, topology, policy)
+
     unit     a pipeline layer, or a module of a wrapped model; its parameters are gathered and
              released together
     group    a flat buffer of parameters with the same options (learning rate, weight decay) and the

@@ -9,9 +9,9 @@ A change in place increments the parameter's version, and the parameter's class 
 
 - If its `.data` was replaced, the new values are copied into the group's flat buffer.
 - If it is sharded, this rank's slice is stored when the group is released.
-- If it has a separate fp32 master weight, every element that differs from the master weight, after
-  rounding that to the parameter's dtype, is copied to the master weight. Other elements of the
-  master weight keep their full precision.
+- If it has a separate master weight, its elements are compared with the master weight, rounded to
+  the parameter's dtype. Elements that differ are copied to the master weight. All other elements of
+  the master weight keep their full precision.
 """
 
 from __future__ import annotations

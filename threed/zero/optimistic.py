@@ -7,8 +7,8 @@
 
 This is post-update validation (arXiv 2401.10241, section 4). Waiting for the all-reduce of the norm
 would make every rank wait for the last one at the end of each step. Schedules that let ranks end
-their steps at different times would lose their gain. An update is therefore applied on a guess: that
-the step is neither clipped nor skipped. All values that an update changes are copied first, and
+their steps at different times would lose their gain. An update therefore runs on a guess: that the
+step is neither clipped nor skipped. All values that an update changes are copied first, and
 restored if the guess was wrong. So the final result is bit-identical to an update that waits. All
 ranks call `validate` at the same point of the next step's plan (`threed.schedules.validation`) and
 read the same sum, so they agree on whether to restart that step. After a wrong guess, updates wait
@@ -92,7 +92,8 @@ class Optimistic:
         self.consistency, self.counters = consistency, counters
         self.outcome, self.apply, self.observe = outcome, apply, observe
         self.restarts = 0
-        self._last_guess_right = True  # also true if it was not used; the same on all ranks
+        # whether the guess was right for the last step, even if unused; the same on all ranks
+        self._last_guess_right = True
         self._attempt: Attempt | None = None
         self._copies: list[Tensor] = []  # copies of the tensors that an update changes
 

@@ -58,7 +58,7 @@ class Record:
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields the records of all states of this rank, in buffer order; per piece one for each part.
+    """Yields the records of all states of this rank, in buffer order: one per piece and part.
 
     Args:
         optimizer: the optimizer that holds the states.
@@ -74,7 +74,7 @@ def states(optimizer: Optimizer) -> list[State]:
 
 
 def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields the records of a state, in buffer order; per piece one for each part.
+    """Yields the records of a state, in buffer order: one per piece and part.
 
     Args:
         state: the state.

@@ -7,7 +7,7 @@ The life of a gradient has four steps:
     ready   a bucket is ready when its gradients have all expected contributions (`counting`)
     launch  the reductions of ready buckets are launched in one fixed order, which is the same on
             all ranks (`reductions`)
-    wait    the reductions are waited for, in `finish` at the latest, and this rank's slices stored
+    wait    reductions are waited for, at the latest in `finish`, and this rank's slices are stored
 
 Every bucket is reduced once per round. If gradients are kept in full (ZeRO stages 0 and 1), a round
 is a step. If they are kept as slices (stages 2 and 3), a round is a micro-batch, and the sum of
@@ -161,7 +161,7 @@ class Reducer:
     # ------------------------------------------------------------------------ add, ready, launch
 
     def mark_complete(self, sink: Sink) -> None:
-        """Marks a gradient as complete and launches, in order, all buckets that are ready."""
+        """Marks a gradient as complete; launches all buckets that are ready, in order."""
         if self.gatherer is not None:
             self.gatherer.gradient_complete(sink.slot)
         if not sink.counts.positions:  # an empty vocabulary shard
@@ -258,7 +258,7 @@ class Reducer:
             queue.restart(self._passes)
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """Ends a backward of a micro-batch on a chunk, and its round if a round is a micro-batch."""
+        """Ends a backward of a micro-batch on a chunk; if rounds are micro-batches, its round."""
         self._passes_ended += 1
         for queue in self._queues if self.rounds else ():
             if chunk in queue.chunks:
@@ -478,7 +478,7 @@ class Sink:
         return self.mark_added()
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds matrix products `a @ b`, computed one after the other, as one contribution.
+        """Adds the sum of matrix products `a @ b`, computed one at a time, as one contribution.
 
         If contributions are deferred, a single pair is deferred as its two factors. Several pairs
         are multiplied now, and only the sum of their products is deferred: `pairs` yields one at a

@@ -140,7 +140,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         for unit in group.key.units or ():
             slices[unit] += len(group.buckets) if group.key.tile is None else 0
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
-    # slices of a unit and of those prefetched after it; the maximum, because units differ in size
+    # slices of a unit and of the units prefetched after it; units differ in size
     at_once = [sum(slices[unit + n] for n in range(zero.prefetch + 1)) for unit in list(slices)]
     gathered = max(at_once, default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
@@ -289,7 +289,7 @@ def _end_and_warmup(optim: OptimConfig, steps: int) -> tuple[float, int]:
 
 
 def loss_scale(precision: PrecisionConfig) -> LossScale:
-    """Returns the rule of the loss scale; without fp16 it is constantly 1."""
+    """Returns the rule of the loss scale; without fp16 the scale is always 1."""
     if precision.dtype != "fp16":
         return LossScale(initial=1.0, dynamic=False)
     given = precision.loss_scale

@@ -1,9 +1,9 @@
 """The optimizer's states: where they are stored, and how they are read and written.
 
-    state = new_state(bucket, policy)                 the state of one bucket
-    reads = ((state, state.fetch(parts)) for state in states)
-    for state, buffers in fetched_in_turn(reads):     reads the next state in the background
-        weight = buffers["weight"].wait()             [n]
+state = new_state(bucket, policy)                 the state of one bucket
+reads = ((state, state.fetch(parts)) for state in states)
+for state, buffers in fetched_in_turn(reads):     reads the next state in the background
+    weight = buffers["weight"].wait()             [n]
 """
 
 from __future__ import annotations

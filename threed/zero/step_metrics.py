@@ -53,7 +53,7 @@ class Faults:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Context: resets the flags, and restores those of the step in progress at its end."""
+        """Context: resets the flags; at its end, restores the flags of the step in progress."""
         kept = [flag.swap(None) for flag in self.flags]
         try:
             yield

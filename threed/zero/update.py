@@ -158,7 +158,7 @@ class Scaler:
         rule: rule by which the scale changes.
         scale: the current loss scale.
         good: number of steps since the last overflow.
-        hysteresis_left: number of overflows, counting the one that halves the scale, that remain.
+        hysteresis_left: the scale is halved by the last of this many further overflows.
     """
 
     def __init__(self, rule: LossScale, device: torch.device) -> None:
