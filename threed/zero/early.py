@@ -40,7 +40,7 @@ class Early:
 
     Args:
         states: states of the optimizer, in the order in which their gradients are completed.
-        max_pending: limit on the number of queued gradients; if there are more, `take` runs updates.
+        max_pending: largest number of queued gradients; beyond it, `take` runs updates.
         clips: whether a step's gradients may be clipped.
         guess: function that returns the scalars of the next update, on the host, if the step is
             neither clipped nor skipped.

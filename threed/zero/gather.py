@@ -1,7 +1,7 @@
 """Gathers parameters before they are used and releases them afterwards.
 
     publish(bucket)   begins to gather new values, after the optimizer has updated this rank's slice
-    complete()        begins the gathers of slices of which this rank updates only a portion
+    complete()        completes and publishes slices of which this rank updates only a portion
     start(unit)       begins to gather the parameters of a unit (a layer or module, see `layout`)
     ready(unit)       waits until the parameters of a unit are gathered
     release(unit)     frees the memory of these parameters, unless another unit still needs it

@@ -74,8 +74,8 @@ class BucketGradients(Gradients):
     A bucket takes a buffer when its first gradient arrives and releases it after its reduction;
     buffers are reused. A parameter that spans several buckets has a separate buffer, from which the
     buckets take their parts. So memory is only needed for the buckets in progress and the largest
-    gradient, which does not depend on the number of layers. With `Policy.arena`, all buffers are kept from step
-    to step: once every bucket has been used, no more memory is allocated.
+    gradient, which does not depend on the number of layers. With `Policy.arena`, all buffers are
+    kept from step to step: once every bucket has been used, no more memory is allocated.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -258,7 +258,7 @@ class Reductions:
         self._squares: dict[Bucket, Tensor] = {}  # sums of squares of complete slices
 
     def make_room(self, bucket: Bucket) -> None:
-        """Waits until few reductions are in flight (`BUCKETS_IN_FLIGHT`), and none of this bucket."""
+        """Waits until fewer than `BUCKETS_IN_FLIGHT` reductions, none of this bucket, are running."""
         while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
             self.wait_oldest()
         while any(reduction.bucket is bucket for reduction in self._in_flight):
