@@ -258,7 +258,7 @@ class Reductions:
         self._squares: dict[Bucket, Tensor] = {}  # sums of squares of complete slices
 
     def make_room(self, bucket: Bucket) -> None:
-        """Waits until fewer than `BUCKETS_IN_FLIGHT` reductions, none of this bucket, are running."""
+        """Waits until under `BUCKETS_IN_FLIGHT` reductions are in flight, none of this bucket."""
         while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
             self.wait_oldest()
         while any(reduction.bucket is bucket for reduction in self._in_flight):
