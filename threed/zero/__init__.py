@@ -1,1 +1,1 @@
-"""ZeRO: flat buffers, gradient reduction, and an optimizer that updates this rank's slices."""
+"""ZeRO: flat buffers of parameters, gradient reduction, and an optimizer sharded over ranks."""

@@ -2,19 +2,22 @@
 
 A parameter stays the same Python object for the lifetime of the engine, wherever it is referenced:
 in modules, closures, lists, hooks. Only its class and its storage change with the state of its
-group:
+group (`layout.Group`, the parameters that are gathered together):
 
     gathered    its original class; the storage is the group's buffer
     in flight   `AbsentParameter`: a torch function that is called on it waits for the gather first
     sharded     `AbsentParameter`: a torch function that is called on it gathers the group first, or
-                raises an error that names the parameter. The storage is a single read-only NaN, so
-                native code that bypasses `__torch_function__` reads NaN and never freed memory
+                raises an error that names the parameter. The storage is a single read-only NaN.
+                Native code that bypasses `__torch_function__` therefore reads NaN; it cannot read
+                freed memory
 
-Sharded parameters that code outside `threed.layers` uses are also guarded while they are gathered
-(`GuardedParameter`). So are views of them (`GuardedView`), which raise an error if they are read
-after the values have changed. For these parameters autograd saves positions in the group's buffer
-instead of its memory. A buffer is not freed while a tensor shares it: `Group.allocate` makes a new
-buffer for each gather, and Python frees the old one with its last view.
+Sharded parameters that code outside `threed.layers` uses have the class `GuardedParameter` while
+they are gathered. Views of such a parameter are `GuardedView`s: reading one raises an error if the
+parameter's values have changed since the view was created. When a torch function is called on such
+a parameter or view, autograd saves an offset and a shape in the group's buffer (`gather.SavedView`)
+instead of a tensor, so that the buffer can be freed until the backward. A buffer is not freed while
+a tensor shares its memory: `Group.allocate` makes a new buffer for each gather, and Python frees
+the old buffer with its last view.
 """
 
 from __future__ import annotations
@@ -40,20 +43,21 @@ UNTRACED = (
 
 
 class Holder(enum.Enum):
-    """Holders, for which `Gatherer.open` keeps a group gathered.
+    """The purposes for which `Gatherer.open` keeps a group gathered.
 
-    Units and calls of modules are holders too, and are identified by integers.
+    A group is freed when its last holder closes it. A holder can also be an integer: the number of
+    a unit, or in a wrapped module the depth of a nested module call.
     """
 
-    TILE = enum.auto()  # the layer that uses a tile
-    GATHERED = enum.auto()  # `Engine.gathered`
+    TILE = enum.auto()  # a layer uses one tile of its weight
+    GATHERED = enum.auto()  # the block of `Engine.gathered`
     BACKWARD = enum.auto()  # the backward of a wrapped module
-    AHEAD = enum.auto()  # prefetch
-    FUNC_TRANSFORM = enum.auto()  # a transform of `torch.func`, until the pass ends
+    AHEAD = enum.auto()  # the group is prefetched
+    FUNC_TRANSFORM = enum.auto()  # a `torch.func` transform used it; until the backward ends
 
 
 class Gatherer(Protocol):
-    """The part of `threed.zero.gather.Gatherer` that accesses use."""
+    """The part of `threed.zero.gather.Gatherer` that `Access` uses."""
 
     version: int  # counts changes of the sharded parameters' values
 
@@ -76,16 +80,17 @@ class Access:
         gatherer: gathers the parameter.
         group: the parameter's group.
         slot: the parameter and its position in the group.
-        wrapped: whether the parameter belongs to a wrapped module, so that the program may change
-            it.
+        wrapped: whether the parameter belongs to a wrapped module. If so, the user's program may
+            change it at any time.
 
     Attributes:
         exposed: whether the parameter is sharded and used by code outside `threed.layers`, which
             may keep views of it.
-        guards_views: whether the parameter is also guarded while it is gathered, so that its views
-            are guarded.
-        touched: whether the program obtained memory (`.data`, NumPy, DLPack, ...) that it can write
-            without incrementing the parameter's version.
+        guards_views: whether the gathered parameter is a `GuardedParameter`, so that views created
+            from it are `GuardedView`s.
+        touched: whether the user's program obtained the parameter's memory (through `.data`, NumPy,
+            DLPack, ...). It can write to this memory without incrementing the parameter's version.
+        absent: whether the values are sharded or in flight.
     """
 
     def __init__(self, gatherer: Gatherer, group: Group, slot: Slot, wrapped: bool) -> None:
@@ -106,7 +111,7 @@ class Access:
         """Sets the parameter's class according to the state of its values.
 
         Args:
-            on: whether the values are sharded or in flight, rather than in memory.
+            on: True if the values are sharded or in flight; False if they are in memory.
         """
         self.absent = on
         kind = AbsentParameter if on else GuardedParameter if self.guards_views else None
@@ -120,10 +125,10 @@ class Access:
         self.guard(self.absent)
 
     def mark_touched(self, touched: bool = True) -> None:
-        """Records that the program obtained the parameter's memory.
+        """Records that the user's program obtained the parameter's memory, or resets this record.
 
         Args:
-            touched: False if its changes were copied since.
+            touched: True to record it; False to reset it, after the changes have been copied.
         """
         self.touched = touched
 
@@ -140,9 +145,10 @@ class Access:
             self.gatherer.wait_for(self.slot)
 
     def require_view(self, view: GuardedView, changes: bool) -> None:
-        """Makes the values of a view of the parameter available.
+        """Gathers the parameter if the view is of its current buffer; else checks that it is valid.
 
-        A view of an earlier buffer may be read until the values change.
+        A view of an earlier buffer, which the group has released, can be read until the parameter's
+        values change. It cannot be written to.
 
         Args:
             view: the view.
@@ -150,7 +156,7 @@ class Access:
 
         Raises:
             RuntimeError: the view is of an earlier buffer, and `changes` is true or the values have
-                changed since.
+                changed since the view was created.
         """
         if not self.group.sliced or view.buffer is self.group.params:
             self.require()
@@ -162,7 +168,7 @@ class Access:
             )
 
     def share(self, out: Any) -> Any:
-        """Returns `out`, guarded if it is a tensor that shares the parameter's memory."""
+        """Returns `out`; makes it a `GuardedView` if it shares the parameter's memory."""
         if (
             self.guards_views
             and type(out) is Tensor
@@ -181,7 +187,7 @@ def _accessors(names: str, method: str) -> set[Any]:
     return {getattr(getattr(Tensor, name), method) for name in names.split()}
 
 
-# Functions that do not read values.
+# Functions that do not read a parameter's values, and so need no gather.
 _METADATA: set[Any] = {
     *_accessors("shape dtype device layout ndim is_leaf grad_fn requires_grad grad name is_cpu is_cuda", "__get__"),
     *_accessors("is_meta is_sparse is_quantized is_mkldnn is_nested retains_grad output_nr _version", "__get__"),
@@ -193,7 +199,7 @@ _METADATA: set[Any] = {
     *_methods("is_same_size is_shared is_inference"),
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference, torch.is_same_size,
 }  # fmt: skip
-# Functions that give access to memory without incrementing the parameter's version on writes.
+# Functions that return a parameter's memory; writes to it do not increment the parameter's version.
 _EXPORTS: set[Any] = {
     Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,  # type: ignore[attr-defined]
     Tensor.untyped_storage, Tensor.storage, Tensor.__dlpack__, Tensor.share_memory_, Tensor.as_subclass,
@@ -221,10 +227,10 @@ def _guarded_in(args: Iterable[Any]) -> Iterator[Any]:
 
 
 def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Calls a torch function with its guarded arguments gathered; guards the views that it returns.
+    """Gathers the guarded arguments of a torch function, then calls it; guards returned views.
 
     Args:
-        run: makes the call.
+        run: function that makes the call, with `args` and `kwargs`.
         func: the torch function.
         args: its positional arguments.
         kwargs: its keyword arguments.
@@ -248,10 +254,11 @@ def _call(run: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any])
 
 
 def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
-    """Returns the context in which autograd saves positions of sharded parameters.
+    """Returns a context in which autograd saves sharded parameters as positions in their buffers.
 
-    If the program has installed saved-tensor hooks, those are used instead. Transforms of
-    `torch.func` forbid hooks; with them the parameters stay gathered until the backward has ended.
+    If the user's program has installed saved-tensor hooks, the user's hooks are used instead.
+    Transforms of `torch.func` forbid such hooks. Under a transform, the parameters therefore stay
+    gathered until the backward has ended.
     """
     sharded = [access for access in accesses if access.group.sliced]
     if not (sharded and torch.is_grad_enabled()):
@@ -265,7 +272,7 @@ def _saving(accesses: Iterable[Access]) -> AbstractContextManager[Any]:
 
 
 class _Managed(nn.Parameter):
-    """A parameter of an engine. Its copies and pickles are plain parameters."""
+    """A parameter of an engine. Copying or pickling it gives a plain `nn.Parameter`."""
 
     access: Access
 
@@ -305,7 +312,7 @@ class WatchedParameter(_Managed):
 
 
 class _Guarded(Tensor):
-    """The tensor methods that do not call `__torch_function__`."""
+    """Base class that overrides the tensor methods which do not call `__torch_function__`."""
 
     def as_subclass(self, cls: Any) -> Any:
         return _call(Tensor.as_subclass, Tensor.as_subclass, (self, cls), {})
@@ -334,7 +341,7 @@ class GuardedParameter(_Guarded, _Managed):
 
 
 def _gradient_edge(tensor: Any) -> Any:
-    """Returns the gradient edge of a guarded parameter; other tensors are returned unchanged."""
+    """Returns the `torch.autograd.graph` edge of a guarded parameter; other inputs unchanged."""
     if not (isinstance(tensor, GuardedParameter) and tensor.requires_grad):
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -348,7 +355,7 @@ def plain(view: Tensor) -> Tensor:
 
 
 def _strides(param: Tensor) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor of this shape."""
+    """Returns the strides of a contiguous tensor with the parameter's shape."""
     return torch.empty(param.shape, device="meta").stride()
 
 
@@ -361,7 +368,7 @@ def _repr(param: Any, **_: Any) -> str:
 
 
 def _from_placeholder(func: Any) -> Callable[..., Any]:
-    """Returns a function that creates a tensor like the parameter without reading its values."""
+    """Returns a version of `func` (e.g. `zeros_like`) that does not gather its sharded argument."""
     formats = {"memory_format": torch.contiguous_format} if func in _LIKE else {}
 
     def make(param: Any, *args: Any, **kwargs: Any) -> Any:
@@ -394,12 +401,13 @@ class AbsentParameter(GuardedParameter):
 def _guarded_class(kind: type[GuardedParameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
     """Returns a class derived from `kind` and `own`.
 
-    `torch.func` passes parameters to native code without calling `__torch_function__`. Subclasses
-    of `AbsentParameter` are therefore registered as pytree nodes: flattening gathers the parameter.
+    `torch.func` passes parameters to native code without calling `__torch_function__`, but flattens
+    its arguments as pytrees first. Subclasses of `AbsentParameter` are therefore registered as
+    pytree nodes, and flattening one gathers the parameter.
 
     Args:
-        kind: the guarded class.
-        own: the parameter's own class.
+        kind: `GuardedParameter` or `AbsentParameter`.
+        own: the parameter's class before it was guarded.
     """
     guarded = type(kind.__name__, (kind, own), {"__module__": __name__})
     if kind is AbsentParameter:
@@ -416,9 +424,9 @@ class GuardedView(_Guarded):
     """A tensor that shares memory with a guarded parameter.
 
     Attributes:
-        access: access to the parameter.
-        buffer: the group's buffer when the view was created.
-        version: version of the values when the view was created.
+        access: the parameter's `Access`.
+        buffer: the group's buffer at the time when the view was created.
+        version: `Gatherer.version` at the time when the view was created.
     """
 
     access: Access

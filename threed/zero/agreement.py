@@ -1,4 +1,7 @@
-"""Checks that ranks have the same configuration, plan and buckets, on which collectives depend."""
+"""Checks that all ranks have the same configuration, plan and buckets.
+
+If they differ, ranks would call different collectives and hang.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from threed.zero.layout import Layout
 def check_configuration(config: Config, world: Axis) -> None:
     """Checks that all ranks have the same configuration. Collective.
 
-    A rank with different process groups or tensor shapes would hang gloo, or abort the process.
+    Ranks with different configurations would create different process groups or send tensors of
+    different shapes. Collectives would then hang, or gloo would abort the process.
 
     Args:
         config: this rank's configuration.
@@ -33,8 +37,8 @@ def check_configuration(config: Config, world: Axis) -> None:
 def check_plan(plan: Plan, world: Axis) -> None:
     """Checks that all ranks have the same plan. Collective.
 
-    A user-defined schedule, or a search based on measured times, may produce different plans. Ranks
-    would then wait for messages that are never sent.
+    A user-defined schedule, or a schedule search based on measured times, may return different
+    plans on different ranks. Ranks would then wait for messages that are never sent.
 
     Args:
         plan: this rank's plan.
@@ -56,10 +60,10 @@ def _check_same(text: str, differs: str, fix: str, axis: Axis) -> None:
 
 
 def check_buckets(layout: Layout, topology: Topology) -> None:
-    """Checks that ranks have the same parameters in each bucket, along every axis. Collective.
+    """Checks that the ranks of each axis have the same parameters in each bucket. Collective.
 
-    A model that one rank builds in a different order may have buckets of the same sizes with other
-    parameters.
+    If one rank builds the model's layers in a different order, its buckets may have the same sizes
+    as on other ranks but hold different parameters. Their gradients would be summed silently.
 
     Args:
         layout: this rank's layout.
@@ -76,7 +80,7 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
             for bucket in group.buckets
         ]
         data = axis is topology.data
-        if data:  # in the order of completion
+        if data:  # all buckets, in the order in which they are reduced
             buckets = [*layout.buckets, *layout.frozen]
         cuts = [
             (b.first, b.last, [(s.first, (data and s.spec.over) or s.spec.name) for s in b.slots()])
@@ -89,13 +93,13 @@ def check_buckets(layout: Layout, topology: Topology) -> None:
 
 
 class GlobalTensor(NamedTuple):
-    """A tensor of the full model.
+    """Properties of a global weight: a tensor of the full model, before it is sharded.
 
     Attributes:
         shape: shape of the full tensor.
-        trained: whether it is trained.
-        has_moments: whether its update rule keeps moments.
-        over: axis that its parameter is distributed over (`ShardSpec.over`), or "".
+        trained: whether the weight is trained.
+        has_moments: whether the weight is trained with an update rule that keeps moments.
+        over: axis of data ranks that hold different parts of it (`ShardSpec.over`), or "".
     """
 
     shape: tuple[int, ...]
@@ -105,10 +109,10 @@ class GlobalTensor(NamedTuple):
 
 
 def tensors_of_model(layout: Layout, topology: Topology) -> dict[str, GlobalTensor]:
-    """Returns the weights of the full model, by name. Collective.
+    """Returns the properties of all weights of the full model, by name. Collective.
 
-    Ranks exchange them, because names differ between pipeline stages, tensor ranks, and the ranks
-    that parameters are distributed over.
+    Ranks exchange their lists, because pipeline stages, tensor ranks, and the data ranks that
+    parameters are distributed over hold weights with different names.
 
     Args:
         layout: this rank's layout.
@@ -137,10 +141,10 @@ def check_gathers(orders: Sequence[int]) -> None:
     """Checks that all ranks gathered the same groups in the same order.
 
     Args:
-        orders: `Gatherer.order` of each rank.
+        orders: `Gatherer.order` of each rank, a hash of the gathered groups in order.
 
     Raises:
-        RuntimeError: they did not.
+        RuntimeError: the orders differ.
     """
     if len(set(orders)) > 1:
         raise RuntimeError(

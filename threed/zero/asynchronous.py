@@ -5,14 +5,16 @@
     results = runner.update(carry)    # results() waits for the sums over all ranks
     runner.finish(executor.run)       # ends the last step, before states are read
 
-The last backwards of a batch run between the first forwards of the next batch. A batch uses one
-version of the weights: the newest one when the batch begins. The update for the previous batch is
-made during the batch, and creates the version that the next batch begins with. So gradients are
-computed with weights that are one update older than the weights they update (section 3.1). Draining
-the pipeline between steps does not change this.
+The last backwards of a batch run between the first forwards of the next batch. All passes of a
+batch use the same version of the weights: the version before the update for the previous batch.
+That update is applied while the batch runs, and creates the version that the next batch uses. So
+gradients are computed with weights that are one update older than the weights to which they are
+applied (section 3.1). If `finish` applies the update for the previous batch before the batch
+begins, the batch still uses the older version, so that the result is the same.
 
 The gradient norm covers all pipeline stages. Its all-reduce starts when the last stage has its
-gradients, and is waited for at the end of the step. Until then a copy of the gradients is kept.
+gradients, and is waited for at the end of the step. Until then this rank's slices of the summed
+gradients are kept in separate memory, because the next batch already accumulates gradients.
 """
 
 from __future__ import annotations
@@ -39,15 +41,19 @@ from threed.zero.update import Update
 class Asynchronous:
     """Runs asynchronous plans, and applies updates when the executor reaches them in the plan.
 
+    Has the same methods as `Synchronous`, and those that the executor calls.
+
     Args:
-        plan_of: `plan_of(count, part=)` returns a part of the plan, with communication, of a step
-            of `count` micro-batches.
+        plan_of: `plan_of(count, part=)` returns the plan, with communication actions, of a step of
+            `count` micro-batches. `part` is `schedules.first` for a step that finds no outstanding
+            backwards, `schedules.drain` for the outstanding backwards only, else None.
         reducer: sums the gradients.
-        optimizer: updates the weights, of which it has two versions.
+        optimizer: updates the weights. Keeps two versions of them (`Policy.versions`).
 
     Attributes:
+        pending: True: the results of `update` need a sum over all ranks, which is still in flight.
         open: number of micro-batches of the last step while its update is outstanding, else 0.
-        seconds: host time of the last plan's reductions, and of its update.
+        seconds: [reductions, update]: host seconds that the last plan spent on each.
     """
 
     pending = True
@@ -61,7 +67,8 @@ class Asynchronous:
         self.open = 0
         self.seconds = [0.0, 0.0]
         self._running = 0  # micro-batches of the running step
-        # whether the newest weights are newer than the version that the running batch uses
+        # whether the previous batch's update was applied: the running batch then uses the older
+        # version of the weights
         self._updated = True
         self._gradients: Callable[[], list[Gradient]] = list
         self._end: Callable[[], Update]
@@ -73,13 +80,14 @@ class Asynchronous:
         """Returns the state for a checkpoint.
 
         Returns:
-            "last_update": gradient norm and learning rate of the newest update; None if not finite.
+            A dict with "last_update": [gradient norm, learning rate] of the newest update, with
+            None for a number that is not finite.
         """
         numbers = float(self._last.grad_norm), float(self._last.lr)
         return {"last_update": [number if math.isfinite(number) else None for number in numbers]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the norm and learning rate of the newest update for metrics; 0 if missing."""
+        """Restores the norm and learning rate that the next metrics report; 0 if missing."""
         numbers = [
             math.nan if number is None else float(number)
             for number in state.get("last_update", (0.0, 0.0))
@@ -90,15 +98,19 @@ class Asynchronous:
         self._carry = torch.zeros_like(norm)[None]
 
     def begin(self, microbatches: int) -> None:
-        """Does nothing: a step's gradients begin when the previous step's backwards have ended."""
+        """Does nothing: gradients of this step are accumulated once the last step's have ended."""
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Runs the outstanding backwards of the previous step, and this step's micro-batches.
 
-        The last backwards of this step are left to the next one.
+        The last backwards of this step are left outstanding: the next step, or `finish`, runs them.
+
+        Args:
+            run: runs a plan on micro-batches: `Executor.run`.
+            micros: the micro-batches of this step.
 
         Returns:
-            The losses of this step on the last stage.
+            The losses of this step's micro-batches, on the last stage.
         """
         count = len(micros)
         if self.open not in (0, count):
@@ -108,12 +120,15 @@ class Asynchronous:
         return self._run(run, self.plan_of(count, part=None if self.open else first), micros)
 
     def drop(self) -> None:
-        """Does nothing: outstanding gradients belong to a step that has returned its results."""
+        """Does nothing: `step` has already returned for the step with outstanding gradients."""
 
     def finish(self, run: Run) -> None:
         """Runs the outstanding backwards of the last step and applies its update. Collective.
 
-        Layers use the newest weights afterwards.
+        Afterwards the layers' parameters show the newest weights.
+
+        Args:
+            run: runs a plan on micro-batches: `Executor.run`.
         """
         if self.open:
             with torch.inference_mode(False):
@@ -127,20 +142,20 @@ class Asynchronous:
         try:
             losses = run(plan, micros)
         except BaseException:
-            self.optimizer.consistency.invalidate()  # the gradients of two batches are lost
+            self.optimizer.consistency.invalidate()  # gradients of two steps are lost
             raise
         self.open = len(micros)
         return losses
 
     def update(self, carry: Tensor) -> Callable[[], Update]:
-        """Starts the all-reduce of a step's values. Collective.
+        """Starts the all-reduce of a step's loss and flags. Collective.
 
         Args:
-            carry: fp64 [k], values of this rank; see `Optimizer.step`.
+            carry: fp64 [1 + k], this rank's loss and k flags of invalid data; see `Optimizer.step`.
 
         Returns:
-            A function that waits for the sums and returns them with the results of the newest
-            update.
+            A function that waits for the sums. It returns the results of the newest update, which
+            belongs to the previous step, with these sums as `Update.sums`.
         """
         self._carry = carry
         sums = collectives.start_sum_of_scalars(carry, self.optimizer.everyone)
@@ -150,17 +165,20 @@ class Asynchronous:
     # ------------------------------------------------------------------------------ called by the executor
 
     def use(self, before: bool) -> None:
-        """Points the layers at the weights of the next pass.
+        """Points the layers at the version of the weights that the next pass uses.
 
         Args:
-            before: whether the pass belongs to the previous step.
+            before: whether the pass is an outstanding backward of the previous step.
         """
         self.versions.show(newest=not (before or self._updated))
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Marks this batch's backwards as ended on this rank.
+        """Ends the gradients of a batch, after its last backward on this rank.
 
         Later gradients belong to the next batch.
+
+        Args:
+            chunk: ignored.
         """
         with timed(self.seconds, 0):
             self._gradients = self.reducer.close()
@@ -170,7 +188,7 @@ class Asynchronous:
     def start_update(self) -> None:
         """Starts the all-reduce of the gradient norm."""
         with timed(self.seconds, 1):
-            # drops the reference, so that the gradients are freed after the update
+            # keep no reference here, so that the gradients are freed after the update
             gradients, self._gradients = self._gradients, list
             self._end = self.optimizer.start_step(gradients(), self._carry)
 
@@ -182,7 +200,7 @@ class Asynchronous:
 
 @contextmanager
 def timed(seconds: list[float], phase: int) -> Iterator[None]:
-    """Adds the host time of the block to `seconds[phase]`."""
+    """Context: adds the host time of the block, in seconds, to `seconds[phase]`."""
     began = time.perf_counter()
     yield
     seconds[phase] += time.perf_counter() - began

@@ -1,11 +1,13 @@
 """Contributions to gradients: their number, their order, and the backward that produced them.
 
-A gradient is complete when it has the expected number of contributions in a round, and a bucket is
-ready when its gradients are complete. See `reducer` for rounds.
+A contribution is one gradient that a layer or autograd computes for a parameter; a parameter that
+is used in two places gets two per micro-batch. A gradient is complete when it has the expected
+number of contributions, and a bucket is ready when all its gradients are complete. Contributions
+are counted per round: a micro-batch or a step, see `reducer`.
 
-The backward of another engine may reach this engine's parameters, as the loss of a generator
-reaches the discriminator. Such gradients accumulate in `.grad`. As in plain PyTorch they count in
-the next step, unless `zero_grad` drops them first.
+A backward of another engine may also compute gradients of this engine's parameters: in a GAN, the
+generator's loss is differentiated through the discriminator. Such gradients accumulate in `.grad`.
+As in plain PyTorch they are added in the next step, unless `zero_grad` drops them first.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 
 from threed.zero.layout import Slot
 
-# The function that adds a contribution, and its arguments.
+# A deferred contribution: the function that adds it, and the function's arguments.
 Contribution = tuple[Callable[..., None], tuple[Any, ...]]
 
 
@@ -26,19 +28,20 @@ class Contributions:
     """Counts the contributions to the gradient of one parameter.
 
     Args:
-        uses: number of places in the model that use the parameter, and so contribute per
+        uses: number of places in the model that use the parameter. Each contributes once per
             micro-batch.
-        known: whether this number can be expected. If not, the gradient is complete when the round
-            ends.
+        known: whether every micro-batch makes this number of contributions in one round. If not,
+            the gradient is only complete when the round ends.
 
     Attributes:
         per_pass: number of contributions expected per micro-batch, None if it is unknown.
-        remaining: number of expected contributions of the round that were not added yet.
-        added: number of contributions of the round in the gradient's buffer.
-        late: number of contributions of the round that arrived after the launch of a bucket of the
-            gradient.
+        remaining: number of contributions that are still expected in this round.
+        added: number of contributions of this round that were added to the gradient's buffer.
+        late: number of contributions of this round that arrived too late for the buffer, because
+            the reduction of a bucket with part of the gradient had been launched.
         used: whether there was a contribution in any step.
-        positions: positions of the gradient's buckets in their `LaunchQueue`, in ascending order.
+        positions: indices of the gradient's buckets in the launch order of their `LaunchQueue`,
+            ascending.
     """
 
     def __init__(self, uses: int = 1, known: bool = True) -> None:
@@ -50,22 +53,22 @@ class Contributions:
 
     @property
     def counted(self) -> int | None:
-        """The expected number if it was counted and differs from the number of uses, else None."""
+        """`per_pass` if counting has changed it from the number of uses, else None."""
         return None if self.per_pass == self._uses else self.per_pass
 
     def restore(self, counted: int | None) -> None:
-        """Restores `counted` of an earlier run, and resets `used`."""
+        """Restores `per_pass` from `counted` of an earlier run, and resets `used`."""
         if self.per_pass is not None:
             self.per_pass = self._uses if counted is None else counted
         self.used = False
 
     def begin_round(self, passes: int) -> bool:
-        """Begins a round of `passes` micro-batches; returns whether contributions are expected."""
+        """Begins a round of `passes` micro-batches; returns whether the gradient is incomplete."""
         self.remaining, self.added, self.late = (self.per_pass or 0) * passes, 0, 0
         return self.per_pass is None or self.remaining > 0
 
     def add(self) -> bool:
-        """Counts a contribution in the buffer; returns whether the gradient is now complete."""
+        """Counts a contribution added to the buffer; returns whether it completes the gradient."""
         self.used = True
         self.added += 1
         self.remaining -= 1
@@ -89,17 +92,19 @@ class Contributions:
 
 
 class LaunchQueue:
-    """The buckets of one chunk of the model, or of parameters that several chunks share.
+    """The order in which buckets are reduced, for the parameters of one chunk of the model.
 
-    They are launched in one order, the same on every rank, and each bucket once per round.
+    Parameters that several chunks share have a separate queue. The order is the same on every rank,
+    and each bucket's reduction is launched once per round.
 
     Args:
         chunks: chunks of the model that use the parameters.
-        parameters: counts of all their gradients.
-        buckets: counts of each bucket's gradients, by bucket number, in launch order.
+        parameters: `Contributions` of all parameters of the queue.
+        buckets: for each bucket, by its number and in launch order: the `Contributions` of its
+            parameters.
 
     Attributes:
-        backwards: number of backwards of the chunks that have not ended in this step.
+        backwards: number of backwards of the chunks that are still to run in this step.
         rounds: number of rounds of this step that have ended.
         launched: number of buckets launched in this round.
     """
@@ -138,7 +143,7 @@ class LaunchQueue:
         return self.rounds == self.launched == 0
 
     def begin(self, backwards: int) -> None:
-        """Begins a step with this number of backwards; `restart` begins its first round."""
+        """Sets the number of backwards of a new step; `restart` then begins its first round."""
         self.backwards = backwards
 
     def take(self) -> int:
@@ -147,12 +152,12 @@ class LaunchQueue:
         return self._buckets[self.launched - 1]
 
     def restart(self, passes: int) -> None:
-        """Begins the first round of a step, of `passes` micro-batches."""
+        """Begins the first round of a step; a round has `passes` micro-batches."""
         self.rounds = 0
         self._begin_round(passes)
 
     def next_round(self, passes: int) -> None:
-        """Begins the next round, of `passes` micro-batches, after a backward has ended."""
+        """Begins the next round after a backward has ended; a round has `passes` micro-batches."""
         self.rounds += 1
         self.backwards -= 1
         self._begin_round(passes)
@@ -176,7 +181,7 @@ class LaunchQueue:
             self._incomplete[position] -= 1
 
     def is_late(self, count: Contributions) -> bool:
-        """Returns whether a bucket of the gradient was launched in this round."""
+        """Returns whether a bucket with part of the gradient was launched in this round."""
         return bool(count.positions) and count.positions[0] < self.launched
 
 
@@ -185,6 +190,9 @@ class Deferral:
 
     with deferral.defer() as waiting: ...   # B: gradient of the input
     deferral.add_deferred(waiting)          # W: gradients of the weights
+
+    Attributes:
+        waiting: the list that receives deferred contributions, or None outside of `defer`.
     """
 
     def __init__(self) -> None:
@@ -192,10 +200,11 @@ class Deferral:
 
     @contextmanager
     def defer(self) -> Iterator[list[Contribution]]:
-        """Yields a list to which sinks append contributions in the block, instead of adding them.
+        """Context: yields a list that collects the contributions computed in the block.
 
-        Of a matrix product only the factors are kept. A contribution counts in the round in which
-        it is added, so the schedule determines how long contributions wait.
+        Each parameter's `reducer.Sink` appends its contributions to the list instead of adding them
+        to the gradient. For a matrix product, only its two factors are kept. A contribution counts
+        in the round in which `add_deferred` adds it; the schedule determines when.
         """
         self.waiting = waiting = list[Contribution]()
         try:
@@ -218,13 +227,13 @@ class Owner(Protocol):
     def give_up(self) -> None: ...
 
 
-# owners of the running backwards, innermost last; global, like autograd's engine
+# owners of the running backwards, innermost last; global, because autograd's engine is global
 _running: list[object] = []
 
 
 @contextmanager
 def own_backward(owner: Owner) -> Iterator[None]:
-    """Marks the backwards in the block as the owner's; discards the owner's step if it raises."""
+    """Context: marks backwards in the block as the owner's; calls `give_up` after an error."""
     _running.append(owner)
     try:
         yield
@@ -236,10 +245,14 @@ def own_backward(owner: Owner) -> Iterator[None]:
 
 
 def is_own(owner: object, slot: Slot) -> bool:
-    """Returns whether the running backward, which computes this gradient, belongs to the owner.
+    """Returns whether the running backward belongs to the owner.
+
+    Args:
+        owner: see `own_backward`.
+        slot: the parameter whose gradient the backward has computed, for the error message.
 
     Raises:
-        RuntimeError: the backward belongs to no engine.
+        RuntimeError: the backward runs outside of any engine; the gradient is dropped.
     """
     if not _running:
         slot.param.grad = None

@@ -1,23 +1,25 @@
 """Updates during the backward: a bucket is updated as soon as its gradient is complete.
 
-    early.begin()                   before a step: discards the remains of an interrupted step
-    early.take(bucket, gradient)    with each complete gradient, in the order of buckets; returns
-                                    whether it was taken
-    early.progress()                between backwards: reads ahead, and updates buckets whose reads
-                                    have finished
+    early.begin()                   before a step: discards updates of an interrupted step
+    early.take(bucket, gradient)    called with each complete gradient, in the order of
+                                    `Layout.buckets`; returns whether it will be used for an update
+    early.progress()                called between backwards: reads ahead, and updates buckets whose
+                                    reads have finished
     done = early.end(now)           when the step's scalars are known: returns the updated states
 
-In layer order (`--zero.order layer`) a gradient is complete when the backwards of its layer have
-ended. Its state can then be transferred between drive and memory while other layers run. At that
-time it is unknown whether the step will be skipped or clipped; the update assumes neither. It
-writes to a second region of the drive, which replaces the first one at the end of the step if the
-assumption was right. If it was wrong, or if the step is interrupted, the states are unchanged. A
-clipped step is then updated at its end, from gradients that were written to the drive for this
-purpose. After a wrong assumption, updates run at the end of each step, up to and including the
-first step for which the assumption is right again. The number and size of buffers are constant.
+In layer order (`--zero.order layer`) every layer runs all micro-batches before the next layer, so
+that a gradient is complete when the backwards of its layer have ended. The optimizer state of that
+layer can then be read, updated and written while the backwards of other layers run. At that time it
+is unknown whether the step will be skipped or clipped. The update assumes that it will be neither,
+and writes the new state to a second region of the drive. If the assumption was right, the second
+region replaces the first one at the end of the step. If it was wrong, or if the step is
+interrupted, the first region still has the old state. A clipped step is then updated at its end,
+from gradients that were also written to the drive. After a wrong assumption, updates run at the end
+of each step, up to and including the first step for which the assumption is right again. The number
+and size of buffers in memory are constant.
 
-GreedySnake (arXiv 2512.17570) overlaps a part of the update with the next forward instead, so that
-this part is one step late.
+GreedySnake (arXiv 2512.17570) overlaps a part of the update with the next forward instead. The
+parameters updated in this part are used one step later.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ class Early:
     """Updates buckets during the backward, if their states and parameters are on a drive.
 
     Args:
-        states: states of the optimizer.
-        max_pending: limit on the number of queued gradients.
+        states: states of the optimizer, in the order in which their gradients are completed.
+        max_pending: largest number of queued gradients; beyond it, `take` runs updates.
         clips: whether a step's gradients may be clipped.
-        guess: function that returns the scalars of the next update, on the host. It assumes that
-            the step is neither clipped nor skipped.
+        guess: function that returns the scalars of the next update, on the host, if the step is
+            neither clipped nor skipped.
         apply: function that applies the update rule to the buffers of a state; see
             `Optimizer._apply_rule`.
     """
@@ -54,20 +56,21 @@ class Early:
         self.max_pending, self.clips, self.guess, self.apply = max_pending, clips, guess, apply
         self._states = {state.bucket: state for state in states if early_storages(state)}
         self._last_guess_right = True
-        self._guess: StepScalars | None = None  # while a step runs
+        self._guess: StepScalars | None = None  # None between steps
         self._pending = deque[tuple[State, DriveBuffer]]()  # queued gradients
         self._reads = fetched_in_turn(())
-        self._next: tuple[State, dict[str, StagedBuffer]] | None = None  # for the first gradient
+        # the state of the next update, with its buffers
+        self._next: tuple[State, dict[str, StagedBuffer]] | None = None
         self._done: list[State] = []
 
     def begin(self) -> None:
-        """Begins a step."""
+        """Begins a step, after discarding the updates of an interrupted one."""
         self.drop()
         self._guess = self.guess()
         self._reads = fetched_in_turn((s, s.fetch(s.storages)) for s in self._states.values())
 
     def drop(self) -> None:
-        """Discards the updates of a step, and releases all buffers."""
+        """Discards the step's updates, which only `end` makes permanent; releases all buffers."""
         self._guess = None
         self._done.clear()
         while self._pending:
@@ -82,16 +85,18 @@ class Early:
 
         Args:
             bucket: the bucket.
-            gradient: buffer with its gradient, which is taken over.
+            gradient: buffer with the bucket's gradient. If queued, the buffer is released after the
+                update.
 
         Returns:
-            Whether it was taken. If not, the bucket must be updated at the end of the step.
+            Whether the gradient was queued. If not, the caller keeps the buffer, and the bucket
+            must be updated at the end of the step.
         """
         if bucket not in self._states or self._guess is None or not self._last_guess_right:
             return False
         assert isinstance(gradient, DriveBuffer)
         if self.clips:
-            gradient.write()  # if the step is clipped, the gradient is read again
+            gradient.write()  # if the step is clipped, its update reads the gradient again
         self._pending.append((self._states[bucket], gradient))
         self.progress()
         while len(self._pending) > self.max_pending:
@@ -112,7 +117,7 @@ class Early:
             now: scalars of the step's update.
 
         Returns:
-            The updated states; empty if the guess was wrong.
+            The states that were updated during the backward; empty if the guess was wrong.
 
         Raises:
             RuntimeError: the learning rate or the loss scale was changed during the step.
@@ -132,7 +137,7 @@ class Early:
         return done
 
     def _read_ahead(self) -> None:
-        """Begins to read the state of the next bucket, and states after it."""
+        """Begins to read the state of the next update, and the states after it."""
         if self._next is None:
             self._next = next(self._reads, None)
 
@@ -144,7 +149,7 @@ class Early:
         return all(buffer.arrived() for buffer in buffers if isinstance(buffer, DriveBuffer))
 
     def _update(self) -> None:
-        """Updates the bucket of the oldest queued gradient, into the drive's second regions."""
+        """Updates the bucket of the oldest queued gradient; writes to its second regions."""
         self._read_ahead()
         state, gradient = self._pending.popleft()
         assert self._guess is not None
@@ -164,7 +169,7 @@ class Early:
 
 
 def max_pending_buckets(layout: Layout) -> int:
-    """Returns the number of buckets of the largest layer, which may be complete at a time."""
+    """Returns the largest number of buckets per layer, all of which may complete at once."""
     groups = [group for group in layout.groups if group.key.units and group.key.trainable]
     layers = Counter(min(group.key.units or ()) for group in groups for _ in group.buckets)
     return max(layers.values(), default=0)

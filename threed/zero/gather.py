@@ -1,20 +1,20 @@
 """Gathers parameters before they are used and releases them afterwards.
 
     publish(bucket)   begins to gather new values, after the optimizer has updated this rank's slice
-    complete()        the same for slices of which this rank updates only a portion
-    start(unit)       begins to gather the parameters of a unit
-    ready(unit)       waits until they are gathered
-    release(unit)     frees their memory, unless another unit still needs it
+    complete()        completes and publishes slices of which this rank updates only a portion
+    start(unit)       begins to gather the parameters of a unit (a layer or module, see `layout`)
+    ready(unit)       waits until the parameters of a unit are gathered
+    release(unit)     frees the memory of these parameters, unless another unit still needs it
 
-Unsharded parameters (stages 1 and 2, small ones under stage 3) are gathered once, when they are
-published. The gather overlaps with the beginning of the next forward, and `ready` waits for it.
+Unsharded parameters (stages 1 and 2, small ones under stage 3) are gathered once per update, by
+`publish`. The gather overlaps with the beginning of the next forward, and `ready` waits for it.
 Sharded parameters (stage 3) are gathered at every use, into a new buffer. The parameters stay the
-same objects (`zero.access`). Autograd saves positions in the buffer instead of its memory; a
-backward reads them from the buffer that was gathered for it.
+same objects (`zero.access`). Autograd does not save their memory, but offsets and shapes in the
+buffer (`SavedView`). The backward gathers the parameters into another buffer and reads them there.
 
-Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases, which both overlap
-with the previous unit: reading this rank's slices, and the all-gather, which begins when the next
-group is requested.
+Slices may be offloaded (`threed.memory.tiers`). A gather then has two phases: this rank's slices
+are read, and the all-gather runs. The all-gather begins when the next group is requested. Both
+phases overlap with the computation of the previous unit.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class SavedView:
 
     Attributes:
         group: the group.
-        slot: the parameter, if it was not gathered when it was saved; None for a view of a gathered
-            buffer.
+        slot: the parameter, if the tensor was saved while it was not gathered (its placeholder was
+            saved); None if a view of the gathered buffer was saved.
         dtype: dtype of the tensor.
-        place: its size, strides and offset in the buffer.
+        place: (size, strides, offset in the buffer) of the tensor.
     """
 
     def __init__(self, group: Group, slot: Slot | None, tensor: Tensor) -> None:
@@ -92,7 +92,7 @@ class GatheredTile:
         self.gatherer.wait(self.group)
 
     def close(self) -> None:
-        """Frees the tile."""
+        """Frees the tile, unless something else keeps it gathered."""
         self.gatherer.close(self.group, Holder.TILE)
 
 
@@ -101,16 +101,17 @@ class Gatherer:
 
     Args:
         layout: layout of the parameters.
-        codec: encoding of sharded parameters in gathers for layers; gathers for the user's program
-            are exact.
+        codec: encoding of sharded parameters when they are gathered for layers. Gathers for
+            `Engine.gathered` are exact.
 
     Attributes:
-        accesses: access to each parameter.
-        by_storage: owner of each storage, by `storage_of`: a group, with a slot if the storage is
-            the placeholder of a sharded parameter.
+        accesses: the `Access` of each parameter.
+        by_storage: owner of the memory of sharded parameters, by the storage's address
+            (`storage_of`): (group, None) for a group's buffer, (group, slot) for the placeholder of
+            a parameter that is not gathered.
         version: counter, incremented when the values of sharded parameters change.
-        wrapped: whether the parameters belong to a wrapped module, so that the program may read and
-            change them.
+        wrapped: whether the parameters belong to a wrapped module. If so, the user's program may
+            read and change them.
         order: hash of the sequence of gathered groups; must be equal on all ranks.
     """
 
@@ -128,22 +129,22 @@ class Gatherer:
             for slot in group.slots if group.sliced else ():
                 self.by_storage[storage_of(slot.placeholder)] = (group, slot)
         self.version = 0
-        self._published: dict[Bucket, Pending] = {}  # gathers in flight of unsharded parameters
+        self._published: dict[Bucket, Pending] = {}  # unsharded parameters: gathers in flight
         self._buckets_of_unit: dict[int, list[Bucket]] = {}
         self._buckets_of_slot: dict[Slot, list[Bucket]] = {}
         self._groups_of_unit: dict[int, list[Group]] = {}
-        # groups with slices being read, in the order of requests
+        # groups whose slices are being read, in the order of `open`
         self._reading: dict[Group, list[tuple[Bucket, StagedBuffer]]] = {}
         self._gathering: dict[Group, list[Pending]] = {}
-        self._exact: set[Group] = set()  # groups gathered without encoding
+        self._exact: set[Group] = set()  # groups that are gathered without `codec`
         self._holders: dict[Group, set[int | Holder]] = {}
         for drive in layout.policy.drives:
             drive.on_full(self._finish_gathers)
         self._number = {group: number for number, group in enumerate(layout.groups)}
         buckets = [bucket for group in layout.groups for bucket in group.buckets]
-        # buckets whose slices are updated in portions
+        # buckets whose slices are updated in portions, by several pipeline ranks
         self._portioned = [b for b in reversed(buckets) if b.group.holders.size > 1]
-        self._shows_newest = True  # False: passes read the previous version of the parameters
+        self._shows_newest = True  # False: layers read the previous version of the parameters
         self.order = 0
         for group in layout.groups:
             if group.key.tile is not None:
@@ -159,19 +160,20 @@ class Gatherer:
     # --------------------------------------------------------------------------------------- unsharded parameters
 
     def publish(self, bucket: Bucket) -> None:
-        """Begins to gather the other ranks' slices of a bucket of unsharded parameters.
+        """Begins to gather new values of a bucket, if its parameters are unsharded.
 
-        Buckets updated by several pipeline ranks are gathered by `complete` instead.
+        For sharded parameters, which are gathered at their next use, only `version` is incremented.
+        Buckets that several pipeline ranks update in portions are gathered by `complete` instead.
         """
         self.version += bucket.group.sliced
         if bucket.group.holders.size == 1:
             self._publish(bucket)
 
     def complete(self) -> None:
-        """Gathers portions of slices that other pipeline ranks update, then publishes the slices.
+        """Gathers the portions that other pipeline ranks update, then publishes the full slices.
 
-        Collective. Gathers start in reverse order of groups, which all ranks share: the first
-        layers of the model are needed first.
+        Collective. Gathers start in reverse order of groups: the groups of the model's first layers
+        are last, and are needed first. All ranks have the same order of groups.
         """
         gathers = [
             collectives.start_all_gather(b.portion.fetch().wait(), b.group.holders, out=b.own)
@@ -196,10 +198,10 @@ class Gatherer:
             self._wait_for(self._buckets_of_slot.get(slot, ()))
 
     def show(self, newest: bool) -> None:
-        """Selects the version of the parameters that passes read.
+        """Selects the version of unsharded parameters that layers read (`zero.versions`).
 
-        Only the newest version has gathers to wait for, so parameters that show the previous
-        version are not guarded.
+        Gathers in flight write to the newest version. Parameters that show it are guarded until
+        their gathers end; parameters that show the previous version need no guard.
 
         Args:
             newest: whether to show the newest version.
@@ -232,7 +234,7 @@ class Gatherer:
         return unit in self._groups_of_unit
 
     def start(self, unit: int) -> None:
-        """Begins to gather the sharded parameters of a unit that are not open."""
+        """Begins to gather the sharded parameters of a unit, if they are not gathered already."""
         for group in self._groups_of_unit.get(unit, ()):
             self.open(group, unit)
 
@@ -250,7 +252,7 @@ class Gatherer:
             self.close(group, unit)
 
     def release_all(self) -> None:
-        """Frees all sharded parameters, then raises the first error that occurred."""
+        """Frees all sharded parameters; raises the first error only after freeing the others."""
         first: RuntimeError | None = None
         for group in list(self._holders):
             try:
@@ -264,7 +266,7 @@ class Gatherer:
         """Hook: called after each backward."""
 
     def gradient_complete(self, slot: Slot) -> None:
-        """Hook: called in a backward with each parameter whose gradient is complete."""
+        """Hook: called during a backward for each parameter whose gradient is complete."""
 
     # -------------------------------------------------------------------------------------------------------- groups
 
@@ -289,8 +291,8 @@ class Gatherer:
     def require(self, group: Group, slot: Slot) -> None:
         """Waits until a sharded group is gathered.
 
-        Inside a forward or backward of a wrapped module it gathers the group first, which all ranks
-        do.
+        If it is not gathered, a forward or backward of a wrapped module starts the gather here
+        (`before_use`). All ranks must then use the group, because the gather is collective.
 
         Args:
             group: the group.
@@ -315,7 +317,7 @@ class Gatherer:
 
     @_hidden_from_checkpointing
     def open(self, group: Group, holder: int | Holder) -> None:
-        """Begins to gather a sharded group and keeps it gathered for `holder`."""
+        """Begins to gather a sharded group; keeps it gathered until `close` with this `holder`."""
         if group not in self._holders:
             self.order = hash((self.order, self._number[group]))
             self._start_gathers()
@@ -345,7 +347,7 @@ class Gatherer:
 
     @functools.cached_property
     def saving(self) -> saved_tensors_hooks:
-        """Saved-tensor hooks with which autograd saves positions in buffers."""
+        """Saved-tensor hooks: autograd saves sharded parameters and their views as `SavedView`s."""
         return saved_tensors_hooks(
             torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
         )
@@ -362,15 +364,13 @@ class Gatherer:
         return packed.tensor()
 
     def _finish_gathers(self) -> None:
-        """Waits for all gathers, including prefetched groups, to release drive buffers."""
+        """Waits for all gathers, also of prefetched groups, so that they release drive buffers."""
         self._start_gathers()
         for group in list(self._gathering):
             self.wait(group)
 
     def _start_gathers(self) -> None:
-        """Starts the all-gather of every group whose slices are being read, in the order of
-        requests.
-        """
+        """Starts the all-gathers of all groups whose slices are being read, in order of `open`."""
         for group in list(self._reading):
             with without_transforms():
                 group.allocate()
@@ -409,7 +409,7 @@ class Gatherer:
             current_stream(window.device).wait_event(gathered)
             full = pending.wait()
             if not isinstance(staged, InMemory):
-                copied.synchronize()  # the drive reuses its buffer after `drop`
+                copied.synchronize()  # the drive may reuse the buffer after `drop`
             staged.drop()
             return full
 
@@ -428,7 +428,7 @@ class Gatherer:
                 self.accesses[slot].guard(False)
 
     def close(self, group: Group, holder: int | Holder) -> None:
-        """Frees a sharded group if `holder` was the last one that needed it."""
+        """Ends a holder's use of a sharded group; frees the group if no other holder remains."""
         holders = self._holders.get(group)
         if holders is not None:
             holders.discard(holder)

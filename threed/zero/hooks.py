@@ -1,17 +1,18 @@
 """ZeRO-3 for wrapped modules: hooks that gather the parameters of any nn.Module when they are used.
 
     gatherer = ModuleGatherer(layout, model, prefetch)
-    gatherer.gradient_complete(slot)    when the gradient of a parameter is complete
-    gatherer.pass_ended()               after each backward
+    gatherer.gradient_complete(slot)    call it when the gradient of a parameter is complete
+    gatherer.pass_ended()               call it after each backward
 
-Parameters are gathered and released in groups (flat buffers). A unit gathers the groups of its
-parameters when its forward is called, and releases them when the forward returns. Any other use of
-a parameter gathers its group (`zero.access`). So does a use of a view of a parameter, if autograd
-saved the view for the backward. In the backward, a group is released when the gradients of all its
-parameters have been added, when `RECENT` other groups were used after it, or at the end.
+Parameters are gathered and released in groups (flat buffers). A unit (a module, see
+`Wrapped.units`) gathers the groups of its parameters when its forward is called, and releases them
+when the forward returns. Any other use of a parameter also gathers its group (`zero.access`), and
+so does a backward that reads a parameter, or a view of one, that autograd saved. In the backward, a
+group is released as soon as one of the following holds: the gradients of all its parameters have
+been added; `RECENT` other groups were used after it; the backward has ended.
 
-Groups are prefetched in the order of the previous pass. A wrong prediction only costs bandwidth and
-memory.
+Groups are prefetched in the order in which the previous pass used them. If a pass uses other
+groups, prefetching costs bandwidth and memory, but the result is correct.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ RECENT = 3
 
 
 class Trace:
-    """The order in which a pass used groups, as a prediction for the next pass."""
+    """Records the order in which a pass uses groups, as a prediction for the next pass."""
 
     def __init__(self) -> None:
         self._used: list[Group] = []
@@ -57,7 +58,8 @@ class Trace:
             ahead: number of groups to predict.
 
         Returns:
-            The next `ahead` groups predicted from the previous pass; empty if it predicts none.
+            The `ahead` groups that the previous pass used after this one. Empty if the previous
+            pass did not use it, or if it was also the group of the last call.
         """
         if self._used and self._used[-1] is group:
             return []
@@ -68,7 +70,7 @@ class Trace:
         return self._predicted[self._at : self._at + ahead]
 
     def end(self) -> None:
-        """Ends the pass. The groups that it used become the prediction for the next pass."""
+        """Ends the pass. The groups that were used become the prediction for the next pass."""
         if self._used:
             self._predicted, self._used, self._at = self._used, [], 0
 
@@ -76,8 +78,9 @@ class Trace:
 class _Hook:
     """The forward hooks of a module.
 
-    A copied or pickled module belongs to no engine. Copies share this object, whose hooks ignore
-    them; pickles contain an empty one.
+    A copied or unpickled module belongs to no engine, so the hooks must do nothing for it. Copies
+    of the module share this object, which compares the calling module with `module`. A pickle
+    contains a `_Hook` without attributes, whose `module` is None.
     """
 
     module: nn.Module | None = None
@@ -85,7 +88,8 @@ class _Hook:
     def __init__(self, gatherer: ModuleGatherer, module: nn.Module, unit: int | None) -> None:
         self.gatherer, self.module, self.unit = gatherer, module, unit
         self.saving: list[saved_tensors_hooks] = []  # one per running call
-        # not as decorators: `torch.compiler.disable` imports a compiler that few programs need
+        # wrapped here, not by decorators: `torch.compiler.disable` imports torch's compiler, which
+        # few programs need
         self._begin = torch.compiler.disable(self._enter, reason=UNTRACED)
         self._end = torch.compiler.disable(self._leave, reason=UNTRACED)
         module.register_forward_pre_hook(self.before, prepend=True)
@@ -101,7 +105,7 @@ class _Hook:
 
     def _enter(self, module: nn.Module) -> None:
         hooks: Any = module._forward_hooks
-        hooks.move_to_end(self.after_id)  # run last: the user's hooks may use parameters
+        hooks.move_to_end(self.after_id)  # runs last: the user's hooks may use parameters
         self.gatherer.enter(self.unit)
         if self.gatherer.runs_compiled(module):
             # compiled code and autograd bypass `__torch_function__`
@@ -121,16 +125,18 @@ class _Hook:
 
 
 class ModuleGatherer(Gatherer):
-    """Gathers the parameters of a wrapped module, which the program may use and change anywhere.
+    """Gathers the parameters of a wrapped module, which user code may use and change anywhere.
 
     Args:
         layout: layout of the parameters.
-        model: the module and its units; the gatherer installs its hooks in them.
+        model: the module and its units; the gatherer registers forward hooks on all of them.
         prefetch: number of groups to gather ahead of their use.
         codec: see `Gatherer`.
 
     Attributes:
-        changes: tracks parameters that the program changes.
+        changes: tracks parameters that user code changes.
+        forwards: order of groups in forwards.
+        backwards: order of groups in backwards.
     """
 
     wrapped = True
@@ -140,10 +146,10 @@ class ModuleGatherer(Gatherer):
         self.changes = Changes(model.module, layout, self)
         self.prefetch = prefetch
         self.forwards, self.backwards = Trace(), Trace()
-        self._calls: list[list[Group]] = []  # groups that each running call holds, innermost last
+        self._calls: list[list[Group]] = []  # per running module call, innermost last: its groups
         self._recent: list[Group] = []
         self._node: Any = None  # the running autograd node
-        self._in_use: set[Group] = set()  # groups that this node uses
+        self._in_use: set[Group] = set()  # groups that `_node` has used
         sliced = [group for group in layout.groups if group.sliced]
         self._group_of_slot = {slot: group for group in sliced for slot in group.slots}
         self._due: dict[Group, int] = {}
@@ -154,13 +160,13 @@ class ModuleGatherer(Gatherer):
             _Hook(self, model.module, None)
 
     def before_free(self, group: Group) -> None:
-        """Stores changes of the group's parameters."""
+        """Stores changes that user code made to the group's parameters."""
         self.version += self.changes.store(group)
 
     # -------------------------------------------------------------------------------------------------------- forward
 
     def enter(self, unit: int | None) -> None:
-        """Begins a call of a module."""
+        """Begins a module call; gathers the groups of its unit (None: the module is not a unit)."""
         self._calls.append([])
         for group in self.groups_of(unit) if unit is not None else ():
             self.before_use(group)
@@ -183,26 +189,27 @@ class ModuleGatherer(Gatherer):
             self._use(group)
 
     def leave(self, output: Any) -> None:
-        """Ends a call of a module."""
+        """Ends a module call, and the use of its groups; `output` is the value that it returns."""
         if not self._calls:
             return
         depth, groups = len(self._calls), self._calls.pop()
         returned = self._groups_in(output)
         for group in groups:
             keep = in_backward() or (torch.is_grad_enabled() and group is self.forwards.last)
-            if group in returned and self._calls:  # hand it over to the caller
+            if group in returned and self._calls:  # the calling module holds it from now on
                 if group not in self._calls[-1]:
                     self._calls[-1].append(group)
                     self.open(group, depth - 1)
             elif keep or group in returned:
-                # recomputed, so that its backward is next, or the first group of the backward
+                # keep it for the backward: either this is a recomputation, whose backward is next,
+                # or the group is the last of the forward and so the first of the backward
                 self.open(group, Holder.BACKWARD)
             self.close(group, depth)
         if not self._calls and not in_backward():
             self.forwards.end()
 
     def _groups_in(self, output: Any) -> set[Group]:
-        """Returns the groups of parameters that share memory with tensors in a module's output."""
+        """Returns the groups whose parameters share memory with tensors in a module's output."""
         owners = (
             self.by_storage.get(storage_of(leaf))
             for leaf in tree_leaves(output)
@@ -211,7 +218,7 @@ class ModuleGatherer(Gatherer):
         return {owner[0] for owner in owners if owner is not None}
 
     def _hold(self, group: Group, holder: int | Holder) -> None:
-        """Gathers a group and prefetches the groups predicted next."""
+        """Gathers a group, and prefetches the groups that are predicted to be used next."""
         self.open(group, holder)
         following = (self.backwards if in_backward() else self.forwards).record(
             group, self.prefetch
@@ -224,7 +231,7 @@ class ModuleGatherer(Gatherer):
     # ------------------------------------------------------------------------------------------------------- backward
 
     def _use(self, group: Group) -> None:
-        """Gathers a group in a backward; groups in use by the running node stay gathered."""
+        """Gathers a group in a backward; releases old ones that the running node does not use."""
         node = torch._C._current_autograd_node()
         if node is not self._node:
             self._node, self._in_use = node, set()
@@ -243,7 +250,7 @@ class ModuleGatherer(Gatherer):
             self._wait_for((bucket,))
 
     def gradient_complete(self, slot: Slot) -> None:
-        """Releases a group in a backward when the gradients of all its parameters are complete."""
+        """Releases the parameter's group if the gradients of all its parameters are complete."""
         group = self._group_of_slot.get(slot)
         if group is None:
             return
@@ -260,7 +267,7 @@ class ModuleGatherer(Gatherer):
     def release_all(self) -> None:
         """Releases all groups and ends the pass that used them."""
         self.backwards.end()
-        self._calls.clear()  # left over if a forward was interrupted
+        self._calls.clear()  # only filled here if a forward was interrupted
         self._recent.clear()
         self._due.clear()
         self._node, self._in_use = None, set()
@@ -268,5 +275,5 @@ class ModuleGatherer(Gatherer):
 
 
 def in_backward() -> bool:
-    """Returns whether the caller runs inside autograd's engine."""
+    """Returns whether autograd's engine is running the caller, i.e. whether this is a backward."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -1,4 +1,7 @@
-"""Gradients that arrive after the launch of their bucket: kept, and reduced when the step ends."""
+"""Late gradients: they arrive after the reduction of their bucket was launched.
+
+They are kept in memory, and reduced when the step ends.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ class LateGradients:
     Args:
         layout: parameters and their buckets.
         codecs: how gradients are encoded for communication.
-        gatherer: gathers the parameters; ranks compare the order of its gathers.
+        gatherer: gathers the parameters. `reduce` checks that all ranks have gathered in the same
+            order. None to skip the check.
     """
 
     def __init__(self, layout: Layout, codecs: GradientCodecs, gatherer: Gatherer | None) -> None:
@@ -31,7 +35,7 @@ class LateGradients:
         self._gradients: dict[Slot, Tensor] = {}
 
     def add(self, slot: Slot, grad: Tensor) -> None:
-        """Adds a late gradient of a parameter to its earlier ones."""
+        """Adds a late gradient to the parameter's earlier late gradients of this step."""
         if slot in self._gradients:
             self._gradients[slot].add_(grad)
         else:
@@ -43,9 +47,11 @@ class LateGradients:
         self._gradients.clear()
 
     def reduce(self) -> Iterator[tuple[Bucket, StagedBuffer]]:
-        """Yields each bucket with late gradients on any rank, and its slice with their sum added.
+        """Sums late gradients over ranks, for all buckets that have some on any rank. Collective.
 
-        Collective.
+        Yields:
+            (bucket, staged buffer of this rank's slice, to which the sum was added). The caller
+            stores the buffer.
 
         Raises:
             RuntimeError: ranks gathered different groups.
@@ -70,7 +76,7 @@ class LateGradients:
             if any(slot in self._gradients for slot in bucket.slots())
         ]
         order = 0 if self.gatherer is None else self.gatherer.order
-        shards = {bucket.group.shard for bucket in buckets}  # gathers use these axes only
+        shards = {bucket.group.shard for bucket in buckets}  # gathers only use these axes
         for axis in dict.fromkeys(chain.from_iterable(self._axes)):
             answers = collectives.exchange([order, own], axis)
             if axis in shards:
@@ -79,7 +85,7 @@ class LateGradients:
         return sorted(late)
 
     def _window(self, bucket: Bucket) -> Tensor:
-        """Returns the late gradients of a bucket [last - first], with zeros elsewhere."""
+        """Returns a bucket's late gradients [last - first]; 0 for parameters that have none."""
         size, dtype = bucket.last - bucket.first, self.layout.policy.grad_dtype
         window = torch.zeros(size, dtype=dtype, device=bucket.group.params.device)
         for slot in bucket.slots():

@@ -1,24 +1,29 @@
 """Units, groups and buckets: the memory layout of a pipeline stage's parameters.
 
     layout = build(units, tied, topology, policy)
+
     unit     a pipeline layer, or a module of a wrapped model; its parameters are gathered and
              released together
     group    a flat buffer of parameters with the same options (learning rate, weight decay) and the
              same axes to sum gradients over
-    bucket   a window of at most `bucket-mib` on a group; parameters may span buckets
-    slice    the part of a bucket that this rank owns: the r-th of its shard group S
-    portion  the part of a slice that this rank updates: all of it, unless other pipeline ranks have
-             the same slice and they share the optimizer's states (bidirectional schedules)
+    bucket   a range of at most `zero.bucket-mib` in a group's buffer, which is reduced by one
+             collective per axis; a parameter may span several buckets
+    slice    the part of a bucket that this rank owns: buckets are split evenly over the shard group
+             S, and the r-th rank of S owns the r-th part
+    portion  the part of a slice that this rank updates. Usually this is the full slice. With
+             bidirectional schedules two pipeline ranks have the same slice, and each keeps the
+             optimizer states of one portion
 
 Parameters are stored in backward order, so that buckets complete one after the other during the
-backward. The reduction axes belong to a group, not to a parameter. So a bucket needs one collective
-per axis, one call of the update rule, and one owner that counts it in the gradient norm. If
-vocabulary shards are uneven, a buffer with a tensor-parallel sum holds only parameters with the
-same shape on all tensor ranks; otherwise slices would not align.
+backward. All parameters of a group are reduced over the same axes. So a bucket needs one collective
+per axis, one call of the update rule, and one owner that counts it in the gradient norm. Vocabulary
+shards can have different sizes on different tensor ranks. A group whose gradients are summed over
+tensor ranks therefore holds only parameters with the same shape on all of them, because its slices
+must align.
 
 The ZeRO stages (arXiv 1910.02054) differ in which tensors of a group are kept in full. Under stage
-3 each unit has separate groups, so that units can be gathered one at a time. Small parameters stay
-unsharded, as under stage 2.
+3 each unit has separate groups, so that units can be gathered one at a time. Parameters with fewer
+than `Policy.resident` elements stay unsharded, as under stage 2.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from threed.ops.adam import Adam
 from threed.ops.update import Rule
 
 CPU = torch.device("cpu")
-ALIGN = 32  # elements; parameters start at multiples, which are 64 bytes or more
+ALIGN = 32  # parameters start at multiples of 32 elements (64 bytes in bf16)
 MIN_BUCKETS = 8  # per group, unless buckets would have fewer than MIN_BUCKET_NUMEL elements
 MIN_BUCKET_NUMEL = 2**18
 
@@ -66,8 +71,8 @@ class DataAxes:
 
     Attributes:
         shard: shard group S, over which buckets are split into slices.
-        replicas: replica group R, of ranks that hold the same slice.
-        gather: S with a separate communicator for gathers.
+        replicas: replica group R: the data ranks that hold the same slice.
+        gather: the ranks of S, with a separate communicator for gathers under stage 3.
     """
 
     shard: Axis
@@ -79,29 +84,34 @@ class DataAxes:
 class Policy:
     """How a stage's parameters are laid out: sharding, axes, dtypes and storage.
 
-    With an offload tier, parameters and states are kept as slices even on a single rank.
+    If parameters or optimizer states are offloaded to a tier (`threed.memory.tiers`), they are kept
+    as slices, even on a single rank.
 
     Attributes:
         stage: ZeRO stage, 0 to 3.
-        data: axes of the parameters that all data ranks hold.
+        data: data axes of the parameters without `ShardSpec.over`.
         bucket_bytes: largest size of a bucket, in bytes of `grad_dtype`.
         param_dtype: dtype of the parameters that layers use.
         grad_dtype: dtype of the summed gradients.
-        resident: number of elements below which parameters stay unsharded under stage 3.
+        resident: parameters with fewer elements stay unsharded under stage 3.
         options: function from a parameter's `ShardSpec` to its group's options.
-        arena: whether gradient buffers are kept from step to step, under stage 3 as well.
+        arena: whether all gradient buffers of stages 2 and 3 are kept for reuse, so that later
+            steps allocate none. If False, buffers of parameters that span several buckets are
+            allocated at every use, and stage 3 frees unused buffers at the end of each step.
         params_tier: storage of the slices of parameters under stage 3; None for the device.
         optimizer_tier: storage of the optimizer's states and, from stage 2 on, of the slices of
             gradients; None for the device.
-        host: device on which offloaded values are processed.
-        states_once: whether pipeline ranks that hold the same parameters share their optimizer
-            states, each rank a portion. Not with offload tiers.
+        host: device that updates offloaded values: the CPU, or "meta" for memory estimates.
+        states_once: whether pipeline ranks that hold the same parameters split the optimizer
+            states, so that each rank keeps the states of its portion. False with offload tiers.
         versions: number of versions of the parameters; 2 if a step begins before the update of the
-            previous one. Slices of gradients then have separate memory as well.
+            previous one (2BW). With 2, slices of gradients have separate memory, because the next
+            step overwrites the full gradients.
         early: whether updates run during the backward and write to second regions of the drive
             (`threed.zero.early`).
         delayed: whether an update runs during the next step, which still uses the old parameters.
-        dealt: axes of the parameters that are distributed over data ranks, by `ShardSpec.over`.
+        dealt: for each value of `ShardSpec.over`: data axes of the parameters that are distributed
+            over these data ranks.
     """
 
     stage: int
@@ -132,7 +142,7 @@ class Policy:
 
     @property
     def slices_gradients(self) -> bool:
-        """Whether full gradients exist only bucket by bucket (stages 2 and 3)."""
+        """Whether gradients are kept as slices, and full ones only per bucket (stages 2 and 3)."""
         return self.stage >= 2 and (self.data.shard.size > 1 or self.optimizer_tier is not None)
 
     def slices_parameter(self, param: nn.Parameter) -> bool:
@@ -152,13 +162,14 @@ class GroupKey:
         trainable: whether the parameters are trained.
         replicated: see `ShardSpec`.
         partial: see `ShardSpec`; None if not trainable.
-        tied: pipeline stages that hold a copy, if several do.
-        units: units that gather the parameters if they are sharded, else None.
-        layers: all layers of the model that use the parameters, if they are tied and sharded.
-        tile: name of a tile, which its layer gathers separately while using it; None for other
-            parameters.
+        tied: for tied parameters, the pipeline ranks that hold a copy; else empty.
+        units: units that use the parameters, if these are sharded; else None.
+        layers: if the parameters are tied and sharded, all layers of the model that use them; else
+            empty.
+        tile: if the group is one tile of a linear layer, the tile's name; the layer gathers it
+            separately while using it. None for other parameters.
         chunks: this rank's chunks of the model that use the parameters.
-        tied_chunks: for tied parameters, the chunks of each stage in `tied` that use them.
+        tied_chunks: for tied parameters, the chunks that use them, per rank in `tied`.
         over: see `ShardSpec`.
     """
 
@@ -182,11 +193,12 @@ class Slot:
     Attributes:
         param: the parameter.
         spec: its sharding record.
-        places: module and attribute of each use of the parameter.
+        places: (module, attribute name) of each use of the parameter.
         units: numbers of the units that use it.
-        varies: whether one of these units declares that its number of runs varies (`runs_vary`).
+        varies: whether one of these units declares that it runs a data-dependent number of times
+            (`runs_vary`).
         first: first element in the flat buffer.
-        last: end of the range in the flat buffer.
+        last: end of the range in the flat buffer (exclusive).
         shape: shape of the full parameter.
         placeholder: tensor that a sharded parameter points to while it is not gathered.
     """
@@ -210,8 +222,9 @@ class Slot:
         A parameter with values stays the same object, because other objects may refer to it. A
         parameter on the meta device is replaced.
         """
-        # `.data` has a separate version counter. With the buffer's counter, a gather of another
-        # bucket that ends during the forward would make autograd report a modified weight.
+        # Through `.data` the parameter has a separate version counter. If it shared the counter of
+        # the buffer, a gather of another bucket that ends during the forward would increment it,
+        # and autograd would report that the weight was modified.
         if self.param.device.type != "meta":
             point(self.param, storage)
             return
@@ -222,13 +235,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Run:
-    """A contiguous part of a piece in this rank's portion of a bucket.
+    """The elements of one piece (`ShardSpec.pieces`) that are in this rank's portion of a bucket.
+
+    They are contiguous: elements [first, last) of the piece.
 
     Attributes:
         piece: the piece of a global tensor.
-        first: first element of the piece in the run.
-        last: end of the range of elements of the piece.
-        offset: position of the run in the portion, in elements.
+        first: first element, counted from the start of the piece.
+        last: end of the range (exclusive), counted from the start of the piece.
+        offset: position of element `first` in the portion, in elements.
     """
 
     piece: Piece
@@ -237,13 +252,15 @@ class Run:
     offset: int
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields the boxes of the global tensor in the run, with offsets in the portion."""
+        """Yields the run as boxes of the global tensor, with their offsets in the portion."""
         return split(self.piece, self.first, self.last, self.offset)
 
 
 @dataclass(eq=False)
 class Bucket:
     """The window [first, last) of a group's flat buffer.
+
+    All ranges are in elements of the flat buffer; their ends are exclusive.
 
     Attributes:
         group: the group.
@@ -255,8 +272,8 @@ class Bucket:
         portion_last: end of this portion.
         storage: this rank's slice of the parameters, in the compute dtype.
         grad: this rank's slice of the gradients.
-        portion: the portion of `storage`; the same storage if the portion is the full slice.
-        portion_grad: the portion of `grad`, likewise.
+        portion: this rank's portion of `storage`; the same object if it is the full slice.
+        portion_grad: this rank's portion of `grad`; the same object if it is the full slice.
     """
 
     group: Group
@@ -290,8 +307,8 @@ class Bucket:
         """Yields the runs of this rank's portion, in the order of the buffer; padding is skipped.
 
         Args:
-            first: first element of the group to include; by default `portion_first`.
-            last: end of the range of elements; by default `portion_last`.
+            first: first element of the flat buffer to include; by default `portion_first`.
+            last: end of the elements to include (exclusive); by default `portion_last`.
         """
         first = self.portion_first if first is None else first
         last = self.portion_last if last is None else last
@@ -304,11 +321,11 @@ class Bucket:
 
     @functools.cached_property
     def earliest_unit(self) -> int:
-        """The first unit that uses a parameter of this bucket; -1 for an empty bucket."""
+        """The lowest number of a unit that uses a parameter of this bucket; -1 if it is empty."""
         return min((min(slot.units) for slot in self.slots()), default=-1)
 
     def part(self, slot: Slot, window: Tensor) -> Tensor:
-        """Returns a parameter's part of `window`, the bucket's elements [last - first]."""
+        """Returns a parameter's elements in `window`, a tensor [last - first] for the bucket."""
         return window[max(slot.first - self.first, 0) : slot.last - self.first]
 
     def slots(self) -> list[Slot]:
@@ -327,16 +344,16 @@ class Group:
         slots: its parameters.
         numel: number of elements, with padding.
         shard: shard group S, over which buckets are split into slices.
-        gather: S with a separate communicator for gathers.
+        gather: the ranks of S, with a separate communicator for gathers under stage 3.
         sums: axes over which a slice's gradient is summed after the reduction over S.
-        holders: pipeline ranks that each update a portion of the same slice; the last axis of
-            `sums` if there are several.
-        copies: axes over which portions are replicated.
-        granule: number of elements of which every bucket is a multiple.
-        params: the buffer. A sharded group has a new one for every gather, and an empty one between
-            gathers.
+        holders: the pipeline ranks that each update a portion of the same slice. If there are
+            several, this is also the last axis of `sums`.
+        copies: axes whose ranks hold the same values of a portion.
+        granule: the size of every bucket is a multiple of this number of elements.
+        params: the buffer. A sharded group has a new one for every gather, and an empty one while
+            it is not gathered.
         previous: buffer of the previous version if there are two versions, else `params`.
-        grads: all gradients if they are kept in full, else empty.
+        grads: gradients [numel] if they are kept in full, else empty.
         buckets: its buckets.
     """
 
@@ -356,12 +373,12 @@ class Group:
 
     @property
     def owned(self) -> bool:
-        """Whether this rank's replica is the one that counts, e.g. in the gradient norm."""
+        """Whether this rank's replica is the one that is counted, e.g. in the gradient norm."""
         return all(axis.index == 0 for axis in self.copies)
 
     @property
     def sliced(self) -> bool:
-        """Whether its parameters are sharded and gathered only while they are used."""
+        """Whether its parameters are sharded, and gathered only while they are used (stage 3)."""
         return self.key.units is not None
 
     @property
@@ -372,7 +389,7 @@ class Group:
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def view(self, slot: Slot, buffer: Tensor) -> Tensor:
-        """Returns the view of a parameter in a flat buffer, in its shape."""
+        """Returns a parameter's elements of a flat buffer, as a view with the parameter's shape."""
         return buffer[slot.first : slot.last].view(slot.shape)
 
     def allocate(self) -> None:
@@ -388,7 +405,7 @@ class Group:
     def free(self) -> None:
         """Drops `params` and points the parameters at their placeholders.
 
-        The memory is freed with its last view.
+        The memory is freed when no other tensor shares it.
         """
         self.params = self.params.new_empty(0)
         for slot in self.slots:
@@ -424,7 +441,7 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that parameters and drive buffers occupy between steps."""
+        """Bytes of memory between steps: parameters, and buffers for values on a drive."""
         buffers = sum(drive.nbytes * drive.count for drive in self.policy.drives)
         return buffers + sum(group.nbytes for group in self.groups)
 
@@ -474,9 +491,10 @@ def build(
 
     Args:
         units: this rank's layers, on the meta device, or the units of a wrapped module.
-        tied: parameters that several stages hold, by name. Their groups are last. All stages group
-            them in the same way and order, by the chunks of every stage, so that slices align and
-            sums over stages are called in the same order.
+        tied: parameters that several pipeline ranks hold, by name. Their groups come after all
+            others. The ranks must have the same groups of tied parameters in the same order, so
+            that slices align and sums over these ranks are called in the same order. The key of
+            such a group therefore includes the chunks that use the parameters on every rank.
         topology: the process topology.
         policy: how the parameters are laid out.
         chunks: chunk of the model that each unit belongs to; by default one chunk. Chunks have
@@ -506,7 +524,7 @@ def build(
 
 
 def _backward_order(slots: list[Slot], tied: Mapping[str, Tie]) -> list[Slot]:
-    """Returns slots in backward order, then the tied ones, last tie first."""
+    """Returns untied parameters in backward order, then tied ones, by descending tie number."""
     shared = [slot for slot in slots if slot.spec.name in tied]
     own = [slot for slot in slots if slot.spec.name not in tied]
     return [*reversed(own), *sorted(shared, key=lambda slot: -tied[slot.spec.name].number)]
@@ -528,7 +546,7 @@ def _group(key: GroupKey, slots: list[Slot], topology: Topology, policy: Policy)
     for slot in slots:
         slot.first, slot.last = end, end + slot.param.numel()
         end += -(-slot.param.numel() // ALIGN) * ALIGN
-    granule = data.shard.size * holders.size * ALIGN  # aligns all portions
+    granule = data.shard.size * holders.size * ALIGN  # so that all portions are aligned
     numel = max(1, -(-end // granule)) * granule
     several = tuple(axis for axis in sums if axis.size > 1)
     axes = data.shard, data.gather, several, holders, tuple(copies)
@@ -571,7 +589,7 @@ def _buckets(group: Group, device: torch.device, policy: Policy) -> Iterator[Buc
     params, optimizer = policy.params_tier or memory, policy.optimizer_tier or memory
     apart = group.key.trainable and (policy.slices_gradients or policy.versions > 1)
     elements = max(1, policy.bucket_bytes // policy.grad_dtype.itemsize)
-    if group.key.units is None:  # groups of a single unit are already small
+    if group.key.units is None:  # sharded groups are per unit, and already small
         elements = min(elements, max(group.numel // MIN_BUCKETS, MIN_BUCKET_NUMEL))
     step = max(group.granule, elements // group.granule * group.granule)
     for first in range(0, group.numel, step):

@@ -1,13 +1,17 @@
-"""Changes of parameters by the program: an EMA teacher, clipped weights, renormalised embeddings.
+"""Changes of parameters by user code: an EMA teacher, clipped weights, renormalised embeddings.
 
     changes = Changes(module, layout, gatherer)
-    changes.begin()                 tracks every change from now on
-    changes.absorb_edits(optimizer)      call it before an update, and before states are read or written
+    changes.begin()                    tracks every change from now on
+    changes.absorb_edits(optimizer)    call it before updates, and before states are read or written
 
 A change in place increments the parameter's version, and the parameter's class records accesses to
-`.data`. So changes are detected without reading values. When a changed group is released, this
-rank's slice is stored. A replaced `.data` is copied into the flat buffer. If a changed value
-differs from the rounded value of a separate master weight, it is copied to the master weight.
+`.data`. So changes are detected without reading values. A changed parameter is treated as follows:
+
+- If its `.data` was replaced, the new values are copied into the group's flat buffer.
+- If it is sharded, this rank's slice is stored when the group is released.
+- If it has a separate master weight, its elements are compared with the master weight, rounded to
+  the parameter's dtype. Elements that differ are copied to the master weight. All other elements of
+  the master weight keep their full precision.
 """
 
 from __future__ import annotations
@@ -28,14 +32,15 @@ class Changes:
 
     Args:
         module: the wrapped module.
-        layout: layout of its parameters.
-        gatherer: gathers them.
+        layout: layout of the module's parameters.
+        gatherer: gathers the parameters.
     """
 
     def __init__(self, module: nn.Module, layout: Layout, gatherer: Gatherer) -> None:
         self.module, self.layout, self.gatherer = module, layout, gatherer
         self._versions: dict[Slot, int] = {}
-        self._newer: dict[Bucket, Slot] = {}  # changed buckets, with one of the changed parameters
+        # buckets with changes that the optimizer's states lack, and one of the changed parameters
+        self._newer: dict[Bucket, Slot] = {}
 
     def begin(self) -> None:
         """Begins to track changes."""
@@ -47,7 +52,7 @@ class Changes:
         self.gatherer.accesses[slot].mark_touched(False)
 
     def _changed(self, group: Group) -> list[Slot]:
-        """Returns the group's changed parameters, after copying their values into its buffer."""
+        """Returns the group's changed parameters; first copies their values into the buffer."""
         with torch._C.DisableTorchFunctionSubclass():
             accesses = self.gatherer.accesses
             found = [
@@ -61,7 +66,7 @@ class Changes:
         return found
 
     def _copy_into_buffer(self, group: Group, slot: Slot) -> None:
-        """Copies values outside the buffer into it, and points the parameter at it again."""
+        """If `.data` was replaced: copies it into the group's buffer, which `.data` then views."""
         param = slot.param
         got, has = ([*param.shape], param.dtype), ([*slot.shape], group.params.dtype)
         if got != has:
@@ -77,7 +82,7 @@ class Changes:
         point(param, view)
 
     def store(self, group: Group) -> bool:
-        """Stores this rank's slices of changed parameters, before the group's memory is freed.
+        """Stores this rank's slices if a parameter was changed; call it before freeing the group.
 
         Args:
             group: a sharded group.
@@ -96,13 +101,14 @@ class Changes:
     def absorb_edits(self, optimizer: Optimizer) -> None:
         """Copies all changes so far to the optimizer's states.
 
-        Sharded groups must have been released.
+        All sharded groups must have been released before, because `store` runs at their release.
 
         Args:
             optimizer: the optimizer that holds the states.
 
         Raises:
-            RuntimeError: a change cannot be copied; the message names the parameter.
+            RuntimeError: a change cannot be copied, or the module lost or gained a parameter; the
+                message names the parameter.
         """
         _check_structure(self.module, self.layout)
         for group in self.layout.groups:
@@ -154,7 +160,7 @@ def _check_structure(module: nn.Module, layout: Layout) -> None:
 
 
 def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields all parameters of a module, in arbitrary order; faster than `module.parameters()`."""
+    """Yields a module's parameters in arbitrary order; faster than `module.parameters()`."""
     stack, seen = [module], {module}
     while stack:
         module = stack.pop()

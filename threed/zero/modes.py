@@ -1,4 +1,4 @@
-"""Torch modes and transforms that may be active when a gather is called."""
+"""Torch modes and transforms that may be active when user code causes a gather."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
 
 
 def compiles() -> bool:
-    """Returns whether the program uses functions or modules compiled by torch.compile."""
+    """Returns whether the process has compiled a function or module with torch.compile."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     backends = {} if frames is None else vars(frames).get("cached_backends", {})
     return any(backend is not None for backend in backends.values())
 
 
 def without_transforms() -> AbstractContextManager[Any]:
-    """Returns a context that suspends inference mode and `torch.func` transforms.
+    """Returns a context that suspends inference mode and `torch.func` transforms, if active.
 
-    Gathers in it write plain tensors.
+    Gathers run in this context, so that gathered buffers are ordinary tensors.
     """
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     inferring = torch.is_inference_mode_enabled()
@@ -41,7 +41,8 @@ def without_transforms() -> AbstractContextManager[Any]:
 def hide_from_checkpointing() -> AbstractContextManager[Any]:
     """Returns a context that hides gathers from selective activation checkpointing.
 
-    Selective checkpointing requires a recomputation to run exactly the operations of the forward.
+    Selective checkpointing requires that a recomputation runs exactly the operations of the
+    forward. A gather may run in only one of the two.
     """
     modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else ()
     selective = any(isinstance(mode, _SELECTIVE) for mode in modes)

@@ -1,8 +1,9 @@
 """The optimizer for offloaded states or parameters.
 
-An update reads its scalars on the host. It may run in a thread during the next step
-(`zero.delayed_update`); the parameters then receive its weights at the next update, one step late.
-Or it may run bucket by bucket during the backward (`early.py`).
+The host waits for the scalars of an update (learning rate, clip factor, skip flag). The update then
+runs in one of three ways: at the end of the step; during the next step, in a thread
+(`zero.delayed_update`), so that the parameters receive the new weights one step late; or bucket by
+bucket during the backward (`early.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HOST = torch.device("cpu")
 
 
 class OffloadedOptimizer(Optimizer):
-    """Updates states or parameters in host memory or on a drive; arguments as for `Optimizer`."""
+    """An `Optimizer` for states or parameters in host memory or on a drive; same arguments."""
 
     def __init__(self, *args: Any, grad_clip: float, **keywords: Any) -> None:
         super().__init__(*args, grad_clip=grad_clip, **keywords)
@@ -39,16 +40,16 @@ class OffloadedOptimizer(Optimizer):
         if policy.delayed:
             self.earlier = [State(bucket, {PREVIOUS: bucket.portion}) for bucket in layout.buckets]
         self._thread = ThreadPoolExecutor(1, "delayed-update") if policy.delayed else None
-        self._delayed: Future[None] | None = None  # the update in the thread, running or finished
-        self._unpublished = False  # whether the parameters lack the weights of a delayed update
+        self._delayed: Future[None] | None = None  # the last update in the thread
+        self._unpublished = False  # whether the parameters are older than the weights
 
     def wait(self) -> None:
-        """Waits for the last update, as `Optimizer.wait`.
+        """Waits for the last update and for gathers in flight, so that states can be read.
 
         Does not copy the weights of a delayed update to the parameters.
         """
         if self.early is not None:
-            self.early.drop()  # updates of a step that raised an error
+            self.early.drop()  # left over if a step raised an error
         super().wait()
 
     def _wait_for_update(self) -> None:
@@ -57,7 +58,7 @@ class OffloadedOptimizer(Optimizer):
         super()._wait_for_update()
 
     def _guess(self) -> StepScalars:
-        """Returns the next update's scalars on the host, assuming no clipping and no skip."""
+        """Returns the next update's scalars on the host, for a step without clipping or skip."""
         sums = torch.zeros(3, dtype=torch.float64, device=self.updates.device)
         return _on_host(scalars_of(self._outcome()(sums), self.updates + 1))
 
@@ -81,8 +82,8 @@ class OffloadedOptimizer(Optimizer):
     def publish_delayed(self) -> None:
         """Waits for a delayed update, and copies its weights to the parameters.
 
-        Only the next update and code that sets weights may call it. Called earlier, it would let
-        the next step use the new weights, so that the update would not be delayed.
+        Only the next update, and code that sets weights, may call this. An earlier call would
+        change the training result: the step during which the update runs would use the new weights.
         """
         self._wait_for_update()
         self._delayed = None
@@ -113,7 +114,7 @@ class OffloadedOptimizer(Optimizer):
             self._unpublished = True
 
     def _let_device_read(self) -> None:
-        """Waits until the GPU has finished reading host memory that is about to change."""
+        """Waits until the GPU no longer reads host memory, which the caller is about to change."""
         if is_accelerator(self.updates.device):
             synchronize(self.updates.device)
 
@@ -124,9 +125,10 @@ def _on_host(now: StepScalars) -> StepScalars:
 
 
 def _copies_on_host(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Returns copies of gradients in host memory, which the next step does not overwrite.
+    """Returns copies of gradients in host memory.
 
-    Copies from a GPU are all enqueued before the first one is waited for.
+    The next step overwrites the original gradients while a delayed update still reads the copies.
+    All copies from a GPU are enqueued before the first one is waited for.
     """
     copies = []
     for gradient in gradients:

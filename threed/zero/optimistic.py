@@ -1,16 +1,19 @@
 """Optimistic updates: applied before the global gradient norm is known, and undone if wrong.
 
-    update = optimistic.step(gradients, own_sums)   starts the all-reduce, guesses its sum, updates
-    optimistic.validate()                           if the guess was wrong: restores, updates again
+    results = optimistic.step(gradients, own_sums)  starts the all-reduce of the norm, and updates
+                                                    without waiting for it
+    optimistic.validate()                           if the guess was wrong: undoes the update, and
+                                                    applies the right one
 
-This is post-update validation (arXiv 2401.10241, section 4). The all-reduce of the norm makes every
-rank wait for the last one. A schedule that lets ranks end their steps at different times would lose
-its gain there. The guess is that the step is neither clipped nor skipped. Everything that an update
-changes is copied first, and restored if the guess was wrong. So the result is bit-identical to an
-update that waits. All ranks read the same sum at the same point of the next step's plan
-(`threed.schedules.validation`), and therefore agree on whether to begin that step again. After a
-wrong guess, updates wait for the norm until a guess would have been right. So if every step is
-clipped, only the first update is undone.
+This is post-update validation (arXiv 2401.10241, section 4). Waiting for the all-reduce of the norm
+would make every rank wait for the last one at the end of each step. Schedules that let ranks end
+their steps at different times would lose their gain. An update therefore runs on a guess: that the
+step is neither clipped nor skipped. All values that an update changes are copied first, and
+restored if the guess was wrong. So the final result is bit-identical to an update that waits. All
+ranks call `validate` at the same point of the next step's plan (`threed.schedules.validation`) and
+read the same sum, so they agree on whether to restart that step. After a wrong guess, updates wait
+for the norm, up to and including the first step for which the guess would have been right. So if
+every step is clipped, only the first update is undone.
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ class Attempt:
     """An update that has not been validated yet.
 
     Attributes:
-        gradients: portions of the summed gradients, per bucket.
+        gradients: this rank's portion of each bucket's summed gradients.
         results: waits for the sums, and returns the results of the update.
-        wrong: whether the results differ from the guess; a pending scalar on the host.
-        guessed: whether the update was applied on the guess.
+        wrong: pending bool scalar: whether clip factor or skip flag differ from the guess.
+        guessed: whether the update was applied on the guess, without waiting for the sums.
     """
 
     gradients: Sequence[Gradient]
@@ -53,7 +56,7 @@ class Attempt:
 
 
 class PreservedGradient(InMemory):
-    """Gradients that yield a copy to the update rule, which may overwrite it."""
+    """Gradients that an update must not overwrite: `fetch` returns a copy for the update rule."""
 
     def fetch(self) -> InMemory:
         return InMemory(self.tensor.clone())
@@ -66,11 +69,13 @@ class Optimistic:
         states: states of the optimizer.
         gatherer: gathers their parameters.
         everyone: axis of all ranks.
-        consistency: consistency of the states.
-        counters: scalar tensors that an update changes.
-        outcome: returns the function from the sums to the results of the next update.
-        apply: applies an update; its third argument is whether it runs on a guess.
-        observe: called with the results of an update that ran on a guess, when they are known; or
+        consistency: marked while the states are being restored.
+        counters: scalar tensors that an update changes in addition to the states.
+        outcome: returns a function from the sums over all ranks to the results of the next update
+            (`BadSteps.outcome`).
+        apply: `apply(gradients, results, guessed)` applies an update; `guessed` is whether the
+            results are a guess.
+        observe: called with the results of an update on a right guess, once they are known; or
             None.
 
     Attributes:
@@ -87,7 +92,8 @@ class Optimistic:
         self.consistency, self.counters = consistency, counters
         self.outcome, self.apply, self.observe = outcome, apply, observe
         self.restarts = 0
-        self._last_guess_right = True  # or would have been right; the same on all ranks
+        # whether the guess was right for the last step, even if unused; the same on all ranks
+        self._last_guess_right = True
         self._attempt: Attempt | None = None
         self._copies: list[Tensor] = []  # copies of the tensors that an update changes
 
@@ -97,12 +103,14 @@ class Optimistic:
         return self._attempt is not None and self._attempt.guessed
 
     def step(self, gradients: Sequence[Gradient], own_sums: Tensor) -> Callable[[], Update]:
-        """Updates the weights, without waiting for the norm if the last guess was right.
-        Collective.
+        """Updates the weights. Collective.
+
+        Does not wait for the norm if the guess would have been right for the last step.
 
         Args:
-            gradients: portions of the summed gradients, per bucket.
-            own_sums: fp64 [k], this rank's contribution to the sums that an update depends on.
+            gradients: this rank's portion of each bucket's summed gradients.
+            own_sums: fp64 [3 + k], this rank's contribution to the sums that an update depends on;
+                see `BadSteps.outcome`.
 
         Returns:
             A function that waits for the sums and returns the results.
@@ -124,7 +132,7 @@ class Optimistic:
     def _begin(
         self, gradients: Sequence[Gradient], outcome: Outcome, guess: Update, own_sums: Tensor
     ) -> Attempt:
-        """Starts the all-reduce; on a GPU, `wrong` is copied to the host during the update."""
+        """Starts the all-reduce. On a GPU, `Attempt.wrong` is computed on a separate stream."""
         pending, device = collectives.start_sum_of_scalars(own_sums, self.everyone), own_sums.device
 
         def is_wrong() -> Tensor:
@@ -146,13 +154,13 @@ class Optimistic:
         return Attempt(gradients, results, wrong, self._last_guess_right)
 
     def validate(self) -> bool:
-        """Validates the last update; if it was wrong, undoes it and applies the right one.
+        """Validates the last update; if its guess was wrong, undoes it and applies the right one.
 
-        Collective if it was wrong: gathered parameters are released, and changed parameters are
-        gathered again.
+        Collective if the guess was wrong, which is the same on all ranks: gathered parameters are
+        released, and changed parameters are gathered again.
 
         Returns:
-            Whether the update was right.
+            Whether the update was right. If False, the caller must restart the step in progress.
         """
         attempt, self._attempt = self._attempt, None
         if attempt is None:
@@ -168,7 +176,7 @@ class Optimistic:
         return False
 
     def discard(self) -> None:
-        """Forgets the last update, before everything is overwritten; waits for its sum."""
+        """Ends the last update without validation: a load will overwrite it. Waits for its sums."""
         if self._attempt is not None:
             self._attempt.results()
         self._attempt = None
@@ -176,7 +184,7 @@ class Optimistic:
     # --------------------------------------------------------------------------------------------------------- backup
 
     def _changed(self) -> list[Tensor]:
-        """Returns the tensors that an update changes: counters, and the slices of every bucket."""
+        """Returns the tensors that an update changes: counters, states, slices of parameters."""
         slices = [storage.fetch().wait() for state in self.states for storage in state.changed]
         return [*self.counters, *slices]
 
@@ -195,7 +203,7 @@ class Optimistic:
 
 
 def copied_bytes(states: Sequence[State]) -> int:
-    """Returns the bytes of the copies that optimistic updates keep, without counters."""
+    """Returns the bytes of the copies of states and parameters that optimistic updates keep."""
     return sum(
         state.bucket.updates * storage.dtype.itemsize
         for state in states

@@ -1,18 +1,20 @@
 """The ZeRO optimizer (arXiv 1910.02054): each rank updates its slices and gathers the others.
 
-    step(gradients, carry)   global norm -> clip factor and skip flag -> per bucket: apply the rule
-                             (AdamW, SGD, Lion) to the slice, copy it to the parameters, begin to
-                             gather them
+    step(gradients, carry)   computes the global norm, the clip factor and the skip flag; then, per
+                             bucket: applies the rule (AdamW, SGD, Lion) to this rank's slice,
+                             copies the new weights to the parameters, and begins to gather them
     validate()               validates an optimistic update, which did not wait for the norm
                              (`optimistic.py`)
-    wait()                   waits until states can be read: `staged(state, parts)`
+    wait()                   waits for the last update; states can then be read by
+                             `staged(state, parts)`
     overwriting(everything)  context for setting values from outside, as a load does
 
 `Synchronous` runs a step's plan, waits for its gradients, and runs the update.
 
-Slices are staged from their storages: while one bucket is updated, the next one is read and the
-previous one written. No tensor's value is read on the host: norm, clip factor, skip flag, loss
-scale and learning rate stay tensors. Offloaded states have a separate optimizer (`offload.py`).
+States are read and written through staged buffers (`threed.memory.tiers`): while one bucket is
+updated, the next one is read and the previous one written. Norm, clip factor, skip flag, loss scale
+and learning rate stay tensors on the device, so that the host does not wait for their values,
+except to validate an optimistic update. Offloaded states have a separate optimizer (`offload.py`).
 """
 
 from __future__ import annotations
@@ -64,20 +66,23 @@ class Optimizer:
         layout: parameters and their buckets.
         gatherer: gathers the parameters after an update.
         everyone: axis of all ranks, for the norm.
-        learning_rate: function from the number of updates done (a tensor) to a learning rate (a
-            tensor).
+        learning_rate: function from the number of updates done (fp64 scalar tensor) to the learning
+            rate of the next one (scalar tensor).
         device: device of the layers.
-        grad_clip: largest gradient norm of a step, 0 for no clipping.
-        loss_scale: the factor in the gradients.
+        grad_clip: larger gradient norms are scaled down to this one; 0 for no clipping.
+        loss_scale: the rule of the loss scale, by which all gradients are multiplied.
         optimistic: whether updates run before the norm is known and are validated later (arXiv
             2401.10241).
         max_spike: see `BadSteps`.
         dynamic: whether parameters may be unused, as in a wrapped module.
 
     Attributes:
-        earlier: for checkpoints, states of parameters that are one update older than the weights.
+        states: optimizer state of each bucket, in the order of `Layout.buckets`.
+        frozen: states of frozen buckets: only their parameters.
+        earlier: if parameters are one update older than the weights (2BW, delayed updates): states
+            of these parameters, for checkpoints; else empty.
         updates: number of updates done, without skipped steps; fp64 scalar tensor.
-        consistency: whether all states belong to the same step.
+        consistency: tracks whether all states belong to the same step.
         readers: asynchronous saves that still read the states.
         early: runs updates during the backward, or None.
     """
@@ -114,13 +119,15 @@ class Optimizer:
         """Updates the weights. Collective.
 
         Args:
-            gradients: this rank's portion of every bucket's summed gradients.
-            carry: fp64 [1 + k], values of this rank that are summed over all ranks in the same
-                all-reduce as the norm: its loss, and flags of invalid data; a nonzero flag skips
-                the step.
+            gradients: this rank's portion of each bucket's summed gradients, in the order of
+                `Layout.buckets`.
+            carry: fp64 [1 + k], this rank's loss and k flags of invalid data. They are summed over
+                all ranks in the same all-reduce as the norm. If the sum of a flag is not 0, the
+                step is skipped.
 
         Returns:
-            A function that returns the results. After an optimistic update it waits for the sum.
+            A function that returns the results. After an optimistic update, the function waits for
+            the all-reduce.
         """
         if self.optimistic is not None:
             return self.optimistic.step(gradients, self._own_sums(gradients, carry))
@@ -128,7 +135,9 @@ class Optimizer:
         return lambda: update
 
     def start_step(self, gradients: Sequence[Gradient], carry: Tensor) -> Callable[[], Update]:
-        """Starts the all-reduce that an update needs, with arguments as in `step`. Collective.
+        """Starts the all-reduce that an update needs. Collective.
+
+        Takes the same arguments as `step`.
 
         Returns:
             A function that waits for the sum, updates the weights, and returns the results.
@@ -151,10 +160,11 @@ class Optimizer:
     def validate(self) -> bool:
         """Validates the last update; if it was wrong, undoes it and applies the right one.
 
-        Sharded parameters are released in that case. Collective if the update was wrong.
+        Does nothing if updates are not optimistic. If the update was wrong, which is the same on
+        all ranks, the call is collective and releases sharded parameters.
 
         Returns:
-            Whether the update was right.
+            Whether the update was right. If False, the caller must restart the step in progress.
         """
         return self.optimistic is None or self.optimistic.validate()
 
@@ -174,9 +184,10 @@ class Optimizer:
 
         Args:
             state: state of a bucket.
-            parts: names of its parts.
-            write: whether the block may change the values; they are stored after it.
-            publish: whether changed weights are also copied to the parameters.
+            parts: names of the parts to read.
+            write: whether the block may change the values. If so, they are stored at its end.
+            publish: whether changed weights are also copied to the parameters. Ignored unless
+                `write` is set and "weight" is among the parts.
         """
         if write:
             self.consistency.mark_changed()
@@ -196,8 +207,9 @@ class Optimizer:
         """Context for setting values with `staged`; gathers the parameters at its end. Collective.
 
         Args:
-            everything: whether all values are set. If so, a delayed update is discarded; otherwise
-                its weights are copied to the parameters first.
+            everything: whether the block sets all values. If so, an update that has not finished is
+                discarded. Otherwise the update is finished first, and the weights of a delayed
+                update are copied to the parameters.
         """
         self._before_overwriting(everything)
         with self.consistency.changing():
@@ -211,7 +223,7 @@ class Optimizer:
                 self.versions.restore(both=everything)
 
     def _before_overwriting(self, everything: bool) -> None:
-        """Waits for the last update, or discards it if everything is overwritten."""
+        """Finishes the last update, or discards it if all values will be overwritten."""
         if not everything:
             self.wait()
         elif self.optimistic is not None:
@@ -230,7 +242,7 @@ class Optimizer:
         return torch.cat((sum_of_squares(found, self.layout.buckets, carry.device), carry))
 
     def _outcome(self) -> Outcome:
-        """Returns the function from the sums over all ranks to the results of the next update."""
+        """Returns a function from the sums over all ranks to the results of the next update."""
         rate = self.learning_rate(self.updates)
         return self.bad.outcome(rate, self.scaler.scale.clone(), self.grad_clip)
 
@@ -242,7 +254,7 @@ class Optimizer:
     # ----------------------------------------------------------------------------------------------- update
 
     def _apply(self, gradients: Sequence[Gradient], update: Update, guessed: bool = False) -> None:
-        """Counts an update and starts it; `guessed` means that its norm is not known yet."""
+        """Counts an update and starts it; `guessed`: whether its norm is not known yet."""
         if self.versions is not None:
             for state in self.earlier:
                 self.readers.wait(state)
@@ -262,7 +274,7 @@ class Optimizer:
         self, gradients: Sequence[Gradient], now: StepScalars, publish: bool = True,
         done: Set[State] = frozenset(),
     ) -> None:  # fmt: skip
-        """Updates all states except `done`, from the last layers to the first."""
+        """Updates all states except those in `done`, from the first layers to the last."""
         pairs = zip(reversed(self.states), reversed(gradients), strict=True)
         reads = (
             (state, state.fetch_for_update(gradient.storage))
@@ -281,7 +293,7 @@ class Optimizer:
     def _update(
         self, state: State, buffers: dict[str, StagedBuffer], now: StepScalars, publish: bool
     ) -> None:
-        """Updates one bucket; parameters on the same device are written in the same pass."""
+        """Updates one bucket: the weights, and with `publish` the parameters that layers use."""
         same_device = state.bucket.portion.device == state.weight.device
         fused = publish and not state.shared and same_device
         weight = self._apply_rule(state, buffers, now, fused)
@@ -298,10 +310,12 @@ class Optimizer:
         """Applies the update rule to the staged values of a state; returns the weights.
 
         Args:
-            buffers: staged buffers of all parts and of the gradient, which the rule may overwrite
-                and which is dropped.
+            state: the state.
+            buffers: staged buffers of all parts of the state, and of the gradient. The rule may
+                overwrite the gradient; its buffer is dropped and removed.
             now: scalars of the update.
-            fused: whether the rule also writes the new parameters, to an additional buffer.
+            fused: whether the rule also writes the new parameters. They are in an additional
+                buffer, "parameter", which is added to `buffers`.
         """
         self.readers.wait(state)
         weight, *moments = (buffers[part].wait() for part in state.storages)
@@ -326,23 +340,26 @@ class Optimizer:
             params = state.bucket.portion
             parameter = params.empty()
             stay = isinstance(state.weight, InMemory) and isinstance(params, InMemory)
-            # a staged buffer of a drive is reused or written immediately: copy synchronously
+            # a drive reuses or writes a staged buffer immediately, so the copy must have ended
             parameter.values.copy_(weight, non_blocking=stay)
             parameter.store()
         self.gatherer.publish(state.bucket)
 
 
 class Synchronous:
-    """Runs plans and updates the weights at the end of each. `Asynchronous` has the same methods.
+    """Runs the plan of each step, and updates the weights at its end.
+
+    `Asynchronous` has the same methods.
 
     Args:
-        plan_of: `plan_of(count)` returns the plan, with communication, of a step of `count`
+        plan_of: `plan_of(count)` returns the plan, with communication actions, of a step of `count`
             micro-batches.
         reducer: sums the gradients.
         optimizer: updates the weights.
 
     Attributes:
-        seconds: host time of the last step's reductions after the backward, and of its update.
+        seconds: (reductions, update): host seconds of the last step, spent on waiting for
+            reductions after the last backward, and on the update.
     """
 
     def __init__(
@@ -353,7 +370,7 @@ class Synchronous:
 
     @property
     def pending(self) -> bool:
-        """Whether the results depend on the next step of other ranks."""
+        """Whether the last update may be undone; reading its results then waits for other ranks."""
         return self.optimizer.pending
 
     def begin(self, microbatches: int) -> None:
@@ -361,7 +378,7 @@ class Synchronous:
         self.reducer.begin(microbatches)
 
     def run(self, run: Run, micros: Sequence[MicroBatch]) -> list[Tensor]:
-        """Runs forwards and backwards; returns the losses on the last stage."""
+        """Runs all forwards and backwards of a step; returns the losses on the last stage."""
         return run(self.plan_of(len(micros)), micros)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
@@ -385,7 +402,7 @@ class Synchronous:
         self.reducer.drop()
 
     def finish(self, run: Run) -> None:
-        """Ends the last step, without changing the training result. Collective."""
+        """Validates the last update. Collective. Does not change the training result."""
         self.optimizer.validate()
 
     def state(self) -> dict[str, Any]:
@@ -393,11 +410,11 @@ class Synchronous:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint."""
+        """Does nothing: the state is empty."""
 
 
 def scalars_of(update: Update, updates: Tensor) -> StepScalars:
-    """Returns the scalars that update rules need.
+    """Returns the scalars that update rules need: rate, step number, gradient factor, skip flag.
 
     Args:
         update: results of the step.

@@ -1,8 +1,9 @@
 """The optimizer's states as pieces of global tensors, for initialisation, saving and loading.
 
-This rank's portion of a bucket is a series of runs, and each run consists of a few pieces of one
-global tensor. A record is one piece of one part (the weight, or a tensor of the optimizer's rule)
-in a state's tensor. `read` yields the values of records, bucket by bucket.
+A state belongs to this rank's portion of a bucket. It has several parts: the weight, and the
+tensors of the update rule (moments). Each part is a flat tensor [n], in which boxes of several
+global tensors (`Piece`) follow each other. A `Record` is one such piece in one part. `read` yields
+the values of records, bucket by bucket.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from threed.zero.state import Initial, State, drop_all, fetched_in_turn
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A piece of one part of a global tensor.
+    """A piece of a global tensor in one part of a state.
 
     Attributes:
-        part: name of the part: "weight", or a tensor of the rule.
-        piece: the piece; its offset is the position in the state's tensor.
+        part: name of the part: "weight", or the name of a tensor of the update rule.
+        piece: the piece; its offset is its position in the part's flat tensor, in elements.
         state: the state.
-        owned: whether this rank's replica is the one that counts, if several ranks hold one.
+        owned: whether this rank saves the piece. If several ranks hold replicas, one of them does.
+        dtype: dtype of the part.
+        nbytes: bytes of the piece.
     """
 
     part: str
@@ -49,13 +52,13 @@ class Record:
         return self.piece.numel * self.dtype.itemsize
 
     def of(self, slice_: Tensor) -> Tensor:
-        """Returns the piece [*piece.size], as a view of the state's tensor [n]."""
+        """Returns the piece [*piece.size], as a view of the part's flat tensor `slice_` [n]."""
         piece = self.piece
         return slice_[piece.offset : piece.offset + piece.numel].view(piece.size)
 
 
 def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields the records of this rank in buffer order: one per part for each piece.
+    """Yields the records of all states of this rank, in buffer order: one per piece and part.
 
     Args:
         optimizer: the optimizer that holds the states.
@@ -66,12 +69,12 @@ def records(optimizer: Optimizer, parts: tuple[str, ...] | None = None) -> Itera
 
 
 def states(optimizer: Optimizer) -> list[State]:
-    """Returns all states of this rank: trained, frozen, and of the previous version."""
+    """Returns all states of this rank: of trained, frozen, and previous (`earlier`) parameters."""
     return [*optimizer.states, *optimizer.frozen, *optimizer.earlier]
 
 
 def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[Record]:
-    """Yields the records of a state in buffer order: one per part for each piece.
+    """Yields the records of a state, in buffer order: one per piece and part.
 
     Args:
         state: the state.
@@ -86,7 +89,11 @@ def records_of(state: State, parts: tuple[str, ...] | None = None) -> Iterator[R
 def read(optimizer: Optimizer, wanted: Iterable[Record]) -> Iterator[tuple[Record, Tensor]]:
     """Yields records with their values [*piece.size].
 
-    The values are views of this rank's state and valid until the next iteration.
+    The values are views of the state's buffers, and are only valid until the next iteration.
+
+    Args:
+        optimizer: the optimizer that holds the states.
+        wanted: the records. All records of a state must follow each other.
     """
     optimizer.wait()
     by_state = [
@@ -111,11 +118,13 @@ def fill_in_place(
 ) -> None:
     """Sets the values of this rank's pieces and gathers the parameters. Collective.
 
-    If there are two versions of the parameters and only one is set, the other becomes equal to it.
+    If there are two versions of the parameters (2BW) and `parts` is given, the previous version
+    becomes equal to the newest.
 
     Args:
         optimizer: the optimizer that holds the states.
-        write: called as `write(part, piece, out)` for every piece; sets out [*piece.size].
+        write: called as `write(part, piece, out)` for every piece. It writes the values to `out`
+            [*piece.size].
         parts: names of the parts to set; by default all.
     """
     late = parts is None and optimizer.layout.policy.delayed
@@ -136,8 +145,9 @@ def initialise(
     Args:
         optimizer: the optimizer that holds the states.
         initial: function from a piece to its initial values.
-        again: whether `initial` may be called later, to undo a failed load.
-        everything: whether to set all other states to zero, which they are in a new optimizer.
+        again: whether to keep `initial`, so that a failed load can be undone by calling it again.
+        everything: whether to set all other parts to 0, as in a new optimizer. If False, they are
+            left unchanged.
     """
 
     def write(part: str, piece: Piece, out: Tensor) -> None:

@@ -2,19 +2,20 @@
 
 The life of a gradient has four steps:
 
-    add     a layer adds its contribution to the parameter's `Sink`; autograd calls the sink's hook
+    add     a contribution is added to the gradient by the parameter's `Sink`: layers of
+            `threed.layers` call the sink, and for other modules an autograd hook does
     ready   a bucket is ready when its gradients have all expected contributions (`counting`)
-    launch  ready buckets are reduced in one fixed order, which is the same on all ranks
-            (`reductions`)
-    wait    waits for the reductions and stores this rank's slices, in `finish` at the latest
+    launch  the reductions of ready buckets are launched in one fixed order, which is the same on
+            all ranks (`reductions`)
+    wait    reductions are waited for, at the latest in `finish`, and this rank's slices are stored
 
-The reduction is organised in rounds. If gradients are kept in full (ZeRO stages 0 and 1), a round
+Every bucket is reduced once per round. If gradients are kept in full (ZeRO stages 0 and 1), a round
 is a step. If they are kept as slices (stages 2 and 3), a round is a micro-batch, and the sum of
 each round is added to this rank's slice. If every layer runs all micro-batches before the next
 layer (`whole_step`), a round is a step under every ZeRO stage.
 
-A gradient that arrives after the launch of its bucket is kept and reduced at the end of the step
-(`late`). Every gradient is counted exactly once.
+A contribution that arrives after the launch of its bucket is kept, and reduced at the end of the
+step (`late`). So every contribution is counted exactly once.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class StepState(enum.Enum):
 
     ENDED = enum.auto()
     RUNNING = enum.auto()
-    ABORTED = enum.auto()  # gradients must be discarded
+    ABORTED = enum.auto()  # an error ended it: its gradients must be discarded
 
 
 class Reducer:
@@ -70,7 +71,7 @@ class Reducer:
         layout: parameters and their buckets.
         codecs: encodings of gradients that are sent between ranks.
         dynamic: whether the parameters belong to a wrapped module, which may use different
-            parameters in every step. Its backwards must run inside `own_backward`.
+            parameters in every step. If so, backwards must run inside `own_backward`.
         whole_step: whether every layer runs all micro-batches before the next layer.
         early: updates complete slices during the backward, except in the first step.
         unused: tracks which parameters of a wrapped module have been used.
@@ -78,6 +79,13 @@ class Reducer:
             group does).
         gatherer: gathers the parameters; notified when a gradient is complete and when a backward
             ends.
+
+    Attributes:
+        rounds: whether a round is a micro-batch; otherwise it is a step.
+        sinks: sinks of all trainable parameters.
+        memory: memory of the gradients.
+        deferral: defers contributions to weight gradients in split backwards.
+        scope: active while a layer's forward runs; shared with the pipeline stages.
     """
 
     def __init__(
@@ -95,7 +103,7 @@ class Reducer:
         self.layout, self.early, self.unused, self.warns = layout, early, unused, warns
         self.gatherer = gatherer
         sliced = layout.policy.slices_gradients
-        self.rounds = sliced and not whole_step  # one round per micro-batch, else per step
+        self.rounds = sliced and not whole_step
         self.dynamic = dynamic
         self._first_step = True
         self.memory: Gradients = BucketGradients(layout) if sliced else FullGradients(layout)
@@ -116,12 +124,12 @@ class Reducer:
         ]
         self._state = StepState.ENDED
         self._passes = 1  # micro-batches per round
-        self._passes_ended = 0  # backwards ended in this step
+        self._passes_ended = 0  # backwards that have ended in this step
         self._observer: Callable[[Tensor], None] | None = None
 
     @contextmanager
     def observed(self, observer: Callable[[Tensor], None]) -> Iterator[None]:
-        """Calls `observer` with this rank's gradients of each bucket reduced inside the block."""
+        """Context: calls `observer` with each bucket's gradients on this rank, before reduction."""
         self._observer = observer
         try:
             yield
@@ -131,7 +139,7 @@ class Reducer:
     def _add_queue(self, chunks: tuple[int, ...]) -> None:
         """Adds the launch queue of these chunks of the model, and their parameters' sinks."""
         groups = [g for g in self.layout.groups if g.key.trainable and g.key.chunks == chunks]
-        split = self.rounds and len(chunks) > 1  # contributions are spread over several rounds
+        split = self.rounds and len(chunks) > 1  # each round has some of the contributions
         counts = {
             slot: Contributions(1) if self.dynamic
             else Contributions(len(slot.places), known=not (split or slot.varies))
@@ -153,7 +161,7 @@ class Reducer:
     # ------------------------------------------------------------------------ add, ready, launch
 
     def mark_complete(self, sink: Sink) -> None:
-        """Marks a gradient as complete and launches, in order, all buckets that are ready."""
+        """Marks a gradient as complete; launches all buckets that are ready, in order."""
         if self.gatherer is not None:
             self.gatherer.gradient_complete(sink.slot)
         if not sink.counts.positions:  # an empty vocabulary shard
@@ -163,7 +171,7 @@ class Reducer:
             self._launch(sink.queue)
 
     def _launch(self, queue: LaunchQueue) -> None:
-        """Launches the reduction of the queue's next bucket; missing gradients count as zero."""
+        """Launches the reduction of the queue's next bucket; zeroes gradients that are missing."""
         number = queue.take()
         bucket = self.layout.buckets[number]
         for sink in self._sinks_of_bucket[number]:
@@ -193,14 +201,15 @@ class Reducer:
 
     @property
     def _counts_change(self) -> bool:
-        """Whether the number of contributions per gradient may still change."""
+        """Whether the expected number of contributions to a gradient may still change."""
         return self.dynamic or self._first_step
 
     def add_late(self, sink: Sink, grad: Tensor) -> None:
         """Keeps a gradient that arrived after the launch of its bucket.
 
         Raises:
-            RuntimeError: the number of contributions was fixed in the first step.
+            RuntimeError: the parameter belongs to a pipeline layer, and this is not the first step,
+                in which the expected number of contributions is counted.
         """
         if not self._counts_change:
             raise RuntimeError(
@@ -214,7 +223,7 @@ class Reducer:
 
     def _update_in_backward(self, bucket: Bucket, gradient: StagedBuffer) -> bool:
         """Updates a complete slice during the backward, if possible; returns whether it did."""
-        # in the first step late gradients may still have to be added
+        # in the first step, late gradients may still be added to the slice
         if self.early is None or self._first_step:
             return False
         return self.early.take(bucket, gradient)
@@ -222,7 +231,7 @@ class Reducer:
     # ------------------------------------------------------------------------- begin and end of a step
 
     def begin(self, microbatches: int) -> None:
-        """Begins a step. Discards the gradients of an unfinished step, which is collective.
+        """Begins a step. If the last step did not finish, discards its gradients (collective).
 
         Args:
             microbatches: number of micro-batches in the step.
@@ -249,7 +258,7 @@ class Reducer:
             queue.restart(self._passes)
 
     def pass_ended(self, chunk: int = 0) -> None:
-        """Ends a backward of one micro-batch on a chunk, and the round if it is one micro-batch."""
+        """Ends a backward of a micro-batch on a chunk; if rounds are micro-batches, its round."""
         self._passes_ended += 1
         for queue in self._queues if self.rounds else ():
             if chunk in queue.chunks:
@@ -259,13 +268,13 @@ class Reducer:
             self.gatherer.pass_ended()
 
     def unit_ended(self, unit: int) -> None:
-        """Marks the backwards of `unit` and of all later units as ended; launches their buckets."""
+        """Launches the buckets of `unit` and of all later units, whose backwards have ended."""
         for queue in self._queues:
             while not queue.is_done and self.layout.buckets[queue.next].earliest_unit >= unit:
                 self._launch(queue)
 
     def all_passes_ended(self, chunk: int | None = None) -> None:
-        """Ends the backwards of the step, or of one chunk; ends the round if a round is a step."""
+        """Ends the backwards of the step, or of one chunk; if rounds are steps, also the round."""
         for queue in self._queues if not self.rounds else ():
             if chunk is None or queue.chunks == (chunk,):
                 self._end_round(queue)
@@ -274,7 +283,8 @@ class Reducer:
         """Ends the step and waits for all reductions.
 
         Returns:
-            For each bucket, the portion of the summed gradients that this rank updates.
+            Per bucket, in the order of `Layout.buckets`: the portion of the summed gradients that
+            this rank updates.
         """
         self._end_backwards()
         return self.reductions.finish()
@@ -282,8 +292,8 @@ class Reducer:
     def close(self) -> Callable[[], list[Gradient]]:
         """Ends the step like `finish`, but does not wait for other pipeline stages.
 
-        The next step may begin before the returned function is called, but must not end before.
-        This requires gradient slices with separate memory (`Policy.versions` of 2).
+        The returned function may be called after the next step has begun, but before it ends. This
+        requires that slices of gradients have separate memory (`Policy.versions` is 2).
 
         Returns:
             A function that waits for the remaining sums and returns the gradients, one per bucket.
@@ -326,9 +336,9 @@ class Reducer:
     def give_up(self) -> None:
         """Discards the step after an error.
 
-        Calls `recover` immediately, because the program may call collectives next. If parameters
-        are sharded, the engine calls `recover` later: another rank may be waiting for a gather
-        first.
+        Calls `recover` immediately, because the user's program may call other collectives next. If
+        parameters are sharded, the engine calls `recover` later, because another rank may still be
+        waiting for a gather.
         """
         self._abort()
         if not self.layout.slices_parameters:
@@ -343,8 +353,8 @@ class Reducer:
         """Launches the remaining buckets of a discarded step of a wrapped module. Collective.
 
         Ranks that failed at different points have then called the same collectives. Call it before
-        any other collective. With `early` it does nothing, because launching would apply the
-        gradients.
+        any other collective. Does nothing if no step was discarded, for pipeline layers, or with
+        `early`, because then launching a bucket would apply its gradients.
         """
         if self._state is not StepState.ABORTED or not self.dynamic or self.early is not None:
             return
@@ -355,10 +365,10 @@ class Reducer:
                 queue.next_round(self._passes)
 
     def drop(self) -> None:
-        """Discards all gradients so far, also from other engines' backwards.
+        """Discards all gradients so far, also those from other engines' backwards.
 
-        Implements `zero_grad`. Gradients of a step that was interrupted by an error are discarded
-        by `begin`.
+        Implements `zero_grad`. If an error interrupted the step, its gradients are discarded by the
+        next `begin` instead.
         """
         self.recover()
         for sink in self.sinks:
@@ -380,9 +390,9 @@ class Reducer:
             stages: axis of the pipeline stages.
 
         Returns:
-            Contributions per micro-batch of the parameters for which this number differs from the
-            number of modules that use them ("uses"), and the record of unused parameters
-            ("unused").
+            A dict with "uses": contributions per micro-batch by parameter name, for the parameters
+            with another number of contributions than places that use them; and for a wrapped module
+            "unused": the state of `Unused`.
         """
         own = {sink.slot.spec.name: sink.counts.counted for sink in self.sinks}
         own = {name: count for name, count in own.items() if count is not None}
@@ -394,7 +404,7 @@ class Reducer:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the state of a checkpoint, so that this run adds gradients in the same order."""
+        """Restores the state of a checkpoint, so that gradients are added in the same order."""
         for sink in self.sinks:
             sink.counts.restore(state.get("uses", {}).get(sink.slot.spec.name))
         if self.unused is not None:
@@ -402,9 +412,11 @@ class Reducer:
 
 
 class Sink:
-    """Collects the gradient of one parameter.
+    """Accumulates the gradient of one parameter.
 
     The first contribution of a round overwrites the gradient's memory; later ones are added to it.
+    Layers of `threed.layers` call the `add` methods of `param.sink`. For all other modules,
+    autograd calls `take` when it has computed a gradient of the parameter.
 
     Args:
         reducer: reduces the gradient.
@@ -425,8 +437,9 @@ class Sink:
         """Moves the sink's hook behind the user's post-accumulate hooks, which read `param.grad`.
 
         Raises:
-            RuntimeError: there are such hooks and several micro-batches; `param.grad` never holds
-                their sum.
+            RuntimeError: the user has registered such hooks and the step has several micro-batches.
+                The hooks would expect the sum so far in `param.grad`, which only ever holds the
+                gradient of one micro-batch.
         """
         hooks = self.slot.param._post_accumulate_grad_hooks
         if hooks is None or len(hooks) < 2:
@@ -455,7 +468,7 @@ class Sink:
         self.mark_added()
 
     def add_product(self, a: Tensor, b: Tensor, by: Matmul = NATIVE) -> None:
-        """Adds the matrix product `a @ b`, in place unless the bucket's reduction was launched."""
+        """Adds the matrix product `a @ b`; accumulates in place unless the contribution is late."""
         self._check_loss()
         if self._try_defer(self.add_product, a, b, by):
             return None
@@ -465,11 +478,11 @@ class Sink:
         return self.mark_added()
 
     def add_products(self, pairs: Iterable[tuple[Tensor, Tensor]], by: Matmul = NATIVE) -> None:
-        """Adds matrix products `a @ b`, computed one after the other, as one contribution.
+        """Adds the sum of matrix products `a @ b`, computed one at a time, as one contribution.
 
         If contributions are deferred, a single pair is deferred as its two factors. Several pairs
-        are multiplied now and only their sum is deferred, since they are computed one at a time to
-        save memory.
+        are multiplied now, and only the sum of their products is deferred: `pairs` yields one at a
+        time to save memory, so they must not all be kept.
         """
         self._check_loss()
         total, fresh = None, not self.counts.added
@@ -498,7 +511,7 @@ class Sink:
             )
 
     def _try_defer(self, add: Callable[..., None], *arguments: Any) -> bool:
-        """Defers a contribution if a split backward computes its B part; returns whether it did."""
+        """Defers a contribution during the B pass of a split backward; returns whether it did."""
         waiting = self.reducer.deferral.waiting
         if waiting is None:
             return False
@@ -521,10 +534,12 @@ class Sink:
         return self.mark_added()
 
     def memory(self) -> tuple[Tensor, bool] | None:
-        """Returns the gradient's memory, in the parameter's shape, and whether to add to it.
+        """Returns the gradient's memory, to which the caller writes a contribution.
 
-        Call `mark_added` after writing. Returns None if the memory must not be written now; use
-        `add` then.
+        Returns:
+            (memory in the parameter's shape, whether to add to its values rather than overwrite
+            them). The caller must call `mark_added` after writing. None if the memory must not be
+            written now; the caller must then use `add`.
         """
         self._check_loss()
         if self.defers() or self.is_late():
@@ -537,7 +552,7 @@ class Sink:
             self.reducer.mark_complete(self)
 
     def is_late(self) -> bool:
-        """Returns whether the reduction of some part of the gradient was launched in this round."""
+        """Returns whether the reduction of a part of the gradient was launched in this round."""
         return self.queue.is_late(self.counts)
 
     def in_forward(self) -> bool:
@@ -551,8 +566,8 @@ class Sink:
     def take(self, param: Tensor) -> None:
         """Moves `param.grad` into the sink; called by autograd's post-accumulate hook.
 
-        In another engine's backward the gradient stays in `.grad` and accumulates there until it is
-        dropped or the step ends.
+        In another engine's backward, the gradient stays in `.grad` and accumulates there. It is
+        added when this engine's step ends, unless `drop` discards it first.
         """
         if self.reducer.dynamic and not is_own(self.reducer, self.slot):
             if self.reducer.gatherer is not None:
@@ -569,8 +584,8 @@ class Sink:
 def _grad_hook(sink: weakref.ref[Sink]) -> Callable[[Tensor], None]:
     """Returns a post-accumulate hook for autograd that calls `sink.take`.
 
-    The hook holds a weak reference. Python's garbage collector cannot traverse autograd's hooks, so
-    a strong reference would keep the whole engine and its drive alive forever.
+    The hook holds a weak reference to the sink. Python's garbage collector cannot traverse
+    autograd's hooks, so a strong reference would keep the engine and its drive alive forever.
     """
 
     def hook(param: Tensor) -> None:

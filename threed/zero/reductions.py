@@ -24,22 +24,22 @@ from threed.zero.layout import Bucket, Layout, Slot
 
 
 class Gradients:
-    """Holds gradients until they are reduced."""
+    """Base class: memory of gradients until they are reduced."""
 
     def view(self, slot: Slot) -> Tensor:
-        """Returns the memory of a parameter's gradient, in its shape; initially undefined."""
+        """Returns the memory of a gradient, in the parameter's shape; its values are undefined."""
         raise NotImplementedError
 
     def window(self, bucket: Bucket) -> Tensor:
-        """Returns the memory of a bucket's gradients [last - first]; padding is zero."""
+        """Returns the memory of a bucket's gradients [last - first], with zeros in the padding."""
         raise NotImplementedError
 
     def set_zero(self, slot: Slot, bucket: Bucket) -> None:
-        """Zeroes the part of a parameter without contributions in a bucket."""
+        """Zeroes a bucket's part of a gradient that received no contributions."""
         bucket.part(slot, self.window(bucket)).zero_()
 
     def take_window(self, bucket: Bucket) -> Tensor:
-        """Returns a bucket's gradients [last - first] for reduction."""
+        """Returns a bucket's gradients [last - first] for reduction; ends their accumulation."""
         return self.window(bucket)
 
     def release_window(self, window: Tensor) -> None:
@@ -53,7 +53,7 @@ class Gradients:
 
 
 class FullGradients(Gradients):
-    """All gradients in full, in the groups' flat buffers (stages 0 and 1)."""
+    """Memory of all full gradients, in the groups' flat buffers (stages 0 and 1)."""
 
     def __init__(self, layout: Layout) -> None:
         groups = [group for group in layout.groups if group.key.trainable]
@@ -69,12 +69,12 @@ class FullGradients(Gradients):
 
 
 class BucketGradients(Gradients):
-    """Full gradients of only those buckets that are being filled or reduced (stages 2 and 3).
+    """Memory of full gradients only for buckets that are being filled or reduced (stages 2 and 3).
 
     A bucket takes a buffer when its first gradient arrives and releases it after its reduction;
     buffers are reused. A parameter that spans several buckets has a separate buffer, from which the
-    buckets take their parts. So the memory is bounded by the open buckets and the largest single
-    gradient, independent of the model's size. With an arena (see `Policy`) the buffers are also
+    buckets take their parts. So memory is only needed for the buckets in progress and the largest
+    gradient, which does not depend on the number of layers. With `Policy.arena`, all buffers are
     kept from step to step: once every bucket has been used, no more memory is allocated.
     """
 
@@ -93,7 +93,7 @@ class BucketGradients(Gradients):
         # per spanning gradient: buckets that have not taken their part yet
         self._parts_left: dict[Slot, int] = {}
         self._free: list[Tensor] = []
-        # per reusable buffer, by id: its writer and its unreleased windows
+        # per reusable buffer in use, by id: number of users (its writer, and unreleased windows)
         self._users: dict[int, int] = {}
 
     def view(self, slot: Slot) -> Tensor:
@@ -197,7 +197,8 @@ class GradientCodecs:
 
     Attributes:
         data: codec between data ranks.
-        other: codec on all other axes, which sum partial gradients and gradients of tied weights.
+        other: codec on all other axes: sums of partial gradients over tensor ranks, and of
+            gradients of tied weights over pipeline ranks.
     """
 
     data: Codec = EXACT
@@ -217,11 +218,11 @@ class InFlight:
 
     Attributes:
         bucket: the bucket.
-        window: gradients that are sent; None if the slice itself is sent.
-        pending: the reduction.
+        window: full gradients that are being reduced; None if the slice itself is reduced.
+        pending: the reduction; its result is the sum for this rank's slice.
         staged: buffer of this rank's slice.
-        add: whether to add the result to the sum of earlier rounds, which `staged` holds.
-        complete: whether the slice holds the complete sum afterwards.
+        add: whether to add the result to the sum of earlier rounds, which is in `staged`.
+        complete: whether the slice has the step's complete sum afterwards.
     """
 
     bucket: Bucket
@@ -239,8 +240,9 @@ class Reductions:
         layout: parameters and their buckets.
         codecs: how gradients are encoded for communication.
         release: called with each window of gradients after its reduction.
-        update: called with a bucket and its complete slice before the slice is stored; returns True
-            if it takes over the slice. None if updates only run after the backward.
+        update: called with a bucket and its complete slice before the slice is stored. Returns True
+            if it will use and release the slice's buffer, which is then not stored. None if updates
+            only run after the backward.
     """
 
     def __init__(
@@ -256,7 +258,7 @@ class Reductions:
         self._squares: dict[Bucket, Tensor] = {}  # sums of squares of complete slices
 
     def make_room(self, bucket: Bucket) -> None:
-        """Waits until another reduction may be launched and none of this bucket is in flight."""
+        """Waits until under `BUCKETS_IN_FLIGHT` reductions are in flight, none of this bucket."""
         while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
             self.wait_oldest()
         while any(reduction.bucket is bucket for reduction in self._in_flight):
@@ -271,7 +273,7 @@ class Reductions:
             bucket: the bucket.
             window: its full gradients [last - first].
             add: whether to add the result to the sum of earlier rounds.
-            complete: whether the slice holds the complete sum afterwards.
+            complete: whether the slice has the step's complete sum afterwards.
         """
         shard = bucket.group.shard
         staged = bucket.grad.fetch() if add else bucket.grad.empty()
@@ -293,7 +295,7 @@ class Reductions:
     def wait_oldest(self) -> None:
         """Waits for the oldest reduction and begins to copy its sum to the slice's device."""
         reduction = self._in_flight.popleft()
-        reduction.staged.wait()  # may still be reading the sum of earlier rounds
+        reduction.staged.wait()  # the sum of earlier rounds may still be read from the drive
         total, device = reduction.pending.wait(), reduction.staged.values.device
         if total.device == device:
             self._store(reduction, total)
@@ -314,7 +316,7 @@ class Reductions:
         self._store(reduction, copy.wait())
 
     def _store(self, reduction: InFlight, total: Tensor) -> None:
-        """Adds a sum to its slice, or copies it there unless it was reduced in place."""
+        """Adds a sum to its slice, or copies it there; does neither if it was reduced in place."""
         own = reduction.staged.wait()
         if not collectives.same_start(total, own):
             own.add_(total) if reduction.add else own.copy_(total)
@@ -323,12 +325,12 @@ class Reductions:
             self._release(reduction.window)
 
     def store(self, bucket: Bucket, staged: StagedBuffer, complete: bool) -> None:
-        """Stores a slice, unless `update` takes it over. Computes its sum of squares first.
+        """Stores a slice, unless `update` uses it. If it is complete, first sums its squares.
 
         Args:
             bucket: the bucket.
             staged: buffer of this rank's slice.
-            complete: whether the slice holds the complete sum.
+            complete: whether the slice has the step's complete sum.
         """
         if complete:
             self._squares[bucket] = squares(staged.values)  # while the values are in the CPU cache
@@ -342,7 +344,7 @@ class Reductions:
         self._squares.clear()
 
     def finish(self) -> list[Gradient]:
-        """Sums slices over the remaining axes; returns the gradient of each bucket. Collective."""
+        """Sums slices over `later_sums`; returns the gradient of each bucket. Collective."""
         for bucket in with_later_sums(self.layout):
             self.make_room(bucket)
             self._in_flight.append(self._start_later_sums(bucket))
@@ -350,7 +352,7 @@ class Reductions:
         return [self._gradient(bucket) for bucket in self.layout.buckets]
 
     def close(self) -> Callable[[], list[Gradient]]:
-        """Launches the sums over the remaining axes without waiting for them. Collective.
+        """Launches the sums over `later_sums` without waiting for them. Collective.
 
         The next step may launch reductions before the returned function is called.
 
@@ -374,7 +376,7 @@ class Reductions:
         return InFlight(bucket, None, pending, staged, add=False, complete=True)
 
     def _gradient(self, bucket: Bucket) -> Gradient:
-        if bucket not in self._squares:  # fewer micro-batches ran than `begin` announced
+        if bucket not in self._squares:  # fewer micro-batches ran than `begin` was called with
             staged = bucket.portion_grad.fetch()
             self._squares[bucket] = squares(staged.wait())
             staged.drop()
@@ -384,9 +386,10 @@ class Reductions:
 def early_sum(bucket: Bucket) -> tuple[Axis, ...]:
     """Returns the axes to all-reduce over during the backward: the data axis, or none.
 
-    Data ranks have identical buckets. Tensor ranks may not (vocabulary shards differ in size), and
-    their layers use the same axis for communication during the backward: a sum launched as soon as
-    its bucket is ready could be matched with another collective there.
+    It is the data axis if buckets are not sharded. Sums over other axes must wait until the end of
+    the step. Tensor ranks may have different buckets, because vocabulary shards differ in size. And
+    their layers communicate over the same axis during the backward, so a sum that is launched as
+    soon as its bucket is ready could be matched with another collective on another rank.
     """
     first = bucket.group.sums[:1]
     return first if bucket.group.shard.size == 1 and first and first[0].label == "dp" else ()
@@ -400,20 +403,20 @@ def later_sums(bucket: Bucket) -> tuple[Axis, ...]:
 def with_later_sums(layout: Layout) -> list[Bucket]:
     """Returns the buckets with `later_sums`, in the order of groups.
 
-    All ranks that share a group have this order. In the order of completion, pipeline stages could
-    deadlock.
+    This order is the same on all ranks that share a group. The order in which the backward
+    completes buckets differs between pipeline stages, so that sums in that order could deadlock.
     """
     groups = [group for group in layout.groups if group.key.trainable]
     return [bucket for group in groups for bucket in group.buckets if later_sums(bucket)]
 
 
 def sum_over(tensor: Tensor, axes: Sequence[Axis], codecs: GradientCodecs) -> Pending:
-    """Sums a tensor over the axes one after the other; the last sum stays in flight.
+    """Sums a tensor over the axes one after the other; returns while the last sum is in flight.
 
     Args:
         tensor: the tensor to sum.
         axes: the axes.
-        codecs: how it is encoded for communication.
+        codecs: how the tensor is encoded for communication.
     """
     if not axes:
         return collectives.done(tensor)
@@ -436,7 +439,8 @@ def squares(part: Tensor) -> Tensor:
     """Returns the sum of squares of a slice of gradients, as an fp64 scalar."""
     if sums.fits(part):
         return sums.square_sum(part)
-    # relative error of an fp32 sum of 16 million terms: 6e-4; in rows of 1024: 5e-10
+    # relative error of summing 16 million terms in fp32: 6e-4; in fp32 rows of 1024, whose sums are
+    # added in fp64: 5e-10
     rows = part.reshape(-1, math.gcd(part.numel(), 1024))
     wide = part.dtype if part.dtype == torch.float64 else torch.float32
     return torch.linalg.vector_norm(rows, dim=1, dtype=wide).double().square().sum()

@@ -1,17 +1,24 @@
 """Checks that replicated weights and optimizer states are bit-identical across ranks.
 
-    check(optimizer, topology, step)    raises ReplicaError on every rank, naming the ranks that
-                                        differ; collective
-    compared(optimizer)                 bytes on this rank with and without replicas on other ranks
+    check(optimizer, topology, step)    raises ReplicaError on every rank if replicas differ, naming
+                                        the ranks that deviate; collective
+    compared(optimizer)                 returns the bytes of values on this rank that have replicas
+                                        on other ranks, and of values that have none
 
-The following are replicated: under stage 0 everything, on all data ranks; with `zero.shard-size`
-the slices, across shard groups (HSDP); unsharded parameters (stages 0 to 2), on all data ranks;
-weights that every tensor rank has, such as norms; weights tied over pipeline stages. Values that
-only one rank holds cannot be checked.
+The following values are replicated:
 
-A check hashes each parameter of each group, per part of its state, and all-gathers the hashes along
-each axis. The hash is the sum of all bit patterns times odd numbers that depend on the position,
-modulo 2^64: changing one element always changes it.
+- under stage 0: everything, on all data ranks;
+- with `zero.shard-size`: slices, across shard groups (HSDP);
+- parameters that are not sharded (stages 0 to 2): on all data ranks;
+- weights that every tensor rank has, such as norms: on all tensor ranks;
+- weights tied over pipeline stages: on these stages.
+
+Values that only one rank holds cannot be checked.
+
+A check computes a hash of each parameter, and of each part of its optimizer state. Ranks all-gather
+the hashes along each axis and compare them. The hash multiplies each element's bit pattern by an
+odd number that depends on the element's position, and sums the products modulo 2^64. So changing
+one element always changes the hash.
 """
 
 from __future__ import annotations
@@ -41,21 +48,21 @@ class ReplicaError(RuntimeError):
     """Replicas differ between ranks. The message is the same on every rank."""
 
 
-# name of the value, ranks that deviate from the majority, all ranks that hold a replica
+# (name of the value, ranks that deviate from the majority, all ranks that hold a replica)
 Difference = tuple[str, list[int], list[int]]
 
 
 @dataclass(frozen=True)
 class GroupHashes:
-    """Hashes of a group's values on this rank: of one part of its state, or of its parameters.
+    """Hashes of one kind of values of a group on this rank: its parameters, or a part of its state.
 
     Attributes:
         group: the group.
-        part: name of the part.
+        part: `PARAMETERS`, `BEFORE`, or the name of a part of the optimizer state.
         axes: axes over which the values are replicated.
-        names: names of the parameters (or pieces) that are hashed.
-        hashes: their hashes, int64 [k].
-        nbytes: bytes of the values.
+        names: names of the k parameters (or pieces of parameters) that are hashed.
+        hashes: a hash per name, int64 [k].
+        nbytes: bytes of all hashed values.
     """
 
     group: Group
@@ -81,12 +88,12 @@ def fingerprint(values: Tensor) -> Tensor:
 
 
 def check(optimizer: Optimizer, topology: Topology, step: int) -> None:
-    """Compares all replicas after a step. Collective; the host waits for the device.
+    """Compares all replicas after a step. Collective. The host waits for the device.
 
     Args:
         optimizer: the optimizer that holds the states.
         topology: the process topology.
-        step: number of the step, for the message.
+        step: number of the step, for the error message.
 
     Raises:
         ReplicaError: replicas differ; raised on every rank.
@@ -118,8 +125,8 @@ def compared(optimizer: Optimizer) -> tuple[int, int]:
 
 def _group_hashes(optimizer: Optimizer) -> Iterator[GroupHashes]:
     """Yields the hashes of all values, in an order that all ranks of an axis share."""
-    # The optimizer's list of states is in the order of updates, which differs between pipeline
-    # stages; the order of groups does not.
+    # `optimizer.states` is in the order in which the backward completes buckets, which differs
+    # between pipeline stages. The order of groups is the same.
     states = {state.bucket: state for state in (*optimizer.states, *optimizer.frozen)}
     for group in optimizer.layout.groups:
         if not group.sliced:
@@ -137,7 +144,7 @@ def _full_parameters(group: Group, part: str, buffer: Tensor) -> GroupHashes:
 
 
 def _slices(group: Group, states: Sequence[State]) -> Iterator[GroupHashes]:
-    """Yields hashes of the state's parts; skips weights that are unsharded parameters."""
+    """Yields hashes of a group's states, except weights that `_full_parameters` has hashed."""
     parts = list(states[0].storages) if states else []
     found: dict[str, list[tuple[str, Tensor, int]]] = {part: [] for part in parts}
     fetched = ((state, state.fetch(parts)) for state in states)
@@ -160,7 +167,7 @@ def _slices(group: Group, states: Sequence[State]) -> Iterator[GroupHashes]:
 def _differences(
     hashed: Sequence[GroupHashes], axis: Axis, device: torch.device
 ) -> list[Difference]:
-    """Returns the first difference along an axis, or an empty list. Collective."""
+    """Returns a list with the first difference along an axis, or an empty list. Collective."""
     own = [entry for entry in hashed if any(other is axis for other in entry.axes)]
     if not own or axis.size == 1:
         return []
@@ -179,7 +186,7 @@ def _differences(
 
 
 def _minority(values: Sequence[int]) -> list[int]:
-    """Returns the positions that deviate from the majority; all if there is no majority."""
+    """Returns the indices of values that deviate from the majority; all if there is none."""
     (value, most), *_ = Counter(values).most_common(1)
     return [n for n, other in enumerate(values) if other != value or 2 * most <= len(values)]
 
@@ -187,7 +194,8 @@ def _minority(values: Sequence[int]) -> list[int]:
 def _message(problems: Sequence[Difference], hosts: Sequence[str]) -> str:
     """Returns the error message.
 
-    If a value is replicated along several axes, it names the ranks that deviate along all of them.
+    The message is about the first value that differs. If the value is replicated along several
+    axes, the message names the ranks that deviate along all of them.
     """
     what = problems[0][0]
     same = [(set(odd), set(ranks)) for name, odd, ranks in problems if name == what]

@@ -1,4 +1,4 @@
-"""Builds the parts of ZeRO from the configuration: policy, update rule, rates, loss scale."""
+"""Builds parts of ZeRO from the configuration: layout policy, update rule, rates, loss scale."""
 
 from __future__ import annotations
 
@@ -29,30 +29,32 @@ from threed.zero.early import max_pending_buckets
 from threed.zero.layout import DataAxes, GroupOptions, Layout, Policy
 from threed.zero.reductions import GradientCodecs
 
-# Functions from progress after warm-up (0 to 1) to a factor between 0 (min_lr) and 1 (lr).
+# Learning-rate schedules: functions from progress after warm-up (0 to 1) to a factor f (0 to 1).
+# The learning rate is min_lr + f * (lr - min_lr).
 RATES: dict[str, Callable[[Tensor], Tensor]] = {
     "constant": torch.ones_like,
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + torch.cos(math.pi * done)),
-    # warm-up, stable, decay over the last fifth
+    # warm-up, stable, decay: 1, then a linear decay to 0 over the last fifth
     "wsd": lambda done: ((1 - done) / 0.2).clamp(max=1.0),
 }
 
 
 def shard_axes(config: Config, topology: Topology, over: str | None = None) -> tuple[str, str, str]:
-    """Returns the names of the axes of parameters.
+    """Returns the names of the axes over which parameters are sharded, replicated and gathered.
 
-    An empty name is an axis of this rank alone. `Topology.prepare` creates the axes.
+    An empty name stands for an axis with only this rank. `Topology.prepare` creates the axes.
 
     Args:
         config: the configuration.
         topology: the process topology.
-        over: `ShardSpec.over` of the parameters. If set, slices are spread over all ranks with the
-            same pieces, whatever the shard size.
+        over: `ShardSpec.over` of the parameters. If set, `zero.shard-size` is ignored, and slices
+            are spread over all data ranks with the same pieces.
 
     Returns:
-        Names of the shard group S, the replica group R (ranks with the same slice), and S with a
-        separate communicator for gathers.
+        (shard, replicas, gather): names of the shard group S; of the replica group R (ranks with
+        the same slice); and of S with a separate communicator for gathers (only under stage 3,
+        otherwise S).
 
     Raises:
         ConfigError: the shard size does not divide the number of data ranks.
@@ -72,11 +74,11 @@ def shard_axes(config: Config, topology: Topology, over: str | None = None) -> t
 
 
 def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
-    """Raises ConfigError if a model has another number of tiles than the configuration.
+    """Raises ConfigError if the number of tiles differs between model and configuration.
 
     Args:
-        wanted: number of tiles in the configuration.
-        tile: number of tiles of the model.
+        wanted: number of tiles in the configuration (`zero.tile`).
+        tile: number of tiles with which the model's layers were built.
         wrapped: whether the model is a wrapped module.
     """
     if wanted != tile:
@@ -86,7 +88,7 @@ def check_tile(wanted: int, tile: int, wrapped: bool) -> None:
 
 
 def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[str] = ()) -> Policy:
-    """Returns the policy for the layout of parameters.
+    """Returns the policy for the layout of a stage's parameters.
 
     Args:
         config: the configuration.
@@ -114,7 +116,7 @@ def policy(config: Config, topology: Topology, ways: int = 1, overs: Iterable[st
 
 
 def _tiers(config: Config, host: torch.device, is_meta: bool) -> tuple[Tier | None, Tier | None]:
-    """Returns the tiers of parameters and of the optimizer's states; None for the device."""
+    """Returns (tier of parameters, tier of optimizer states); None means the device's memory."""
     zero = config.zero
     places: dict[str, Tier | None] = {"none": None, "cpu": memory_tier(host)}
     if "nvme" in (zero.offload_params, zero.offload_optimizer):
@@ -123,14 +125,14 @@ def _tiers(config: Config, host: torch.device, is_meta: bool) -> tuple[Tier | No
 
 
 def size_buffers(layout: Layout, config: Config, moments: int) -> None:
-    """Sets the number and size of drive buffers to the maximum that is in use at a time.
+    """Sets the size of drive buffers to the largest slice, and their number to those used at once.
 
     Does nothing without a drive.
 
     Args:
         layout: layout of the parameters.
         config: the configuration.
-        moments: number of tensors that the update rule keeps per parameter.
+        moments: number of tensors, each with the parameter's shape, that the update rule keeps.
     """
     zero, policy = config.zero, layout.policy
     slices: Counter[int] = Counter()
@@ -138,7 +140,7 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
         for unit in group.key.units or ():
             slices[unit] += len(group.buckets) if group.key.tile is None else 0
     tiles = max((len(group.buckets) for group in layout.groups if group.key.tile), default=0)
-    # consecutive units: an embedding is larger than the blocks after it
+    # slices of a unit and of the units prefetched after it; units differ in size
     at_once = [sum(slices[unit + n] for n in range(zero.prefetch + 1)) for unit in list(slices)]
     gathered = max(at_once, default=0) + 2 * tiles
     width = max(policy.param_dtype.itemsize, policy.grad_dtype.itemsize, 4)
@@ -153,9 +155,10 @@ def size_buffers(layout: Layout, config: Config, moments: int) -> None:
 
 
 def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
-    """Returns the function from a parameter's `ShardSpec` to its options.
+    """Returns a function from a parameter's `ShardSpec` to its options.
 
-    The first parameter group that matches a parameter's name overrides the optimizer's options.
+    If a parameter's name matches patterns of `optim.groups`, the group with the first of them
+    overrides the optimizer's options.
     """
     groups = optim.groups
 
@@ -182,8 +185,8 @@ def group_options(optim: OptimConfig) -> Callable[[ShardSpec], GroupOptions]:
 def find_group_problems(optim: OptimConfig, layers: Iterable[nn.Module]) -> Iterator[str]:
     """Yields an error for each pattern of `optim.groups` that matches no parameter of the model.
 
-    Names of parameters that are distributed over ranks (`ShardSpec.over`) differ between ranks; if
-    there are any, no pattern is checked.
+    If parameters are distributed over data ranks (`ShardSpec.over`), no pattern is checked: their
+    names differ between ranks, and another rank may have a match.
     """
     specs = [spec_of(param) for layer in layers for param in layer.parameters()]
     names = list(dict.fromkeys(piece.name for spec in specs for piece in spec.pieces))
@@ -224,8 +227,8 @@ def state_names(optim: OptimConfig) -> tuple[str, ...]:
 def is_optimistic(config: Config, plan: Plan) -> bool:
     """Returns whether updates run before the gradient norm is known.
 
-    With "auto" they do if the plan lets ranks end their steps at different times, and every state
-    is on the device.
+    With `optimistic-step` "auto" they do if the plan lets ranks end their steps at different times
+    and all states are on the device.
     """
     zero, asked = config.zero, config.parallel.optimistic_step
     if asked != "auto":
@@ -233,14 +236,15 @@ def is_optimistic(config: Config, plan: Plan) -> bool:
     offloads = {zero.offload_optimizer, zero.offload_params} != {"none"}
     if plan.stages == 1 or plan.asynchronous or zero.delayed_update or offloads:
         return False
-    # a smaller difference is rounding error
+    # smaller times are rounding errors
     return time_between_steps(plan, Costs(1.0, 1.0, 1.0)) > 1e-6
 
 
 def is_early(config: Config) -> bool:
     """Returns whether updates run during the backward (`threed.zero.early`).
 
-    With "auto" they do in layer order if parameters and optimizer states are both on a drive.
+    With `early-update` "auto" they do if the order is "layer", and both parameters and optimizer
+    states are on a drive.
     """
     zero = config.zero
     if zero.early_update != "auto":
@@ -249,10 +253,15 @@ def is_early(config: Config) -> bool:
 
 
 def learning_rate(optim: OptimConfig, steps: int) -> Callable[[Tensor], Tensor]:
-    """Returns the function from the number of updates done (fp64 scalar tensor) to the next rate.
+    """Returns a function from the number of updates done (fp64 scalar tensor) to the next rate.
 
-    A skipped step does not advance it. The rate rises linearly during warm-up to `optim.lr`, then
-    follows the schedule to the minimum rate at `steps`.
+    Skipped steps are not updates, so they do not advance the schedule. The rate rises linearly to
+    `optim.lr` during warm-up. Then it follows `optim.schedule`, which reaches its end at `steps`
+    updates.
+
+    Args:
+        optim: the optimizer's options.
+        steps: number of steps of the run.
     """
     shape, lr = RATES[optim.schedule], optim.lr
     min_lr, warmup = _end_and_warmup(optim, steps)
@@ -280,7 +289,7 @@ def _end_and_warmup(optim: OptimConfig, steps: int) -> tuple[float, int]:
 
 
 def loss_scale(precision: PrecisionConfig) -> LossScale:
-    """Returns the loss scale; only fp16 needs one."""
+    """Returns the rule of the loss scale; without fp16 the scale is always 1."""
     if precision.dtype != "fp16":
         return LossScale(initial=1.0, dynamic=False)
     given = precision.loss_scale

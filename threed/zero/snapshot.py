@@ -1,14 +1,16 @@
 """The optimizer's states at one moment, read while training continues and changes them.
 
-    snapshot = Snapshot(records, optimizer, room)     takes the snapshot; a GPU begins to copy
-    optimizer.readers.add("disk", snapshot.release)   updates wait until their state may change
-    for values in snapshot.values(): ...              in another thread: the values of the records
-    snapshot.close()                                  updates no longer wait
+    snapshot = Snapshot(records, optimizer, room)     takes the snapshot; a GPU starts its copies
+    optimizer.readers.add("disk", snapshot.release)   makes updates wait until a state may change
+    for values in snapshot.values(): ...              yields the values; call it in another thread
+    snapshot.close()                                  ends the snapshot; updates no longer wait
 
-States on the device are copied to host memory during the next forward and backward: on a GPU by a
-separate stream, on a CPU by the reading thread or by the update that changes the state, whichever
-is first. States in host memory or on a drive are written from their storage; an update waits until
-its state is written. `Room(copies=False)` treats states on a CPU device in the same way.
+States on the device are copied to host memory during the next forward and backward. On a GPU a
+separate stream copies them. On a CPU they are copied by the reading thread, or by the update that
+changes the state, whichever is first. Offloaded states (in host memory or on a drive) are not
+copied: the reading thread yields the values in their storage, and an update waits until the reading
+thread has finished with its state. With `Room(copies=False)`, states on a CPU device are not copied
+either.
 """
 
 from __future__ import annotations
@@ -30,26 +32,26 @@ from threed.zero.optimizer import Optimizer
 from threed.zero.records import Record
 from threed.zero.state import PREVIOUS, State
 
-LINE = 4096  # bytes; alignment of buffers that direct I/O requires
+LINE = 4096  # bytes; direct I/O requires this alignment of buffers
 
 
 class GivenUp(RuntimeError):
-    """The snapshot ended before all of it was read."""
+    """Raised in the reading thread if the snapshot is closed before all of it was read."""
 
 
 @dataclass(eq=False)
 class _Item:
-    """A state of the snapshot, with consecutive records of it.
+    """Consecutive records of the snapshot that belong to the same state.
 
     Attributes:
         state: the state.
-        records: its records.
-        is_copied: whether it is copied, rather than written from its storage.
-        first: for each part, the first element that the records use.
-        memory: values of the parts in memory, from that element on.
-        drive: storages of the parts on a drive.
-        copies: copies of the values.
-        copied: event recorded when a GPU has copied them.
+        records: the records.
+        is_copied: whether the state's values are copied, rather than read from its storage.
+        first: per part, the first element of the state that the records use; 0 on a drive.
+        memory: per part in memory: the elements that the records use, from `first` on.
+        drive: per part on a drive: its storage.
+        copies: per part: the copy of its elements in `memory`.
+        copied: event that is recorded after the copies on a GPU, or None.
         safe: set when the state may change.
         lock: held by the thread that copies the state.
     """
@@ -73,14 +75,14 @@ class _Item:
         for part, end in last.items():
             storage = self.state.storages[part]
             if isinstance(storage, OnDrive):
-                self.first[part], self.drive[part] = 0, storage  # read in full
+                self.first[part], self.drive[part] = 0, storage  # read from its first element
             else:
                 self.memory[part] = storage.fetch().wait()[self.first[part] : end]
         self.is_copied = self.is_copied and not self.drive
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its copies, or of the buffer for its parts on a drive."""
+        """Bytes of host memory: for copies, or else for reading the parts on a drive."""
         if self.is_copied:
             return sum(values.nbytes for values in self.memory.values())
         return sum(_aligned(storage.nbytes) for storage in self.drive.values())
@@ -98,7 +100,10 @@ def _items(records: Iterable[Record], policy: Policy, gpu: bool, copies: bool) -
 
 
 def _is_copied(state: State, policy: Policy, gpu: bool) -> bool:
-    """Returns whether a state must be copied: it is on a GPU, or on the device and trainable."""
+    """Returns whether a state on the device must be copied.
+
+    On a CPU only trainable states are copied, because frozen ones do not change.
+    """
     group = state.bucket.group
     parameters = policy.delayed and PREVIOUS in state.storages  # not on the optimizer's tier
     if group.key.trainable and not parameters:
@@ -107,7 +112,7 @@ def _is_copied(state: State, policy: Policy, gpu: bool) -> bool:
 
 
 def copy_bytes(records: Iterable[Record], policy: Policy, gpu: bool) -> int:
-    """Returns the bytes of host memory that a save needs: copies, and a read buffer for drives.
+    """Returns the bytes of host memory for a snapshot: copies, and a buffer for reading drives.
 
     Args:
         records: records to save.
@@ -120,10 +125,10 @@ def copy_bytes(records: Iterable[Record], policy: Policy, gpu: bool) -> int:
 
 
 class Room:
-    """Host memory for the copies of states, reused by later saves.
+    """Host memory for the copies of states, reused by later snapshots.
 
     Args:
-        copies: whether states on a CPU device are copied. States on a GPU always are.
+        copies: whether states on a CPU device are copied. States on a GPU are always copied.
     """
 
     def __init__(self, copies: bool = True) -> None:
@@ -131,7 +136,7 @@ class Room:
         self._buffers: dict[tuple[State, str, int, int], Tensor] = {}
 
     def make(self, records: Iterable[Record], policy: Policy, gpu: bool) -> None:
-        """Allocates the memory for all copies that a save of these records makes.
+        """Allocates the memory for all copies that a snapshot of these records makes.
 
         Args:
             records: records to save.
@@ -152,10 +157,10 @@ class Room:
 
 
 class Snapshot:
-    """The values of some records at the moment of construction. Updates must have finished.
+    """The values of some records at the time of construction, when no update may be running.
 
     Args:
-        wanted: the records.
+        wanted: the records. All records of a state must follow each other.
         optimizer: the optimizer that holds the states.
         room: memory for copies.
 
@@ -172,16 +177,16 @@ class Snapshot:
         self._items_of: dict[State, list[_Item]] = {}
         for item in self._items:
             self._items_of.setdefault(item.state, []).append(item)
-        # in the order of updates
+        # copied in the order in which updates change the states
         turn = {state: number for number, state in enumerate(reversed(optimizer.states))}
         self._to_copy = sorted(self._items, key=lambda item: turn.get(item.state, len(turn)))
         for item in self._to_copy if gpu else ():
-            self._copy(item)  # in the caller's thread: its current stream has computed the values
+            self._copy(item)  # here, because the caller's current stream has computed the values
 
     # -------------------------------------------------------------------------------------------------------- updates
 
     def release(self, state: State) -> None:
-        """Waits until a state may change; copies it now if the reading thread has not."""
+        """Waits until a state may change; first copies it if the reading thread has not done so."""
         began = time.perf_counter()
         for item in self._items_of.get(state, ()):
             self._release(item)
@@ -199,7 +204,7 @@ class Snapshot:
             self._release(item)
 
     def close(self) -> None:
-        """Lets all states change; a thread that still reads the snapshot gets GivenUp."""
+        """Lets all states change. `values` raises GivenUp in a thread that is still reading."""
         self._closed = True
         for item in self._items:
             item.safe.set()
@@ -207,9 +212,10 @@ class Snapshot:
     # -------------------------------------------------------------------------------------------------------- reading
 
     def values(self) -> Iterator[Tensor]:
-        """Yields the values [numel] of every record, in order; a view is valid until the next one.
+        """Yields the values [numel] of every record, in order.
 
-        Must run in a single thread other than the thread of the updates.
+        Each tensor is a view that is only valid until the next iteration. Call this once, in a
+        thread other than the one that runs the updates.
 
         Raises:
             GivenUp: the snapshot was closed, or the program has ended.
@@ -221,7 +227,7 @@ class Snapshot:
             for one in item.records:
                 at = one.piece.offset - item.first[one.part]
                 yield parts[one.part][at : at + one.piece.numel]
-                self._check()  # if closed, the state may have changed while the caller read it
+                self._check()  # if closed, the state may have changed during the caller's read
             item.safe.set()
 
     def _check(self) -> None:
@@ -229,7 +235,7 @@ class Snapshot:
             raise GivenUp("the program ended before the snapshot was written")
 
     def _read(self, item: _Item) -> dict[str, Tensor]:
-        """Returns a state's values: its copy, or its storages while no update may change them."""
+        """Returns a state's values per part: copies, or else the contents of its storages."""
         self._check()
         if item.is_copied:
             if item.copied is not None:
@@ -238,7 +244,7 @@ class Snapshot:
         return item.memory | self._from_drive(item) if item.drive else item.memory
 
     def _from_drive(self, item: _Item) -> dict[str, Tensor]:
-        """Reads the parts of a state that are on a drive."""
+        """Reads the parts of a state that are on a drive; returns their values per part."""
         if self._reading.numel() < item.nbytes:
             self._reading = pool.host_buffer(item.nbytes)
         found, at = dict[str, Tensor](), 0
@@ -251,7 +257,7 @@ class Snapshot:
         return found
 
     def _copy(self, item: _Item) -> None:
-        """Copies a state, unless it needs no copy, was already copied, or may have changed."""
+        """Copies a state if it needs a copy that was not made yet; not after `close`."""
         with item.lock:
             if item.is_copied and not item.safe.is_set():
                 self._into(item)

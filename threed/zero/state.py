@@ -1,9 +1,9 @@
 """The optimizer's states: where they are stored, and how they are read and written.
 
-state = new_state(bucket, policy)
+state = new_state(bucket, policy)                 the state of one bucket
 reads = ((state, state.fetch(parts)) for state in states)
-for state, buffers in fetched_in_turn(reads):     reads ahead by one state
-    buffers["weight"].wait()                      [n]
+for state, buffers in fetched_in_turn(reads):     reads the next state in the background
+    weight = buffers["weight"].wait()             [n]
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from threed.zero.reductions import later_sums
 WEIGHT = "weight"
 Initial = Callable[[Piece], Tensor]
 PREVIOUS = "previous"  # parameters one update older than the weights, under 2bw and delayed updates
-GRADIENT, PARAMETER = "gradient", "parameter"  # further buffers that an update stages
+GRADIENT, PARAMETER = "gradient", "parameter"  # names of two more buffers of an update
 
 
 @dataclass(eq=False)
 class State:
-    """The optimizer's state of a bucket's portion [n]: weights and the tensors of the update rule.
+    """The optimizer's state for this rank's portion of a bucket.
 
-    The weights are the parameters themselves if these are fp32 or fp64 and on the optimizer's
-    device, and updates are not delayed. Otherwise they are separate master weights. The state of a
-    frozen bucket has only the parameters, in their own dtype.
+    It has several parts, each a flat tensor [n]: the weights, and the tensors of the update rule
+    (moments). The weights are the parameters themselves if the parameters are fp32 or fp64, are on
+    the optimizer's device, and updates are not delayed. Otherwise the weights are separate master
+    weights. The state of a frozen bucket has only one part: the parameters, in their own dtype.
 
     Attributes:
         bucket: the bucket.
-        storages: storage of each part ("weight" and the names of the rule's tensors).
+        storages: storage of each part, by name: "weight", and the names of the rule's tensors. For
+            parameters that are one update older than the weights: only "previous".
     """
 
     bucket: Bucket
@@ -51,20 +53,20 @@ class State:
 
     @property
     def shared(self) -> bool:
-        """Whether the weights are the parameters themselves."""
+        """Whether the weights are the parameters themselves, not separate master weights."""
         return self.weight is self.bucket.portion
 
     @property
     def changed(self) -> tuple[Storage, ...]:
-        """The storages that an update writes: the state, and separate parameters."""
+        """The storages that an update writes: all parts, and the parameters if not `shared`."""
         return (*self.storages.values(), *(() if self.shared else (self.bucket.portion,)))
 
     def fetch(self, parts: Iterable[str]) -> dict[str, StagedBuffer]:
-        """Begins to read some parts; returns their buffers by name."""
+        """Begins to read some parts; returns their staged buffers by name."""
         return _fetch_all({part: self.storages[part] for part in parts})
 
     def fetch_for_update(self, gradient: Storage) -> dict[str, StagedBuffer]:
-        """Begins to read all parts, and the gradient to the device of the weights."""
+        """Begins to read all parts and the gradient, which is copied to the weights' device."""
         found = _fetch_all({**self.storages, GRADIENT: gradient})
         if gradient.device != self.weight.device:
             found[GRADIENT] = Copied(found[GRADIENT], self.weight.device)
@@ -75,8 +77,8 @@ class Consistency:
     """Tracks whether all states belong to the same step.
 
     Attributes:
-        initial: function from a piece to its initial weights, while all values are initial values;
-            else None.
+        initial: function from a piece to its initial weights, if no value has changed since
+            initialisation; else None.
     """
 
     def __init__(self) -> None:
@@ -87,8 +89,8 @@ class Consistency:
     def changing(self) -> Iterator[None]:
         """Context: marks the states as inconsistent while the block changes them.
 
-        If the block raises, they stay inconsistent until a later block, which overwrites them, has
-        ended.
+        If the block raises, the states stay inconsistent until a later `changing` block, in which a
+        load overwrites them, ends without error.
         """
         self._inconsistent, self._depth, self.initial = True, self._depth + 1, None
         try:
@@ -102,7 +104,7 @@ class Consistency:
         self._inconsistent = True
 
     def mark_initialised(self, initial: Initial) -> None:
-        """Records that all values are initial values, which `initial` can compute again."""
+        """Records that all values are initial values; `initial` can compute them again."""
         self.initial = initial
 
     def mark_changed(self) -> None:
@@ -133,12 +135,12 @@ class Readers:
 
         Args:
             purpose: "disk" or "memory".
-            wait: function that blocks until a state may change.
+            wait: function of a state; it blocks until the save no longer needs the state's values.
         """
         self._waits[purpose] = wait
 
     def wait(self, state: State) -> None:
-        """Waits until a state may change."""
+        """Waits until no save needs the current values of a state, so that it may change."""
         for wait in self._waits.values():
             wait(state)
 
@@ -146,7 +148,7 @@ class Readers:
 def fetched_in_turn(
     wanted: Iterable[tuple[State, dict[str, StagedBuffer]]],
 ) -> Generator[tuple[State, dict[str, StagedBuffer]]]:
-    """Yields each state with its buffers, while the reads of the next state are in flight."""
+    """Yields each (state, buffers) pair, after the reads of the next state have been started."""
     ahead: deque[tuple[State, dict[str, StagedBuffer]]] = deque()
     try:
         for pair in wanted:
@@ -155,19 +157,19 @@ def fetched_in_turn(
                 yield ahead.popleft()
         while ahead:
             yield ahead.popleft()
-    finally:  # if the caller stops early, buffers of later states are in use
+    finally:  # if the caller stops early: buffers of the next states
         for _, buffers in ahead:
             drop_all(buffers)
 
 
 def drop_all(buffers: dict[str, StagedBuffer]) -> None:
-    """Releases the buffers without writing them, and empties the dict."""
+    """Releases the buffers without writing their values, and empties the dict."""
     while buffers:
         buffers.popitem()[1].drop()
 
 
 def store_all(buffers: dict[str, StagedBuffer]) -> None:
-    """Begins to write the buffers to their storages, and empties the dict."""
+    """Begins to write the buffers' values to their storages, and empties the dict."""
     while buffers:
         # removed first: if `store` fails, the buffer must not be stored or dropped again
         buffers.popitem()[1].store()
@@ -188,8 +190,9 @@ def _fetch_all(storages: Mapping[str, Storage]) -> dict[str, StagedBuffer]:
 def new_state(bucket: Bucket, policy: Policy) -> State:
     """Returns a bucket's state, stored on the policy's tier.
 
-    Weights and parameters share memory if they are on the same device, unless parameters are
-    narrower than fp32, or in use while the weights are updated (delayed updates).
+    Weights and parameters share memory (`State.shared`) if they are on the same device, parameters
+    are fp32 or fp64, and updates are not delayed. During a delayed update, layers still use the old
+    parameters.
     """
     device = bucket.group.params.device
     tier = policy.optimizer_tier or memory_tier(device)
@@ -206,10 +209,11 @@ def new_state(bucket: Bucket, policy: Policy) -> State:
 
 
 def early_storages(state: State) -> list[OnDrive]:
-    """Returns the storages that an update during the backward changes; empty if there can be none.
+    """Returns the storages that an update during the backward writes.
 
-    Such an update requires that the bucket's parameters are sharded, that its gradient is complete
-    in the backward, and that all changed storages are on a drive.
+    Empty if the bucket cannot be updated during the backward. This requires that its parameters are
+    sharded, that its gradient needs no sum at the end of the step (`later_sums`), and that all
+    storages that the update writes are on a drive.
     """
     found = [storage for storage in state.changed if isinstance(storage, OnDrive)]
     complete_early = state.bucket.group.sliced and not later_sums(state.bucket)
@@ -232,23 +236,23 @@ def _places(layout: Layout, states: Sequence[State]) -> Iterator[tuple[str, Stor
 
 
 def storages(layout: Layout, states: Sequence[State]) -> list[Tensor]:
-    """Returns a tensor for each storage in memory of parameters, gradients and optimizer states."""
+    """Returns the tensors of all parameters, gradients and optimizer states that are in memory."""
     return [s.tensor for _, s, _ in _places(layout, states) if isinstance(s, InMemory)]
 
 
 def holdings(layout: Layout, states: Sequence[State], beside_gpu: bool) -> dict[str, int]:
     """Returns the bytes of parameters, gradients, optimizer states and offloaded values.
 
-    Every storage, and every region of a drive, counts once.
+    Memory that several tensors share counts once. On a drive, all reserved bytes count.
 
     Args:
         layout: parameters and gradients.
         states: states of the optimizer.
-        beside_gpu: whether the host's memory counts as offloaded, because layers run on a GPU.
+        beside_gpu: whether layers run on a GPU, so that values in host memory count as offloaded.
 
     Returns:
-        Bytes by category: "parameters", "gradients", "optimizer", and "offloaded" for everything
-        that is not on the device.
+        Bytes by category: "parameters", "gradients" and "optimizer" for values on the device, and
+        "offloaded" for all other values.
     """
     seen: set[int] = set()
     held = {"parameters": 0, "gradients": 0, "optimizer": 0, "offloaded": 0}

@@ -1,4 +1,4 @@
-"""Metrics of a step: tensors on the device, converted to Python numbers when they are read."""
+"""Metrics of a step: tensors on the device that become Python numbers when they are read."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from threed.zero.update import Update
 class DataError(ValueError):
     """Raised for invalid data in a batch, such as token ids beyond the vocabulary.
 
-    The step of that batch was skipped. The error is raised when metrics of that step or of a later
-    one are read, or when a checkpoint is saved.
+    The step with that batch was skipped. The error is raised when the loss or gradient norm of that
+    step, or of a later one, is read, or when a checkpoint is saved.
     """
 
 
 class BadStepsError(RuntimeError):
-    """Raised on every rank, when metrics are read, if too many consecutive steps were skipped."""
+    """Raised when the loss or gradient norm is read after too many consecutive skipped steps."""
 
 
 class Faults:
-    """Counts errors in the data of steps, on the device, until metrics are read or a save begins.
+    """Counts invalid data in steps, on the device.
+
+    A `Flag` is set if data were invalid in a step. Flags are reported when metrics are read or a
+    checkpoint is saved, so that the host does not wait for the device in every step.
 
     Args:
         flags: the flags of all layers, the same list on every rank.
@@ -41,16 +44,16 @@ class Faults:
         self.flags, self.warns = tuple(flags), warns
         self._count = torch.zeros(len(flags), dtype=torch.float64, device=device)
         self._reported = [0.0] * len(flags)
-        self._raised: dict[int, str] = {}  # messages by step: every property of its metrics raises
+        self._raised: dict[int, str] = {}  # messages by step, to raise an error at every read
 
     def clear(self) -> None:
-        """Resets all flags."""
+        """Resets the flags of the step in progress; the counts are kept."""
         for flag in self.flags:
             flag.swap(None)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Context manager: clears the flags, and restores the flags of the step in progress afterwards."""
+        """Context: resets the flags; at its end, restores the flags of the step in progress."""
         kept = [flag.swap(None) for flag in self.flags]
         try:
             yield
@@ -59,13 +62,13 @@ class Faults:
                 flag.swap(found)
 
     def appended_to(self, loss: Tensor) -> Tensor:
-        """Resets the flags and returns them appended to the loss, for one reduction over ranks.
+        """Returns the loss and the flags in one tensor, for a single all-reduce. Resets the flags.
 
         Args:
             loss: fp64 [1].
 
         Returns:
-            fp64 [1 + number of flags].
+            fp64 [1 + number of flags]: the loss, and 1.0 for each flag that is set, else 0.0.
         """
         return torch.cat((loss, *(flag.take(loss.device).view(1) for flag in self.flags)))
 
@@ -73,13 +76,16 @@ class Faults:
         """Adds the flags of a step to the counts; returns a copy of the counts.
 
         Args:
-            found: fp64 [number of flags], summed over all ranks.
+            found: fp64 [number of flags]: per flag, the number of ranks on which it was set.
         """
         self._count += found
         return self._count.clone()
 
     def raise_new(self, step: int, counts: Tensor) -> None:
-        """Raises DataError for errors up to `step` that were not raised yet; warns of other flags.
+        """Raises DataError for errors up to `step` that were not reported yet; warns of the rest.
+
+        Flags with `error=False` cause a warning. A second call for the same step raises the same
+        error again.
 
         Args:
             step: number of the step.
@@ -108,7 +114,7 @@ class Faults:
             )
 
     def _new(self, counts: Tensor) -> list[str]:
-        """Returns errors with increased counts; warns of other flags with increased counts."""
+        """Returns descriptions of errors that were not reported yet; warns of other new flags."""
         now = counts.tolist()
         new = [
             flag
@@ -123,17 +129,22 @@ class Faults:
 
 
 def loss_of(sums: Tensor) -> Tensor:
-    """Returns the loss, a scalar tensor; NaN if a flag is set.
+    """Returns the loss, a scalar tensor; NaN if a flag is set on any rank.
 
     Args:
-        sums: fp64 [1 + number of flags], summed over all ranks.
+        sums: fp64 [1 + number of flags]: the loss and the flags, summed over all ranks.
     """
     return torch.where(sums[1:].any(), torch.nan, sums[0])
 
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """The results of a step's update, and the counts of all flags up to this step."""
+    """The results of a step.
+
+    Attributes:
+        update: results of the step's update.
+        counts: counts of all flags up to this step, fp64 [number of flags].
+    """
 
     update: Update
     counts: Tensor
@@ -172,19 +183,21 @@ class Later:
 class StepMetrics:
     """The metrics of one optimizer step.
 
-    Reading a property waits for the device. After an optimistic update it also waits for the other
-    ranks. `loss` and `grad_norm` raise errors of this step or earlier ones.
+    Reading a property, except `loss_tensor`, waits for the device. After an optimistic or
+    asynchronous update, the first read also waits for the other ranks. `loss` and `grad_norm` raise
+    the errors below.
 
     Attributes:
         step: number of the step, from 1.
         tokens: number of tokens of the global batch.
-        seconds: host time by phase: 'fwd_bwd_s' (forwards and backwards), 'dp_comm_s' (waiting for
-            gradient reductions after the last backward), 'optim_s' (update).
-        max_bad_steps: number of consecutive skipped steps at which reading raises; 0 for no limit.
+        seconds: host seconds by phase: 'fwd_bwd_s' (forwards and backwards), 'dp_comm_s' (waiting
+            for gradient reductions after the last backward), 'optim_s' (update).
+        max_bad_steps: number of consecutive skipped steps at which BadStepsError is raised; 0 for
+            no limit.
 
     Raises:
-        DataError: if the data of this step or of an earlier one were invalid.
-        BadStepsError: if `max_bad_steps` consecutive steps were skipped.
+        DataError: the data of this step, or of an earlier one that was not reported, were invalid.
+        BadStepsError: at least `max_bad_steps` consecutive steps were skipped (see `bad_steps`).
     """
 
     step: int
@@ -195,7 +208,7 @@ class StepMetrics:
     max_bad_steps: int = 0
 
     def __repr__(self) -> str:
-        """Returns the values, or "not read yet" if reading may need a collective; never raises."""
+        """Returns the values, or "not read yet" if reading them could wait for other ranks."""
         numbers = self._numbers.found
         names = ("loss", "grad_norm", "lr", "loss_scale")
         parts = [f"step={self.step}", f"tokens={self.tokens}"]
@@ -210,7 +223,7 @@ class StepMetrics:
         return f"StepMetrics({', '.join(parts)})"
 
     def _checked(self, value: Tensor) -> float:
-        """Returns the value as a number, after raising errors of the steps so far."""
+        """Returns the value as a number; first raises DataError or BadStepsError if they apply."""
         numbers = self._numbers()
         self._faults.raise_new(self.step, numbers.counts)
         if 0 < self.max_bad_steps <= self.bad_steps:
@@ -251,10 +264,17 @@ class StepMetrics:
 
     @property
     def skipped(self) -> int:
-        """Number of steps skipped so far: a non-finite loss or gradient norm, or a spike."""
+        """Number of steps skipped so far.
+
+        A step is skipped if its loss or gradient norm is not finite, if its gradient norm is a
+        spike, or if its data are invalid.
+        """
         return int(self._numbers().update.skips)
 
     @property
     def bad_steps(self) -> int:
-        """Number of consecutive skipped steps so far; 0 while the loss scale is still falling."""
+        """Number of consecutive skipped steps up to this one.
+
+        Overflows do not count while a dynamic loss scale is above its minimum, since it then falls.
+        """
         return int(self._numbers().update.in_a_row)

@@ -1,11 +1,12 @@
-"""Keeps parameters unchanged that no rank has used yet, like torch's optimizers without a gradient.
+"""Keeps parameters unchanged until a rank uses them, as torch's optimizers do without a gradient.
 
     unused = Unused(layout, updates)
-    unused.synchronize(used)    at the end of every step, on all ranks that share the parameters
-    unused.stretches            for buckets with such parameters: the ranges that an update treats
-                                differently
+    unused.synchronize(used)    call it at the end of every step, on all ranks that share parameters
+    unused.stretches            buckets with unused parameters: the ranges of the slice that must be
+                                updated separately
 
-For a parameter that is first used later, updates are counted from then on (Adam's bias correction).
+If a parameter is first used after the first step, its updates are counted from its first use. The
+bias correction of Adam depends on this number.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from threed.ops.update import StepScalars
 from threed.zero.layout import Bucket, GroupOptions, Layout, Slot
 
 T = TypeVar("T", int, str)
-# elements [first, last) of a slice; the number of updates before their first use, None if unused
+# (first, last, since): elements [first, last) of a slice; the number of updates before their first
+# use, or None if they are unused
 Stretch = tuple[int, int, Tensor | None]
 
 
 def warn_of_unused(layout: Layout, unused: Set[Slot], warns: bool) -> None:
-    """Warns of parameters that no rank used in the first step. Collective.
+    """Warns of parameters that no data rank used in the first step. Collective.
 
     Args:
         layout: layout of the parameters.
-        unused: parameters that this rank has not used.
+        unused: parameters that this rank has not used. Tied parameters are ignored, because another
+            pipeline rank may have used them.
         warns: whether this rank may emit the warning.
     """
     groups = [group for group in layout.groups if not group.key.tied]
@@ -50,7 +53,7 @@ def _on_all_ranks(layout: Layout, own: set[T]) -> set[T]:
 
 
 def _warn(layout: Layout, text: str, names: Sequence[str]) -> None:
-    """Emits a warning that names parameters, if there are any, on the first data rank."""
+    """Emits a warning with the names, on the first data rank only; none if `names` is empty."""
     if names and layout.policy.data.shard.index == layout.policy.data.replicas.index == 0:
         warnings.warn(text.format(", ".join(names)), stacklevel=4)
 
@@ -61,13 +64,13 @@ def update_stretches(
 ) -> None:  # fmt: skip
     """Updates a bucket range by range.
 
-    Unused parameters are not updated. Parameters that were first used later are updated with their
-    own step number.
+    Unused parameters are not updated. For the other ranges, the step number passed to the update
+    rule is the number of updates since their first use.
 
     Args:
         options: the rule and its options.
         stretches: the ranges.
-        values: weights, gradient and moments, each [n].
+        values: weights, gradient and moments of the bucket's slice, each [n].
         now: scalars of the update.
         out: receives the new weights [n], or None.
     """
@@ -89,8 +92,8 @@ class Unused:
         updates: number of updates done so far, a scalar tensor.
 
     Attributes:
-        stretches: for each bucket with unused parameters, or parameters first used after the first
-            step: the ranges of this rank's slice with equal treatment.
+        stretches: for each bucket with parameters that are unused, or that were first used after
+            the first step: the ranges of this rank's slice with the same number of updates.
     """
 
     def __init__(self, layout: Layout, updates: Tensor) -> None:
@@ -99,7 +102,8 @@ class Unused:
         self._slots = [
             slot for group in layout.groups if group.key.trainable for slot in group.slots
         ]
-        self._never = set(range(len(self._slots)))  # the same on all ranks
+        # indices of unused parameters in `_slots`, the same on all ranks
+        self._never = set(range(len(self._slots)))
         # updates done before the first use, for parameters first used after the first step
         self._updates_before_use: dict[Slot, Tensor] = {}
         self._first = True
@@ -107,7 +111,7 @@ class Unused:
     def check_frozen(self) -> None:
         """Checks that no parameter was frozen or unfrozen after the engine was built.
 
-        A parameter that was frozen before its first use is ignored: it stays unchanged.
+        A parameter may be frozen before its first use, because it is unchanged in any case.
 
         Raises:
             RuntimeError: a parameter was frozen or unfrozen; the message names it.
@@ -131,9 +135,9 @@ class Unused:
         )
 
     def synchronize(self, used: Set[Slot]) -> None:
-        """Updates the record with the parameters that were used so far.
+        """Updates `stretches` with the parameters that were used so far, on any data rank.
 
-        Collective over the data ranks while any parameter is unused.
+        Collective over the data ranks, as long as any parameter is unused.
 
         Args:
             used: trainable parameters that this rank has used.
@@ -164,7 +168,7 @@ class Unused:
         self.stretches = {bucket: self._stretches_of(bucket, never) for bucket in affected}
 
     def _stretches_of(self, bucket: Bucket, never: set[Slot]) -> list[Stretch]:
-        """Returns the ranges of a slice, split at parameters; padding joins the one before it."""
+        """Returns the ranges of a slice. Padding is in the range of the parameter before it."""
         first, last = bucket.own_first, bucket.own_last
         start = torch.zeros_like(self.updates)
         slots = [slot for slot in bucket.slots() if slot.last > first and slot.first < last]
@@ -181,8 +185,9 @@ class Unused:
         """Returns the state for a checkpoint.
 
         Returns:
-            "never": names of unused parameters; "since": number of updates before the first use of
-            other parameters, by name; "first": whether no step has ended yet.
+            A dict with "never": names of unused parameters; "since": the number of updates before
+            the first use, by name, for parameters first used after the first step; "first": whether
+            no step has ended yet.
         """
         since = {
             slot.spec.name: float(updates) for slot, updates in self._updates_before_use.items()
@@ -191,7 +196,7 @@ class Unused:
         return {"never": never, "since": since, "first": self._first}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restores the state of a checkpoint; without one, all parameters count as used."""
+        """Restores the state of a checkpoint. If `state` is None, all parameters count as used."""
         state = state or {"never": (), "since": {}, "first": False}
         never, since = set(state["never"]), state["since"]
         self._never = {number for number, slot in enumerate(self._slots) if slot.spec.name in never}

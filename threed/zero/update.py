@@ -1,17 +1,18 @@
 """The results of a step, as scalar tensors: gradient norm, clip factor, and whether it is skipped.
 
-    bad = BadSteps(device, max_spike=0.0, rule=scale.rule)
+    bad = BadSteps(device, max_spike, rule)     `rule`: the `LossScale`
     outcome = bad.outcome(learning_rate, loss_scale, grad_clip)
-    update = outcome(sums)                when the sums over all ranks are known, or guessed
-    bad.count(update)                     when the update is applied
-    bad.observe(update)                   when its norm is known, and not only guessed
+    update = outcome(sums)                      when the sums over all ranks are known, or guessed
+    bad.count(update)                           when the update is applied
+    bad.observe(update)                         when the step's norm is known, not only guessed
 
 A step is skipped if its loss or gradient norm is not finite, if its data are invalid, or if its
 norm is a spike: more than `max_spike` times the running mean of the norms of steps that were not
-skipped. The running mean weighs all norms equally for the first hundred steps; later the newest
-norm has a weight of 1/100. Spikes are only detected once the mean has twenty norms, since the first
-norms of a run fall fast. No value is read on the host. While a dynamic loss scale falls, gradients
-that are not finite are expected: such steps are skipped, but do not count as consecutive bad steps.
+skipped. The running mean weighs all norms equally for the first hundred of these steps; later the
+newest norm has a weight of 1/100. Spikes are only detected once the mean contains twenty norms,
+since the first norms of a run fall fast. No value is read on the host. A dynamic loss scale begins
+high and falls until gradients no longer overflow. Steps that overflow before the scale has reached
+its minimum are skipped, but do not count as consecutive bad steps.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from threed.core.device import start_copy_in
 from threed.ops.precision import LossScale
 from threed.zero.layout import Bucket
 
-WINDOW, JUDGED_FROM = 100.0, 20.0  # number of norms
+WINDOW, JUDGED_FROM = 100.0, 20.0  # in norms: largest divisor of the mean; minimum to detect spikes
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,15 +37,15 @@ class Update:
 
     Attributes:
         grad_norm: gradient norm before clipping.
-        clip: factor that clips the gradients.
+        clip: factor by which clipping multiplies the gradients, at most 1.
         lr: learning rate.
-        loss_scale: loss scale of its backward.
+        loss_scale: loss scale of the step's backward.
         skip: 1.0 if the step is skipped, else 0.0.
         skips: number of skipped steps so far, including this one.
-        sums: sums over all ranks of `carry` [k]; see `Optimizer.step`.
-        overflow: 1.0 if it is skipped because its loss or norm is not finite, rather than as a
-            spike or because of invalid data.
-        in_a_row: number of consecutive skipped steps that count (see `BadSteps`).
+        sums: the loss and the k flags of invalid data, summed over all ranks, fp64 [1 + k]; see
+            `carry` of `Optimizer.step`.
+        overflow: 1.0 if the step's loss or norm is not finite and its data are valid, else 0.0.
+        in_a_row: number of consecutive skipped steps up to this one; see `BadSteps`.
     """
 
     grad_norm: Tensor
@@ -66,16 +67,16 @@ class BadSteps:
 
     Args:
         device: device of the scalar tensors.
-        max_spike: limit on the gradient norm, as a factor over the running mean of norms; 0 for no
-            limit.
+        max_spike: steps with a larger gradient norm than `max_spike` times the running mean of
+            norms are skipped; 0 for no limit.
         rule: rule of the loss scale.
 
     Attributes:
         skips: number of skipped steps.
-        in_a_row: number of skipped steps since the last one that was not. Overflows with a dynamic
-            loss scale above its minimum do not count.
+        in_a_row: number of skipped steps since the last step that was not skipped. Overflows are
+            not counted if the loss scale is dynamic and above its minimum.
         mean: running mean of the norms.
-        norms: number of norms in the mean.
+        norms: number of norms that were added to the mean.
     """
 
     def __init__(self, device: torch.device, max_spike: float, rule: LossScale) -> None:
@@ -97,8 +98,8 @@ class BadSteps:
 
         Returns:
             A function of the sums over all ranks, fp64 [3 + k]: the squared norm, the number of
-            ranks with gradients that are not finite, the loss, and k flags of invalid data, which
-            skip the step if they are not 0.
+            ranks with gradients that are not finite, the loss, and k flags of invalid data. The
+            step is skipped if any flag is not 0.
         """
         skips, in_a_row, limit = self.skips.clone(), self.in_a_row.clone(), None
         if self.max_spike:
@@ -120,7 +121,7 @@ class BadSteps:
         return update
 
     def count(self, update: Update) -> None:
-        """Counts a step, which may later be undone and counted again."""
+        """Sets `skips` and `in_a_row` to their values after the step."""
         self.skips += update.skip
         self.in_a_row.copy_(update.in_a_row)
 
@@ -133,14 +134,16 @@ class BadSteps:
         self.norms.copy_(norms)
 
     def state(self) -> dict[str, float]:
-        """Returns the state for a checkpoint, without the number of skips."""
+        """Returns the running mean for a checkpoint, which stores `skips` separately."""
         return {"norm_mean": float(self.mean), "norms": float(self.norms)} if self.max_spike else {}
 
     def restore(self, state: dict[str, float]) -> None:
         """Restores the counters of a checkpoint.
 
-        The count of consecutive skips restarts at 0. If no norms were saved, the running mean
-        starts without norms.
+        `in_a_row` restarts at 0. If the checkpoint has no running mean, the mean restarts too.
+
+        Args:
+            state: the dict of `state`, and the number of skipped steps ("skips").
         """
         self.skips.fill_(state["skips"])
         self.in_a_row.zero_()
@@ -149,7 +152,14 @@ class BadSteps:
 
 
 class Scaler:
-    """The loss scale of a run, as fp64 scalar tensors."""
+    """The loss scale of a run, and the counters that change it, as fp64 scalar tensors.
+
+    Attributes:
+        rule: rule by which the scale changes.
+        scale: the current loss scale.
+        good: number of steps since the last overflow.
+        hysteresis_left: the scale is halved by the last of this many further overflows.
+    """
 
     def __init__(self, rule: LossScale, device: torch.device) -> None:
         self.rule = rule
@@ -207,8 +217,9 @@ def sum_of_squares(
 ) -> Tensor:
     """Returns this rank's contribution to the squared norm, and whether a gradient is not finite.
 
-    A bucket counts on its owner: the first of the ranks that replicate it, on the first stage that
-    holds a tied weight. Other replicas are only checked to be finite. Padding is zero.
+    Of the ranks with replicas of a bucket, only the owner adds it to the squared norm
+    (`Group.owned`): the first of these ranks, and for a tied weight the first stage. On the other
+    ranks it is only checked to be finite. Padding is zero, and so does not change the norm.
 
     Args:
         parts: sum of squares of this rank's portion of each bucket.
@@ -228,7 +239,7 @@ def sum_of_squares(
 
 
 def _to_device(device: torch.device, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns scalars on a device; scalars on the host are copied together."""
+    """Returns scalar tensors on a device; those on other devices are copied in a single copy."""
     away = [part for part in parts if part.device != device]
     arrived = iter(start_copy_in(torch.stack(away), device).unbind() if away else ())
     return [part if part.device == device else next(arrived) for part in parts]

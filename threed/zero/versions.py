@@ -2,13 +2,14 @@
 
 See PipeDream-2BW (arXiv 2006.09503).
 
-    versions.rotate()           makes the older version the newest, with its values, to be updated
-    versions.show(newest)       layers read the newest version, or the previous one
-    versions.restore(both)      after a load
+    versions.rotate()           call it before an update: reuses the memory of the older version for
+                                the newest version, which the update then changes
+    versions.show(newest)       selects the version that layers read: the newest or the previous one
+    versions.restore(both)      call it after a load
 
-An update writes to a version that no running pass reads. Autograd saves a parameter itself, or a
-view of it. So every pass must be shown the version of its batch, and that version must not be
-written to.
+Autograd saves the parameter itself, or a view of it, not a copy. A backward therefore needs the
+same values in the same memory as its forward. So every pass of a batch must be shown the version of
+its batch, and an update must write to the other version.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Versions:
         gatherer: gathers the parameters.
 
     Attributes:
-        earlier: slices of the previous version, as separate states for checkpoints.
+        earlier: states with this rank's slices of the previous version, for checkpoints.
     """
 
     def __init__(self, layout: Layout, gatherer: Gatherer) -> None:
@@ -50,9 +51,9 @@ class Versions:
         self.earlier = [State(bucket, {PREVIOUS: own}) for bucket, own in self._before.items()]
 
     def rotate(self) -> None:
-        """Makes the older version the newest, with this rank's slices of the newest values so far.
+        """Swaps the versions, and copies this rank's slices of the newest values to the new newest.
 
-        The other ranks' slices follow with the gathers of the update.
+        The update then changes these slices, and gathers the slices of the other ranks.
         """
         self.gatherer.wait_all()
         for group in self._groups:
@@ -65,14 +66,14 @@ class Versions:
             bucket.storage.tensor.copy_(storage.tensor)
 
     def show(self, newest: bool) -> None:
-        """Points the layers' parameters at a version.
+        """Points the layers' parameters at the newest or at the previous version.
 
-        Only passes on the newest version wait for its gathers.
+        Passes on the previous version do not wait for gathers, which only change the newest.
         """
         which = self._newest if newest else 1 - self._newest
         if which != self._shown:
             self._shown = which
-            # unguards the parameters: setting the data of a guarded parameter waits for its gather
+            # removes the guards: setting `.data` of a guarded parameter waits for its gather
             self.gatherer.show(newest=False)
             for param, views in self._views:
                 param.data = views[which]
@@ -82,8 +83,8 @@ class Versions:
         """Completes the previous version after slices were set. Collective.
 
         Args:
-            both: whether slices of both versions were set, so that the previous version must be
-                gathered. Otherwise it becomes equal to the newest.
+            both: whether slices of both versions were set. If so, the previous version is gathered.
+                If not, it becomes a copy of the newest.
         """
         self.gatherer.wait_all()
         for bucket, storage in self._before.items():
