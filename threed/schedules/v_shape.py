@@ -11,9 +11,9 @@ third, and its ranks are idle for about two thirds as long. Sources: Qi et al. 2
 2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
 
 ZB-V has a fixed order. V-Half and V-Min start with a pattern for one micro-batch that can be
-repeated for every micro-batch within the memory limit. Several orders are derived from the pattern: the repeated
-pattern itself, with its beginning and end moved as early as possible, and orders from list
-scheduling. W is placed when ranks would be idle or need memory. The order with the smallest
+repeated for every micro-batch within the memory limit. Several orders are derived from the pattern:
+the repeated pattern itself, with its beginning and end moved as early as possible, and orders from
+list scheduling. W is placed when ranks would be idle or need memory. The order with the smallest
 makespan is then improved along its critical path.
 """
 
