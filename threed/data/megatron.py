@@ -80,7 +80,7 @@ def pair_of(path: Path) -> tuple[Path, Path]:
 
 
 def is_megatron(path: Path) -> bool:
-    """Returns whether `path` names a pair: a .bin, a .idx, or the prefix of an existing file."""
+    """Returns whether `path` names a pair: a .bin, a .idx, or the prefix of an existing one."""
     return path.name.endswith((".bin", ".idx")) or (
         not path.exists() and any(p.exists() for p in pair_of(path))
     )

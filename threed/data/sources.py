@@ -1,9 +1,9 @@
 """Text sources: the files of a corpus, its sha256, and its documents as a stream of pieces.
 
 Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder of them, or
-`standard_library()`, which is always available; then `source.sha256()` and
-`for piece in source.pieces(): …`. At most one piece (about 1 MiB; one line for .jsonl) is
-in memory.
+`standard_library()` for the default corpus; then `source.sha256()` and
+`for piece in source.pieces(): …`. Memory holds about one piece at a time: about 1 MiB of a .txt or
+one line of a .jsonl.
 """
 
 from __future__ import annotations
@@ -52,7 +52,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TextFile:
-    """A named file of a corpus."""
+    """A file of a corpus.
+
+    Attributes:
+        name: path relative to the folder of the corpus, or the file's name without a folder.
+        path: path of the file.
+    """
 
     name: str
     path: Path

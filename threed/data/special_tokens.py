@@ -253,7 +253,7 @@ def _prefix(processor: Any) -> tuple[int, ...]:
 
 
 def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the special tokens that no text is encoded to if their spelling is treated as text.
+    """Returns the special tokens that text is never encoded to with special_tokens "text".
 
     The result has all special tokens except the unknown token.
     """

@@ -32,7 +32,7 @@ from threed.monitor import metrics
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-# Okabe and Ito's palette, whose colours differ for colour-blind readers, too
+# Okabe and Ito's palette, whose colours colour-blind readers can distinguish, too
 # (https://jfly.uni-koeln.de/color/).
 _BLUE = "#0072B2"
 _ORANGE = "#D55E00"

@@ -56,7 +56,7 @@ def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
 def perf(
     tokens: int, seconds: float, flops_per_token: float, world_size: int, peak: float | None = None
 ) -> dict[str, float]:
-    """Returns tokens per second, TFLOP/s per device and, if `peak` is given, MFU by metric name.
+    """Returns, by metric name, tokens per second, TFLOP/s per device and, with `peak`, MFU.
 
     Args:
         tokens: tokens processed by all devices.

@@ -17,8 +17,9 @@ _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
 def check_open(plan: Plan) -> None:
     """Checks `Plan.begun` and `Plan.left`: one count per rank, not increasing from stage to stage.
 
-    A later stage must not run a backward one step after an earlier stage, because the earlier stage
-    needs the gradient of the later one. Raises ValueError naming the rank and the action.
+    If an earlier stage runs a backward in this step, a later stage must not leave it to the next
+    step, because the earlier stage needs the gradient of the later one. Raises ValueError naming
+    the rank and the action.
     """
     for name, counts in (("begun", plan.begun), ("left", plan.left)):
         if not counts:

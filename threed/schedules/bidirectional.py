@@ -36,7 +36,7 @@ first on a rank, and `far` the other chunk:
 
 1. forwards of near
 2. a forward of near, then a forward of far, repeatedly
-3. a split backward of far (its two parts in sequence), then a forward of far, repeatedly
+3. the input gradient, then the weight gradient, then a forward, all of far, repeatedly
 4. two pairs, repeatedly: forward of near with backward of far, forward of far with backward of near
 5. as 4, but without the forward of near: backward of far alone, then the second pair
 6. a backward of far, then a backward of near, repeatedly; in the second half of this phase
@@ -198,8 +198,8 @@ class _Rank:
     def _steady(self) -> None:
         """Runs phases 4 and 5.
 
-        On the last rank before the turning point the first forward and backward of phase 4 run in
-        sequence, not as a pair, so that other ranks get the result of the forward earlier.
+        On the last rank before the turning point, the first forward of near and the first backward
+        of far run in sequence, not as a pair, so that the result of the forward is ready earlier.
         """
         for number in range(self.count - 2 * self.ranks + self.depth + 1):
             first = self._forward(self.near), self._backward(self.far)

@@ -96,8 +96,8 @@ def svg(
         legend: whether to add a legend.
         unit: unit of the times, shown on the axis; "s" may be shown as ms or µs.
         ways: `Plan.ways`, for the legend.
-        extent: the shortest length of time that the width of the chart represents. The same value,
-            at least the longest plan, gives several charts the same scale.
+        extent: minimum length of time that the width of the chart represents. Charts have the same
+            scale if they have the same `extent`, and none of them is longer.
     """
     page = _page(spans_per_rank, 12 + 26 * bool(title) + 20 * bool(subtitle), extent)
     body = [*_headings(title, subtitle), *_lanes(page), *_axis(page, unit)]

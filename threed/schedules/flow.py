@@ -124,7 +124,7 @@ class Filled:
     def beats(self, other: Filled | None) -> bool:
         """Returns whether `self` has a smaller makespan, or an equal makespan and a smaller span.
 
-        Values that differ only by rounding are equal. Returns True without `other`.
+        Values that differ only by rounding are equal. The result is True if `other` is None.
         """
         if other is None:
             return True
@@ -142,7 +142,7 @@ class _Rank:
         self.now = 0.0
         self.begin = 0.0
         self.activations = 0  # live activations; a micro-batch on one chunk counts as 1
-        self.waiting: list[int] = []  # positions of all I so far; W is pending from `first` on
+        self.waiting: list[int] = []  # all I so far; from index `first` on, their W is pending
         self.first = 0
         self.out: list[int] = []  # the actions so far, as in `Filled.ranks`
 

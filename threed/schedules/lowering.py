@@ -22,7 +22,8 @@ from threed.schedules.play import Spans, play
 from threed.schedules.validation import add_validation
 
 _UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
-# Order at equal times: ends before starts; messages first, since other ranks wait for them.
+# Order at equal times: ends before starts. Messages come before reductions, since other ranks wait
+# for messages.
 _GATHER, _MESSAGE, _REDUCE, _NORM, _UPDATE, _START, _PHASES = range(7)
 # (rank, kind, chunk) -> (kind of send, kind of receive, receiving rank, its chunk)
 Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]
@@ -31,8 +32,8 @@ Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]
 def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
     """Returns the plan with communication: sends, receives and reductions.
 
-    A send and its receive are placed at the time at which the result is computed. A message
-    within a rank needs neither. REDUCE follows a chunk's last backward.
+    A send and its receive are placed at the time at which the result is computed. If the next stage
+    is on the same rank, no message is sent. REDUCE follows a chunk's last backward.
 
     A plan with a previous step also gets NORM and UPDATE on every rank. NORM is placed when the
     last rank has reduced the gradients of the previous step. UPDATE is placed before the backward
@@ -41,8 +42,8 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
 
     Args:
         plan: a plan with compute actions only.
-        gathers: whether to add GATHER, as early as possible: directly after the compute action
-            before the one that needs the parameters.
+        gathers: whether to add GATHER before every action that needs parameters, as early as
+            possible: directly after the previous compute action.
         validates: whether to add VALIDATE, as late as possible (see validation.py).
 
     Raises:

@@ -94,9 +94,11 @@ class Plan:
         return max(self.begun, default=0)
 
     def is_open(self, rank: int, microbatch: int) -> bool:
-        """Returns whether this plan runs the backward of a micro-batch of the previous step.
+        """Returns whether the previous plan left a rank's backward of a micro-batch to this plan.
 
-        rank: the rank that runs the backward. microbatch: the micro-batch, below 0.
+        Args:
+            rank: pipeline rank.
+            microbatch: index of the micro-batch, below 0 for the previous step.
         """
         return bool(self.begun) and -self.begun[rank] <= microbatch < 0
 
@@ -132,7 +134,7 @@ class Plan:
         return chunk * self.ways // self.chunks
 
     def locate(self, stage: int, way: int = 0) -> Place:
-        """Returns the (rank, chunk) that holds a stage, in a direction.
+        """Returns the (rank, chunk) that holds a stage for the direction `way`.
 
         Raises ValueError if no rank holds the stage.
         """

@@ -146,8 +146,8 @@ def validate(plan: Plan) -> None:
 
     Raises:
         ValueError: an action is missing, repeated, misordered, unmatched or used before it arrives;
-            the plan deadlocks with blocking transfers; or a reduction precedes a weight
-            gradient. The message names the rank and the action.
+            the plan deadlocks with blocking transfers; or a reduction precedes a weight gradient of
+            its chunk. The error names the rank and the action.
     """
     play(plan, lambda *_: 1.0)
     if any(action.kind not in COMPUTE for actions in plan.ranks for action in actions):

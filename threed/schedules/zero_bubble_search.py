@@ -82,7 +82,7 @@ def planned(
 ) -> Plan:
     """Returns the plan of `zb_auto` under the smaller of `limit` and the default limit.
 
-    `build` calls this function. Its arguments have the same meaning as for `zb_auto`.
+    `build` calls this function. The arguments have the same meaning as for `zb_auto`.
     """
     limit = None if limit is None else min(limit, _default_limit(stages, chunks))
     return zb_auto(stages, microbatches, costs, limit, chunks)
@@ -130,8 +130,8 @@ class _Search:
     def attempt(self, orders: Orders | None, patient: bool) -> Filled | None:
         """Simulates orders and keeps the result if it is one of the best.
 
-        Returns the result; None without orders, if the search is over, or if the orders
-        exceed the memory limit or deadlock.
+        Returns the result; None if `orders` is None, if the search is over, or if the orders exceed
+        the memory limit or deadlock.
         """
         if orders is None or self.is_over:
             return None
