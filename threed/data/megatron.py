@@ -160,21 +160,13 @@ def open_tokens(path: Path) -> Tokens:
 
 @dataclass(frozen=True)
 class Borders:
-    """How many documents of a pair begin with bos and end with the end-of-text token.
+    """How many documents of a pair begin with bos and end with the end-of-text token."""
 
-    Attributes:
-        documents: number of documents that have tokens.
-        ended: number of documents that end with the end-of-text token.
-        begun: number of documents that begin with bos.
-        alike: number of documents that end with `last_id`.
-        last_id: the most frequent last id of documents that do not end with the end-of-text token.
-    """
-
-    documents: int
-    ended: int
-    begun: int
-    alike: int
-    last_id: int
+    documents: int  # number of documents that have tokens
+    ended: int  # number of documents that end with the end-of-text token
+    begun: int  # number of documents that begin with bos
+    alike: int  # number of documents that end with `last_id`
+    last_id: int  # the most frequent last id of documents that are not counted in `ended`
 
     def notice(self, name: str, tokenizer: Tokenizer) -> str:
         """Returns a warning per problem with how documents begin or end, one per line.

@@ -22,7 +22,7 @@ from threed.schedules.play import Spans, play
 from threed.schedules.validation import add_validation
 
 _UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
-# Order at equal times: ends before starts. Messages come before reductions, since other ranks wait
+# Order at equal times: ends before starts, and messages before reductions, because other ranks wait
 # for messages.
 _GATHER, _MESSAGE, _REDUCE, _NORM, _UPDATE, _START, _PHASES = range(7)
 # (rank, kind, chunk) -> (kind of send, kind of receive, receiving rank, its chunk)
