@@ -3,10 +3,10 @@
 Use: `data = open_data(None, "bytes", split=0.05, seq=128, seed=1)`, then
 `data.train.batch(first=0, count=8)`.
 
-Files, in the order of the data flow: sources (.txt, .jsonl, folders, and the default: Python's
-standard library), tokenizer, encode, cache, megatron (.bin/.idx, read and written), samples
-(windows and their order), prefetch (a background thread), dataset (`open_data`, which combines
-them).
+Modules, in the order of the data flow: sources (.txt, .jsonl and folders; by default Python's
+standard library), tokenizer, encode, cache, megatron (reads and writes .bin/.idx), samples (windows
+of tokens and their order), prefetch (a background thread), dataset (`open_data`, which combines the
+others).
 """
 
 from __future__ import annotations

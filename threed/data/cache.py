@@ -1,13 +1,14 @@
 """The cache folder. An entry is built once, appears atomically, and never changes afterwards.
 
-Use: `folder, notice = cache_folder()`; `entry = build_once(folder, name, build)`, where
-`build(scratch)` writes files into an empty folder and returns a record for JSON; then
-`entry.record` and `entry.folder / "tokens.bin"`.
+Use: `folder, notice = cache_folder()`; `entry = build_once(folder, name, build)`, in which
+`build(scratch)` writes files into an empty folder and returns a record that is saved as JSON; then
+read `entry.record` and the files, such as `entry.folder / "tokens.bin"`.
 
 A build writes into a scratch folder with a unique name, calls fsync, and renames the folder. The
-atomic rename alone makes this safe for any number of processes, and a killed process leaves no
-invalid entry. A kernel file lock, which is released when its process exits, only avoids duplicate
-work. On a file system without locks all processes build the entry and one rename succeeds.
+atomic rename alone makes a build safe for any number of processes, and a killed process leaves no
+invalid entry. A kernel file lock, which the kernel releases when the process exits, only avoids
+duplicate work: on a file system without locks, every process builds the entry and the first rename
+succeeds.
 """
 
 from __future__ import annotations
@@ -28,12 +29,17 @@ from threed.core.atomic import cache_folder as cache_folder
 from threed.core.atomic import sync
 from threed.core.disk import FULL, in_units
 
-ABANDONED_S = 86400.0
+ABANDONED_S = 86400.0  # age in seconds above which a scratch folder is removed
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A complete entry: its folder, and the record from its builder."""
+    """A complete entry.
+
+    Attributes:
+        folder: the folder with the files of the entry.
+        record: the record that the entry's `build` returned.
+    """
 
     folder: Path
     record: dict[str, Any]
@@ -48,7 +54,7 @@ def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]])
         build: writes the files of the entry into an empty folder and returns the record.
 
     Raises:
-        OSError: the disk is full; the message has the folder. Errors of `build` pass through.
+        OSError: the disk is full; the message names the folder. Errors of `build` pass through.
     """
     with _lock(folder / f"{name}.lock"):
         entry = _read(folder / name)
@@ -72,10 +78,10 @@ def build_once(folder: Path, name: str, build: Callable[[Path], dict[str, Any]])
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    # Read-only, so that users who share a cache can lock each other's files.
+    # Opened read-only, so that users who share a cache can lock files of other users.
     descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
-        # OSError: a file system without locks. Entries are valid without a lock too.
+        # OSError: the file system has no locks. Entries are valid without a lock, too.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -86,14 +92,14 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _scratch(folder: Path, name: str) -> Path:
-    """Makes a folder with a unique name. Unlike tempfile's, its permissions follow the umask."""
+    """Makes a folder with a unique name and, unlike tempfile, with permissions from the umask."""
     path = folder / f"{name}.building-{secrets.token_hex(8)}"
     path.mkdir()
     return path
 
 
 def _read(folder: Path) -> Entry | None:
-    """Returns the entry in `folder` if it is complete: every file has the recorded size."""
+    """Returns the entry in `folder`, or None if a file is missing or has another size."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         sizes = {name: (folder / name).stat().st_size for name in meta["sizes"]}
@@ -114,7 +120,11 @@ def _fill(scratch: Path, build: Callable[[Path], dict[str, Any]]) -> None:
 
 
 def _publish(scratch: Path, folder: Path) -> Entry:
-    """Renames `scratch` to `folder` if that does not exist, and returns the entry in `folder`."""
+    """Renames `scratch` to `folder` and returns the entry.
+
+    If another process already published a valid entry in `folder`, returns that entry; a damaged
+    one is replaced. Raises OSError if this fails.
+    """
     for _ in range(2):
         try:
             scratch.rename(folder)
@@ -125,7 +135,8 @@ def _publish(scratch: Path, folder: Path) -> Entry:
         entry = _read(folder)
         if entry is not None:
             return entry
-        # The entry is damaged. Rename it atomically first, so that no process reads a partial one.
+        # The entry is damaged. Rename it atomically before its removal, so that no process reads
+        # a partly removed entry.
         aside = _scratch(folder.parent, folder.name)
         with contextlib.suppress(OSError):
             folder.rename(aside / "damaged")
@@ -140,8 +151,8 @@ def _publish(scratch: Path, folder: Path) -> Entry:
 def _remove_abandoned(scratch: Path, name: str) -> None:
     """Removes scratch folders of this entry that are more than a day older than `scratch`.
 
-    Killed builders leave them. The age is by the file system's clock, since the clock of another
-    machine may be days off.
+    Killed processes leave such folders. Ages are differences of the file system's times, since the
+    clock of another machine may be days off.
     """
     now = scratch.stat().st_mtime
     for path in scratch.parent.glob(f"{name}.building-*"):

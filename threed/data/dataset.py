@@ -3,9 +3,10 @@
 Use: `problems = find_problems(path, tokenizer, split)`, then `data = open_data(path, tokenizer,
 split, seq, seed)`; `data.train.batch(first, count)`.
 
-Steps: find the source; compute its sha256 (cached by file sizes and times); write the token file
-and measure statistics (cached by that sha256, the tokenizer and the split); create two views of one
-memory map. All ranks may call it at the same time; one of them builds the cache entries.
+Steps of `open_data`: find the source; compute its sha256, which is cached by file sizes and times;
+write the token file and measure statistics, which are cached by the sha256, the tokenizer and the
+split; create the training and the validation view of one memory map. All ranks may call `open_data`
+at the same time; one of them builds the cache entries.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from threed.data.tokenizer import Bos, SpecialTokens, Tokenizer, Tokens, load_to
 
 # Part of every cache key. Increase it when the content of the entries changes.
 LAYOUT = 2
-# A file system with a coarse clock may not record a second change within this time, so the stamp
-# of files that were changed more recently is not trusted.
+# A file system with a coarse clock may give two changes within this time (in seconds) the same
+# time stamp. So results for files that were changed more recently are not cached.
 FRESH_S = 2.0
 # Number of tokens to check at a time.
 BLOCK = 1 << 22
-# Number of tokens to measure entropy and bytes per token. More would hardly change the result, and
-# decoding all tokens could take hours.
+# Maximum number of tokens from which entropy and bytes per token are measured. More tokens would
+# hardly change the result, and decoding all tokens could take hours.
 MEASURED_TOKENS = 1 << 22
 
 
@@ -59,9 +60,9 @@ class Data:
     Attributes:
         train: training samples.
         valid: validation samples.
-        tokenizer: the tokenizer of both.
+        tokenizer: the tokenizer of both splits.
         vocab: vocabulary size of the tokenizer.
-        sha256: hash of the names and contents of the corpus' files.
+        sha256: hash of the names and contents of the files in the corpus.
         description: name and size of the corpus, for logs.
         notice: warnings for the user, one per line; may be empty.
         unigram_entropy: entropy of the token frequencies in the validation split, in nats per
@@ -85,7 +86,11 @@ class Data:
         return math.log(self.vocab)
 
     def bytes_per_label(self, windows: int) -> float:
-        """Returns the mean bytes of text per label of the first validation windows."""
+        """Returns the mean bytes of text per label.
+
+        Args:
+            windows: number of validation windows to measure, from the first one.
+        """
         return bytes_per_token(self.valid.labels(windows), self.tokenizer)
 
 
@@ -98,8 +103,8 @@ def open_data(
     Args:
         path: a .txt, a .jsonl, a folder of them or a Megatron pair; None: the default corpus.
         tokenizer: see `load_tokenizer`.
-        split: fraction of the data for validation. It is the end of the tokens; for the default
-            corpus it is a set of files, chosen by a hash of their path.
+        split: fraction of the data for validation. The validation data are the last tokens; in the
+            default corpus they are files that are chosen by a hash of their path.
         seq: sample length in tokens.
         seed: seed of the training order.
         cache: see `cache_folder`.
@@ -108,7 +113,7 @@ def open_data(
 
     Raises:
         ValueError: the data are missing, empty, malformed, too short for one sample of either
-            split, or have ids outside of the vocabulary; the message has the fix.
+            split, or have ids outside of the vocabulary; the message states the fix.
     """
     _check_split(split)
     encoder = load_tokenizer(tokenizer, bos, special_tokens)
@@ -153,7 +158,7 @@ def find_problems(
         split: as in `open_data`.
         bos: as in `open_data`.
         special_tokens: as in `open_data`.
-        fits: a function that returns further problems of the tokenizer.
+        fits: a function that takes the tokenizer and returns further problems with it.
     """
     problems: list[str] = []
     checks: list[Callable[[], object]] = [
@@ -238,6 +243,8 @@ def _cached(
 ) -> dict[str, Any]:
     """Returns the result of `read`, from the cache if the files have not changed since.
 
+    Files that were changed less than `FRESH_S` ago are read without the cache.
+
     Args:
         folder: the cache folder.
         stamp: hash of the files' metadata.
@@ -252,7 +259,7 @@ def _cached(
 def _tokenize(
     source: TextSource, tokenizer: Tokenizer, split: float, scratch: Path
 ) -> dict[str, Any]:
-    """Writes tokens.bin, with the validation tokens last, and returns the record."""
+    """Writes tokens.bin, with the validation tokens last, and returns the cache record."""
     before = source.stamp()
     groups = _by_path(source.files, split) if source.split_by == "path" else [source.files]
     with (scratch / "tokens.bin").open("wb") as out:
@@ -273,9 +280,9 @@ def _tokenize(
 def _by_path(files: tuple[TextFile, ...], split: float) -> list[tuple[TextFile, ...]]:
     """Returns the training and the validation files.
 
-    The hash of its name decides the split of a file. But a file that is larger than the validation
-    share is always used for training: in Python 3.11 one file of help texts would otherwise be 62 %
-    of the validation data.
+    The hash of a file's name decides whether the file is for validation. But a file that is larger
+    than `split` times the size of all files is always for training: in Python 3.11 one file of help
+    texts would otherwise be 62 % of the validation data.
     """
     share = split * sum(f.size for f in files)
     held_out = {f.name for f in files if _fraction(f.name) < split and f.size <= share}
@@ -339,7 +346,7 @@ def _cut(tokens: int, split: float) -> int:
 
 
 def _measure(valid: Tokens, tokenizer: Tokenizer, split: float) -> dict[str, float]:
-    """Returns the statistics of a validation split for `Data`, from its first `MEASURED_TOKENS`."""
+    """Returns the statistics in `Data`, measured on the first `MEASURED_TOKENS` of `valid`."""
     if not len(valid):
         raise ValueError(
             f"--data.split {split} leaves no validation data. Give a larger one, or more data"
@@ -364,20 +371,23 @@ def bytes_per_token(tokens: Tokens, tokenizer: Tokenizer) -> float:
 
 
 def entropy(counts: Tokens) -> float:
-    """Returns the entropy of the frequencies `counts`, in nats: log n - (sum of c log c) / n."""
+    """Returns the entropy of a distribution in nats: log n - (sum of c log c) / n.
+
+    counts: [vocab], the number c of occurrences of each token; n is the sum of `counts`.
+    """
     seen = counts[counts > 0].astype(np.float64)
     total = seen.sum()
     return max(0.0, math.log(total) - float((seen * np.log(seen)).sum()) / float(total))
 
 
 def id_range(tokens: Tokens) -> tuple[int, int]:
-    """Returns the smallest and the largest id."""
+    """Returns the smallest and the largest id. tokens: [n], n > 0."""
     ranges = [(int(block.min()), int(block.max())) for _, block in _blocks(tokens)]
     return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def first_outside(tokens: Tokens, vocab: int) -> int | None:
-    """Returns the offset of the first id below 0 or from `vocab` on, or None."""
+    """Returns the offset of the first id that is not in [0, vocab), or None."""
     for start, block in _blocks(tokens):
         outside = (block < 0) | (block >= vocab)
         if outside.any():

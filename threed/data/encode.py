@@ -1,8 +1,8 @@
 """Encodes pieces of text into token arrays, a few MiB at a time.
 
-Use: `for tokens, ends in encode(source.pieces(), tokenizer): …`. A document begins with the bos
-token, if the tokenizer adds one, and ends with the end-of-text token, which separates documents in
-the flat sequence of training tokens.
+Use: `for tokens, ends in encode(source.pieces(), tokenizer): …`. The tokens of a document begin
+with the bos token, if the tokenizer adds one, and end with the end-of-text token, which separates
+documents in the flat sequence of training tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ GROUP_BYTES = 4 << 20
 
 
 def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Tokens, bool]]:
-    """Yields the tokens of each piece, and whether the piece ends a document.
+    """Yields (the tokens of a piece, whether the piece ends a document).
 
-    The tokens include bos at the beginning and the end of text at the end of a document.
+    The first piece of a document begins with the tokenizer's `bos_ids`, and the last piece ends
+    with its `eot`.
     """
     begins = True
     for group in _groups(pieces):

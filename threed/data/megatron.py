@@ -8,8 +8,7 @@ tokenizer)` writes a pair from text.
 Layout of the .idx, all little-endian (Megatron-LM, megatron/core/datasets/indexed_dataset.py):
 "MMIDIDX" and two zero bytes · uint64 version = 1 · uint8 dtype code · uint64 sequences · uint64
 document indices (number of documents + 1) · int32 length of each sequence · int64 byte offset of
-each sequence · int64 index of each document's first sequence, and at the end the number of
-sequences.
+each sequence · int64 index of each document's first sequence, followed by the number of sequences.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from threed.data.tokenizer import Tokenizer, Tokens, token_dtype
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-LONGEST_SEQUENCE = (1 << 31) - 1
+LONGEST_SEQUENCE = (1 << 31) - 1  # in tokens, since the .idx stores lengths as int32
 BLOCK = 1 << 20  # number of documents to count at a time
 
 
@@ -44,7 +43,7 @@ class MegatronIndex:
         dtype: dtype of the tokens.
         lengths: [n], length of each sequence in tokens.
         offsets: [n], offset of each sequence in bytes.
-        documents: [d + 1], index of each document's first sequence, and n.
+        documents: [d + 1], index of each document's first sequence, followed by n.
     """
 
     dtype: np.dtype[Any]
@@ -55,7 +54,15 @@ class MegatronIndex:
 
 @dataclass(frozen=True)
 class TokenizeSummary:
-    """The counts and files of a pair written by `tokenize_to_megatron`."""
+    """The result of `tokenize_to_megatron`.
+
+    Attributes:
+        documents: number of documents.
+        tokens: number of tokens.
+        dtype: name of the tokens' dtype.
+        files: paths of the .bin and the .idx.
+        notice: a warning about ignored files; may be empty.
+    """
 
     documents: int
     tokens: int
@@ -65,7 +72,7 @@ class TokenizeSummary:
 
 
 def pair_of(path: Path) -> tuple[Path, Path]:
-    """Returns (.bin, .idx) of a pair, from its prefix or either file."""
+    """Returns the paths (.bin, .idx) of a pair from its prefix, its .bin or its .idx."""
     prefix = str(path)
     if prefix.endswith((".bin", ".idx")):
         prefix = prefix[:-4]
@@ -73,14 +80,14 @@ def pair_of(path: Path) -> tuple[Path, Path]:
 
 
 def is_megatron(path: Path) -> bool:
-    """Returns whether `path` names a pair: a .bin or .idx file, or an existing one's prefix."""
+    """Returns whether `path` names a pair: a .bin, a .idx, or the prefix of an existing one."""
     return path.name.endswith((".bin", ".idx")) or (
         not path.exists() and any(p.exists() for p in pair_of(path))
     )
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """Memory-maps an .idx file. Raises ValueError with the problem if it is not a valid index."""
+    """Memory-maps an .idx file. Raises ValueError if it is not a valid index."""
     size = path.stat().st_size
     head = len(MAGIC) + HEADER.size
     with path.open("rb") as file:
@@ -121,7 +128,7 @@ def open_tokens(path: Path) -> Tokens:
 
     Raises:
         ValueError: a file is missing, the files do not match, or sequences are not contiguous; the
-            message has the fix.
+            message states the fix.
     """
     data, index_path = pair_of(path)
     for file, other in ((data, index_path), (index_path, data)):
@@ -153,16 +160,23 @@ def open_tokens(path: Path) -> Tokens:
 
 @dataclass(frozen=True)
 class Borders:
-    """Counts of the first and last tokens of the documents of a pair."""
+    """How many documents of a pair begin with bos and end with the end-of-text token."""
 
-    documents: int  # documents with tokens
-    ended: int  # documents that end with the end-of-text token
-    begun: int  # documents that begin with bos
-    alike: int  # documents that end with `last_id`
-    last_id: int  # the most frequent last id of documents without the end-of-text token
+    documents: int  # number of documents that have tokens
+    ended: int  # number of documents that end with the end-of-text token
+    begun: int  # number of documents that begin with bos
+    alike: int  # number of documents that end with `last_id`
+    last_id: int  # the most frequent last id of documents that are not counted in `ended`
 
     def notice(self, name: str, tokenizer: Tokenizer) -> str:
-        """Returns the differences from the tokenizer's bos and end of text, one per line."""
+        """Returns a warning per problem with how documents begin or end, one per line.
+
+        The result is empty if all documents begin and end as the tokenizer requires.
+
+        Args:
+            name: name of the pair, for the warnings.
+            tokenizer: the tokenizer of the run.
+        """
         lines = []
         if missing := self.documents - self.ended:
             which = (
@@ -209,7 +223,10 @@ def count_borders(tokens: Tokens, index: MegatronIndex, tokenizer: Tokenizer) ->
 
 
 def _with_tokens(borders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the offsets of the first token of each non-empty document, and after its last one."""
+    """Returns (offset of the first token, offset after the last token) per non-empty document.
+
+    borders: [d + 1], the offsets at which documents begin, followed by the end of the last one.
+    """
     first, end = borders[:-1], borders[1:]
     return first[end > first], end[end > first]
 
@@ -219,9 +236,10 @@ def tokenize_to_megatron(
 ) -> TokenizeSummary:
     """Writes the text at `src` as a pair, with one sequence per document.
 
-    Every document begins with the tokenizer's `bos_ids`, if any, and ends with its end of text. The
-    text is streamed: memory is about 30 MiB with bytes or 300 MiB with a tokenizer.json, plus 12
-    bytes per document. The final names appear when the files are complete.
+    Every document begins with the tokenizer's `bos_ids`, if any, and ends with its `eot`. The text
+    is streamed: memory use is about 30 MiB with the tokenizer "bytes", or 300 MiB with a
+    tokenizer.json, plus 12 bytes per document. The files get their final names when they are
+    complete.
 
     Args:
         src: a .txt, a .jsonl or a folder of them.
@@ -229,14 +247,14 @@ def tokenize_to_megatron(
         tokenizer: the tokenizer.
 
     Raises:
-        ValueError: the text is invalid, or the pair exists.
+        ValueError: the text is invalid, or a file of the pair already exists.
     """
     source = find_text(Path(src).expanduser())
     finals = pair_of(Path(dst_prefix).expanduser())
     for final in finals:
         if final.exists():
             raise ValueError(f"{final} exists. Remove it, or choose another name")
-    # The index is renamed last. A pair without it is rejected, so a partial data set is never read.
+    # The .idx is renamed last. A .bin without an .idx is rejected, so no partial pair is ever read.
     with (
         building(*finals) as (bin_path, idx_path),
         bin_path.open("xb") as data,
@@ -256,7 +274,13 @@ def tokenize_to_megatron(
 
 
 class MegatronWriter:
-    """Writes tokens to an open .bin, document by document, and then the .idx."""
+    """Writes tokens to an open .bin, document by document, and then the .idx.
+
+    Args:
+        data: the open .bin.
+        dtype: dtype of the tokens in the file.
+        longest: maximum length of a sequence in tokens; longer documents become several sequences.
+    """
 
     def __init__(
         self, data: BinaryIO, dtype: np.dtype[Any], longest: int = LONGEST_SEQUENCE
@@ -264,14 +288,14 @@ class MegatronWriter:
         self.dtype = dtype
         self.tokens = 0
         self._data = data
-        self._longest = longest  # the .idx counts a sequence's tokens in 31 bits
-        self._begin = 0  # offset of the open sequence's first token
+        self._longest = longest
+        self._begin = 0  # offset, in tokens, of the first token of the unfinished sequence
         self._lengths = array("i")
         self._documents = array("q", [0])
 
     @property
     def documents(self) -> int:
-        """The number of documents ended so far."""
+        """Number of documents ended so far."""
         return len(self._documents) - 1
 
     def add(self, tokens: Tokens) -> None:

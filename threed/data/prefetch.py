@@ -2,8 +2,9 @@
 
 Use: `with Prefetcher(fetch, start=7) as batches: batches.get(7); batches.get(8); …`
 
-The thread calls `fetch(step)` for step, step + 1, … and keeps at most `depth` results. A request
-for any other step discards the results and restarts at that step.
+The thread calls `fetch` for the steps start, start + 1, … and keeps at most `depth` results that
+`get` has not taken. If `get` requests a step out of order, the thread discards its results and
+restarts at that step.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ T = TypeVar("T")
 class Prefetcher(Generic[T]):
     """Computes `fetch(step)` up to `depth` steps ahead in one background thread.
 
-    An exception in `fetch` is raised by `get` of that step, with the original traceback.
+    If `fetch` raises an exception for a step, `get` of that step raises the same exception, with
+    the original traceback.
 
     Args:
         fetch: a pure function of the step.
         start: the first step.
-        depth: maximum number of results to keep.
+        depth: maximum number of results to keep, at least 1.
 
     Raises:
         ValueError: depth is below 1.
@@ -43,7 +45,11 @@ class Prefetcher(Generic[T]):
         self._restart(start)
 
     def get(self, step: int) -> T:
-        """Returns `fetch(step)`, waiting for it if needed, or raises its exception."""
+        """Returns `fetch(step)`, after waiting for it if needed, or raises its exception.
+
+        Raises:
+            RuntimeError: the prefetcher is closed.
+        """
         if step != self._wanted:
             self._restart(step)
         future = self._ahead.popleft()
@@ -54,11 +60,11 @@ class Prefetcher(Generic[T]):
         self._submit()
         try:
             return future.result()
-        except _Skipped:  # a fetch of an earlier step failed
+        except _Skipped:  # not computed, because the fetch of an earlier step failed
             return self.get(step)
 
     def close(self) -> None:
-        """Ends the thread after the running fetch. Further calls have no effect."""
+        """Waits for the running fetch and ends the thread. Further calls have no effect."""
         if not self._closed.done():
             self._closed.set_result(None)
         self._stop.set()
@@ -97,4 +103,4 @@ class Prefetcher(Generic[T]):
 
 
 class _Skipped(Exception):
-    """Raised for a fetch that did not run."""
+    """Raised instead of a fetch, because an earlier fetch failed or the steps restarted."""

@@ -1,11 +1,11 @@
 """Fixed-length samples from a flat token sequence, in an order computed from (seed, index).
 
-Use: `samples = Samples(tokens, seq=128, seed=1)`; `samples.batch(first, count)` returns the samples
-that a run consumes after `first` samples. The number of consumed samples is the only state that a
-checkpoint needs.
+Use: `samples = Samples(tokens, seq=128, seed=1)`; `samples.batch(first, count)` returns the next
+`count` samples of a run that has consumed `first` samples. The number of consumed samples is the
+only state that a checkpoint needs.
 
-A sample index determines (epoch, position in the epoch). A permutation keyed with (seed, epoch)
-maps the position to a window of tokens.
+The index of a sample determines its epoch and its position in the epoch. A permutation keyed with
+(seed, epoch) maps the position to a window of tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from threed.data.tokenizer import Tokens
 
-# Number of Feistel rounds. With four, the permutations of fewer than ten windows are visibly uneven
-# over epochs; with six they are even.
+# Number of Feistel rounds. With four rounds, the permutations of fewer than ten windows are visibly
+# not uniform over the epochs; with six rounds they are.
 ROUNDS = 6
 # The multipliers of splitmix64's finaliser (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
 # number generators").
@@ -32,8 +32,8 @@ class Samples:
     """Windows of `seq` tokens with stride `seq`, each with one more token for the shifted labels.
 
     With `shuffle`, sample i of the run is window permutation(seed, i // n)[i % n] of the n windows;
-    otherwise it is window i % n. `i` counts all samples that the run has consumed over all ranks
-    and epochs; it has no upper limit.
+    otherwise it is window i % n. The index i counts the samples of the run over all ranks and
+    epochs, and has no upper limit.
 
     Args:
         tokens: [n], token ids.
@@ -68,7 +68,7 @@ class Samples:
     def labels(self, windows: int) -> Tokens:
         """Returns the labels of the first `windows` windows, [windows * seq].
 
-        Without `shuffle` these are the labels of the first samples.
+        Without `shuffle` they are the labels of the first `windows` samples.
         """
         return self.tokens[1 : windows * self.seq + 1]
 
@@ -77,11 +77,18 @@ class Samples:
         return int(self._windows_of(np.asarray([index], dtype=np.uint64))[0])
 
     def batch(self, first: int, count: int) -> dict[str, torch.Tensor]:
-        """Returns samples first … first + count - 1 of the run.
+        """Returns the samples first … first + count - 1 of the run.
+
+        Args:
+            first: index of the first sample, at least 0.
+            count: number of samples.
 
         Returns:
-            int64 tensors: "tokens" [b, s], "labels" [b, s] (shifted by one token), "samples" [b]
-            (the sample indices).
+            int64 tensors: "tokens" [count, seq], "labels" [count, seq] (the tokens shifted by one),
+            "samples" [count] (the sample indices).
+
+        Raises:
+            ValueError: `first` is negative.
         """
         if first < 0:
             raise ValueError(f"sample index {first}: must not be negative")
@@ -110,11 +117,11 @@ class Samples:
 
 
 def permute(index: Words, size: int, seed: int, epoch: int) -> Words:
-    """Maps each index below `size` by a pseudorandom permutation keyed with (seed, epoch).
+    """Maps each index in [0, size) by a pseudorandom permutation keyed with (seed, epoch).
 
-    Uses O(1) memory: a Feistel network permutes the range up to the next power of four. A result
-    outside of `size` is permuted again until it is inside (fewer than four steps on average).
-    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+    The memory does not depend on `size`: a Feistel network permutes the numbers below the next
+    power of four. A result that is not below `size` is permuted again until it is, in fewer than
+    four steps on average. Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)

@@ -1,9 +1,9 @@
 """Text sources: the files of a corpus, its sha256, and its documents as a stream of pieces.
 
 Use: `source = find_text("data/")` for a .txt, a .jsonl (key "text") or a folder of them, or
-`standard_library()`, which is always available; then `source.sha256()` and
-`for piece in source.pieces(): …`. At most one piece (about 1 MiB; one line for .jsonl) is
-in memory.
+`standard_library()` for the default corpus; then `source.sha256()` and
+`for piece in source.pieces(): …`. Memory holds about one piece at a time: about 1 MiB of a .txt or
+one line of a .jsonl.
 """
 
 from __future__ import annotations
@@ -20,25 +20,31 @@ from typing import BinaryIO, Literal, NamedTuple
 from threed.core.parse import ParseError, parse_json, plain
 
 PIECE_BYTES = 1 << 20
-# white space and the UTF-8 byte-order mark
+# A .jsonl line of only these bytes is blank: white space and the UTF-8 byte-order mark.
 BLANK = b" \t\r\n\xef\xbb\xbf"
-# Byte-order marks. The UTF-8 mark is removed; files with the other marks are rejected. UTF-32 is
-# tried first, since its little-endian mark begins with the UTF-16 mark.
+# Byte-order marks. The UTF-8 mark is removed; files with another mark are rejected. UTF-32 is
+# compared first, since the little-endian UTF-32 mark begins with the UTF-16 mark.
 UTF8_MARK = b"\xef\xbb\xbf"
 OTHER_MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
 }  # fmt: skip
-# fraction of NULs in a piece above which it is treated as UTF-16 or UTF-32 without a mark
+# Fraction of NUL bytes above which a piece is rejected as UTF-16 or UTF-32 without a mark.
 MAX_NUL_SHARE = 0.25
 TEXT_ENDINGS = (".txt", ".jsonl")
-# The corpus excludes third-party code, tests, and folders with compiled files.
+# The default corpus excludes third-party code, tests, and folders with compiled files.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# A complete standard library has about 12 MB. Below this limit it is stripped, and too small.
+# A complete standard library has about 12 MB of sources. A library below this limit was stripped of
+# its sources and is too small for a corpus.
 MIN_LIBRARY_BYTES = 1_000_000
 
 
 class Piece(NamedTuple):
-    """A part of a document (normally UTF-8 text), and whether the document ends with it."""
+    """A part of a document.
+
+    Attributes:
+        data: the bytes, normally UTF-8 text.
+        ends: whether the document ends with this piece.
+    """
 
     data: bytes
     ends: bool
@@ -46,7 +52,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TextFile:
-    """A named file of a corpus."""
+    """A file of a corpus.
+
+    Attributes:
+        name: path relative to the folder of the corpus, or the file's name without a folder.
+        path: path of the file.
+    """
 
     name: str
     path: Path
@@ -68,9 +79,9 @@ class TextSource:
     Attributes:
         description: name and size of the corpus, for logs.
         files: its files.
-        split_by: "end": the last tokens are for validation. "path": the files are for validation if
-            the hash of their name is below the fraction, so that files keep their split if others
-            are added or removed.
+        split_by: "end": the last tokens are for validation. "path": a file is for validation if the
+            hash of its name is below the validation fraction, so that a file stays in its split if
+            other files are added or removed.
         notice: a warning about ignored files; may be empty.
     """
 
@@ -85,7 +96,7 @@ class TextSource:
         return sum(file.size for file in self.files)
 
     def sha256(self) -> str:
-        """Returns the hash of every file's name and content, each preceded by its length."""
+        """Returns the hash of the names and contents of all files, each preceded by its length."""
         digest = hashlib.sha256()
         for file in self.files:
             label = file.name.encode("utf-8", errors="surrogateescape")
@@ -97,15 +108,15 @@ class TextSource:
         return digest.hexdigest()
 
     def pieces(self, any_bytes: bool = False) -> Iterator[Piece]:
-        """Returns all documents, piece by piece; see `read_pieces`."""
+        """Yields the pieces of all documents; any_bytes: see `read_pieces`."""
         for file in self.files:
             yield from read_pieces(file, any_bytes)
 
     def stamp(self) -> tuple[str, float]:
-        """Returns a hash of the files' metadata, and the time of the newest change in Unix time.
+        """Returns (hash of the files' metadata, time of the newest change in Unix seconds).
 
-        The metadata are names, paths, sizes, times and inodes. The same hash means unchanged
-        contents, unless a file was written very recently.
+        The metadata are names, paths, sizes, times and inodes. If the hash is unchanged, so are the
+        contents, unless a file was written within the resolution of the file system's clock.
         """
         digest, newest = hashlib.sha256(), 0.0
         for file in self.files:
@@ -123,7 +134,7 @@ def find_text(path: Path) -> TextSource:
     A folder is read recursively, in the order of the names.
 
     Raises:
-        ValueError: the path has no text; the message has the fix.
+        ValueError: the path has no text; the message states the fix.
     """
     if not path.exists():
         raise ValueError(
@@ -162,7 +173,7 @@ def standard_library(folder: Path | None = None) -> TextSource:
         folder: the library's folder; None: the library of this Python.
 
     Raises:
-        ValueError: the folder has no sources, as in a zipped or stripped Python; the message has
+        ValueError: the folder has no sources, as in a zipped or stripped Python; the message states
             the fix.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
@@ -191,18 +202,19 @@ def _python_files(root: Path) -> list[str]:
 
 
 def read_pieces(file: TextFile, any_bytes: bool = False) -> Iterator[Piece]:
-    """Returns the documents of one file as pieces: the lines of a .jsonl, or all of a .txt.
+    """Returns the pieces of the documents in one file.
 
+    Each line of a .jsonl is a document of one piece. A .txt is one document of one or more pieces.
     Empty documents and a leading UTF-8 byte-order mark are skipped.
 
     Args:
         file: the file to read.
         any_bytes: whether a .txt may contain invalid UTF-8, which is returned unchanged. A .jsonl
-            must be UTF-8.
+            must always be UTF-8.
 
     Raises:
-        ValueError: invalid UTF-8, or a malformed line of a .jsonl; the message has the file and the
-            byte or line.
+        ValueError: invalid UTF-8, or a malformed line of a .jsonl; the message states the file and
+            the byte or line.
     """
     if file.name.endswith(".jsonl"):
         return _read_jsonl(file)
@@ -210,7 +222,10 @@ def read_pieces(file: TextFile, any_bytes: bool = False) -> Iterator[Piece]:
 
 
 def _list_files(folder: Path) -> list[str]:
-    """Lists the files under `folder`, except hidden ones. Each linked folder is visited once."""
+    """Returns the files under `folder`, sorted by name, except hidden files and folders.
+
+    Follows links to folders, except links to folders visited before, so that a loop of links ends.
+    """
     names: list[str] = []
     visited: set[str] = set()
     for here, folders, files in os.walk(folder, followlinks=True):
@@ -243,7 +258,7 @@ def _read_text(file: TextFile) -> Iterator[Piece]:
 
 
 def _check_pieces(file: TextFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Yields the pieces. Raises ValueError at the first byte that is not UTF-8."""
+    """Yields the pieces unchanged. Raises ValueError at the first byte that is not UTF-8."""
     with file.open() as stream:
         offset = len(UTF8_MARK) if stream.read(len(UTF8_MARK)) == UTF8_MARK else 0
     for piece in pieces:
@@ -253,7 +268,7 @@ def _check_pieces(file: TextFile, pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def check_utf8(data: bytes, place: str, offset: int) -> None:
-    """Raises ValueError, with the fix, if bytes are not UTF-8 text.
+    """Raises ValueError if bytes are not UTF-8 text; the message states the fix.
 
     Args:
         data: the bytes.
@@ -287,10 +302,15 @@ def _fix(encoding: str) -> str:
 
 
 def _piece_end(data: bytes) -> int:
-    """Returns the end of a piece: at a line if possible, else a word, else a UTF-8 character."""
+    """Returns the index at which to split `data`, which has more than `PIECE_BYTES` bytes.
+
+    It is the last line break or, without one, the last space, if at most `PIECE_BYTES` follow it;
+    otherwise the start of the last UTF-8 character.
+    """
     tail = len(data) - PIECE_BYTES
     line = data.rfind(b"\n", tail, len(data) - 1)
-    # White space before a word belongs to its token, so a new piece starts with the line break.
+    # White space before a word belongs to the word's token, so the next piece starts with the
+    # line break.
     while line > tail and data[line - 1 : line].isspace():
         line -= 1
     if line > tail:

@@ -1,8 +1,8 @@
-"""Special tokens from a tokenizer's configuration: the end of a document, and bos.
+"""The special tokens that a tokenizer's configuration names: the end of a document, and bos.
 
 Use: `named = read_specials(files)`; `named.complete(document)`; `end_of_document(named, ids,
-specials)`; `beginning(named, document, ids)`; `hide(document)`. A `document` is the
-object in a tokenizer.json, and `ids` maps its tokens to their ids.
+specials)`; `beginning(named, document, ids)`; `hide(document)`. Here `document` is the JSON object
+in a tokenizer.json, `ids` maps all tokens to their ids, and `specials` has the special tokens.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class NamedSpecials:
     """The special tokens in a tokenizer's configuration files.
 
     Attributes:
-        roles: the token of each specified role, such as eos_token.
-        added: further tokens, as entries of a tokenizer.json's added_tokens; an unknown id is
-            None.
-        add_bos: whether texts begin with the bos token; None if it is not specified.
+        roles: the token of each specified role in `ROLES`, such as eos_token.
+        added: tokens that the files name, in the format of a tokenizer.json's added_tokens; an
+            unknown id is None.
+        add_bos: whether texts begin with the bos token; None if the files do not specify it.
         model_ends: the ids that end a generation, from config.json and generation_config.json.
         model_bos: the bos id from config.json.
     """
@@ -53,7 +53,7 @@ class NamedSpecials:
     def complete(self, document: dict[str, Any]) -> bool:
         """Adds missing tokens to a tokenizer.json, and marks special tokens as special.
 
-        Returns whether the document changed.
+        Changes `document` in place, and returns whether anything changed.
         """
         entries = {entry["content"]: entry for entry in document.get("added_tokens") or []}
         vocabulary = model_vocabulary(document)
@@ -74,9 +74,9 @@ class NamedSpecials:
 def read_specials(files: TokenizerFiles) -> NamedSpecials:
     """Reads the special tokens from the configuration files of a tokenizer.
 
-    These are tokenizer_config.json, special_tokens_map.json and added_tokens.json, and the model's
-    config.json and generation_config.json in the same folder. Raises ValueError naming a malformed
-    file.
+    The files are tokenizer_config.json, special_tokens_map.json and added_tokens.json, and the
+    model's config.json and generation_config.json in the same folder. Missing files are
+    treated as empty. Raises ValueError, with the name of the file, if a file is malformed.
     """
     config, mapped = files.read(CONFIG), files.read(SPECIALS_MAP)
     merged = {**mapped, **{key: value for key, value in config.items() if value is not None}}
@@ -96,10 +96,13 @@ def _added(
     numbers: Mapping[str, Any],
     roles: Mapping[str, str],
 ) -> list[dict[str, Any]]:
-    """Returns the tokens of all configuration files, as entries of added_tokens.
+    """Returns the tokens of all configuration files, in the format of added_tokens.
 
-    The sources are added_tokens_decoder, added_tokens.json, the lists of special tokens and the
-    roles.
+    Args:
+        config: tokenizer_config.json, for its added_tokens_decoder.
+        merged: the same and special_tokens_map.json, for their lists of special tokens.
+        numbers: added_tokens.json.
+        roles: the token of each role.
     """
     decoder = config.get("added_tokens_decoder")
     by_id = decoder.items() if isinstance(decoder, dict) else ()
@@ -118,7 +121,12 @@ def _added(
 
 
 def _entry(value: object, number: int | None) -> dict[str, Any]:
-    """Returns an entry of added_tokens; by default it is special and matched exactly."""
+    """Returns an entry of added_tokens. By default the token is special and matched exactly.
+
+    Args:
+        value: the token, or a mapping with the token as "content" and with flags.
+        number: the id of the token; None if it is unknown.
+    """
     given = value if isinstance(value, Mapping) else {}
     flags = {
         name: bool(given.get(name, False))
@@ -138,7 +146,7 @@ def _content(value: object) -> str:
 
 
 def _numbers(value: object) -> list[int]:
-    """Returns the ids in a value, which is an id or a list of ids."""
+    """Returns the valid ids in a value that is an id or a list of ids."""
     values = value if isinstance(value, list) else [value]
     return [n for n in values if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
 
@@ -156,7 +164,7 @@ def model_vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
 def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: frozenset[str]) -> str:
     """Returns the token that ends a document.
 
-    The first match of these rules, among special tokens only:
+    The first rule that yields a special token decides:
     1. The tokenizer's eos_token, if it is one of `DOCUMENT_ENDS`.
     2. The first of `DOCUMENT_ENDS` among the model's eos ids.
     3. The tokenizer's eos_token, unless it ends a turn (`TURN_ENDS`).
@@ -193,12 +201,12 @@ def end_of_document(named: NamedSpecials, ids: Mapping[str, int], specials: froz
 def beginning(
     named: NamedSpecials, document: Mapping[str, Any], ids: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Returns the ids that the tokenizer itself adds before a text.
+    """Returns the ids that the tokenizer itself adds before a text; may be empty.
 
-    They follow from add_bos_token, or from the post-processor if that is not specified.
+    add_bos_token determines them; if it is not specified, the post-processor does.
 
     Raises:
-        ValueError: the ids are not in the vocabulary.
+        ValueError: an id is not in the vocabulary.
     """
 
     if named.add_bos is None:
@@ -245,9 +253,9 @@ def _prefix(processor: Any) -> tuple[int, ...]:
 
 
 def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the special tokens that do not occur in text if their spelling is treated as text.
+    """Returns the special tokens that text is never encoded to with special_tokens "text".
 
-    These are all but the unknown token.
+    The result has all special tokens except the unknown token.
     """
     unknown = document["model"].get("unk_token")
     specials = (
@@ -257,14 +265,15 @@ def specials_in_text(document: Mapping[str, Any]) -> frozenset[str]:
 
 
 def hide(document: dict[str, Any]) -> bool:
-    """Renames special tokens in the vocabulary of a tokenizer.json's model.
+    """Renames special tokens in the vocabulary of a tokenizer.json's model, in place.
 
-    Unigram and WordLevel models match the tokens of their vocabulary in text by spelling, special
-    or not. The new names are random, so that no text contains them. The unknown token keeps its
-    name, since the model refers to it.
+    Unigram and WordLevel models match every token of their vocabulary by its spelling, so a text
+    with the spelling of a special token would be encoded to that token. The new names are random,
+    so that no text contains them. The unknown token keeps its name, since the model refers to it.
+    BPE merges with a renamed token are removed.
 
     Returns:
-        Whether the vocabulary has any such tokens.
+        Whether any token was renamed.
     """
     model, vocabulary = document["model"], model_vocabulary(document)
     names = sorted(specials_in_text(document) & vocabulary.keys())
@@ -283,6 +292,6 @@ def hide(document: dict[str, Any]) -> bool:
 
 
 def _touches(merge: str | list[str], hidden: Mapping[str, str]) -> bool:
-    """Returns whether one of these tokens is an input or the result of a BPE merge."""
+    """Returns whether a hidden token is an input or the result of a BPE merge."""
     left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
     return left in hidden or right in hidden or left + right in hidden

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, with one end-of-text id between documents.
+"""Tokenizers: encode text to token ids and back; an end-of-text id separates documents.
 
 Use: `tokenizer = load_tokenizer("bytes")` or `load_tokenizer("path/to/folder")`; then `encode`,
 `decode`, `eot`, `bos_ids`, `vocab_size`, and `save_hf(folder)` for an export that
@@ -42,24 +42,25 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class EncodeError(ValueError):
-    """Raised for text with characters that have no token, without an unknown token to use."""
+    """Raised for a character without a token, if the tokenizer has no unknown token either."""
 
 
 class Tokenizer(Protocol):
     """The interface of a tokenizer.
 
     Attributes:
-        name: its name in messages.
-        vocab_size: the largest id + 1.
-        text_vocab_size: the largest id that documents can contain, + 1.
+        name: the tokenizer's name in messages.
+        vocab_size: the largest id, plus 1.
+        text_vocab_size: the largest id that encoded documents can contain, plus 1.
         eot: the id that ends a document.
         bos_ids: the ids that begin a document; empty if documents begin without bos.
         bos_token_id: the id of the tokenizer's bos token, even if documents do not begin with it;
             None if it has no bos.
-        takes_any_bytes: whether `encode_pieces` accepts invalid UTF-8.
-        fingerprint: changes if the meaning of an id or the end of a document may change.
-        cache_key: changes if the ids of a text may change, also by bos and the handling of special
-            tokens.
+        takes_any_bytes: whether `encode_pieces` encodes invalid UTF-8 without loss.
+        fingerprint: a string that differs between tokenizers in which the meaning of an id or the
+            end of a document may differ.
+        cache_key: a string that differs between tokenizers in which the ids of a text may differ,
+            also because of `bos_ids` or the handling of special tokens.
         files: the sha256 of each file that `save_hf` copies, by the name of the copy.
     """
 
@@ -78,20 +79,20 @@ class Tokenizer(Protocol):
         """Returns the ids of `text`, without any special token added."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids` without special tokens; invalid UTF-8 becomes U+FFFD."""
+        """Returns the text of `ids`, without special tokens; invalid UTF-8 becomes U+FFFD."""
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
         """Returns the ids of each piece of UTF-8 text, in `token_dtype(vocab_size)`."""
 
     def count_bytes(self, ids: Tokens) -> int:
-        """Returns the number of bytes of text of `ids`, without special tokens."""
+        """Returns the number of UTF-8 bytes in the text of `ids`, without special tokens."""
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Writes the files that `transformers.AutoTokenizer.from_pretrained(folder)` loads.
 
         Args:
             folder: the output folder.
-            model_type: `model_type` of the config.json in `folder`.
+            model_type: the `model_type` in the config.json of `folder`; None if it is unknown.
         """
 
 
@@ -102,14 +103,14 @@ def load_tokenizer(
 
     Args:
         spec: "bytes", a folder, or the path of a Hugging Face tokenizer.json.
-        bos: whether documents begin with the bos token; "auto": if the tokenizer itself adds it to
-            texts.
-        special_tokens: "text" encodes the spelling of a special token as ordinary text, "parse" as
-            the token.
+        bos: whether documents begin with the bos token. "auto": only if the tokenizer itself adds
+            the token to texts.
+        special_tokens: how to encode text that spells a special token: "text" encodes it as
+            ordinary text, "parse" as the special token.
 
     Raises:
-        ValueError: the file does not exist or is not a tokenizer, or bos is True and there is no
-            bos token; the message has the fix.
+        ValueError: the file does not exist or is not a tokenizer, or bos is True and the tokenizer
+            has no bos token; the message states the fix.
     """
     if spec == "bytes":
         if bos is True:
@@ -126,7 +127,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ByteTokenizer:
-    """Byte b of the UTF-8 text is id b; 256, the only special token, ends a document."""
+    """Encodes byte b of the UTF-8 text as id b. The only special token, 256, ends a document."""
 
     name = "bytes"
     vocab_size = text_vocab_size = 257
@@ -161,7 +162,7 @@ class ByteTokenizer:
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Writes a byte-level BPE tokenizer.json without merges, in which byte b has id b.
 
-        Also writes its two configuration files.
+        Also writes tokenizer_config.json and special_tokens_map.json.
         """
         library: Any = needed("tokenizers", "a tokenizer.json for exported weights")
         vocab = {character: byte for byte, character in enumerate(byte_characters())}
@@ -181,7 +182,7 @@ class ByteTokenizer:
 class TokenizerJson:
     """A Hugging Face tokenizer, run by the `tokenizers` library.
 
-    `data.special_tokens` finds its special tokens.
+    The module `special_tokens` finds its bos and end-of-text tokens.
 
     Args:
         files: the tokenizer's files.
@@ -252,12 +253,12 @@ class TokenizerJson:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of `ids`, without special tokens and unknown ids."""
+        """Returns the text of `ids`, without special tokens and ids outside the vocabulary."""
         text: str = self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> list[Tokens]:
-        """Returns the ids of each piece, encoded in parallel; invalid UTF-8 is read as U+FFFD."""
+        """Returns the ids of each piece, encoded in parallel; invalid UTF-8 becomes U+FFFD."""
         texts = [piece.decode("utf-8", errors="replace") for piece in pieces]
         dtype = token_dtype(self.vocab_size)
         return [np.asarray(encoding.ids, dtype=dtype) for encoding in self._encode(texts)]
@@ -277,7 +278,8 @@ class TokenizerJson:
     def count_bytes(self, ids: Tokens) -> int:
         """Returns the number of bytes of the decoded text, decoded in blocks of 65,536 tokens.
 
-        A character that spans two blocks counts as two U+FFFD: an error of a few bytes per block.
+        A character that spans two blocks is counted as a U+FFFD in each of them, which is an error
+        of a few bytes per block.
         """
         blocks = (ids[i : i + 65536].tolist() for i in range(0, len(ids), 65536))
         return sum(len(self.decode(block).encode()) for block in blocks)
@@ -285,8 +287,8 @@ class TokenizerJson:
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
         """Copies the tokenizer's files.
 
-        Adds a tokenizer_config.json if `transformers` would otherwise use the tokenizer class of
-        another model.
+        If `transformers` would otherwise use the tokenizer class of another model, also writes a
+        tokenizer_config.json, and a tokenizer.json if there was none to copy.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._files.save_hf(folder)
@@ -303,9 +305,9 @@ class TokenizerJson:
 def byte_characters() -> list[str]:
     """Returns the character of each of the 256 bytes in GPT-2's byte-level vocabularies.
 
-    Printable Latin-1 bytes have their own character; the other 68 have the characters from U+0100
-    on, in order. Source: byte-level BPE, Radford et al. 2019, "Language models are unsupervised
-    multitask learners", section 2.2.
+    A byte that is printable in Latin-1 has its Latin-1 character; the other 68 bytes have the
+    characters from U+0100 on, in order. Source: byte-level BPE, Radford et al. 2019, "Language
+    models are unsupervised multitask learners", section 2.2.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unprintable = [byte for byte in range(256) if byte not in printable]
@@ -322,15 +324,18 @@ def _load_backend(text: bytes, name: str) -> Any:
             f"{name} is not a tokenizer.json that the `tokenizers` library reads: {plain(error)}. Copy it again from its"
             " source, or give another --data.tokenizer"
         ) from error
-    # Many published files enable these for short inputs. They would truncate or pad documents
-    # silently.
+    # Many published files enable truncation or padding for short inputs. Without these calls,
+    # documents would be truncated or padded silently.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _ids(backend: Any, document: dict[str, Any], name: str) -> dict[str, int]:
-    """Returns the id of every token. Raises ValueError if the configuration has another id."""
+    """Returns the id of every token.
+
+    Raises ValueError if the vocabulary is empty, or if a token has another id in `document`.
+    """
     ids: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     if not ids:
         raise ValueError(f"{name}: the vocabulary is empty")
@@ -358,7 +363,7 @@ def _replace_surrogates(text: str) -> str:
 
 
 def _write_configs(folder: Path, eot: str) -> None:
-    """Writes the configuration files that a tokenizer.json needs, unless they exist."""
+    """Writes tokenizer_config.json and special_tokens_map.json for `eot`, unless they exist."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eot,

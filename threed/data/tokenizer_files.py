@@ -3,8 +3,8 @@
 Use: `files = find_files("path/to/folder")` (or the path of a tokenizer.json); `files.hashes()`;
 `files.save_hf(out)`.
 
-`PATTERNS` are the files that `transformers` reads and writes; they contain data only. Code (`*.py`)
-and pickles are neither read nor copied.
+`PATTERNS` match the files that `transformers` reads and writes and that contain only data. Code
+(`*.py`) and pickles are neither read nor copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG = "tokenizer_config.json"
 SPECIALS_MAP = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-# Sets of files with a full vocabulary, in order of preference.
+# Sets of files that contain a full vocabulary together, in order of preference.
 VOCABULARIES = (
     (JSON,),
     *((name,) for name in SENTENCEPIECE),
@@ -39,44 +39,49 @@ PATTERNS = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer in the folder `place`, by the names of their copies."""
+    """The files of a tokenizer.
+
+    Attributes:
+        place: the folder of the files.
+        files: the path of each file, by the name of its copy, relative to the output folder.
+    """
 
     place: Path
     files: Mapping[str, Path]
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """The names of the vocabulary files; empty without a vocabulary."""
+        """The names of the files in the first set of `VOCABULARIES` that is complete, or ()."""
         return next(
             (names for names in VOCABULARIES if all(name in self.files for name in names)), ()
         )
 
     @property
     def spec(self) -> str:
-        """The absolute path with which `find_files` finds the same files."""
+        """The absolute path for which `find_files` returns the same files."""
         return str(self.files.get(JSON, self.place).absolute())
 
     def read(self, name: str) -> dict[str, Any]:
-        """Returns the object in a JSON file, or {} without the file.
+        """Returns the object in a JSON file of the tokenizer, or {} if the file does not exist.
 
-        Raises ValueError if the content is not an object.
+        Raises ValueError if the content is not a JSON object.
         """
         return read_json(self.files[name]) if name in self.files else {}
 
     def read_model_config(self, name: str) -> dict[str, Any]:
-        """Returns the object in a JSON file of the model in the same folder, or {} without it."""
+        """Returns the object of a JSON file of the model in the same folder; {} if missing."""
         path = self.place / name
         return read_json(path) if path.is_file() else {}
 
     def hashes(self) -> dict[str, str]:
-        """Returns the sha256 of each file."""
+        """Returns the sha256 of each file, by the name of its copy."""
         return {
             name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in self.files.items()
         }
 
     def save_hf(self, folder: Path, model_type: str | None = None) -> None:
-        """Copies all files into `folder`."""
-        # Read all files before writing, since `folder` may be their own folder.
+        """Copies all files into `folder`. `model_type` has no effect."""
+        # Read all files before writing, since `folder` may be the folder of the files.
         contents = {name: path.read_bytes() for name, path in self.files.items()}
         for name, content in contents.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +100,11 @@ def find_files(spec: str) -> TokenizerFiles:
     """Returns the tokenizer files of a folder or of a tokenizer.json.
 
     Args:
-        spec: a folder, or the path of a tokenizer.json; then the other files in its folder are
-            included.
+        spec: a folder, or the path of a tokenizer.json. In both cases the result includes the other
+            tokenizer files in the folder.
 
     Raises:
-        ValueError: no vocabulary was found; the message has the fix.
+        ValueError: no vocabulary was found; the message states the fix.
     """
     path = Path(spec).expanduser()
     if path.is_dir():

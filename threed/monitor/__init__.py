@@ -5,11 +5,11 @@
         monitor.note("checkpoint saved: runs/demo/checkpoints/step-40")
     figures.report(run_dir)
 
-On other ranks the calls have no effect. The package also has `Throughput` (perf/ metrics),
-`process` (process states, peak memory) and `figures` (loss.svg, memory.svg; rank 0). Values are
-plain Python numbers: the package does not import torch, the engine or the model. A failure to write
-or send is reported once and never stops a run. Rows that cannot be written, for example because the
-disk is full, are kept and written later.
+On other ranks the calls have no effect. The package also has `Throughput` and `Traffic` (perf/
+metrics, bytes sent) and `figures` (loss.svg, memory.svg; rank 0). Values are plain Python numbers:
+the package does not import torch, the engine or the model. A failure to write or to send is
+reported once and never stops a run. Rows that cannot be written, for example because the disk is
+full, are kept and written later.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from threed.monitor.wandb_log import WandbRun
 
 __all__ = ["MetricsFile", "Monitor", "Progress", "Throughput", "Traffic", "WandbRun"]
 
-MOST_KEPT = 100_000  # rows kept while the file cannot be written
+MOST_KEPT = 100_000  # maximum number of rows to keep while the file cannot be written
 
 
 class Monitor:
-    """Writes metrics.jsonl, wandb and progress of one run.
+    """Writes the metrics of one run to metrics.jsonl and wandb, and shows its progress.
 
     Args:
         run_dir: run folder.
@@ -43,9 +43,10 @@ class Monitor:
         project: wandb project.
         name: name of the run; by default the folder's name.
         config: configuration of the run, for wandb.
-        run_id: wandb run to continue, from the checkpoint.
-        drop_later: whether to delete rows after `start_step` from an existing metrics.jsonl.
-        tags: tags to filter wandb runs by.
+        run_id: id of the wandb run to continue, from the checkpoint; None for a new run.
+        drop_later: whether to delete the rows of steps after `start_step` from an existing
+            metrics.jsonl.
+        tags: wandb tags of the run, by which runs can be filtered.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Monitor:
         self._progress.note(text)
 
     def close(self, failed: bool = False) -> None:
-        """Uploads figures, ends the wandb run, and closes the file and the bar. Idempotent.
+        """Uploads figures to wandb, ends the wandb run, and closes the file and bar. Idempotent.
 
         Args:
             failed: whether to mark the wandb run as failed.
@@ -119,7 +120,7 @@ class Monitor:
 
     def _append(self, row: Mapping[str, Any]) -> None:
         if self._file is not None:
-            encode(row)  # raises TypeError now rather than in a later attempt to write
+            encode(row)  # raises TypeError here, not when rows that were kept are written
             self._unwritten.append(dict(row))
             self._write()
 
@@ -127,15 +128,15 @@ class Monitor:
         """Flushes the rows to disk. Thread-safe.
 
         It is called before a checkpoint is published, so that a run that resumes from the
-        checkpoint has all rows before it. Disk errors are ignored, because the checkpoint reports
-        them.
+        checkpoint has all earlier rows. Disk errors are ignored, because saving the checkpoint
+        reports them.
         """
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.sync()
 
     def _write(self) -> None:
-        """Writes all pending rows. Prints a note when writing fails, and when it works again."""
+        """Writes all pending rows. Prints a note on the first failure, and when it works again."""
         if self._file is None or not self._unwritten:
             return
         count = len(self._unwritten)

@@ -8,9 +8,13 @@ run. `loss_figure` and `memory_figure` can also be called directly; the suffix o
 format (.svg, .png, .pdf). They need matplotlib: without it they print a note and return False.
 Equal data give equal SVG files, byte for byte.
 
-`memory` is a list with one record per rank, in bytes:
-    {"rank": 1, "label": "pp0 dp0 tp1", "measured": peak of live tensors in a step, "step": number of that step,
-     "predicted": {"parameters", "gradients", "optimizer", "activations", "buffers"}}
+`memory` is a list with one record per rank. "measured" is the peak of live tensors in one step, and
+"step" the number of that step; "measured" and all values in "predicted" are in bytes:
+
+    {"rank": 1, "label": "pp0 dp0 tp1", "measured": …, "step": …,
+     "predicted": {"parameters": …, "gradients": …, "optimizer": …, "activations": …, "buffers": …}}
+
+"predicted" may also have "offloaded".
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from threed.monitor import metrics
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
-# Okabe and Ito's palette, made for every kind of colour vision (https://jfly.uni-koeln.de/color/).
+# Okabe and Ito's palette, whose colours colour-blind readers can distinguish, too
+# (https://jfly.uni-koeln.de/color/).
 _BLUE = "#0072B2"
 _ORANGE = "#D55E00"
 _GREEN = "#009E73"
@@ -57,13 +62,13 @@ def loss_figure(
     unigram_entropy: float | None = None,
     note: Note = print,
 ) -> bool:
-    """Draws training and validation loss over steps, with entropies as baselines.
+    """Draws training and validation loss over steps, with two entropies as horizontal lines.
 
     Args:
         rows: rows of metrics.jsonl.
         out: file to write.
         uniform_entropy: loss of a uniform distribution over the vocabulary, in nats per token.
-        unigram_entropy: loss of the distribution of single tokens, in nats per token.
+        unigram_entropy: loss of predicting every token with its frequency, in nats per token.
         note: function that prints a message.
 
     Returns:
@@ -115,18 +120,19 @@ def _levels(axes: Any, lines: Iterable[tuple[str, float]]) -> None:
 
 
 def memory_figure(ranks: Sequence[Row], out: str | Path, note: Note = print) -> bool:
-    """Draws predicted bytes, stacked by category, and measured bytes of each rank.
+    """Draws the predicted bytes, stacked by category, and the measured bytes of each rank.
 
-    Both count tensors only, without the memory of Python, torch and the communication libraries. A
-    text below the axis states the offloaded bytes.
+    Predicted and measured bytes count only tensors, not the memory of Python, torch and the
+    communication libraries. The text below the axis states the largest number of offloaded bytes on
+    a rank.
 
     Args:
-        ranks: a record per rank; see the module.
+        ranks: one record per rank; see `memory` in the module's docstring.
         out: file to write.
         note: function that prints a message.
 
     Returns:
-        Whether the figure was drawn.
+        Whether the figure was drawn: False without matplotlib or without records.
     """
     if not ranks:
         note("memory figure: no ranks were recorded")
@@ -198,7 +204,10 @@ def _unit(largest: float) -> tuple[float, str]:
 def _figure(
     draw: Callable[[Any], None], out: str | Path, size: tuple[float, float], note: Note
 ) -> bool:
-    """Draws and saves a figure with one pair of axes, without pyplot and its global state."""
+    """Draws and saves a figure with one `Axes`, without pyplot and its global state.
+
+    Returns False, after a note, if matplotlib is not installed.
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -217,12 +226,13 @@ def _figure(
 
 
 def save_figure_data(run_dir: str | Path, **data: Any) -> Path:
-    """Saves data for figures that are not in metrics.jsonl to <run_dir>/figures/data.json.
+    """Saves figure data that metrics.jsonl does not contain to <run_dir>/figures/data.json.
 
     Args:
         run_dir: run folder.
         data: JSON values by name, which replace saved values of the same name. `report` reads
-            uniform_entropy, unigram_entropy (nats per token) and memory (see the module).
+            uniform_entropy and unigram_entropy, in nats per token, and memory (see the module's
+            docstring).
 
     Returns:
         The path of the file.

@@ -1,8 +1,8 @@
-"""Computes the `perf/` metrics from tokens and seconds, and the bytes sent per step.
+"""Computes the `perf/` metrics from tokens and seconds, and the mean bytes sent per step.
 
     meter = Throughput(flops_per_token=6 * parameters, world_size=8, device_name="NVIDIA H200", dtype="bf16")
-    meter.add(tokens=524_288, step_s=0.83, data_s=0.01)        # every step
-    metrics |= meter.take()                                    # every logged step: averages since the last take
+    meter.add(tokens=524_288, step_s=0.83, data_s=0.01)   # after every step
+    metrics |= meter.take()                               # at a logged step: means since last `take`
 
 `flops_per_token` counts the model's forward and backward (about 6 per parameter, plus attention)
 without recompute, so MFU is as defined in PaLM (Chowdhery et al. 2022, appendix B). MFU is reported
@@ -15,9 +15,9 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-# Dense bf16 tensor-core peak in TFLOP/s, by a pattern of the name from `device.name`; the first
-# match applies. Source: the vendors' data sheets. NVIDIA mostly states the figure "with sparsity",
-# which is twice the dense peak.
+# (pattern of the name from `device.name`, dense bf16 tensor-core peak in TFLOP/s); the first match
+# applies. Source: the vendors' data sheets. NVIDIA mostly states the peak "with sparsity", which is
+# twice the dense peak.
 _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bGB200\b", 2500.0),  # GB200 NVL72 data sheet: 360 PFLOP/s sparse for 72 GPUs
     (r"\bB200\b", 2250.0),  # HGX B200 data sheet: 36 PFLOP/s sparse for 8 GPUs
@@ -28,7 +28,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     (r"\bH100 PCIe\b", 756.0),  # H100 data sheet, PCIe column: 1,513 sparse
     (r"\bH100\b.*\bHBM3\b", 989.0),  # H100 data sheet, SXM column: 1,979 sparse
     (r"\bH800\b(?! PCIe)", 989.0),  # an H100 SXM with slower NVLink and fp64
-    (r"\bA[18]00\b", 312.0),  # A100 data sheet, every form; the A800 differs in NVLink only
+    (r"\bA[18]00\b", 312.0),  # A100 data sheet, all form factors; the A800 differs only in NVLink
     (r"\bA30\b", 165.0),  # A30 data sheet
     (r"\bA10\b", 125.0),  # A10 data sheet
     (r"\bL40S\b", 362.0),  # L40S data sheet: 362.05 dense
@@ -41,12 +41,12 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
     """Returns the dense peak of a device in TFLOP/s, or None if it is unknown.
 
-    It is unknown for MIG slices, whose names do not state their share of the GPU, and for fp32,
-    which may or may not use TF32.
+    The peak is unknown for MIG slices, because their names do not state their share of the GPU, and
+    for fp32, because fp32 matrix products may or may not use TF32.
 
     Args:
         device_name: name from `device.name`.
-        dtype: bf16 or fp16, which have the same peak; all others are unknown.
+        dtype: bf16 or fp16, which have the same peak; the peak of other dtypes is unknown.
     """
     if not device_name or dtype not in ("bf16", "fp16") or "MIG" in device_name:
         return None
@@ -56,14 +56,14 @@ def peak_tflops(device_name: str | None, dtype: str = "bf16") -> float | None:
 def perf(
     tokens: int, seconds: float, flops_per_token: float, world_size: int, peak: float | None = None
 ) -> dict[str, float]:
-    """Returns the perf/ rates.
+    """Returns, by metric name, tokens per second, TFLOP/s per device and, with `peak`, MFU.
 
     Args:
         tokens: tokens processed by all devices.
-        seconds: time for these tokens.
+        seconds: time in which they were processed, above 0.
         flops_per_token: FLOPs of the model's forward and backward per token.
         world_size: number of devices.
-        peak: peak of one device in TFLOP/s, for MFU.
+        peak: peak of one device in TFLOP/s, for MFU; None if unknown.
     """
     rate = tokens / seconds
     tflops = rate * flops_per_token / world_size / 1e12
@@ -76,7 +76,7 @@ def perf(
 
 
 class Throughput:
-    """Accumulates steps. `take` returns their mean rates and times, and resets.
+    """Accumulates tokens and times of steps. `take` returns their mean rates and times, and resets.
 
     Args:
         flops_per_token: FLOPs of the model's forward and backward per token.
@@ -108,7 +108,7 @@ class Throughput:
         self._sums.update({"tokens": tokens, "steps": 1, "step_s": step_s, **phases})
 
     def take(self) -> dict[str, float]:
-        """Returns the mean perf/ metrics since the last call. Empty if there was no step."""
+        """Returns the mean perf/ metrics of the steps since the last call; {} without a step."""
         sums: dict[str, float] = dict(self._sums)
         self._sums.clear()
         if not sums.get("step_s"):
@@ -129,13 +129,13 @@ class Traffic:
         """Adds a step.
 
         Args:
-            sent: bytes sent in the step, by axis.
+            sent: bytes sent in the step, by parallel axis.
         """
         self._sent.update(sent)
         self._steps += 1
 
     def take(self) -> dict[str, float]:
-        """Returns the mean bytes per step and axis since the last call. Empty without a step."""
+        """Returns by axis the mean bytes per step since the last call; {} without a step."""
         means = {axis: sent / self._steps for axis, sent in self._sent.items()}
         self._sent.clear()
         self._steps = 0

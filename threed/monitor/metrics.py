@@ -12,8 +12,8 @@ written as null, and its name and value ("nan", "inf" or "-inf") are stored unde
 
 `read` restores the float.
 
-Opening a file repairs an incomplete last line. `append` undoes a write that fails. `truncate_after`
-replaces the file atomically (new file, fsync, rename).
+Opening a `MetricsFile` repairs an incomplete last line. If a write fails, `append` removes the
+partial rows. `truncate_after` replaces the file atomically (new file, fsync, rename).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ NON_FINITE = "non_finite"
 
 
 def encode(row: Mapping[str, object]) -> str:
-    """Returns a row as a line of JSON, without a line break. Raises TypeError if it cannot."""
+    """Returns a row as a line of JSON, without a line break.
+
+    Raises TypeError if a value cannot be written as JSON.
+    """
     bad = {
         key: str(value)
         for key, value in row.items()
@@ -46,7 +49,10 @@ def encode(row: Mapping[str, object]) -> str:
 
 
 def decode(line: str | bytes) -> dict[str, Any]:
-    """Returns the row of a line, non-finite floats included. Raises ValueError if invalid."""
+    """Returns the row of a line, with non-finite floats restored.
+
+    Raises ValueError if the line is not a JSON object.
+    """
     row = parse_json(line, "a row")
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {type(row).__name__}")
@@ -55,7 +61,7 @@ def decode(line: str | bytes) -> dict[str, Any]:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """Returns all rows of a metrics file, in order, without a last line that a crash has truncated.
+    """Returns all rows of a metrics file, in order. Ignores a last line that a crash truncated.
 
     Args:
         path: the file.
@@ -99,12 +105,12 @@ class MetricsFile:
             raise
 
     def sync(self) -> None:
-        """Flushes the rows to the disk with fsync. Raises OSError if that fails."""
+        """Flushes the rows to disk with fsync. Raises OSError if that fails."""
         os.fsync(self._fd)
         sync(self.path.parent)
 
     def truncate_after(self, step: int) -> int:
-        """Deletes rows of later steps and unreadable lines, atomically.
+        """Deletes, atomically, the rows of steps after `step` and lines that are not valid rows.
 
         Args:
             step: last step to keep.
@@ -144,14 +150,18 @@ def _belongs(line: bytes, step: int) -> bool:
 
 
 def _open_repaired(path: Path) -> int:
-    """Opens a file for appending after repairing an incomplete last line. Returns a descriptor."""
+    """Opens a file for appending, repairs an incomplete last line, and returns the descriptor.
+
+    A last line without a line break gets one if it is a complete row, and is removed otherwise.
+    """
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     content = path.read_bytes()
     tail = content[content.rfind(b"\n") + 1 :]
     if not tail:
         return fd
     try:
-        # a prefix of an object does not parse: if the tail parses, only the line break is missing
+        # A prefix of a JSON object does not parse. So if the tail parses, only its line break is
+        # missing.
         decode(tail)
         os.write(fd, b"\n")
     except ValueError:

@@ -3,10 +3,10 @@
     progress = Progress(total=200, start=0, enabled=rank == 0)
     progress.advance(step)                    # optional: moves the bar between logged steps
     progress.log(step, metrics)               # step    40/200 | loss 2.3145 | lr 9.8e-04 | norm 0.81 | ...
-    progress.note("checkpoint saved")         # above the bar
+    progress.note("checkpoint saved")         # prints the message above the bar
     progress.close()
 
-Without tqdm, a terminal gets lines, too.
+If tqdm is not installed, a terminal also gets one line per logged step.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Progress:
             self._bar.update(step - self._bar.n)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Shows the metrics of `step` next to the bar, or as a line."""
+        """Shows the metrics of `step` next to the bar, or prints a line without a bar."""
         if self._bar is not None:
             self._bar.set_postfix_str(describe(metrics), refresh=False)
             self.advance(step)
@@ -74,14 +74,14 @@ class Progress:
             self._print(f"step {step:>5}/{self._total} | {describe(metrics)}")
 
     def note(self, text: str) -> None:
-        """Prints `text`, above the bar if there is one."""
+        """Prints a message, above the bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         elif self._enabled:
             self._print(text)
 
     def close(self) -> None:
-        """Closes the bar, which stays visible. Idempotent."""
+        """Ends the bar; its last state stays visible. Idempotent."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -91,7 +91,7 @@ class Progress:
 
 
 def _can_show_bar(stream: TextIO) -> bool:
-    """Returns whether `stream` is a terminal of known width (in some containers it is 0)."""
+    """Returns whether `stream` is a terminal of known width; some containers report width 0."""
     return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
 
 

@@ -1,21 +1,22 @@
-"""Logs the metrics to Weights & Biases on rank 0. Errors of wandb never stop training.
+"""Logs metrics to Weights & Biases on rank 0. Errors of wandb never stop training.
 
     run = WandbRun("auto", project="threed", name="demo", directory="runs/demo", config=config, run_id=None)
     run.log(step, {"train/loss": 2.31})
     checkpoint["wandb_run_id"] = run.run_id            # pass it as run_id= on resume
     run.close(figures="runs/demo/figures")
 
-Modes: `off`, `offline` (files under <directory>/wandb, uploaded later with `wandb sync`), `online`,
-and `auto`: the environment variable WANDB_MODE if it is set, else online if wandb finds an API key,
-else offline.
+Modes: `off`; `offline` (files under <directory>/wandb, uploaded later with `wandb sync`); `online`;
+`auto`, which is the mode in the environment variable WANDB_MODE if that is set, else online if
+wandb finds an API key, else offline.
 
-- Only this module imports wandb, and only if the mode is not `off`. After a missing package, a
-  missing key or any later failure, one message is printed and logging to wandb stops. metrics.jsonl
-  still has all metrics.
-- `step` is logged as a metric and used as the x axis. wandb drops rows whose internal step counter
-  decreases, as in a resumed run that repeats steps (wandb/wandb issue 4482).
-- A run's name ends in its id, so runs of one preset have different names. They share a group. A
-  resumed run keeps its id and name.
+- Only this module imports wandb, and only if the mode is not `off`. If the package is missing, the
+  API key is missing in mode `online`, or wandb fails later, one message is printed and logging to
+  wandb stops. metrics.jsonl still has all metrics.
+- `step` is logged as a metric and used as the x axis, not passed as wandb's internal step, because
+  wandb drops rows with a smaller internal step than before. Such rows occur when a resumed run
+  repeats steps (wandb/wandb issue 4482).
+- The name of a run is its given name and its id, so runs of one preset have different names. Their
+  wandb group is the given name. A resumed run keeps its id and name.
 - Secrets are not sent: the environment is not part of the config, and config values with names such
   as `api_key`, `token`, `secret` or `password` are redacted.
 """
@@ -43,9 +44,9 @@ class WandbRun:
         name: name of the run, without the id.
         directory: folder in which wandb writes its files.
         config: configuration of the run; secrets are redacted.
-        run_id: run to continue; None for a new one.
+        run_id: id of the run to continue; None for a new run.
         note: function that prints a message.
-        tags: tags to filter runs by.
+        tags: wandb tags of the run, by which runs can be filtered.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class WandbRun:
         tags: Sequence[str] = (),
     ) -> None:
         self.run_id = (
-            run_id  # kept even if wandb is off, so that a later session can continue the run
+            run_id  # kept even if wandb is off, so that a later start can continue the wandb run
         )
         self._note = note
         self._run: Any = None
@@ -100,8 +101,8 @@ class WandbRun:
         if chosen == "disabled":
             return
         Path(settings["dir"]).mkdir(parents=True, exist_ok=True)
-        # silent: wandb's output would break the progress bar, and _greeting prints the URL. The
-        # timeout is shorter than the default of 90 s, because other ranks wait while wandb connects.
+        # silent, because wandb's output would break the progress bar; `_greeting` prints the URL.
+        # The timeout is below the default of 90 s, because other ranks wait while wandb connects.
         options = wandb.Settings(silent=True, init_timeout=30)
         self._run = wandb.init(mode=chosen, resume="allow", settings=options, **settings)
         self._run.define_metric("*", step_metric="step")
@@ -118,7 +119,7 @@ class WandbRun:
             self._run.log({"step": self._step, **pages})
 
     def _try(self, what: str, action: Callable[[], None]) -> None:
-        """Runs `action`. If it raises, stops logging to wandb; training continues."""
+        """Runs `action`. If it raises, prints a note and stops logging to wandb."""
         try:
             action()
         except Exception as error:
@@ -132,10 +133,11 @@ class WandbRun:
 def redact(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a nested config in which secrets are replaced by `<redacted>`.
 
-    A value is a secret if a full word of its name is one of `_SECRET_WORDS`.
+    A value is a secret if its name contains one of `_SECRET_WORDS` as a full word: `api_key` does,
+    `tokens` does not.
 
     Args:
-        config: the configuration.
+        config: the configuration, with nested mappings.
     """
 
     def clean(name: str, value: Any) -> Any:
@@ -154,7 +156,7 @@ def _import() -> ModuleType:
         raise RuntimeError(
             "the package is not installed: pip install wandb, or set --log.wandb off"
         ) from error
-    # A folder wandb/ in the working directory is imported as an empty namespace package.
+    # Without the package, a folder wandb/ in the working directory is imported as an empty package.
     if not hasattr(wandb, "init"):
         raise RuntimeError(
             "the package is not installed (`import wandb` found only a folder): pip install wandb"
@@ -171,7 +173,7 @@ def _choose(mode: str, wandb: ModuleType) -> str:
         if wanted in ("online", "offline", "disabled"):
             return wanted
         return "online" if _has_key(wandb) else "offline"
-    if not _has_key(wandb):  # wandb would prompt for a key while all other ranks wait
+    if not _has_key(wandb):  # otherwise wandb would prompt for a key while all other ranks wait
         raise RuntimeError(
             "no API key: set WANDB_API_KEY, run `wandb login`, or use --log.wandb offline"
         )

@@ -6,9 +6,9 @@
     svg(simulate(plan, Costs(1, 1, 1)).spans)           Gantt chart of simulated or measured times
 
 A custom schedule is a function (stages, microbatches) -> Plan. The decorator `@schedule("mine")`
-registers it under a name. `build` and `--parallel.schedule` also accept FILE.py:function for a
-function that is not registered, and FILE.csv for a plan in the CSV format of
-torch.distributed.pipelining. `to_csv` writes that format.
+registers the function under a name. `build` and `--parallel.schedule` also accept FILE.py:function
+for a function that is not registered, and FILE.csv for a plan in the CSV format of
+torch.distributed.pipelining. `to_csv` writes a plan in that format.
 """
 
 from __future__ import annotations
@@ -97,20 +97,27 @@ def available() -> tuple[str, ...]:
 
 
 def names_file(name: str) -> bool:
-    """Returns whether a name has the form FILE.py:FUNCTION or FILE.csv; the file may not exist."""
+    """Returns whether a name has the form FILE.py, FILE.py:FUNCTION or FILE.csv.
+
+    It does not check that the file exists.
+    """
     return name.endswith((".csv", ".py")) or ".py:" in name
 
 
 def absolute(name: str) -> str:
-    """Returns the schedule's name with an absolute path, valid in any working directory."""
+    """Returns a schedule's name that is valid in any working directory.
+
+    The path of a file becomes absolute; the name of a registered schedule does not change.
+    """
     return str(Path(name).absolute()) if names_file(name) else name
 
 
 def own_chunks(name: str, stages: int | None = None, microbatches: int | None = None) -> int | None:
     """Returns a schedule's default number of chunks per rank.
 
-    If the schedule does not fix the number, its plan for `stages` and `microbatches` is built to
-    find it.
+    The number is the one that the schedule is registered with, or the default of its function's
+    third parameter. If neither exists, the plan for `stages` and `microbatches` is built to find
+    the number.
 
     Args:
         name: a schedule's name or file; an unknown name gives 1.
@@ -118,7 +125,7 @@ def own_chunks(name: str, stages: int | None = None, microbatches: int | None = 
         microbatches: number of micro-batches per step, if known.
 
     Returns:
-        Chunks per rank, or None if only the plan defines it and the sizes are not known.
+        Chunks per rank, or None if only the plan defines the number and a size is not known.
 
     Raises:
         ValueError: the schedule's file or plan is invalid.
@@ -141,20 +148,20 @@ def _default_chunks(fn: Callable[..., Plan]) -> int | None:
 
 
 def chunks_are_free(name: str) -> bool:
-    """Returns whether the caller of `build` may choose the number of chunks per rank."""
+    """Returns whether a registered schedule lets the caller of `build` choose `chunks`."""
     return name in _SCHEDULES and _SCHEDULES[name].chunks is None
 
 
 def plans_by_times(name: str) -> bool:
-    """Returns whether a schedule searches for its best plan.
+    """Returns whether a schedule searches for the plan that is best for given times.
 
-    Only then `build` accepts costs and a limit for it.
+    `build` accepts `costs` and `limit` only for such a schedule.
     """
     return name in _SCHEDULES and _SCHEDULES[name].by_times
 
 
 def is_asynchronous(name: str) -> bool:
-    """Returns whether the steps of a schedule overlap; this requires two weight versions."""
+    """Returns whether the steps of a schedule overlap, which requires two weight versions."""
     return name in _SCHEDULES and _SCHEDULES[name].asynchronous
 
 
@@ -163,12 +170,13 @@ def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None
 
     Args:
         name: the name for `build` and `--parallel.schedule`.
-        fn: `fn(stages, microbatches)` returns the plan. With chunks=None it is called as
-            `fn(stages, microbatches, chunks)`, or without `chunks` to use its own default.
-        chunks: chunks per rank in its plans; None if the caller may choose.
+        fn: `fn(stages, microbatches)` returns the plan. If the caller of `build` chooses the
+            number of chunks, `fn(stages, microbatches, chunks)` is called instead.
+        chunks: chunks per rank in the plans of `fn`; None if the caller of `build` may choose.
 
     Raises:
-        ValueError: another function has this name. Importing the same file again is allowed.
+        ValueError: another function is registered under this name. Importing the same file again
+            is allowed.
     """
     if name in _SCHEDULES and not _is_again(_SCHEDULES[name].fn, fn):
         raise ValueError(f"schedule {name!r} exists already: register yours under another name")
@@ -176,7 +184,12 @@ def register(name: str, fn: Callable[..., Plan], chunks: int | None = 1) -> None
 
 
 def schedule(name: str, chunks: int | None = 1) -> Callable[[_Function], _Function]:
-    """Returns a decorator that calls `register` on a function and returns it unchanged."""
+    """Returns a decorator that registers a function and returns the function unchanged.
+
+    Args:
+        name: as in `register`.
+        chunks: as in `register`.
+    """
 
     def decorate(fn: _Function) -> _Function:
         register(name, fn, chunks)
@@ -186,7 +199,7 @@ def schedule(name: str, chunks: int | None = 1) -> Callable[[_Function], _Functi
 
 
 def _is_again(old: Callable[..., Plan], new: Callable[..., Plan]) -> bool:
-    """Returns whether both are the same function of a file that was imported twice."""
+    """Returns whether two function objects come from one function in a file imported twice."""
     names = {getattr(fn, "__qualname__", None) for fn in (old, new)}
     files = {getattr(getattr(fn, "__code__", None), "co_filename", None) for fn in (old, new)}
     return (
@@ -204,11 +217,11 @@ def build(
         name: one of `available()`, FILE.py:function or FILE.csv.
         stages: number of pipeline ranks.
         microbatches: number of micro-batches per step.
-        chunks: model stages per rank; None: the schedule's own number.
-        costs: times of the stages, for a schedule that `plans_by_times`.
-        limit: for a schedule that `plans_by_times`: upper limit of the activations per rank, in
-            micro-batches over all its chunks. It applies only if it is below the schedule's own
-            limit.
+        chunks: model stages per rank; None: the schedule's default.
+        costs: times of the stages. Allowed only if `plans_by_times(name)` is true.
+        limit: upper limit of the live activations per rank, in micro-batches over all chunks of
+            the rank. It has an effect only if it is below the schedule's default limit. Allowed
+            only if `plans_by_times(name)` is true.
 
     Raises:
         SizesError: the schedule has no plan for these sizes.
@@ -238,8 +251,9 @@ def build(
 def build_some(name: str, stages: int, chunks: int | None = None) -> Plan | None:
     """Returns a plan for checks that do not depend on the number of micro-batches.
 
-    A CSV file has its own number of micro-batches. A function in a file is only imported, not
-    called, and None is returned. Raises as `build` does.
+    The plan of a CSV file has the number of micro-batches in the file; the plan of a registered
+    schedule has 2 * stages. For FILE.py:function, only imports the file, and returns None without
+    calling the function. Raises the same errors as `build`.
     """
     if name.endswith(".csv"):
         return build(name, stages, read_csv(name).microbatches, chunks)
@@ -259,7 +273,7 @@ def _entry(name: str) -> _Entry:
 
 
 def closest(name: str) -> str | None:
-    """Returns the name most similar to a misspelled one such as ZBH1 or zb_h1, or None."""
+    """Returns the schedule name closest to a misspelled name (ZBH1, zb_h1), or None."""
     close = difflib.get_close_matches(name.lower().replace("_", "-"), _SCHEDULES, n=1, cutoff=0.5)
     return close[0] if close else None
 

@@ -1,4 +1,4 @@
-"""The actions of a pipeline rank. A plan is a list of them per rank.
+"""The actions of a pipeline rank; a plan has one list of actions per rank.
 
 Use: `Action.parse("F0.3")` is the forward of micro-batch 3 on the rank's chunk 0;
 `Action.parse("F0.3+B1.2")` runs it together with the backward of micro-batch 2 on chunk 1.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """The kind of an action; the value is its text form."""
+    """The kind of an action; the value is the kind's text form."""
 
     F = "F"  # forward
     B = "B"  # full backward: input and weight gradients
@@ -23,11 +23,11 @@ class Kind(StrEnum):
     RECV_F = "RF"  # receive an activation
     SEND_B = "SB"  # send a gradient to the previous stage
     RECV_B = "RB"  # receive a gradient
-    GATHER = "GATHER"  # launch the gather of a chunk's first parameters
-    REDUCE = "REDUCE"  # a chunk's gradients are complete: reduce the ones shared with other stages
+    GATHER = "GATHER"  # launch the gathers of the first layers that a chunk's next action needs
+    REDUCE = "REDUCE"  # a chunk's last backward has ended: reduce its remaining gradients
     VALIDATE = "VALIDATE"  # check the previous update; if it must be undone, restart the step
     NORM = "NORM"  # the previous step's gradients are complete on all ranks: launch their norm
-    UPDATE = "UPDATE"  # update the weights with these gradients
+    UPDATE = "UPDATE"  # update the weights with the previous step's gradients
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.FB})
@@ -44,9 +44,11 @@ class Action(NamedTuple):
     Attributes:
         kind: the kind of the action.
         microbatch: the global index of the micro-batch, from 0. Negative indices are micro-batches
-            of the previous step; -1 is its last one. GATHER and REDUCE (per chunk) and VALIDATE,
-            NORM and UPDATE (per rank, with chunk 0) have -1.
-        chunk: the chunk of the rank that runs the action, also for sends and receives.
+            of the previous step, of which -1 is the last. Actions that belong to no micro-batch
+            also have -1: GATHER and REDUCE, and VALIDATE, NORM and UPDATE.
+        chunk: the index of the chunk on the rank that runs the action, also for sends and receives.
+            VALIDATE, NORM and UPDATE, which concern all chunks of the rank, have 0.
+
     """
 
     kind: Kind
@@ -69,9 +71,14 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Returns the action with a text form: kind, chunk, and the micro-batch after a point.
+        """Returns the action that a text describes.
 
-        Raises ValueError if the text is malformed.
+        Args:
+            text: kind, chunk and, after a point, micro-batch, such as F0.3; for an FB the forward
+                and the backward, joined by "+".
+
+        Raises:
+            ValueError: the text is malformed.
         """
         first, plus, second = text.partition("+")
         if plus:

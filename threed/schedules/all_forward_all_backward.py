@@ -2,8 +2,8 @@
 
 Use: `gpipe(stages=4, microbatches=8)`, `forward_only(stages=4, microbatches=8)`.
 
-Every rank keeps the activations of all micro-batches, and is idle for (stages - 1) forwards and as
-many backwards. Source: Huang et al. 2019, arXiv 1811.06965.
+Every rank keeps the activations of all micro-batches, and is idle for the time of (stages - 1)
+forwards and (stages - 1) backwards. Source: Huang et al. 2019, arXiv 1811.06965.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ def gpipe(stages: int, microbatches: int) -> Plan:
 
 
 def forward_only(stages: int, microbatches: int, placement: Sequence[Sequence[int]] = ()) -> Plan:
-    """Returns a plan without backwards, in which no activation outlives its forward.
+    """Returns a plan without backwards, in which activations are freed after each forward.
 
-    A rank runs the oldest micro-batch that is available, and the first stage in model order for
-    equal micro-batches.
+    Of the forwards that have their input, a rank runs the one with the lowest micro-batch index.
 
     Args:
         stages: number of pipeline ranks.
@@ -40,7 +39,7 @@ def forward_only(stages: int, microbatches: int, placement: Sequence[Sequence[in
     ranks: list[list[Action]] = [[] for _ in per_rank]
     waiting = [(microbatch, 0) for microbatch in range(microbatches)]
     while waiting:
-        taken: dict[int, tuple[int, int]] = {}  # one forward per rank and round
+        taken: dict[int, tuple[int, int]] = {}  # per rank, its forward in this time slot
         for microbatch, stage in sorted(waiting):
             taken.setdefault(home[stage][0], (microbatch, stage))
         for rank, (microbatch, stage) in taken.items():

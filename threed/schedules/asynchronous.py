@@ -1,6 +1,6 @@
-"""Checks of asynchronous plans: work shared with the previous and next step, and the update.
+"""Checks of asynchronous plans: backwards that run in the next step, and the update.
 
-`legal` and `check_rendezvous` call these functions.
+The checks of a plan in legality.py and rendezvous.py call these functions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ _BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
 
 
 def check_open(plan: Plan) -> None:
-    """Checks `Plan.begun` and `Plan.left`. Raises ValueError naming the rank and the action."""
+    """Checks `Plan.begun` and `Plan.left`: one count per rank, not increasing from stage to stage.
+
+    If an earlier stage runs a backward in this step, a later stage must not leave it to the next
+    step, because the earlier stage needs the gradient of the later one. Raises ValueError naming
+    the rank and the action.
+    """
     for name, counts in (("begun", plan.begun), ("left", plan.left)):
         if not counts:
             continue
@@ -40,9 +45,10 @@ def check_open(plan: Plan) -> None:
 def check_updates(plan: Plan) -> None:
     """Checks that every rank of a plan with a previous step has one NORM and one UPDATE.
 
-    NORM must follow the reduction of the previous step's gradients. UPDATE must follow NORM, and
-    precede the backward that completes this step's gradients. Raises ValueError naming the rank and
-    the action.
+    A plan without a previous step must have neither. NORM must follow the reduction of the previous
+    step's gradients. UPDATE must follow NORM, and must precede the backward that completes this
+    step's gradients, which overwrite the previous ones. Raises ValueError naming the rank and the
+    action.
     """
     for rank, actions in enumerate(plan.ranks):
         where = f"plan {plan.name}: rank {rank}"
@@ -72,7 +78,7 @@ def check_updates(plan: Plan) -> None:
 
 
 def norms_begun(plan: Plan, at: list[int]) -> bool:
-    """Returns whether every rank has passed NORM, on which all updates depend.
+    """Returns whether every rank has run its NORM, which every UPDATE waits for.
 
     Args:
         plan: the plan.

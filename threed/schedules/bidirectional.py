@@ -1,51 +1,56 @@
-"""Chimera, DualPipe and DualPipeV: micro-batches that enter at both ends fill each other's bubbles.
+"""Chimera, DualPipe and DualPipeV: the work of two chunks per rank fills each other's bubbles.
 
 Use: `chimera(stages=4, microbatches=8)`, `dualpipe(stages=8, microbatches=20)`,
 `dualpipev(stages=4, microbatches=10)`.
 
 Chimera runs two pipelines through the same ranks in opposite directions. Rank r holds stage r of
 the down direction and stage (stages - 1 - r) of the up direction. The first half of the
-micro-batches uses the down direction and the second half the up direction. If forwards and
-backwards take one slot each, stage s of a direction runs the forward of its i-th micro-batch in
-slot s + 2i and the backward in slot 2 stages - 1 - s + 2i; the slots of the two directions never
-collide on a rank. After `stages` micro-batches (a unit of the schedule) the same pattern starts
-again, 2 stages slots later, and fills the gaps of the previous unit. The paper calls this direct
-concatenation.
+micro-batches uses the down direction and the second half the up direction.
 
-Let D be the number of stages, u the number of full units (of D micro-batches each), f the time of a
-forward and b >= f the time of a backward. The idle time of a rank is
+Micro-batches run in units of `stages` micro-batches, half of them in each direction. Let a forward
+and a backward each take one slot of time. In the first unit, stage s of a direction runs the
+forward of micro-batch i (i = 0, 1 .. of that direction) in slot s + 2i, and the backward in slot
+2 * stages - 1 - s + 2i. The slots of the two directions never collide on a rank. Each further unit
+repeats the pattern 2 * stages slots later and fills the gaps of the previous unit. The paper calls
+this direct concatenation.
+
+Let D be the number of stages, m the number of micro-batches, u the number of full units (of D
+micro-batches each), f the time of a forward and b >= f the time of a backward. The idle time of a
+rank is
 
     (D - 2) (b + (u - 1) (b - f))
 
 If b = f, this is D - 2 slots for any u, and the idle share is the paper's (D - 2) / (2m + D - 2).
-If b = 2f, the idle share of a single unit is the paper's (D - 2) / (1.5m + D - 2). Each further
-unit then adds idle time: use m = D, or another schedule. A last unit of r < D micro-batches adds
-D - r slots of idle time. A rank keeps between D/2 + 1 (outer ranks) and D micro-batches, and the
-weights of two stages. Source: Li and Hoefler 2021, arXiv 2107.06925, section 3.
+If b = 2f, the idle share of a single unit (m = D) is the paper's (D - 2) / (1.5m + D - 2). Each
+further unit then adds idle time: use m = D, or another schedule. A last unit of r < D micro-batches
+adds D - r slots of idle time. A rank keeps the activations of between D/2 + 1 (outer ranks) and D
+micro-batches, and the weights of two stages. Source: Li and Hoefler 2021, arXiv 2107.06925,
+section 3.
 
 DualPipe and DualPipeV run forwards together with backwards. Every rank holds two chunks. DualPipe:
 rank r holds stage r and, for micro-batches of the other direction, the stage of the opposite rank,
 so all weights are stored twice. DualPipeV: all micro-batches run in one direction through a V of
 twice as many stages, down on the first chunks and up on the second chunks, so each weight is stored
-once. In both schedules a rank runs eight phases. `near` is the chunk that a rank's micro-batches
-reach first, and `far` the other chunk:
+once. In both schedules a rank runs eight phases. `near` is the chunk that new micro-batches reach
+first on a rank, and `far` the other chunk:
 
 1. forwards of near
-2. forwards of near and far in turn
-3. split backwards of far, each with a forward of far
-4. pairs: forward of near with backward of far, then forward of far with backward of near
-5. the same without forwards of near
-6. backwards of far and near, split in the second half
-7. weight gradients and backwards of near
+2. a forward of near, then a forward of far, repeatedly
+3. the input gradient, then the weight gradient, then a forward, all of far, repeatedly
+4. two pairs, repeatedly: forward of near with backward of far, forward of far with backward of near
+5. as 4, but without the forward of near: backward of far alone, then the second pair
+6. a backward of far, then a backward of near, repeatedly; in the second half of this phase
+   backwards are split, and their weight gradients run later
+7. a pending weight gradient, then a split backward of near, repeatedly
 8. the remaining weight gradients
 
 Let P be the number of model stages, F&B the time of a pair, B the time of a full backward and W the
 time of a weight gradient. The largest idle time of a rank is (P/2 - 1) (F&B + B - 3W). This is
 exact if a forward takes as long as an input gradient, and a weight gradient takes no longer. Every
-rank keeps at most P + 1 activations of a stage. In DualPipeV, P is twice the number of ranks, so a
-stage has half of a rank's layers. Source: DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1. The
-actions of both schedules have the same order as in github.com/deepseek-ai/DualPipe; its DualPipeV
-is Sea AI Lab's "cut-in-half".
+rank keeps at most P + 1 activations, each of one micro-batch on one stage. In DualPipeV, P is
+twice the number of ranks, so a stage has half of a rank's layers. Source: DeepSeek-AI 2024, arXiv
+2412.19437, section 3.2.1. The actions of both schedules have the same order as in
+github.com/deepseek-ai/DualPipe. DualPipeV is the schedule that Sea AI Lab calls "cut-in-half".
 """
 
 from __future__ import annotations
@@ -151,13 +156,15 @@ def dualpipev(stages: int, microbatches: int) -> Plan:
 
 
 class _Rank:
-    """The program of one rank.
+    """Builds the list of actions of one rank in DualPipe or DualPipeV.
 
     Args:
-        depth: distance of the rank from the end at which its near micro-batches enter.
-        ranks: number of ranks up to the turning point.
+        depth: distance in ranks from the end of the pipeline at which micro-batches of `near`
+            enter; 0 at that end.
+        ranks: number of ranks from that end to the turning point: half of all ranks in DualPipe,
+            all in DualPipeV.
         count: number of micro-batches per chunk.
-        near: the chunk that a rank's micro-batches reach first.
+        near: index of the chunk that new micro-batches reach first.
         first: per chunk, its first micro-batch.
     """
 
@@ -191,8 +198,8 @@ class _Rank:
     def _steady(self) -> None:
         """Runs phases 4 and 5.
 
-        On the last rank before the turning point the first forward is not paired, so that the next
-        backward need not wait.
+        On the last rank before the turning point, the first forward of near and the first backward
+        of far run in sequence, not as a pair, so that the result of the forward is ready earlier.
         """
         for number in range(self.count - 2 * self.ranks + self.depth + 1):
             first = self._forward(self.near), self._backward(self.far)

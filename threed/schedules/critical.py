@@ -3,11 +3,12 @@
 Use: `better, effort = shorten(flow, filled, limit, effort)`, for a plan from `flow.fill`.
 
 The makespan of a plan is the length of its critical path: actions that cannot run later without
-delaying the end. Another order ends earlier only if it swaps two neighbours on a rank that are
-consecutive on that path. So every round makes the swap with the shortest longest path through both
-actions, together with all other swaps that are estimated to shorten the plan. The best swap is made
-even if the plan gets longer, so that the search leaves local minima; its reversal is tabu for a few
-rounds. W is swapped like F and I.
+delaying the end. Another order can end earlier only if it swaps two actions that are neighbours on
+a rank and consecutive on the critical path. In every round, each such swap is rated by an estimate:
+the length of the longest path through the two actions after the swap. The round makes the swap with
+the smallest estimate, even if the plan gets longer, so that the search leaves local minima. It also
+makes other swaps that are estimated to shorten the plan and share no action. The reversal of a swap
+is tabu for a few rounds. W is swapped like F and I.
 
 Sources, all on the job shop: van Laarhoven et al. 1992 (DOI 10.1287/opre.40.1.113: one such swap
 never causes a deadlock), Taillard 1994 (DOI 10.1287/ijoc.6.2.108: estimate of the path length
@@ -32,9 +33,9 @@ def shorten(flow: Flow, filled: Filled, limit: int, effort: float) -> tuple[Fill
     """Returns the shortest plan found, or `filled` if none is shorter, and the remaining effort.
 
     Args:
-        flow: the positions and their times.
+        flow: the positions of the schedule (see flow.py) and their times.
         filled: the plan to start from.
-        limit: maximum of live activations on a rank, in micro-batches of one chunk.
+        limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1.
         effort: maximum number of actions to simulate.
 
     Raises:
@@ -71,7 +72,13 @@ def shorten(flow: Flow, filled: Filled, limit: int, effort: float) -> tuple[Fill
 
 
 class _Times(NamedTuple):
-    """The start of every action, and all actions in an order that respects their dependencies."""
+    """The start of every action, and all actions in an order that respects their dependencies.
+
+    Attributes:
+        begin: per action number (see `_Actions`), its start.
+        order: all action numbers; each action follows the actions that it depends on.
+        makespan: the end of the last action.
+    """
 
     begin: list[float]
     order: list[int]
@@ -79,7 +86,15 @@ class _Times(NamedTuple):
 
 
 class _Swap(NamedTuple):
-    """Two neighbours on a rank, and the longest path through them after a swap."""
+    """A swap of two neighbours on a rank.
+
+    Attributes:
+        longest: estimated length of the longest path through the two actions after the swap.
+        rank: the rank.
+        at: index of the first action in the rank's list.
+        first: number of the first action (see `_Actions`).
+        second: number of the action that follows it.
+    """
 
     longest: float
     rank: int
@@ -93,10 +108,10 @@ def _chosen(
 ) -> list[_Swap]:
     """Returns the best allowed swap, and further ones that are estimated to shorten the plan.
 
-    The swaps share no action. Several swaps per round help because a plan that repeats a pattern
-    for every micro-batch has the same delay in each. A swap is allowed if it is not tabu, or if it
-    is estimated to beat the best plan. If no swap is allowed, the one that is tabu for the shortest
-    time is used.
+    No two returned swaps share an action. Several swaps per round help because a plan repeats a
+    pattern for every micro-batch, and has the same delay in every repetition. A swap is allowed if
+    it is not tabu, or if the result is estimated to be shorter than the best plan. If no swap is
+    allowed, the swap whose tabu ends first is returned.
     """
 
     def tabu_until(swap: _Swap) -> int:
@@ -116,7 +131,7 @@ def _chosen(
 
 
 def _swap(ranks: list[list[int]], swaps: list[_Swap]) -> None:
-    """Swaps neighbours. A second call reverts the first one."""
+    """Swaps neighbours in `ranks`, in place. A second call reverts the first one."""
     for _, rank, at, *_ in swaps:
         line = ranks[rank]
         line[at], line[at + 1] = line[at + 1], line[at]
@@ -125,15 +140,15 @@ def _swap(ranks: list[list[int]], swaps: list[_Swap]) -> None:
 class _Actions:
     """All actions by number, with their times and dependencies.
 
-    Micro-batch m of position p has number p * microbatches + m. The W of position p (of its I) has
-    number (len(flow.rank) + p) * microbatches + m.
+    For micro-batch m, the F or I at position p has the number p * microbatches + m, and the W of an
+    I at position p has the number (len(flow.rank) + p) * microbatches + m.
 
     Attributes:
         time: per action, its duration.
-        need: per action, the action with its input, or -1.
+        need: per action, the action that produces its input, or -1 if it needs none.
         lag: per action, the latency of its input.
         needed_by: per action, the actions that need its result.
-        elsewhere: per action, the other rank that may wait for it, or -1.
+        elsewhere: per action, the other rank that may wait for its result, or -1.
         holds: per action, the change of live activations: 1 for F, 0 for I, -1 for W.
     """
 
@@ -165,7 +180,7 @@ class _Actions:
         self.needed_by[need].append(action)
 
     def numbered(self, ranks: tuple[tuple[int, ...], ...]) -> list[list[int]]:
-        """Returns a plan's actions per rank as numbers."""
+        """Returns the numbers of a plan's actions per rank. ranks: see `Filled.ranks`."""
         numbers = []
         for line in ranks:
             following = {
@@ -176,7 +191,7 @@ class _Actions:
         return numbers
 
     def begins(self, ranks: list[list[int]]) -> _Times | None:
-        """Simulates the ranks. Returns None if they deadlock."""
+        """Returns the simulated times of the action numbers per rank, or None on a deadlock."""
         begin, order = [-1.0] * len(self.time), list[int]()
         at, now = [0] * len(ranks), [0.0] * len(ranks)
         time, need, lag, elsewhere = self.time, self.need, self.lag, self.elsewhere
@@ -203,7 +218,7 @@ class _Actions:
         return _Times(begin, order, max(now))
 
     def tails(self, times: _Times, after: list[int]) -> list[float]:
-        """Returns per action the longest path from its start to the end of the plan.
+        """Returns per action the length of the longest path from its start to the plan's end.
 
         after: per action, the next action on its rank, or -1.
         """
@@ -216,7 +231,7 @@ class _Actions:
         return tail
 
     def filled(self, ranks: list[list[int]], times: _Times) -> Filled:
-        """Returns the plan of these numbers."""
+        """Returns the plan with these action numbers per rank and these times."""
         begin, time, above = times.begin, self.time, self.weights * self.count
         spans = [begin[line[-1]] + time[line[-1]] - begin[line[0]] for line in ranks]
         lines = [
@@ -242,7 +257,7 @@ def _swaps(work: _Actions, ranks: list[list[int]], times: _Times, limit: int) ->
                 begin[first] + tail[first] >= critical
                 and begin[second] + tail[second] >= critical
                 and begin[second] - begin[first] <= time[first] + rounding  # no wait between them
-                and first // count != second // count  # micro-batches of a position stay in order
+                and first // count != second // count  # keep micro-batches of a position in order
                 and need[second] != first
                 and (activations < limit or work.holds[second] < 1)
             ):

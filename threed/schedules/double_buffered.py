@@ -1,14 +1,15 @@
-"""PipeDream-2BW: 1F1B without a flush between steps, with gradients of one version earlier.
+"""PipeDream-2BW: 1F1B without a flush between steps; gradients are one weight version old.
 
 Use: `two_bw(stages=4, microbatches=8)` is a step in the middle of a run, `first(plan)` the first
 step, and `drain(plan)` the backwards that remain after the last step.
 
 In every step, stage s leaves (stages - s - 1) backwards to the next step, which runs them between
 its first forwards. So ranks are not idle between steps. A batch uses one version of the weights
-from its first forward to its last backward: W(t+1) = W(t) - rate * gradient of batch t at W(t-1).
-`lower` adds NORM when the gradients of the previous step are complete on all ranks, and UPDATE as
-late as possible. So the norm covers all stages, and no rank waits for it. Source: Narayanan et al.
-2021, arXiv 2006.09503, section 3.1 (double-buffered weight updates).
+from its first forward to its last backward: W(t+1) = W(t) - rate * gradient of batch t at W(t-1),
+where `rate` is the learning rate. `lower` adds NORM when the gradients of the previous step are
+complete on all ranks, so that the gradient norm covers all stages, and UPDATE as late as possible,
+so that no rank waits for the norm. Source: Narayanan et al. 2021, arXiv 2006.09503, section 3.1
+(double-buffered weight updates).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from threed.schedules.plan import Plan
 def two_bw(stages: int, microbatches: int) -> Plan:
     """Returns the plan of a step in the middle of a run.
 
-    Stage s alternates a forward with the backward of the micro-batch (stages - s - 1) earlier.
+    Stage s runs the forward of a micro-batch m, then the backward of m - (stages - s - 1), in turn.
 
     Raises:
         SizesError: fewer micro-batches than stages, which would require a third version of the
@@ -49,6 +50,6 @@ def first(plan: Plan) -> Plan:
 
 
 def drain(plan: Plan) -> Plan:
-    """Returns a plan with only the backwards that the last step of an asynchronous plan leaves."""
+    """Returns a plan of only the backwards that remain after the last asynchronous step."""
     late = (tuple(action for action in actions if action.microbatch < 0) for actions in plan.ranks)
     return replace(plan, microbatches=0, ranks=tuple(late), left=())

@@ -1,13 +1,12 @@
 """Draw the actions of each rank over time, as a stand-alone SVG.
 
-Use: `svg(simulate(plan, costs).spans, title="1F1B")`, or with measured spans in seconds and
-unit="s".
+Use: `svg(simulate(plan, costs).spans, title="1F1B")`. For measured spans, in seconds, add unit="s".
 
-The chart has one lane per rank. Compute boxes fill the lane and show the micro-batch if there is
-room. A forward that runs together with a backward is the upper half of a framed box. Later chunks
-of a rank, and the second direction of a bidirectional plan, have lighter colours. Communication
-overlaps with compute, and is a strip at the lower edge of the lane. Idle time is grey. A box shows
-its action and times on hover.
+The chart has one lane per rank. A compute action is a box, with the number of the micro-batch if
+there is room. A forward that runs together with a backward is the upper half of a framed box, and
+the backward is the lower half. Later chunks of a rank, and the second direction of a bidirectional
+plan, have lighter colours. Communication, which overlaps with compute, is a strip at the lower edge
+of the lane. Idle time is grey. On hover, a box shows its action and times.
 """
 
 from __future__ import annotations
@@ -48,14 +47,24 @@ _SCALES = {"s": ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))}
 
 @dataclass(frozen=True)
 class _Page:
-    """The layout of the chart in pixels: time t of lane r is at x(t), y(r)."""
+    """The layout of the chart: time t in the lane of rank r is at x(t), y(r) in pixels.
+
+    Attributes:
+        origin: the time at the left edge of the lanes.
+        extent: the length of time that the width of a lane represents.
+        top: y of the first lane, in pixels.
+        lane: height of a lane, in pixels.
+        lanes: number of lanes, one per rank.
+        strip: height of the communication strip in a lane, in pixels; 0 without communication.
+        chunks: number of chunks per rank.
+    """
 
     origin: float
     extent: float
     top: int
     lane: int
     lanes: int
-    strip: int  # height of the communication strip in a lane, 0 without communication
+    strip: int
     chunks: int
 
     def x(self, time: float) -> float:
@@ -87,7 +96,8 @@ def svg(
         legend: whether to add a legend.
         unit: unit of the times, shown on the axis; "s" may be shown as ms or µs.
         ways: `Plan.ways`, for the legend.
-        extent: minimum time of the page's width, to give several charts the same scale.
+        extent: minimum length of time that the width of the chart represents. Charts have the same
+            scale if they have the same `extent`, and none of them is longer.
     """
     page = _page(spans_per_rank, 12 + 26 * bool(title) + 20 * bool(subtitle), extent)
     body = [*_headings(title, subtitle), *_lanes(page), *_axis(page, unit)]
@@ -181,13 +191,16 @@ def _axis(page: _Page, unit: str) -> Iterator[str]:
 
 
 def _scale(extent: float, unit: str) -> tuple[float, str]:
-    """Returns factor and name of the largest unit with an extent of at least 1, else the last."""
+    """Returns the factor and name of the largest unit in which the extent is at least 1.
+
+    Returns the smallest unit if the extent is below 1 in every unit.
+    """
     scales = _SCALES.get(unit, ((1.0, unit),))
     return next((scale for scale in scales if extent * scale[0] >= 1), scales[-1])
 
 
 def _step(extent: float) -> float:
-    """Returns the distance of ticks: 1, 2 or 5 times a power of ten, for at most twelve ticks."""
+    """Returns the distance between ticks: 1, 2 or 5 times a power of ten, for at most 12 steps."""
     power: float = 10.0 ** floor(log10(extent / 12))
     return power * next(factor for factor in (1, 2, 5, 10) if ceil(extent / (power * factor)) <= 12)
 
@@ -195,7 +208,7 @@ def _step(extent: float) -> float:
 def _places(
     page: _Page, rank: int, span: Span
 ) -> Iterator[tuple[Action, float, float, float, float]]:
-    """Yields the parts of an action, each with x, y, width and height."""
+    """Yields each part of an action with the x, y, width and height of its box in pixels."""
     action, start, end = span
     x = page.x(start)
     y = float(page.y(rank))
@@ -227,7 +240,7 @@ def _box(page: _Page, rank: int, span: Span) -> str:
 
 
 def _labels(page: _Page, rank: int, span: Span) -> Iterator[str]:
-    """Yields the micro-batch numbers of an action's parts that have room for them."""
+    """Yields the micro-batch number of each part of an action whose box is large enough."""
     for part, x, y, width, height in _places(page, rank, span):
         label, size = str(part.microbatch), 11 if height >= 18 else 9
         if part.kind in COMPUTE and width >= 0.62 * size * len(label) + 4 and height >= size:
@@ -256,7 +269,7 @@ def _ink(fill: str) -> str:
 def _entries(
     spans_per_rank: Sequence[Sequence[Span]], chunks: int, ways: int
 ) -> list[tuple[tuple[str, ...], str]]:
-    """Returns the entries of the legend: colours, stacked vertically, and their meaning."""
+    """Returns the entries of the legend: (the colours of a box from top to bottom, meaning)."""
     actions = [action for spans in spans_per_rank for action, _, _ in spans]
     present = {part.kind for action in actions for part in action.parts}
     entries: list[tuple[tuple[str, ...], str]] = [
@@ -276,7 +289,7 @@ def _entries(
 
 
 def _legend(entries: Sequence[tuple[tuple[str, ...], str]], y: int) -> tuple[list[str], int]:
-    """Returns the SVG of the legend, one or two lines from y on, and the y below it."""
+    """Returns the SVG of the legend, which begins at y, and the y of its lower edge."""
     body, x = [], float(_LEFT)
     for fills, meaning in entries:
         width = 22 + 6.6 * len(meaning) + 18

@@ -1,7 +1,7 @@
-"""Input of the search for schedules with split backwards, and the placement of weight gradients.
+"""Schedules with split backwards as orders of positions, and the placement of weight gradients.
 
-Use: `flow = Flow.of(placement, microbatches, costs)`. `fill(flow, orders, limit, patient)` places
-the weight gradients in given orders of forwards and backwards and returns the makespan;
+Use: `flow = Flow.of(placement, microbatches, costs)`; `filled = fill(flow, orders, limit, patient)`
+inserts the weight gradients into given orders of forwards and backwards, and simulates the result;
 `to_plan(name, flow, filled)` returns the plan.
 
 Every micro-batch passes *positions* 0 .. 2n-1: the forwards of the n stages of the model, then
@@ -21,9 +21,9 @@ from threed.schedules.simulation import Costs
 
 Placement = tuple[tuple[int, ...], ...]
 Orders = Sequence[Sequence[int]]
-"""Per rank, the positions it runs, in order and without W.
+"""Per rank, the positions that it runs, in order and without W.
 
-Each entry runs the next micro-batch of its position.
+The i-th occurrence of a position in a rank's list is its micro-batch i, from 0.
 """
 
 
@@ -51,7 +51,7 @@ class Flow:
         chunk: per position, its chunk on that rank.
         time: per position, the time of F or I.
         weight: per position, the time of the W that belongs to an I; 0 for forwards.
-        travel: per position, the latency of the previous position's result.
+        travel: per position, the latency of the previous position's result; 0 within a rank.
     """
 
     placement: Placement
@@ -108,12 +108,13 @@ class Flow:
 
 @dataclass(frozen=True)
 class Filled:
-    """Orders with their W, simulated.
+    """Orders with their weight gradients (W) inserted, and the simulated times.
 
     Attributes:
         makespan: time from the first start to the last end.
         span: the longest time of any rank from its first start to its last end.
-        ranks: per rank, its actions: a position for F or I, or -1 - position of the I for a W.
+        ranks: per rank, its actions in order: p for the F or I at position p, and -1 - p for the W
+            of the I at position p.
     """
 
     makespan: float
@@ -121,9 +122,9 @@ class Filled:
     ranks: tuple[tuple[int, ...], ...]
 
     def beats(self, other: Filled | None) -> bool:
-        """Returns whether it has a smaller makespan, or an equal makespan and a smaller span.
+        """Returns whether `self` has a smaller makespan, or an equal makespan and a smaller span.
 
-        Differences by rounding do not count.
+        Values that differ only by rounding are equal. The result is True if `other` is None.
         """
         if other is None:
             return True
@@ -140,24 +141,27 @@ class _Rank:
         self.at = 0  # index of its next action in `order`
         self.now = 0.0
         self.begin = 0.0
-        self.activations = 0  # live, in micro-batches of one chunk
-        self.waiting: list[int] = []  # positions with a W; pending from `first` on
+        self.activations = 0  # live activations; a micro-batch on one chunk counts as 1
+        self.waiting: list[int] = []  # all I so far; from index `first` on, their W is pending
         self.first = 0
-        self.out: list[int] = []
+        self.out: list[int] = []  # the actions so far, as in `Filled.ranks`
 
 
 def fill(flow: Flow, orders: Orders, limit: int, patient: bool = False) -> Filled | None:
-    """Places every W when the rank would be idle or needs memory, in the order of their I.
+    """Inserts each W into the orders when the rank would be idle or needs memory.
+
+    The W of a rank run in the order of their I. W that are pending at the end of an order are
+    appended.
 
     Args:
         flow: the positions and their times.
         orders: per rank, its forwards and backwards in order.
-        limit: maximum of live activations on a rank, in micro-batches of one chunk, from F to the
-            end of W.
-        patient: whether a W that takes longer than the idle time is left for later.
+        limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1,
+            from its F to the end of its W.
+        patient: whether to postpone a W that takes longer than the current idle time.
 
     Returns:
-        The simulated orders; None if they exceed the limit or deadlock.
+        The orders with all W, and their times; None if the orders exceed the limit or deadlock.
     """
     made: list[list[float]] = [[] for _ in flow.rank]
     ranks = [_Rank(order) for order in orders]
@@ -185,7 +189,10 @@ def _advance(
     limit: int,
     patient: bool,
 ) -> None:
-    """Runs the last rank in `runnable` until an input is missing, and appends ranks to wake up."""
+    """Runs the last rank in `runnable` until an input or memory is missing.
+
+    Removes the rank from `runnable`, and appends the ranks that may wait for its results.
+    """
     runnable.pop()
     forwards, weight, waiting, out = flow.forwards, flow.weight, rank.waiting, rank.out
     now, activations, first = rank.now, rank.activations, rank.first

@@ -4,7 +4,7 @@
     plan_of("mine.py:zigzag", fn, 4, 8)           zigzag(4, 8), checked
     read_csv("mine.csv")                          the plan, with the sizes of the file
 
-Every error names the file and the problem, and the line for a function that raises.
+Every error names the file and the problem; if the function raises, the error also names the line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ Function = Callable[..., Plan]
 
 
 def read_csv(file: str) -> Plan:
-    """Returns the plan in a CSV file. Raises ValueError if the file is missing or invalid."""
+    """Returns the plan in a CSV file.
+
+    Raises:
+        ValueError: the file is missing or invalid; the message names the row and the cell.
+    """
     path = Path(file)
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(
@@ -43,15 +47,17 @@ def read_csv(file: str) -> Plan:
 
 
 def find(name: str, registered: Callable[[], Mapping[str, Function]]) -> Function:
-    """Returns the function of FILE.py:NAME: a function in the file, or a schedule it registers.
+    """Returns the function of FILE.py:NAME.
+
+    NAME is a schedule that the file registers, or else a function in the file.
 
     Args:
         name: FILE.py:NAME.
-        registered: returns the functions of all registered schedules; called after the file is
-            imported.
+        registered: returns the functions of all registered schedules by name. It is called after
+            the file is imported, because the import may register schedules.
 
     Raises:
-        ValueError: the file has no such function; the message lists its functions.
+        ValueError: the file has no such function; the message lists the functions in the file.
     """
     file, _, function = (name + ":" * name.endswith(".py")).rpartition(":")
     module = load(file)
@@ -70,7 +76,7 @@ def find(name: str, registered: Callable[[], Mapping[str, Function]]) -> Functio
 
 
 def _comes_from(fn: Function, module: ModuleType) -> bool:
-    """Returns whether a module defines a function, or imports it from outside of threed."""
+    """Returns whether a module defines a function, or imports it from outside threed."""
     if getattr(fn, "__globals__", None) is vars(module):
         return True
     built_in = str(getattr(fn, "__module__", "")).startswith("threed.")
@@ -80,9 +86,9 @@ def _comes_from(fn: Function, module: ModuleType) -> bool:
 def plan_of(
     name: str, fn: Function | None, stages: int, microbatches: int, chunks: int | None = None
 ) -> Plan:
-    """Returns the plan of FILE.csv, or of the function of FILE.py:NAME, for these sizes.
+    """Returns the plan of FILE.csv, or the plan that FILE.py:NAME builds for these sizes.
 
-    A function is called once per process for the same sizes, so that a random plan stays the same
+    A process calls a function only once for the same sizes, so that a random plan stays the same
     during a run.
 
     Args:
@@ -93,8 +99,8 @@ def plan_of(
         chunks: chunks per rank; None: the plan's own number.
 
     Raises:
-        SizesError: the plan has other sizes.
-        ValueError: the plan is invalid, stalls, or has no backward.
+        SizesError: the plan has other sizes than the arguments.
+        ValueError: the plan is invalid, deadlocks, or has no backward.
     """
     plan = read_csv(name) if fn is None else _call(name, fn, stages, microbatches, chunks)
     if (plan.stages, plan.microbatches) != (stages, microbatches):

@@ -1,8 +1,8 @@
 """Checks of a plan before any tensor moves. Every error names the rank and the action.
 
-`legal(plan)` checks the list of actions of each rank separately: missing, repeated or misordered
-actions. `validate` in rendezvous.py also simulates all ranks together, and checks the communication
-of a plan that has any.
+`legal(plan)` checks each rank's list of actions separately, for missing, repeated and misordered
+actions. `validate` in rendezvous.py also simulates all ranks together and, if the plan contains
+communication, checks it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def legal(plan: Plan) -> None:
 
     Each (stage, micro-batch) has one F, followed by one B or by one I and one W. An evaluation plan
     has only F. In a bidirectional plan a micro-batch runs on the stages of one direction only. In
-    an asynchronous plan some actions are in the previous or next plan instead. If a plan has
-    reductions, gathers or updates, every rank must have all of them.
+    an asynchronous plan some actions are in the previous or next plan instead. If any rank has a
+    GATHER, REDUCE, VALIDATE, NORM or UPDATE, every rank must have all required REDUCE, NORM and
+    UPDATE. If any rank has a GATHER, every rank must have all required GATHER.
 
     Raises:
         ValueError: the plan is invalid; the message names the rank and the action.
@@ -66,7 +67,7 @@ def legal(plan: Plan) -> None:
 
 
 def _check_actions(plan: Plan) -> None:
-    """Checks the types in all actions. Raises ValueError naming the rank and the action."""
+    """Checks the types of all actions' fields. Raises ValueError naming the rank and action."""
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
             if type(action) is not Action or not all(
@@ -122,8 +123,9 @@ def _check_placement(plan: Plan) -> None:
 def _walk(plan: Plan, rank: int) -> list[int]:
     """Checks the order of a rank's actions and returns its progress at the end of the plan.
 
-    The entry of micro-batch m on chunk c has index c * count + before + m, where `before` is the
-    number of micro-batches of the previous step and `count` the number of all micro-batches.
+    In the result, micro-batch m (negative in the previous step) on chunk c has the index
+    c * count + before + m. Here `before` is the number of micro-batches of the previous step that
+    appear in the plan, and `count` is `before` plus the number of micro-batches of this step.
     """
     chunks, earlier, count = plan.chunks, plan.before, plan.before + plan.microbatches
     taken_over = [
@@ -210,7 +212,10 @@ def _wrong_communication(plan: Plan, rank: int, action: Action) -> ValueError:
 
 
 def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
-    """Checks that all micro-batches are complete. done: per rank, the result of `_walk`."""
+    """Checks that all micro-batches are complete, except for backwards left to the next plan.
+
+    done: per rank, the result of `_walk`.
+    """
     final = _FORWARD if plan.forward_only else _DONE
     count = plan.before + plan.microbatches
     if plan.ways == 1 and not plan.left and all(set(state) == {final} for state in done):
@@ -236,7 +241,7 @@ def _check_complete(plan: Plan, done: Sequence[Sequence[int]]) -> None:
 
 
 def _way(plan: Plan, done: Sequence[Sequence[int]], microbatch: int) -> int:
-    """Returns the direction of a micro-batch, by the rank that runs its first forward."""
+    """Returns the direction of a micro-batch, found from the rank that runs its first forward."""
     if plan.ways == 1:
         return 0
     rank, chunk = plan.locate(0, 1)
@@ -246,8 +251,8 @@ def _way(plan: Plan, done: Sequence[Sequence[int]], microbatch: int) -> int:
 def check_reductions(plan: Plan) -> None:
     """Checks that each chunk with gradients is reduced once, after its last weight gradient.
 
-    Gradients of the previous step must be reduced before the first one of this step. Raises
-    ValueError naming the rank and the action.
+    The previous step's gradients of a chunk must be reduced before this step adds the chunk's first
+    weight gradient. Raises ValueError naming the rank and the action.
     """
     for rank, actions in enumerate(plan.ranks):
         parts = [part for action in actions for part in action.parts]
@@ -285,9 +290,10 @@ def check_reductions(plan: Plan) -> None:
 
 
 def _check_gathers(plan: Plan) -> None:
-    """Checks that each compute action has the gathers of its chunks, and no others, before it.
+    """Checks the gathers between each compute action and the previous one.
 
-    A gather must follow the previous compute action. W uses no parameters and has no gather.
+    They must be exactly one gather per chunk that the compute action uses. W uses no
+    parameters and has no gather. Raises ValueError naming the rank and the action.
     """
     for rank, actions in enumerate(plan.ranks):
         begun: list[int] = []

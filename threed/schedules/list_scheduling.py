@@ -2,9 +2,9 @@
 
 Use: `orders = list_orders(flow, Priority(...), limit)`, then `flow.fill`.
 
-The ranks are simulated over time. A free rank takes the action with the lowest priority number
-among the actions that have their input and fit into memory. It runs W if no such action exists, or
-if its memory is full.
+The ranks are simulated over time. A free rank takes the F or I with the lowest priority number
+among those that have their input and fit into memory. It runs its oldest pending W if no such
+action exists or, with `Priority.eager`, if its memory is full.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Priority:
     Attributes:
         begin: per position, its start in the pattern.
         period: time between two micro-batches in the pattern.
-        in_flight: per forward position, the maximum number of micro-batches between it and the end
-            of their W.
-        at_first: `in_flight` until the rank's first I of its first stage.
-        eager: whether a rank with full memory runs W before anything else.
+        in_flight: per forward position, the maximum number of micro-batches that have started this
+            forward and have not finished the W of the same stage.
+        at_first: replaces `in_flight` until a rank has run the first I of its first stage.
+        eager: whether a rank with full memory runs a pending W before any F or I.
     """
 
     begin: tuple[int, ...]
@@ -45,12 +45,12 @@ def list_orders(flow: Flow, priority: Priority, limit: int) -> list[list[int]] |
     Args:
         flow: the positions and their times.
         priority: the priorities of the actions.
-        limit: maximum of live activations on a rank, in micro-batches of one chunk, from F to the
-            end of W.
+        limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1,
+            from its F to the end of its W.
 
     Returns:
-        Per rank, its positions in order; None if ranks deadlock, such as without memory for a
-        second chunk.
+        Per rank, its positions in order, without W; None if the ranks deadlock, for example because
+        the limit leaves no memory for the second chunk.
     """
     ranks = _Ranks(flow, priority, limit)
     events = [(0.0, rank) for rank in range(flow.ranks)]
@@ -74,7 +74,7 @@ def list_orders(flow: Flow, priority: Priority, limit: int) -> list[list[int]] |
 
 
 class _Ranks:
-    """The state of all ranks."""
+    """The state of all ranks during the simulation."""
 
     def __init__(self, flow: Flow, priority: Priority, limit: int):
         self.flow, self.priority, self.limit = flow, priority, limit
@@ -82,12 +82,12 @@ class _Ranks:
         self.made: list[list[float]] = [[] for _ in flow.rank]
         self.flying = [0] * flow.forwards
         self.free, self.activations = [0.0] * flow.ranks, [0] * flow.ranks
-        # positions with a pending W
+        # per rank, the positions of the I with a pending W, oldest first
         self.waiting: list[list[int]] = [[] for _ in self.positions]
         self.orders: list[list[int]] = [[] for _ in self.positions]
 
     def choose(self, rank: int, now: float) -> int:
-        """Returns the position to run next (F or I of a stage, see `flow`); -1 if none can run."""
+        """Returns the position whose F or I a rank runs next, or -1 if it can run none."""
         flow, made, begin, period = self.flow, self.made, self.priority.begin, self.priority.period
         full = self.activations[rank] >= self.limit
         caps = self.priority.in_flight if made[self.positions[rank][-1]] else self.priority.at_first
@@ -119,7 +119,7 @@ class _Ranks:
         return end
 
     def weight(self, rank: int, now: float) -> None:
-        """Runs the oldest pending W."""
+        """Runs the oldest pending W of a rank."""
         position = self.waiting[rank].pop(0)
         self.free[rank] = now + self.flow.weight[position]
         self.activations[rank] -= 1

@@ -1,14 +1,14 @@
 """Add communication to a plan, in an order that is consistent across ranks.
 
-Use: `lower(one_f_one_b(4, 8))` returns the same plan with SF/RF (activations), SB/RB (gradients)
-and REDUCE in the lists of all ranks.
+Use: `lower(one_f_one_b(4, 8))` returns the same plan with sends and receives of activations (SF,
+RF) and gradients (SB, RB), and with REDUCE, in the lists of the ranks.
 
-The plan is simulated in unit time. The starts of all actions and the departures of all messages are
-sorted into one global timeline, which is then distributed to the ranks. A message's send and
-receive have the same position on that timeline. Running everything in its order finishes, even with
-transfers that block both sides; with in-order channels any other order of progress then finishes
-too. Placing a receive just before its first use instead deadlocks 1F1B: see `rendezvous.py` and its
-test.
+The plan is simulated with unit times. The starts of all actions and the departures of all messages
+are sorted into one global timeline, which is then distributed to the ranks. The send and the
+receive of a message are one entry of the timeline. So execution in the order of the timeline
+finishes, even if a transfer blocks both ranks. If channels are also in-order, ranks that progress
+at any other relative speed finish too. If each receive were placed directly before its first use
+instead, 1F1B would deadlock: see `rendezvous.py` and its test.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from threed.schedules.play import Spans, play
 from threed.schedules.validation import add_validation
 
 _UNIT_TIME = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
-# Order at equal times: ends before starts; messages before reductions, since ranks wait for them.
+# Order at equal times: ends before starts, and messages before reductions, because other ranks wait
+# for messages.
 _GATHER, _MESSAGE, _REDUCE, _NORM, _UPDATE, _START, _PHASES = range(7)
 # (rank, kind, chunk) -> (kind of send, kind of receive, receiving rank, its chunk)
 Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]
@@ -31,19 +32,22 @@ Targets = dict[tuple[int, Kind, int], tuple[Kind, Kind, int, int]]
 def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
     """Returns the plan with communication: sends, receives and reductions.
 
-    A SEND and its RECV are placed at the time of the result, unless both stages are on one rank.
-    REDUCE follows a chunk's last backward. An asynchronous plan also gets NORM, when the last rank
-    has reduced the gradients of the previous step, and UPDATE, at the end or before the backward
-    that completes the next gradients.
+    A send and its receive are placed at the time at which the result is computed. If the next stage
+    is on the same rank, no message is sent. REDUCE follows a chunk's last backward.
+
+    A plan with a previous step also gets NORM and UPDATE on every rank. NORM is placed when the
+    last rank has reduced the gradients of the previous step. UPDATE is placed before the backward
+    that completes this step's gradients on the rank, or at the end of the rank's list if that
+    backward is left to the next step.
 
     Args:
         plan: a plan with compute actions only.
-        gathers: whether to add GATHER, as early as possible: directly after the compute action that
-            precedes the action that needs the parameters.
+        gathers: whether to add GATHER before every action that needs parameters, as early as
+            possible: directly after the previous compute action.
         validates: whether to add VALIDATE, as late as possible (see validation.py).
 
     Raises:
-        ValueError: the plan is invalid, stalls, or already has communication.
+        ValueError: the plan is invalid, deadlocks, or already has communication.
     """
     for rank, actions in enumerate(plan.ranks):
         for action in actions:
@@ -70,7 +74,7 @@ def lower(plan: Plan, gathers: bool = False, validates: bool = False) -> Plan:
 
 
 def _targets(plan: Plan) -> Targets:
-    """Returns the message of every F, B and I with a result that another rank uses."""
+    """Returns the message of every F, B and I whose result another rank uses."""
     kinds = {
         Kind.F: (Kind.SEND_F, Kind.RECV_F),
         Kind.B: (Kind.SEND_B, Kind.RECV_B),
@@ -90,8 +94,8 @@ def _timeline(
 ) -> tuple[list[int], list[Action]]:
     """Returns the unsorted timeline as sort keys and actions.
 
-    A message is represented by the action that produces it. A key is the integer (time * phases +
-    phase) * stages + rank.
+    A message is represented by the action that computes its content. A key is the integer
+    (time * _PHASES + phase) * stages + rank, with a phase from _GATHER to _START.
     """
     stages = plan.stages
     keys: list[int] = []
@@ -124,7 +128,7 @@ def _timeline(
 
 
 def _updates(plan: Plan, spans: Spans) -> Iterator[tuple[float, float]]:
-    """Yields per rank the times of NORM and UPDATE."""
+    """Yields per rank (time of NORM, time of UPDATE)."""
     norm = max(
         (end for actions in spans for action, _, end in actions if action.microbatch < 0),
         default=0.0,

@@ -2,18 +2,20 @@
 
 Use: `one_f_one_b(stages=4, microbatches=8)`, `interleaved(stages=4, microbatches=8, chunks=2)`.
 
-1F1B: the bubble equals GPipe's, but stage s keeps the activations of at most (stages - s)
-micro-batches instead of all. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1
+1F1B: the bubble is as long as in GPipe, but stage s keeps the activations of at most (stages - s)
+micro-batches, not of all. Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1
 (PipeDream-Flush).
 
-Interleaved 1F1B: every rank holds several chunks of the model, which divides the bubble by their
-number. Rank r holds the stages r, r + stages, r + 2 stages ..; micro-batches pass all ranks once
-per chunk, in rounds: a rank runs a round on its first chunk, then on the next one, and starts the
-next round after the last chunk. The bubble is (stages - 1) / chunks micro-batches with at least
-`stages` micro-batches; each micro-batch fewer adds (chunks - 1) / chunks. With rounds of at most g
-micro-batches the first rank keeps ((chunks - 1) g + 2 stages - 1) / chunks micro-batches. Source:
-Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2, with as many micro-batches per round as
-ranks.
+Interleaved 1F1B: every rank holds several chunks of the model, which divides the bubble by the
+number of chunks. Rank r holds the stages r, r + stages, r + 2 * stages .. Micro-batches pass all
+ranks once per chunk, in groups of consecutive micro-batches, called rounds: a rank runs a round on
+its first chunk, then on the next chunk, and starts the next round after its last chunk.
+
+With at least `stages` micro-batches the bubble is the time of (stages - 1) / chunks micro-batches.
+With fewer, each missing micro-batch adds the time of (chunks - 1) / chunks of a micro-batch. With
+rounds of at most g micro-batches the first rank keeps the activations of
+((chunks - 1) g + 2 * stages - 1) / chunks micro-batches. Source: Narayanan et al. 2021, arXiv
+2104.04473, section 2.2.2, in which a round has as many micro-batches as there are ranks.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ def _rank(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Plan:
     """Returns the plan of interleaved 1F1B.
 
-    Every rank runs its warm-up, then alternates forwards and backwards, then runs the remaining
-    backwards. Any number of micro-batches is allowed; with fewer than stages some idle time remains
-    between the chunks. With one chunk this is 1F1B with a longer warm-up, so that messages have two
-    slots of time.
+    Every rank runs its warm-up forwards, then alternates forwards and backwards, then runs the
+    remaining backwards. Any number of micro-batches is allowed, but with fewer micro-batches than
+    stages, ranks are idle between their chunks. With one chunk this is 1F1B with a longer warm-up,
+    so that every message has two slots of time to arrive.
 
     Raises:
         ValueError: chunks is below 1.
@@ -72,10 +74,11 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Plan:
 
 
 def rounds(stages: int, microbatches: int) -> list[int]:
-    """Returns the sizes of the rounds, each at least `stages` if possible, larger ones first.
+    """Returns the number of micro-batches of each round: at least `stages` if possible.
 
-    The number of rounds is the largest possible, and their sizes are as equal as possible. A
-    smaller last round would be idle at every chunk, and smaller rounds first can deadlock.
+    There are as many rounds as possible. Their sizes are as equal as possible, since a smaller last
+    round would leave ranks idle at every chunk. Larger rounds are first, since smaller rounds first
+    can deadlock.
     """
     count = max(1, microbatches // stages)
     size, larger = divmod(microbatches, count)

@@ -25,7 +25,8 @@ class SizesError(ValueError):
 
     Attributes:
         problem: description of the problem.
-        needs: sizes that have a plan, by the names `stages`, `microbatches` and `chunks`.
+        needs: sizes for which a plan exists, with one or more of the keys `stages`,
+            `microbatches` and `chunks`.
     """
 
     def __init__(self, problem: str, **needs: int) -> None:
@@ -47,15 +48,16 @@ class Plan:
         microbatches: number of micro-batches per step.
         chunks: model stages per rank.
         ranks: the actions per rank.
-        placement: `placement[rank][chunk]` is the stage of that chunk. Empty: round-robin, stage
-            rank + chunk * stages.
-        ways: 2 in a bidirectional plan, which holds every stage twice. The first half of a rank's
-            chunks then belongs to the first direction and the second half to the second one. A
-            micro-batch uses the chunks of one direction only.
-        begun: per rank, how many micro-batches of the previous step have their backward in this
-            plan; their forward was in the previous plan. Their indices are -1, -2 .. Empty without
-            a previous step.
+        placement: `placement[rank][chunk]` is the stage of that chunk. Empty means round-robin:
+            the chunk is stage rank + chunk * stages.
+        ways: number of directions: 2 in a bidirectional plan, which holds every stage twice. The
+            first half of a rank's chunks then belongs to the first direction and the second half
+            to the second one. A micro-batch uses the chunks of one direction only.
+        begun: per rank, how many micro-batches of the previous step have their forward in the
+            previous plan and their backward in this plan. Their indices are -1, -2 .. Empty
+            without a previous step.
         left: per rank, how many micro-batches of this step have their backward in the next plan.
+            Empty if all backwards are in this plan.
     """
 
     name: str
@@ -92,7 +94,12 @@ class Plan:
         return max(self.begun, default=0)
 
     def is_open(self, rank: int, microbatch: int) -> bool:
-        """Returns whether a rank ran the forward in the previous plan but not the backward."""
+        """Returns whether the previous plan left a rank's backward of a micro-batch to this plan.
+
+        Args:
+            rank: pipeline rank.
+            microbatch: index of the micro-batch, below 0 for the previous step.
+        """
         return bool(self.begun) and -self.begun[rank] <= microbatch < 0
 
     def is_left(self, rank: int, microbatch: int) -> bool:
@@ -120,14 +127,17 @@ class Plan:
         return self.placement[rank][chunk] if self.placement else rank + chunk * self.stages
 
     def way_of(self, chunk: int) -> int:
-        """Returns the direction of a chunk.
+        """Returns the direction of a chunk: 0 or 1.
 
-        0, or 1 for the second half of the chunks of a bidirectional plan.
+        It is 1 for the second half of the chunks of a bidirectional plan, otherwise 0.
         """
         return chunk * self.ways // self.chunks
 
     def locate(self, stage: int, way: int = 0) -> Place:
-        """Returns the (rank, chunk) of a stage. Raises ValueError if no rank holds the stage."""
+        """Returns the (rank, chunk) that holds a stage for the direction `way`.
+
+        Raises ValueError if no rank holds the stage.
+        """
         place = self._places.get((stage, way))
         if place is None:
             raise ValueError(
@@ -138,14 +148,14 @@ class Plan:
     def consumer(self, rank: int, action: Action) -> Place | None:
         """Returns the (rank, chunk) that uses the result of an F, B or I, or that receives a send.
 
-        None if the action has no consumer.
+        Returns None if the action has no consumer.
         """
         return self._neighbours.get((rank, action.chunk, _CONSUMER.get(action.kind, 0)))
 
     def producer(self, rank: int, action: Action) -> Place | None:
-        """Returns the (rank, chunk) with the input of an F, B or I, or that sends to a receive.
+        """Returns the (rank, chunk) that computes the input of an F, B or I, or sends to a receive.
 
-        None if the action has no producer.
+        Returns None if the action has no producer.
         """
         return self._neighbours.get((rank, action.chunk, _PRODUCER.get(action.kind, 0)))
 

@@ -15,21 +15,22 @@ from threed.schedules.action import COMPUTE, Action, Kind
 from threed.schedules.legality import legal
 from threed.schedules.plan import Plan
 
-Span = tuple[Action, float, float]
-Spans = tuple[tuple[Span, ...], ...]
+Span = tuple[Action, float, float]  # action, start, end
+Spans = tuple[tuple[Span, ...], ...]  # the spans of each rank
 _NONE = -1
 
 
 class _Exchange(NamedTuple):
     """The input and the result of an F, B or I, as indices into the list of all results.
 
-    Results are numbered stage by stage, and by micro-batch within a stage (the previous step's
-    first): first all activations, then all gradients. The indices are for micro-batch 0.
+    The list has all activations, then all gradients. Each half is ordered by stage and, within a
+    stage, by micro-batch, from the first one of the previous step. The indices below are for
+    micro-batch 0; add m to get the indices for micro-batch m.
 
     Attributes:
-        needs: index of the input.
+        needs: index of the input, or -1 without an input.
         latency: time until the input arrives.
-        makes: index of the result.
+        makes: index of the result, or -1 without a result.
     """
 
     needs: int
@@ -51,14 +52,14 @@ def play(plan: Plan, duration: Callable[[Action, int], float], latency: float = 
         plan: the plan to simulate.
         duration: `duration(action, rank)` returns the time of an action; it must not depend on the
             micro-batch.
-        latency: time until a result arrives on another rank. Neither rank is busy meanwhile.
+        latency: time until a result arrives on another rank. Both ranks can compute meanwhile.
 
     Returns:
         Per rank, (action, start, end) of every compute action.
 
     Raises:
-        ValueError: the plan is invalid, or stalls; the message names the rank, the action and the
-            missing input.
+        ValueError: the plan is invalid, or deadlocks; the message names the rank, the action and
+            the missing input.
     """
     legal(plan)
     ranks = [[action for action in actions if action.kind in COMPUTE] for actions in plan.ranks]
@@ -91,7 +92,9 @@ def _run(
 ) -> int:
     """Runs a rank from its current action until an input is missing.
 
-    Returns the index of the missing result, or _NONE at the end of the list.
+    Appends to `out`, writes the times of results into `made`, and appends the ranks that waited for
+    these results to `runnable`. Returns the index of the missing result, or _NONE if the rank has
+    run all actions.
     """
     free = out[-1][2] if out else 0.0
     for number in range(len(out), len(actions)):
@@ -135,7 +138,7 @@ def _action_types(
     duration: Callable[[Action, int], float],
     latency: float,
 ) -> list[_ActionType]:
-    """Returns the type of every action; actions that differ only in the micro-batch share one."""
+    """Returns the type of every action; actions that differ only in micro-batch share a type."""
     known: dict[tuple[Kind, int, Kind | None, int], _ActionType] = {}
     types = []
     for action in actions:

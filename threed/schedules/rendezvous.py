@@ -1,13 +1,13 @@
-"""Check that a lowered plan cannot deadlock, with the strictest transport.
+"""Check that a lowered plan cannot deadlock, even with the strictest transport.
 
 Use: `check_rendezvous(lower(plan))` returns None, or raises with the ranks and actions that wait
 for each other.
 
-Every send and every receive blocks until the peer reaches the matching action, and messages between
-two ranks in one direction share one in-order channel. A plan that passes also finishes on any
-transport with buffers or asynchronous sends. REDUCE and GATHER use other process groups and are
-ignored here. UPDATE waits until all ranks have reached NORM. VALIDATE does not wait for other
-ranks, and is checked by validation.py.
+In this transport every send and every receive blocks until the peer reaches the matching action,
+and all messages from one rank to another share one in-order channel. A plan that passes also
+finishes on any transport with buffers or asynchronous sends. REDUCE and GATHER use other process
+groups and are ignored here. UPDATE waits until all ranks have run NORM. VALIDATE does not wait for
+other ranks, and is checked by validation.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def check_rendezvous(plan: Plan) -> None:
     """Simulates a lowered plan with blocking, in-order transfers.
 
     Raises:
-        ValueError: the plan is invalid, uses a tensor before its receive, pairs different messages,
-            or deadlocks.
+        ValueError: the plan is invalid, uses a tensor before its receive, pairs a send with the
+            receive of another message, or deadlocks.
     """
     legal(plan)
     _check_inputs(plan)
@@ -61,9 +61,10 @@ def _head(plan: Plan, at: list[int], rank: int) -> Action | None:
 
 
 def _partner(plan: Plan, at: list[int], rank: int, action: Action) -> int | None:
-    """Returns the rank that advances together with this one, or None if this one must wait.
+    """Returns the rank that advances together with `rank`, or None if `rank` must wait.
 
-    For local work it is the rank itself.
+    For a send it is the receiver, and for local work it is `rank` itself. A receive always waits:
+    its sender advances both ranks.
     """
     if action.kind is Kind.UPDATE:
         return rank if norms_begun(plan, at) else None
@@ -120,7 +121,10 @@ def _is_from_last_step(plan: Plan, rank: int, action: Action) -> bool:
 
 
 def _needs(plan: Plan, rank: int, action: Action) -> list[Action]:
-    """Returns the local dependencies of an action. One of them suffices; empty if it has none."""
+    """Returns the actions of the same rank that can provide an action's input.
+
+    One of them suffices. The list is empty if the action needs no input.
+    """
     if action.kind is Kind.SEND_F:
         return [Action(Kind.F, action.microbatch, action.chunk)]
     if action.kind is Kind.SEND_B:
@@ -142,8 +146,8 @@ def validate(plan: Plan) -> None:
 
     Raises:
         ValueError: an action is missing, repeated, misordered, unmatched or used before it arrives;
-            the plan deadlocks with blocking transfers; or a reduction precedes a weight
-            gradient. The message names the rank and the action.
+            the plan deadlocks with blocking transfers; or a reduction precedes a weight gradient of
+            its chunk. The error names the rank and the action.
     """
     play(plan, lambda *_: 1.0)
     if any(action.kind not in COMPUTE for actions in plan.ranks for action in actions):

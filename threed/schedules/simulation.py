@@ -4,7 +4,7 @@
     simulate(plan, Costs(forward=1, backward_input=1, backward_weight=1)).bubble
 
 `simulate` runs the plan with its costs (play.py) and derives makespan, bubble, peak activations and
-message counts from the times. `span_and_bubble` and `idle_shares` do the same for measured times.
+message counts from the times. `span_and_bubble` and `idle_shares` also take measured times.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ Cost = float | tuple[float, ...]
 class Costs:
     """Costs of compute actions and messages, in any unit of time.
 
-    A number is the time of one micro-batch over all chunks of a rank; each of V chunks takes 1/V of
-    it. A tuple holds one time per stage of the model instead (stages x chunks values, in model
-    order), for stages of unequal cost.
+    A cost that is a number is the time of one micro-batch over all chunks of a rank that it passes;
+    if it passes V chunks, each takes 1/V of that time. A cost that is a tuple has one time per
+    stage of the model, in model order, for stages of unequal cost.
 
     Attributes:
         forward: time of F.
         backward_input: time of I.
-        backward_weight: time of W. B takes I and W.
+        backward_weight: time of W. B takes `backward_input` + `backward_weight`.
         send: latency of one message, during which both ranks can compute.
-        overlapped: time of a forward together with a full backward, in schedules that pair them;
-            for different stages the mean of both values. None: the sum of forward and backward.
+        overlapped: time of a forward together with a full backward, in schedules that pair them. If
+            the two are on different stages, their time is the mean of both stages' values. None:
+            the sum of forward and backward.
     """
 
     forward: Cost
@@ -70,7 +71,7 @@ class Costs:
         )
 
     def _of_pair(self, cost: Cost, pair: Action, rank: int, plan: Plan) -> float:
-        """Returns the time of a forward paired with a B or an I; an I does not include W's time."""
+        """Returns the time of a forward paired with a B or an I; for an I, without W's time."""
         stages = [plan.stage_of(rank, part.chunk) for part in pair.parts]
         full = sum(_of_stage(cost, stage, plan) for stage in stages) / 2
         later = pair.parts[1].kind is Kind.I
@@ -94,9 +95,10 @@ class Timeline:
     Attributes:
         makespan: time from the first start to the last end.
         span: the longest time of any rank from its first start to its last end.
-        bubble: idle fraction of that rank within its span (as in arXiv 2401.10241, section 5).
+        bubble: idle fraction of the rank with the longest span, within its span (as in arXiv
+            2401.10241, section 5).
         peak_activations: per rank, the maximum of live activations, in micro-batches over all
-            chunks of the rank. They are live from the start of F to the end of B or W.
+            chunks of the rank. Activations are live from the start of F to the end of B or W.
         messages: per rank, the number of sends per step.
         spans: per rank, (action, start, end) of every compute action.
     """
@@ -112,10 +114,14 @@ class Timeline:
 def simulate(plan: Plan, costs: Costs) -> Timeline:
     """Simulates a plan with these costs.
 
-    Communication actions in the plan are ignored: messages cost latency only.
+    A message costs latency only; communication actions in the plan are ignored.
+
+    Args:
+        plan: the plan, with or without communication.
+        costs: times of compute actions and messages.
 
     Raises:
-        ValueError: the plan is invalid or stalls; the message names the rank and the action.
+        ValueError: the plan is invalid or deadlocks; the message names the rank and the action.
     """
     spans = play(plan, lambda action, rank: costs.duration(action, rank, plan), costs.send)
     span, bubble = span_and_bubble(spans)
@@ -130,10 +136,11 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
 
 
 def span_and_bubble(spans: Sequence[Sequence[Span]]) -> tuple[float, float]:
-    """Returns the longest span of a rank, from first start to last end, and its idle fraction.
+    """Returns the longest time of a rank from its first start to its last end, and its bubble.
 
-    Communication is ignored, so measured spans may contain transfers and waits. If several ranks
-    have the longest span, the first of them is used.
+    The bubble is the idle fraction of that rank within that time. Communication actions are
+    ignored, so measured spans may contain transfers and waits. If several ranks have the longest
+    time, the first of them is used.
     """
     extents = []
     for actions in spans:
@@ -148,9 +155,9 @@ def idle_shares(spans: Sequence[Sequence[Span]]) -> list[float]:
     """Returns the idle fraction of each rank, within a step.
 
     A step lasts from the first start to the last end of the compute actions of all ranks. The mean
-    of the fractions is the fraction of time lost. It also holds for unequal stages, for which the
-    bubble of `span_and_bubble` is misleading. The rank with the smallest fraction is the
-    bottleneck.
+    of the fractions is the fraction of all ranks' time that is lost. The mean is also meaningful
+    for stages of unequal cost, for which the bubble of `span_and_bubble` is misleading. The rank
+    with the smallest fraction is the bottleneck.
     """
     rows = [
         [(start, end) for action, start, end in actions if action.kind in COMPUTE]
@@ -164,9 +171,9 @@ def idle_shares(spans: Sequence[Sequence[Span]]) -> list[float]:
 
 
 def replay(plan: Plan, measured: Sequence[Sequence[Span]]) -> Spans:
-    """Returns the plan simulated with measured action times and without message latency.
+    """Returns the spans of a plan, simulated with measured action times and no message latency.
 
-    Compare it with the measured spans to see the cost of communication.
+    The difference between the measured spans and the result is the cost of communication.
 
     Args:
         plan: the plan that was run.
@@ -206,10 +213,10 @@ def peak_activations(plan: Plan, rank: int) -> float:
 
 
 def most_kept(plan: Plan, rank: int, kept: Sequence[int]) -> int:
-    """Returns the maximum of live activations on a rank, with `kept` units per chunk.
+    """Returns the maximum of live activations on a rank, in the unit of `kept`.
 
-    The order of actions alone defines it, because actions of a rank never overlap in time. A
-    forward paired with a backward counts while the backward's activations are still live.
+    Only the order of actions matters, because actions of a rank never overlap in time. During a
+    pair, the activations of both the forward and the backward are live.
 
     Args:
         plan: the plan.

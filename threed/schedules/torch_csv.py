@@ -3,10 +3,10 @@
     text = to_csv(build("1f1b", stages=4, microbatches=8))    one row per rank: 0F0,0F1,0F2,0F3...
     plan = from_csv(text, "mine.csv")                         errors name the row and the cell
 
-A cell is one action: stage of the model, kind (F, B, I, W), micro-batch. `(0F7;7B3)OVERLAP_F_B`
-runs a forward together with a backward. Empty cells are ignored. The stages in a row are the chunks
-of that rank, in model order. Sends, receives, gathers and reductions (`0SEND_F3`, `2UNSHARD`) are
-ignored: `lower` adds communication.
+A cell is one action: stage of the model, kind (F, B, I, W), micro-batch. The cell
+`(0F7;7B3)OVERLAP_F_B` runs a forward together with a backward. Empty cells are ignored. The stages
+in a row, in model order, become the chunks of that rank. Sends, receives, gathers and reductions,
+such as `0SEND_F3` and `2UNSHARD`, are ignored, because `lower` adds communication.
 
 Source: torch 2.13, torch/distributed/pipelining/schedules.py, `_Action` and
 `PipelineScheduleMulti._load_csv`.
@@ -48,8 +48,8 @@ class _Cell(NamedTuple):
 
     Attributes:
         where: file, row and cell, for messages.
-        parts: one action, two that run together, or none for communication.
-        stages: the stages that the cell names.
+        parts: the compute actions: one, or two that run together; empty for communication.
+        stages: the stages of the actions, or the stage of the communication.
     """
 
     where: str
@@ -58,11 +58,11 @@ class _Cell(NamedTuple):
 
 
 def to_csv(plan: Plan) -> str:
-    """Returns the plan's compute actions as CSV text. torch adds communication itself.
+    """Returns the plan's compute actions as CSV text; torch adds the communication.
 
     Raises:
-        ValueError: if the plan is asynchronous, or if it is bidirectional (torch supports only one
-            rank per stage).
+        ValueError: if the plan is asynchronous, or if the plan is bidirectional (torch supports
+            only one rank per stage).
     """
     if plan.asynchronous:
         raise ValueError(
@@ -190,7 +190,11 @@ def _placement(rows: Sequence[Sequence[_Cell]], name: str) -> tuple[tuple[int, .
 
 
 def _check_order(row: Iterable[_Cell]) -> None:
-    """Checks that a row repeats no action, keeps their order, and has one kind of backward."""
+    """Checks the actions of one row. Raises ValueError naming the cell.
+
+    No action may be repeated. Each must follow the action it requires: B and I an F, W an I. A
+    micro-batch must not have both a B and an I on one stage.
+    """
     seen: set[_Part] = set()
     for cell in row:
         for part in cell.parts:
@@ -210,7 +214,10 @@ def _check_order(row: Iterable[_Cell]) -> None:
 
 
 def _count_microbatches(rows: Iterable[Iterable[_Cell]], name: str) -> int:
-    """Returns the number of micro-batches. Each stage must have a forward and backward of each."""
+    """Returns the number of micro-batches.
+
+    Raises ValueError if a stage lacks the forward or the backward of a micro-batch.
+    """
     done: dict[int, dict[Kind, set[int]]] = {}
     for row in rows:
         for cell in row:

@@ -1,19 +1,20 @@
 """ZB-V, V-Half and V-Min: split backwards, with two model stages per rank in the shape of a V.
 
 Use: `zb_v(stages=4, microbatches=8)`; `v_half` and `v_min` have the same arguments and need less
-memory. They assume equal times of F, I and W: `zb_auto(..., chunks=2)` uses measured ones.
+memory. All three assume equal times of F, I and W; `zb_auto(..., chunks=2)` uses measured times.
 
-A micro-batch ends on the rank on which it began: the first and the last stage share a rank, and all
-ranks keep the same number of activations. With equal times of F, I and W, ZB-V has no idle time
-between the first and the last action, and keeps as many activations as the first rank of 1F1B.
-V-Half keeps about half as many and is idle for about half the time of 1F1B; V-Min keeps a third and
-is idle for two thirds of that time. Sources: Qi et al. 2024, arXiv 2401.10241, section 6; Qi et al.
-2024, arXiv 2405.15362.
+The first and the last stage of the model are on one rank, and all ranks keep the same number of
+activations. With equal times of F, I and W, a rank has no idle time between its first and its last
+action in ZB-V, and keeps as many activations as the first rank of 1F1B. V-Half keeps about half as
+many activations, and its ranks are idle for about half as long as in 1F1B. V-Min keeps about a
+third, and its ranks are idle for about two thirds as long. Sources: Qi et al. 2024, arXiv
+2401.10241, section 6; Qi et al. 2024, arXiv 2405.15362.
 
-ZB-V has a fixed order. V-Half and V-Min start with a pattern that repeats for every micro-batch
-within the memory limit. Several orders are derived from it: the pattern with its beginning and end
-moved as early as possible, and list scheduling. W is placed when ranks would be idle or need
-memory. The order with the smallest makespan is then improved along its critical path.
+ZB-V has a fixed order. V-Half and V-Min start with a pattern for one micro-batch that can be
+repeated for every micro-batch within the memory limit. Several orders are derived from the pattern:
+the repeated pattern itself, with its beginning and end moved as early as possible, and orders from
+list scheduling. W is placed when ranks would be idle or need memory. The order with the smallest
+makespan is then improved along its critical path.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from threed.schedules.list_scheduling import Priority, list_orders
 from threed.schedules.plan import Plan
 from threed.schedules.simulation import Costs
 
-PERIOD = 6  # per micro-batch and rank: two F, two I and two W
-UNIT = Costs(2, 2, 2)  # every action on one of two chunks takes 1
-_EFFORT = 100_000  # of `shorten`
+PERIOD = 6  # units of time per micro-batch on a rank: two F, two I and two W
+UNIT = Costs(2, 2, 2)  # every action on one of the two chunks takes 1 unit
+_EFFORT = 100_000  # the argument `effort` of `shorten`
 
 
 def zb_v(stages: int, microbatches: int) -> Plan:
@@ -59,17 +60,18 @@ def v_min(stages: int, microbatches: int) -> Plan:
 
 
 class Variant(NamedTuple):
-    """A way to derive orders from a pattern.
+    """A way to derive orders from a pattern. The unit of time is one F, I or W of a chunk.
 
     Attributes:
-        hop: units that a forward takes from rank to rank on the way down, in the pattern.
-        extra: for list scheduling: units that a micro-batch may take longer than in the pattern.
-        more: for list scheduling: additional chunks in flight.
-        balanced: for list scheduling: before its first I of its first stage, a rank reserves memory
-            for its second chunk.
-        eager: see `Priority`.
-        tight: use the pattern with its beginning and end as early as possible, instead of list
-            scheduling.
+        hop: in the pattern, the time from the start of F or I on a rank to its start on the next
+            rank on the way down.
+        extra: for list scheduling: time by which an activation may live longer than in the pattern.
+        more: for list scheduling: additional micro-batches in flight per stage.
+        balanced: for list scheduling: until a rank has run the first I of its first stage, it
+            reserves memory for its second chunk.
+        eager: for list scheduling: see `Priority`.
+        tight: whether to use the repeated pattern, with its beginning and end moved as early as
+            possible, instead of list scheduling.
     """
 
     hop: int
@@ -90,9 +92,9 @@ def _best(name: str, stages: int, microbatches: int, limit: int, variants: list[
 
 
 def orders_of(unit: Flow, variant: Variant, limit: int) -> Orders | None:
-    """Returns the orders of one variant, or None if it has none.
+    """Returns the orders of one variant, or None if the variant leads to no valid order.
 
-    limit: maximum of live activations on a rank, in micro-batches of one chunk.
+    limit: maximum number of live activations on a rank; a micro-batch on one chunk counts as 1.
     """
     ranks = unit.ranks
     begin = pattern(ranks, variant.hop)
@@ -115,9 +117,9 @@ def orders_of(unit: Flow, variant: Variant, limit: int) -> Orders | None:
 def phases(unit: Flow) -> Orders:
     """Returns ZB-V's order (arXiv 2401.10241, section 6) for any number of micro-batches.
 
-    Each rank has F and I of its down chunk and f and i of its up chunk. It runs F until the first f
-    is available, then f and F in turn until the first i, then f and i until the first I, then F, I,
-    f and i in turn.
+    F and I are the actions of a rank's down chunk, f and i the actions of its up chunk. The rank
+    runs F until the first f is available, then F and f in turn until the first i, then f and i in
+    turn until the first I, then F, I, f and i in turn.
     """
     orders = []
     for rank in range(unit.ranks):
@@ -136,15 +138,17 @@ def phases(unit: Flow) -> Orders:
     return orders
 
 
-# Units between the first rank's second forward and the I that follows, so that no actions collide.
+# By hop, from the number of ranks: idle units on the first rank, between the last forward of a
+# micro-batch and its first I there, so that no actions of the repeated pattern collide.
 _GAPS = {1: lambda ranks: 2 if ranks % 3 == 0 else 0, 2: lambda ranks: 0 if ranks % 2 else 3}
 
 
 def pattern(ranks: int, hop: int) -> tuple[int, ...]:
     """Returns the start of every position for one micro-batch, in units.
 
-    It takes 1 unit from rank to rank on the way up and `hop` units on the way down. hop=1 is V-Min,
-    hop=2 is V-Half (arXiv 2405.15362, section 3 and appendix), and hop=5 uses the memory of ZB-V.
+    From rank to rank a micro-batch takes 1 unit on the way up, and `hop` units on the way down.
+    hop=1 is V-Min and hop=2 is V-Half (arXiv 2405.15362, section 3 and appendix). hop=5 needs as
+    much memory as ZB-V.
     """
     gap = _GAPS[hop](ranks) if hop in _GAPS else 0
     begin, now = [], 0
@@ -161,8 +165,8 @@ def pattern(ranks: int, hop: int) -> tuple[int, ...]:
 class _Tightening:
     """A pattern repeated for all micro-batches, with its beginning and end moved to earlier slots.
 
-    A slot is one unit. Between the end of the first micro-batch and the start of the last one no
-    action moves, since the pattern has no collisions there.
+    A slot is one unit of time. Actions between the last I of the first micro-batch and the first F
+    of the last micro-batch do not move, since the pattern is in its steady state there.
     """
 
     def __init__(self, unit: Flow, begin: tuple[int, ...], limit: int):
@@ -177,7 +181,7 @@ class _Tightening:
         self.moving = (begin[-1], begin[0] + PERIOD * (count - 1))
         slots = max(times.values()) + PERIOD * count + 1
         self.taken = [bytearray(slots) for _ in range(unit.ranks)]
-        # per rank and slot: first the changes of live activations, later their sums
+        # per rank and slot: first the changes of live activations, later their running sums
         self.activations = [[0] * slots for _ in range(unit.ranks)]
 
     def _weights(self, begin: tuple[int, ...]) -> dict[int, int]:
@@ -221,7 +225,7 @@ class _Tightening:
         ]
 
     def _change(self, position: int) -> int:
-        """Returns the change of live activations by an action."""
+        """Returns the change of live activations by an action: 1 for F, 0 for I, -1 for W."""
         return 1 if position < self.unit.forwards else -1 if position >= self.last else 0
 
     def _hold(self, rank: int, position: int, slots: range) -> None:

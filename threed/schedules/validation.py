@@ -1,15 +1,16 @@
-"""The point of a step at which the previous update may still be undone, as VALIDATE in all lists.
+"""Places and checks VALIDATE: the action at which a rank may still undo the previous update.
 
     lowered = add_validation(lowered)         adds a VALIDATE to every rank
     check_validation(lowered)                 raises ValueError if a VALIDATE is misplaced
     time_between_steps(plan, costs)           time saved per step without a barrier between steps
 
 At VALIDATE the update before the step may be undone (post-update validation, arXiv 2401.10241,
-section 4); the step then restarts. So two conditions hold. No rank computes a gradient before
-VALIDATE, because the gradients of the previous step are still needed. And the VALIDATEs form a
-consistent cut: a message sent before VALIDATE is also received before it, so that no message of the
-first attempt is in flight when the step restarts. `add_validation` chooses the latest such point,
-which leaves the most time for the reduction over all ranks.
+section 4); the step then restarts. This requires two conditions. First, no rank computes a gradient
+before its VALIDATE, because the gradients of the previous step are still needed. Second, a message
+that the sender sends before its VALIDATE is received before the receiver's VALIDATE, and no other
+message is, so that no message of the first attempt is in flight when the step restarts.
+`add_validation` chooses the latest places that meet both conditions, which leaves the most time for
+the reduction over all ranks that validates the update.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def check_validation(plan: Plan) -> None:
 
     Raises:
         ValueError: a VALIDATE is missing, repeated or after a gradient, or a message is in flight
-            at VALIDATE; the message names the rank and the action.
+            at VALIDATE; the error names the rank and the action.
     """
     counts = [actions.count(_VALIDATE) for actions in plan.ranks]
     if not any(counts):
@@ -88,7 +89,7 @@ def _first_gradient(actions: tuple[Action, ...]) -> int:
 
 
 def _messages(plan: Plan) -> list[Message]:
-    """Returns all messages, those sent by the last ranks first."""
+    """Returns all messages, ordered by sender, from the last rank to the first."""
     places = [{action: n for n, action in enumerate(actions)} for actions in plan.ranks]
     found = []
     for sender in reversed(range(plan.stages)):
@@ -107,9 +108,10 @@ def _messages(plan: Plan) -> list[Message]:
 def time_between_steps(plan: Plan, costs: Costs) -> float:
     """Returns the time that each step saves if ranks start the next step without a barrier.
 
-    Without a barrier, steps follow each other as fast as the slowest rank completes one. With a
-    barrier, a step takes from the first start to the last end on any rank. The result has the unit
-    of `costs`. It is 0 if the rank that starts first also ends last.
+    Without a barrier, a step takes the longest time of any one rank from its first start to its
+    last end. With a barrier, a step takes the time from the first start on any rank to the last end
+    on any rank. The result is the difference, in the unit of `costs`. It is 0 if the rank that
+    starts first also ends last.
     """
     timeline = simulate(plan, costs)
     return timeline.makespan - timeline.span

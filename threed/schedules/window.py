@@ -1,6 +1,8 @@
 """The order in which a pass gathers, runs and releases a chunk's units, with prefetched gathers.
 
-for step in walk(range(4), ahead=1):  gather 0, 1 · run 0 · release 0 · gather 2 · run 1 · ...
+A unit is one layer of the model, with a number. A pass is a forward or a backward of the chunk.
+
+    walk(range(4), ahead=1)      gather 0, 1 · run 0 · release 0 · gather 2 · run 1 · ...
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One step of a pass.
+    """One step of a pass: start gathers, run one unit, and release it if required.
 
     Attributes:
-        gather: units to start gathering.
-        run: the unit to run then.
-        release: whether to release that unit afterwards.
+        gather: the units whose gathers start.
+        run: the unit that runs next.
+        release: whether to release the full parameters of `run` afterwards.
     """
 
     gather: tuple[int, ...]
@@ -27,9 +29,9 @@ def walk(units: Sequence[int], ahead: int, keep_last: bool = False) -> Iterator[
     """Yields the steps of one pass over `units`.
 
     Args:
-        units: the units in execution order (reversed for a backward).
+        units: the units in execution order, which is reversed for a backward.
         ahead: number of units to gather ahead; at most `ahead` + 1 units are gathered at once.
-        keep_last: whether to keep the last unit gathered for the next pass.
+        keep_last: whether the last unit stays gathered for the next pass.
     """
     for at, unit in enumerate(units):
         first = 0 if at == 0 else at + ahead
@@ -38,5 +40,10 @@ def walk(units: Sequence[int], ahead: int, keep_last: bool = False) -> Iterator[
 
 
 def first_units(units: Sequence[int], ahead: int) -> tuple[int, ...]:
-    """Returns the units that a pass gathers before it runs the first one, in the GATHER action."""
+    """Returns the units that the GATHER action starts to gather before a pass runs its first unit.
+
+    Args:
+        units: as in `walk`.
+        ahead: as in `walk`.
+    """
     return tuple(units[: ahead + 1])

@@ -2,9 +2,10 @@
 
 Use: `zb_h1(stages=4, microbatches=8)`.
 
-With times f, b and w of F, I and W, the idle time per rank is (stages - 1)(f + b - w) for ZB-H1,
-which keeps as many activations as the first rank of 1F1B. It is (stages - 1)(f + b - 2w) for ZB-H2,
-which keeps 2 * stages - 1 of them. Source: Qi et al. 2024, arXiv 2401.10241, sections 2.2 and 2.3.
+Let f, b and w be the times of F, I and W. In ZB-H1 the idle time per rank is
+(stages - 1)(f + b - w), and a rank keeps as many activations as the first rank of 1F1B. In ZB-H2
+the idle time per rank is (stages - 1)(f + b - 2w), and a rank keeps the activations of
+2 * stages - 1 micro-batches. Source: Qi et al. 2024, arXiv 2401.10241, sections 2.2 and 2.3.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from threed.schedules.plan import Plan
 def zb_h1(stages: int, microbatches: int) -> Plan:
     """Returns the plan of ZB-H1.
 
-    Stage s starts with (stages - s - 1) forwards as in 1F1B. Its W are s micro-batches behind its
-    I.
+    Stage s starts with (stages - s - 1) forwards as in 1F1B. The W of a micro-batch runs after the
+    I of the micro-batch that is s later.
     """
     ranks = tuple(_rank(microbatches, stages - s - 1, s) for s in range(stages))
     return Plan("zb-h1", stages, microbatches, 1, ranks)
@@ -26,14 +27,15 @@ def zb_h1(stages: int, microbatches: int) -> Plan:
 def zb_h2(stages: int, microbatches: int) -> Plan:
     """Returns the plan of ZB-H2.
 
-    Stage s starts with 2 * (stages - s - 1) forwards. Its W are 2 * s micro-batches behind its I.
+    Stage s starts with 2 * (stages - s - 1) forwards. The W of a micro-batch runs after the I of
+    the micro-batch that is 2 * s later.
     """
     ranks = tuple(_rank(microbatches, 2 * (stages - s - 1), 2 * s) for s in range(stages))
     return Plan("zb-h2", stages, microbatches, 1, ranks)
 
 
 def _rank(microbatches: int, warmup: int, delay: int) -> tuple[Action, ...]:
-    """Returns `warmup` forwards, then F, I and W in turn, with W `delay` micro-batches behind I."""
+    """Returns `warmup` forwards, then F, I and W in turn; W is `delay` micro-batches behind I."""
     actions = [Action(Kind.F, microbatch) for microbatch in range(min(warmup, microbatches))]
     for microbatch in range(microbatches):
         if warmup + microbatch < microbatches:

@@ -3,11 +3,11 @@
 Use: `zb_auto(stages=4, microbatches=8, costs=Costs(1.0, 1.2, 0.8, send=0.1), limit=6)`.
 
 The search simulates many orders of forwards and backwards, with W placed by `flow.fill`, until the
-makespan reaches its lower bound or EFFORT is spent. It then improves the best few along their
-critical paths (`critical.shorten`). With one chunk per rank it tries 1F1B with more
-forwards at the beginning, some of them with fewer micro-batches in flight after every few
-backwards. With two chunks it tries the orders of ZB-V, V-Half, V-Min and similar patterns. Sources:
-arXiv 2401.10241, section 3; arXiv 2405.15362.
+makespan reaches its lower bound or EFFORT is spent. It then improves the few best orders along
+their critical paths (`critical.shorten`). With one chunk per rank it tries 1F1B with more forwards
+at the beginning; some of these orders then skip a forward after every few backwards, so that fewer
+micro-batches are in flight. With two chunks it tries the orders of ZB-V, V-Half, V-Min and similar
+patterns. Sources: arXiv 2401.10241, section 3; arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from threed.schedules.simulation import Costs, simulate
 from threed.schedules.v_shape import Variant, orders_of, phases
 from threed.schedules.zero_bubble import zb_h1, zb_h2
 
-EFFORT = 1_000_000  # maximum number of actions to place in the search, and again in `shorten`
-STARTS = 4  # number of best plans to shorten
+EFFORT = 1_000_000  # maximum number of actions to simulate in the search, and again in `shorten`
+STARTS = 4  # number of plans that `shorten` starts from: the best of the search
 
 
 def zb_auto(
@@ -36,20 +36,20 @@ def zb_auto(
     limit: float | None = None,
     chunks: int = 1,
 ) -> Plan:
-    """Returns the plan with the smallest makespan found; it need not be optimal.
+    """Returns the plan with the smallest makespan that the search finds; it may not be optimal.
 
     Args:
         stages: number of pipeline ranks.
         microbatches: number of micro-batches per step.
         costs: measured times; None: equal times of F, I and W, and no message latency.
         limit: maximum of live activations on a rank, in micro-batches over all its chunks, from F
-            to the end of W. None: the memory of ZB-H2 (2 * stages - 1), or of ZB-V (`stages`) with
-            two chunks.
+            to the end of W. None: the memory of ZB-H2 (2 * stages - 1) with one chunk, or of ZB-V
+            (`stages`) with two chunks.
         chunks: chunks per rank: 1, or 2 in the shape of a V.
 
     Returns:
-        The plan. With one chunk it ends no later than 1F1B, ZB-H1 and ZB-H2, if they keep
-        to the limit.
+        The plan. With one chunk it ends no later than any of the plans of 1F1B, ZB-H1 and ZB-H2
+        that are within the limit.
 
     Raises:
         SizesError: chunks is not 1 or 2.
@@ -80,20 +80,23 @@ def planned(
     costs: Costs | None = None,
     limit: float | None = None,
 ) -> Plan:
-    """Returns `zb_auto` with the smaller one of `limit` and its default limit."""
+    """Returns the plan of `zb_auto` under the smaller of `limit` and the default limit.
+
+    `build` calls this function. The arguments have the same meaning as for `zb_auto`.
+    """
     limit = None if limit is None else min(limit, _default_limit(stages, chunks))
     return zb_auto(stages, microbatches, costs, limit, chunks)
 
 
 def _default_limit(stages: int, chunks: int) -> int:
-    """Returns the micro-batches in memory per rank of ZB-H2, or of ZB-V with two chunks."""
+    """Returns the micro-batches that a rank keeps in ZB-H2, or with two chunks in ZB-V."""
     return 2 * stages - 1 if chunks == 1 else stages
 
 
 def _earliest(plans: list[Plan], costs: Costs, limit: float) -> Plan:
-    """Returns the shortest plan within the limit, and of these the one with the shortest span.
+    """Returns the plan within the limit with the smallest makespan, then the smallest span.
 
-    At least the first plan must be within the limit.
+    The first plan must be within the limit, so that there is a result.
     """
     timelines = [simulate(plan, costs) for plan in plans]
     fitting = [
@@ -116,18 +119,19 @@ class _Search:
 
     @property
     def is_over(self) -> bool:
-        """Whether the best plan is optimal, or the effort is spent."""
+        """Whether a plan was found, and either the best one is optimal or the effort is spent."""
         return bool(self.found) and (self.effort <= 0 or self.is_optimal)
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the best plan has the lower bound of the makespan."""
+        """Whether the makespan of the best plan equals its lower bound."""
         return self.found[0].makespan <= self.bound * (1 + 1e-9)
 
     def attempt(self, orders: Orders | None, patient: bool) -> Filled | None:
         """Simulates orders and keeps the result if it is one of the best.
 
-        Returns None if there are no orders, if the search is over, or if the orders deadlock.
+        Returns the result; None if `orders` is None, if the search is over, or if the orders exceed
+        the memory limit or deadlock.
         """
         if orders is None or self.is_over:
             return None
@@ -138,7 +142,10 @@ class _Search:
         return filled
 
     def keep(self, filled: Filled) -> None:
-        """Keeps a result if it is one of the best. Of equal makespans the shortest span is kept."""
+        """Keeps a result if it is one of the `STARTS` best.
+
+        Of results with equal makespan, only the one with the shortest span is kept.
+        """
         together = [
             known for known in self.found if isclose(known.makespan, filled.makespan, rel_tol=1e-9)
         ]
@@ -147,7 +154,10 @@ class _Search:
             self.found = sorted([*different, filled], key=lambda each: each.makespan)[:STARTS]
 
     def shortened(self) -> Filled:
-        """Returns the best plan after shortening the best few."""
+        """Shortens the plans found and returns the best result.
+
+        Raises ValueError if no plan was found.
+        """
         if not self.found:
             raise ValueError(
                 f"schedule zb-auto: no plan found with at most {self.limit} activations of a chunk per rank"
@@ -174,10 +184,10 @@ def _lower_bound(flow: Flow, rank: int) -> float:
 
 
 def _search_one(search: _Search) -> None:
-    """Tries 1F1B with many warm-ups, then the best warm-ups with skipped forwards.
+    """Tries 1F1B with many numbers of warm-up forwards, then the best ones with skipped forwards.
 
-    Each is tried with W in all idle times, and with W only in idle times that are long enough
-    (`patient`).
+    Each order is tried with W in every idle time, and with W only in idle times that are long
+    enough for it (`patient`).
     """
     flow = search.flow
     played: list[tuple[float, tuple[int, ...]]] = []
@@ -195,9 +205,10 @@ def _one_f_one_b_orders(
 ) -> list[list[int]]:
     """Returns per rank the order of 1F1B with `begin[rank]` forwards before the first backward.
 
-    every: the first rank skips one forward after this number of backwards. Each other rank skips
-    one once it has only one forward less in flight than the rank before (skipping forwards: arXiv
-    2401.10241, section 3.1).
+    every: number of backwards after which the first rank skips a forward, and so has one
+    micro-batch fewer in flight. Rank r then skips a forward if it would otherwise have more in
+    flight than the first rank's number minus r. No rank goes below the number of 1F1B. Source of
+    skipping forwards: arXiv 2401.10241, section 3.1.
     """
     orders = []
     for rank, ahead in enumerate(begin):
@@ -217,8 +228,8 @@ def _one_f_one_b_orders(
 def _beginnings(flow: Flow, limit: int) -> Iterator[tuple[int, ...]]:
     """Yields numbers of warm-up forwards per rank, which increase towards the first rank.
 
-    One forward more than on the next rank hides the round trip of a message, two also hide an I.
-    The limit applies.
+    If a rank runs one forward more than the next rank, it hides the round trip of a message; two
+    forwards more also hide an I. No number exceeds the memory limit.
     """
     ranks, last = flow.ranks, len(flow.rank) - 1
     f = sum(flow.time[: flow.forwards]) / ranks or 1.0
@@ -266,9 +277,10 @@ def _search_v(search: _Search, costs: Costs) -> None:
 
 
 def _v_orders(search: _Search, flows: list[Flow]) -> Iterator[Orders | None]:
-    """Yields the orders of ZB-V, then of patterns by how close their memory is to the limit.
+    """Yields the orders of ZB-V, then orders from patterns, until the search is over.
 
-    Each pattern is tried with the times of each flow.
+    Patterns whose memory is closest to the limit are first. List scheduling uses each pattern with
+    the times of each flow.
     """
     limit, ranks = search.limit, search.flow.ranks
     yield phases(flows[0])
