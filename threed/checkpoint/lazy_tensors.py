@@ -1,4 +1,4 @@
-"""Lazy tensors: tensors in files whose values are read on demand, and compositions of such tensors.
+"""Lazy tensors, whose values are read from files on demand, and compositions of lazy tensors.
 
     joined = concatenate([first, second])        a `Boxed`; joins vectors, or matrices by rows
     part = rows(joined, (100, 200))              a `Slice`

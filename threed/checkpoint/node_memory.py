@@ -1,6 +1,6 @@
 """Manages a run's folder in a machine's memory (tmpfs), which outlives the processes.
 
-    place = Place(token)                   /dev/shm/threed-1000/<token>; see THREED_MEMORY
+    place = Place(token)                   /dev/shm/threed-<user id>/<token>
     machines = Machines(place, everyone)   collective; which ranks are on which machine
     place.sweep()                          removes folders of runs whose launcher has exited
     place.entries()                        yields the entries of all copies

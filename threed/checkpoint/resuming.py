@@ -237,7 +237,7 @@ def _learning_rate_change(manifest: Manifest, config: Config) -> Iterator[str]:
     """Yields a line if the next step has another learning rate than with the checkpoint's keys."""
     state, saved = manifest["state"], manifest["config"]
     done = torch.tensor(float(state["updates"]), dtype=torch.float64)
-    # Another version may have written other keys; then nothing is yielded.
+    # Another version may have written other keys; then the rates are not compared.
     with suppress(ValueError, KeyError, TypeError):
         optim, steps = OptimConfig.model_validate(saved["optim"]), int(saved["train"]["steps"])
         before = float(learning_rate(optim, steps)(done))

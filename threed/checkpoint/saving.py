@@ -333,8 +333,8 @@ class Save:
         found: list[dict[str, Any]] = []
         for rank in range(self.everyone.size):
             file = self._entry_file(rank)
-            # An error of rank 0 is raised only after the other entries are there: its caller then
-            # removes the folder, to which other ranks could otherwise still write.
+            # If rank 0 has an error, it still waits for the entries of the other ranks. The caller
+            # then removes the folder, and no rank may write to the folder at that time.
             while not (file.exists() or (rank == 0 and self.problem)):
                 late = self._has_exited(rank) or time.monotonic() > min(end, self._deadline)
                 if late and not file.exists():

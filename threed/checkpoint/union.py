@@ -68,7 +68,7 @@ def look(
     Args:
         place: this run's folder in memory.
         machines: ranks of each machine.
-        epochs: record in the run folder of the copies that may be loaded.
+        epochs: record of the copies that may be loaded, as read from the run folder.
         everyone: axis of all ranks.
         device: device of tensors in the group of `everyone`.
     """

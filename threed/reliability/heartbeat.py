@@ -116,7 +116,7 @@ def siblings(rank: int, world_size: int) -> Iterator[int]:
 def read_siblings(folder: str | Path, rank: int, world_size: int) -> Iterator[Beat | None]:
     """Yields the last beat, or None, of each rank in `siblings(rank, world_size)`.
 
-    A file is read when its beat is requested.
+    The file of a rank is read only when the iterator reaches this rank.
     """
     return (read(folder, other) for other in siblings(rank, world_size))
 

@@ -148,8 +148,8 @@ def begin(folder: Path, job: str | None, axis: Axis) -> None:
 
     Raises:
         Preempted: on every rank, if an earlier attempt of this job with as many ranks was
-            preempted. With another number of ranks the job continues, because the launcher of an
-            elastic job has lost a machine or received another one.
+            preempted. With another number of ranks this attempt continues, because an elastic job
+            was then restarted after the loss of a machine.
     """
     text = ""
     if axis.index == 0:

@@ -6,8 +6,8 @@
         signals.asked                 # "SIGTERM", or "" before any signal
 
 A Python signal handler runs in the main thread, and only after this thread has returned from C++.
-It does not return while a collective waits for a dead rank. So the handlers here do no work.
-Instead, the interpreter writes the number of each signal into a socket immediately
+While a collective waits for a dead rank, the main thread does not return. So the handlers here do
+no work. Instead, the interpreter writes the number of each signal into a socket immediately
 (`signal.set_wakeup_fd`), and another thread reads the socket.
 
 A second SIGTERM ends the process at once. SIGTERMs within three seconds of the first one count as

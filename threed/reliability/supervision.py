@@ -2,7 +2,7 @@
 
     with Supervision(folder, topology, config) as supervision:
         supervision.heart.beat(step, "step")
-        supervision.asked()     # why this rank is to stop: "SIGTERM", "train.time-limit 3 h", or ""
+        supervision.asked()     # why this rank is to stop: "SIGTERM", "train.time-limit 60 s" or ""
 
 One background thread per rank listens for signals and runs the watchdog. An error that leaves the
 block is reported once over all ranks: by the rank that raised it, or, if a rank was killed, by
