@@ -1,10 +1,10 @@
 """Saves and restores persistent buffers, and torch's random generators for a wrapped module.
 
 Each buffer is saved by the rank that owns it: the rank's file contains the values, and the manifest
-contains name, dtype and shape. For a wrapped module, every rank also saves the states of torch's default
-generator and of its GPU's generator, because the module draws its dropout masks from them. The
-layers of this package do not use these generators. The generators of `random` and numpy belong to
-the user's program and are not saved.
+contains name, dtype and shape. For a wrapped module, every rank also saves the states of torch's
+default generator and of its GPU's generator, because the module draws its dropout masks from them.
+The layers of this package do not use these generators. The generators of `random` and numpy belong
+to the user's program and are not saved.
 """
 
 from __future__ import annotations
